@@ -1,0 +1,3 @@
+"""modelcenter: a model zoo for training."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,46 @@
+"""One way to say no: bad input is one line that names the file, the key, what was found and what is wanted."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from os import PathLike
+from typing import Any, NoReturn
+
+LIMIT = 300  # characters of a message; a hostile file must not fill the terminal
+
+
+class InputError(ValueError):
+    """Input that a user can mend. The text is `<file>: <key or byte>: <found>; <wanted>`."""
+
+
+class MissingError(InputError, FileNotFoundError):
+    """A file or a name that is not there."""
+
+
+def refuse(file: str | PathLike[str] | None, key: str | None, found: str, wanted: str) -> NoReturn:
+    """Raise `InputError` with the one line a user needs; parts that do not apply are None."""
+    raise InputError(message(file, key, found, wanted))
+
+
+def refuse_missing(file: str | PathLike[str] | None, key: str | None, found: str, wanted: str) -> NoReturn:
+    """As `refuse`, for what is not there: also a `FileNotFoundError`."""
+    raise MissingError(message(file, key, found, wanted))
+
+
+def message(file: str | PathLike[str] | None, key: str | None, found: str, wanted: str) -> str:
+    """The line itself: control characters escaped, at most `LIMIT` characters, the remedy always whole."""
+    head = ": ".join(printable(str(part)) for part in (file, key, found) if part is not None)
+    tail = printable(wanted)[: LIMIT // 2]
+    room = LIMIT - len(tail) - 2
+    return f"{head if len(head) <= room else head[: room - 3] + '...'}; {tail}"
+
+
+def printable(text: str) -> str:
+    """`text` with control and other unprintable characters escaped, so that a name cannot move the cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def nearest(word: Any, known: Iterable[str]) -> str:
+    """`did you mean X?`, or the list of what is known."""
+    names = [str(k) for k in known]
+    close = get_close_matches(str(word), names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(names))}"
