@@ -1,0 +1,37 @@
+"""What the `data` section of a recipe says: which files, which fields of a record, and how long an example is.
+
+Torch-free, so that a recipe is checked before anything heavy is imported. The metadata of a field is its help text and
+its bounds (`min` and `max` inclusive, `above` exclusive), which the binder of recipes enforces.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Format = Literal["auto", "text", "jsonl", "csv", "tsv"]
+
+
+def _is(help: str, **bounds: float) -> dict[str, Any]:
+    return {"help": help, **bounds}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Files, keys and lengths; a key that the objective does not use is ignored."""
+
+    path: str | None = field(default=None, metadata=_is("training data: a file, a folder or a glob; each may be .gz"))
+    eval_path: str | None = field(default=None, metadata=_is("evaluation data; wins over eval_fraction"))
+    eval_fraction: float = field(default=0.0, metadata=_is("the last part of `path` held out; 0: none", min=0, max=0.9))
+    format: Format = field(default="auto", metadata=_is("auto: by the ending (.jsonl .json .csv .tsv, else text)"))
+    text_key: str = field(default="text", metadata=_is("the field of the text (lm, mlm, classify)"))
+    pair_key: str | None = field(default=None, metadata=_is("the field of the second text of a pair (classify)"))
+    source_key: str = field(default="source", metadata=_is("the field of the input (seq2seq)"))
+    target_key: str = field(default="target", metadata=_is("the field of the wanted output (seq2seq)"))
+    source_prefix: str = field(default="", metadata=_is("put before every source: T5's `translate ...: ` (seq2seq)"))
+    label_key: str = field(default="label", metadata=_is("the field of the class, a number or a name (classify)"))
+    prompt_key: str | None = field(default=None, metadata=_is("the field of a prompt, read but not trained on (lm)"))
+    response_key: str | None = field(default=None, metadata=_is("the field of the response to prompt_key (lm)"))
+    seq_len: int = field(default=512, metadata=_is("tokens of an example: blocks (lm, mlm) or truncation", min=2))
+    target_len: int | None = field(default=None, metadata=_is("tokens of a target; absent: seq_len (seq2seq)", min=2))
+    packing: bool = field(default=False, metadata=_is("documents side by side, unseen by one another, not blocks (lm)"))
+    mlm_probability: float = field(default=0.15, metadata=_is("the share of tokens to predict (mlm)", above=0, max=1))
+    shuffle: bool = field(default=True, metadata=_is("a new order of the training examples each epoch"))
