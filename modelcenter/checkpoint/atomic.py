@@ -1,0 +1,231 @@
+"""Files and folders that appear whole or not at all, whatever kills the process or fills the disk.
+
+One order everywhere: write under a hidden name on the same file system, flush the bytes, rename, flush the name.
+Plain files only, no torch.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from modelcenter.errors import InputError, refuse
+
+Bytes = bytes | memoryview
+EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2): two names swap in one step
+AT_FDCWD = -100
+
+
+def write_new(path: str | os.PathLike[str], chunks: Iterable[Bytes]) -> int:
+    """Create `path`, which must not exist, write every chunk and flush it to the disk; the number of bytes written."""
+    total = 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # the umask decides the mode
+    try:
+        for chunk in chunks:
+            rest = memoryview(chunk).cast("B")
+            total += len(rest)
+            while len(rest):  # a write may be short, and Linux writes at most 2 GiB a call
+                done = os.write(fd, rest)
+                if done == 0:
+                    raise OSError(errno.EIO, "the disk took no bytes", os.fspath(path))
+                rest = rest[done:]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return total
+
+
+def atomic_write(path: str | os.PathLike[str], data: Bytes) -> None:
+    """Make `path` hold `data`: a reader, or a crash, sees the old content or the new and nothing between.
+
+    A symbolic link is followed. Errors: `InputError` with the system's reason; the old file is then as it was.
+    """
+    path = Path(path).resolve()
+    temp = _hidden(path)
+    with disk_errors(path):
+        try:
+            write_new(temp, [data])
+            os.replace(temp, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temp)
+            raise
+        sync(path.parent)
+
+
+@contextmanager
+def staging(final: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new empty folder `.tmp-<name>-<nonce>` beside `final`, to be committed inside the `with`.
+
+    Whatever is left under its name at the end is removed, on success and on any error; parents made for it too, if it
+    fails. What a killed process left for the same name is swept first: a living one holds a lock on its folder.
+    Errors: `InputError` instead of `OSError`.
+    """
+    final = Path(final).resolve()
+    with disk_errors(final):
+        missing = [p for p in (final.parent, *final.parent.parents) if not p.exists()]
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(final)
+        temp, lock = _locked_folder(final)
+        try:
+            yield temp
+        except BaseException:
+            shutil.rmtree(temp, ignore_errors=True)
+            with suppress(OSError):  # stops at the first parent that somebody else uses by now
+                for folder in missing:
+                    folder.rmdir()
+            raise
+        else:
+            shutil.rmtree(temp, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def commit_folder(temp: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
+    """Flush everything under `temp`, then rename it to `final`, which must be absent or an empty folder."""
+    temp, final = Path(temp), Path(final).resolve()
+    with disk_errors(final):
+        sync_tree(temp)
+        os.rename(temp, final)  # replaces an empty folder; a folder with anything in it is ENOTEMPTY
+        sync(final.parent)
+
+
+def replace_folder(temp: str | os.PathLike[str], final: str | os.PathLike[str], drop: Callable[[str], bool]) -> None:
+    """Swap the folder `temp` for the existing `final` in one step; afterwards `temp` holds the old files.
+
+    Entries of `final` that `temp` lacks are kept (hard links), except those whose name `drop` picks. Replacing file by
+    file would not do: a kill between two shards leaves half of each model, and nothing to tell it by.
+    """
+    temp, final = Path(temp), Path(final).resolve()
+    with disk_errors(final):
+        ours = set(os.listdir(temp))
+
+        def left(folder: str, names: list[str]) -> set[str]:
+            return {n for n in names if n in ours or drop(n)} if os.path.samefile(folder, final) else set()
+
+        shutil.copytree(final, temp, symlinks=True, ignore=left, copy_function=_link, dirs_exist_ok=True)
+        sync_tree(temp)
+        if not _exchange(temp, final):
+            aside = _hidden(final)
+            os.rename(final, aside)
+            try:
+                os.rename(temp, final)
+            except BaseException:
+                os.rename(aside, final)
+                raise
+            os.rename(aside, temp)
+        sync(final.parent)
+
+
+def check_space(folder: str | os.PathLike[str], size: int) -> None:
+    """Refuse when the file system that holds `folder` (or will, once it is made) has fewer than `size` bytes free."""
+    place = Path(folder).resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < size:
+        refuse(folder, None, f"{free / 1e9:.2f} GB free, {size / 1e9:.2f} GB needed", "free space or another disk")
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Flush a file's bytes, or a folder's names, to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(folder: str | os.PathLike[str]) -> None:
+    """Flush every file and folder under `folder`, and itself last."""
+    for here, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            path = os.path.join(here, name)
+            if os.path.isfile(path) and not os.path.islink(path):
+                sync(path)
+        sync(here)
+
+
+@contextmanager
+def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an `OSError` of the block into the one line a user needs: which file, and the system's reason."""
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        refuse(path, None, error.strerror or str(error), "nothing was changed")
+
+
+def _hidden(final: Path) -> Path:
+    return final.with_name(f".tmp-{final.name[:200]}-{secrets.token_hex(4)}")
+
+
+def _locked_folder(final: Path) -> tuple[Path, int]:
+    """A new hidden folder and the descriptor whose lock says that its writer lives."""
+    while True:
+        temp = _hidden(final)
+        temp.mkdir()
+        try:
+            lock = _lock(temp)
+        except OSError:  # a file system without locks: nobody sweeps there either
+            return temp, os.open(temp, os.O_RDONLY | os.O_CLOEXEC)
+        if lock is not None:
+            return temp, lock
+
+
+def _lock(folder: Path) -> int | None:
+    """An exclusive lock on `folder`, or None when somebody else holds it or it went away meanwhile."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder.exists():  # no: a sweep removed it between our open and our lock
+            return fd
+    except BlockingIOError:
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+def _sweep(final: Path) -> None:
+    """Remove the hidden folders of saves to `final` whose process is dead."""
+    pattern = re.compile(re.escape(f".tmp-{final.name[:200]}-") + r"[0-9a-f]{8}")
+    for name in os.listdir(final.parent):
+        folder = final.parent / name
+        if pattern.fullmatch(name) and not folder.is_symlink() and folder.is_dir():
+            with suppress(OSError):
+                if (lock := _lock(folder)) is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.close(lock)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names atomically; False where the system or the file system cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(b))

@@ -1,0 +1,251 @@
+"""A Hugging Face folder opened for reading: which tensors it holds, and any part of one without reading the rest.
+
+Nothing is mapped and nothing is cached: a part of a safetensors tensor is read straight into the tensor that is handed
+out (`pread`), so the memory above the model itself is that of the largest part asked for. Old `.bin` shards are mapped
+by torch (`weights_only`, `mmap`).
+"""
+
+import math
+import os
+import zipfile
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from modelcenter.checkpoint.files import (
+    TENSOR_LIMIT,
+    Entry,
+    check_inside,
+    check_name,
+    find_weights,
+    open_regular,
+    read_header,
+    read_index,
+    read_json,
+)
+from modelcenter.errors import InputError, refuse
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "C64": torch.complex64,
+    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
+}  # fmt: skip
+READ_LIMIT = 2**30  # bytes of one read; Linux stops at 2 GiB
+
+
+class Slice(Protocol):
+    """A tensor of a file: `[...]` reads the part that is asked for into a new tensor; slices only, of step 1."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
+class Folder:
+    """A folder with `model.safetensors`, shards and an index, or the same as `pytorch_model.bin`, in that order.
+
+    Use it in a `with`: it holds the files open. Headers and index are checked as a whole here, before any weight is
+    read. Errors: `InputError`, `MissingError`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._slices: dict[str, FileSlice | BinSlice] = {}
+        self._open: list[int] = []
+        weights = find_weights(self.path)
+        try:
+            if weights.name.endswith(".safetensors"):
+                self._add(read_header(weights).tensors, weights)
+            elif weights.name.endswith(".safetensors.index.json"):
+                for file, header in read_index(weights).headers.items():
+                    self._add(header.tensors, self.path / file)
+            elif weights.name.endswith(".bin"):
+                self._slices = {k: BinSlice(t, weights) for k, t in read_bin(weights).items()}
+            else:
+                self._add_bins(weights)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, tensors: Any, file: Path) -> None:
+        fd = os.dup((opened := open_regular(file)).fileno())
+        opened.close()
+        self._open.append(fd)
+        for name, entry in tensors.items():
+            if entry.dtype not in DTYPES:
+                refuse(file, name, f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
+            self._slices[name] = FileSlice(entry, file, name, fd)
+
+    def _add_bins(self, index: Path) -> None:
+        weight_map = read_index(index).weight_map
+        for file in sorted(set(weight_map.values())):
+            held = read_bin(self.path / file)
+            for name in sorted(n for n, f in weight_map.items() if f == file and n not in held):
+                refuse(self.path / file, name, f"no such tensor, though {index.name} places it here", "a matching pair")
+            for name, tensor in held.items():
+                if weight_map.get(name) != file:
+                    other = weight_map.get(name)
+                    found = f"held here and in {other}" if other else f"a tensor that {index.name} does not list"
+                    refuse(self.path / file, name, found, "each tensor once")
+                self._slices[name] = BinSlice(tensor, self.path / file)
+
+    def keys(self) -> frozenset[str]:
+        """The names of all tensors, as the files spell them."""
+        return frozenset(self._slices)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of `key`; a name that is not there is refused."""
+        return self.slice(key).shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype of `key` in the file."""
+        return self.slice(key).dtype
+
+    def file(self, key: str) -> str:
+        """The path of the file that holds `key`, for messages."""
+        return str(self._slices[key].file) if key in self._slices else str(self.path)
+
+    def slice(self, key: str) -> Slice:
+        """`key`, not read yet: index it to read, `[...]` for all of it."""
+        if key not in self._slices:
+            refuse(self.path, key, "no such tensor", f"one of the {len(self._slices)} tensors there")
+        return self._slices[key]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json; code from elsewhere and quantised saves are refused by name."""
+        path = self.path / "config.json"
+        check_inside(path)
+        config = read_json(path)
+        if not isinstance(config, dict):
+            refuse(path, None, f"a {type(config).__name__}", "a JSON object")
+        if config.get("quantization_config"):
+            refuse(path, "quantization_config", "a quantised save", "a save in fp32, fp16 or bf16")
+        if config.get("auto_map"):
+            refuse(path, "auto_map", "a model with code of its own, which is never run here", "a known architecture")
+        return config
+
+    def close(self) -> None:
+        """Close the files; slices read no more."""
+        while self._open:
+            os.close(self._open.pop())
+        self._slices = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+
+class FileSlice:
+    """A tensor in a safetensors file, read by byte ranges."""
+
+    def __init__(self, entry: Entry, file: Path, name: str, fd: int) -> None:
+        self.shape, self.dtype, self.file = entry.shape, DTYPES[entry.dtype], file
+        self._start, self._name, self._fd = entry.start, name, fd
+
+    def __getitem__(self, index: Any) -> Tensor:
+        ranges = _ranges(index, self.shape)
+        sizes = [stop - start for start, stop in ranges]
+        out = torch.empty(sizes, dtype=self.dtype)
+        buffer = raw(out)
+        # The dimensions after `cut` are taken whole: together with `cut` they are one run of bytes in the file.
+        cut = max((d for d, size in enumerate(sizes) if size != self.shape[d]), default=0)
+        strides = [math.prod(self.shape[d + 1 :]) * self.dtype.itemsize for d in range(len(self.shape))]
+        run = sizes[cut] * strides[cut] if sizes else self.dtype.itemsize
+        if not len(buffer):
+            return out
+        for i, outer in enumerate(product(*(range(*r) for r in ranges[:cut]))):
+            at = self._start + sum(p * s for p, s in zip((*outer, *(r[0] for r in ranges[cut:])), strides, strict=True))
+            self._read(buffer[i * run : (i + 1) * run], at)
+        return out
+
+    def _read(self, buffer: memoryview, at: int) -> None:
+        while len(buffer):
+            done = os.preadv(self._fd, [buffer[:READ_LIMIT]], at)
+            if done == 0:
+                refuse(self.file, self._name, f"the file ends at byte {at}", "a file that nobody cuts meanwhile")
+            buffer, at = buffer[done:], at + done
+
+
+class BinSlice:
+    """A tensor of a `.bin` file, mapped by torch."""
+
+    def __init__(self, tensor: Tensor, file: Path) -> None:
+        self.shape, self.dtype, self.file = tuple(tensor.shape), tensor.dtype, file
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        picked = tuple(slice(*r) for r in _ranges(index, self.shape))
+        return self._tensor[picked].clone(memory_format=torch.contiguous_format)
+
+
+def read_bin(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a PyTorch `.bin` file: nothing in it is run (`weights_only`), and its bytes are mapped, not read.
+
+    Files of torch before 1.6 are no zip and cannot be mapped; they are read whole. Errors: `InputError`.
+    """
+    path = Path(path)
+    with open_regular(path) as file:
+        mapped = file.read(4) == b"PK\x03\x04"
+        size = os.fstat(file.fileno()).st_size
+    try:
+        if mapped:
+            with zipfile.ZipFile(path) as archive:
+                if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
+                    refuse(path, None, "compressed entries", "a file that torch.save wrote")
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
+    except InputError:
+        raise
+    except Exception as error:  # torch raises a dozen kinds for broken pickles
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        refuse(path, None, f"not readable as tensors only ({reason[0][:120]})", "a state dict that torch.save wrote")
+    if not isinstance(held, dict) or not held:
+        refuse(path, None, f"{type(held).__name__} {str(held)[:40]!r}", "a table of tensors")
+    if len(held) > TENSOR_LIMIT:
+        refuse(path, None, f"{len(held)} tensors", f"at most {TENSOR_LIMIT}")
+    for key, value in held.items():
+        if not isinstance(key, str):
+            refuse(path, repr(key), "a name that is not a string", "tensors by name")
+        check_name(path, key)
+        if not isinstance(value, Tensor):
+            refuse(path, key, f"a {type(value).__name__}", "tensors only")
+        if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
+            refuse(path, key, f"a {value.layout} tensor of {value.dtype} on {value.device}", "a plain dense tensor")
+        stored = value.untyped_storage().nbytes()
+        if value.numel() * value.itemsize > min(size, stored):
+            refuse(path, key, f"shape {tuple(value.shape)} from {stored} bytes", "a tensor stored whole")
+    return {key: value.detach() for key, value in held.items()}
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _ranges(index: Any, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(start, stop) of each dimension for an index of slices; `...` or missing dimensions are taken whole."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts = (*parts[:at], *[slice(None)] * (len(shape) - len(parts) + 1), *parts[at + 1 :])
+    if len(parts) > len(shape) or not all(isinstance(p, slice) and p.step in (None, 1) for p in parts):
+        raise IndexError(f"{index!r} on shape {shape}: slices of step 1 only, one a dimension")
+    spans = [p.indices(n) for p, n in zip(parts, shape, strict=False)] + [(0, n, 1) for n in shape[len(parts) :]]
+    return [(start, max(start, stop)) for start, stop, _ in spans]

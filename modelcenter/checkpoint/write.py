@@ -1,0 +1,204 @@
+"""Hugging Face folders out: shards planned from shapes alone, written one tensor at a time, in place all at once.
+
+The files are byte for byte what `safetensors.torch.save_file(..., metadata={"format": "pt"})` writes, and the split and
+the file names are those of transformers' `save_pretrained` (huggingface_hub's `split_torch_state_dict_into_shards`).
+"""
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from modelcenter.checkpoint.atomic import check_space, commit_folder, replace_folder, staging, write_new
+from modelcenter.checkpoint.files import BITS, RANK_LIMIT, TENSOR_LIMIT, check_name
+from modelcenter.checkpoint.folder import DTYPES, raw
+from modelcenter.errors import refuse
+
+UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}} | {
+    f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_ORDER = {name: i for i, name in enumerate(BITS)}
+INDEX = "model.safetensors.index.json"
+STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+class Item(NamedTuple):
+    """A tensor to be saved: known by shape and dtype at once, made by `read()` when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def save_folder(
+    path: str | os.PathLike[str],
+    tensors: Iterable[tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]],
+    *,
+    max_shard_size: int | str = "5GB",
+    extra_files: Mapping[str, bytes],
+) -> None:
+    """Write `tensors` (name, shape, dtype, read) and `extra_files` (config.json and the like) as the folder `path`.
+
+    `path` may be absent, empty, or a model folder (one with config.json), whose weights are then replaced and whose
+    other files stay. Each `read` is called once, and its tensor let go before the next. The folder changes in one step
+    at the very end. Errors: `InputError`; `path` is then as it was and nothing else is left behind.
+    """
+    target = Path(path).resolve()
+    items = [Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors]
+    _check_items(target, items)
+    limit = parse_size(max_shard_size)
+    _check_target(target)
+    shards = plan_shards({item.name: item.size for item in items}, limit)
+    files = shard_names(len(shards))
+    extras = dict(extra_files)
+    if len(files) > 1:
+        extras[INDEX] = index_json(items, dict(zip(files, shards, strict=True)))
+    _check_extras(target, extra_files)
+    by_name = {item.name: item for item in items}
+    parts = {file: [by_name[name] for name in names] for file, names in zip(files, shards, strict=True)}
+    headers = sum(len(shard_header(part)) for part in parts.values())
+    check_space(target, sum(item.size for item in items) + headers + sum(map(len, extras.values())))
+    with staging(target) as temp:
+        for file, part in parts.items():
+            write_shard(temp / file, part)
+        for file, data in extras.items():
+            write_new(temp / file, [data])
+        _check_target(target)  # again: a save takes minutes, and it may have become somebody else's
+        if target.is_dir() and any(target.iterdir()):
+            replace_folder(temp, target, drop=lambda name: STALE.fullmatch(name) is not None)
+        else:
+            commit_folder(temp, target)
+
+
+def write_shard(path: str | os.PathLike[str], items: Iterable[Item]) -> None:
+    """Write one safetensors file, which must not exist, and flush it; one tensor is in memory at a time."""
+    items = sorted(items, key=_order)
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield shard_header(items)
+        for item in items:
+            yield tensor_bytes(path, item)
+
+    write_new(path, chunks())
+
+
+def shard_header(items: Iterable[Item]) -> bytes:
+    """The first bytes of the file that holds `items`: length and JSON, padded with spaces to 8 bytes."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for item in sorted(items, key=_order):
+        start, end = end, end + item.size
+        table[item.name] = {"dtype": DTYPE_NAMES[item.dtype], "shape": item.shape, "data_offsets": (start, end)}
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_bytes(path: str | os.PathLike[str], item: Item) -> memoryview:
+    """The bytes of `item`, read now; a tensor that is not what was announced is refused."""
+    tensor = item.read()
+    if tuple(tensor.shape) != item.shape or tensor.dtype != item.dtype or tensor.layout != torch.strided:
+        found = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+        refuse(path, item.name, found, f"{item.dtype} {item.shape}, as announced")
+    return raw(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names by shard: filled in the order given up to `limit` bytes; a larger tensor gets a shard of its own.
+
+    A shard is listed when it closes, as huggingface_hub does, so a large tensor's shard comes before the one that was
+    being filled when it was met.
+    """
+    shards: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, size in sizes.items():
+        if size > limit:
+            shards.append([name])
+            continue
+        if filled + size > limit:
+            shards.append(current)
+            current, filled = [], 0
+        current.append(name)
+        filled += size
+    return [*shards, current] if current else shards
+
+
+def shard_names(count: int) -> list[str]:
+    """The file names of `count` shards."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def index_json(items: Iterable[Item], shards: Mapping[str, Sequence[str]]) -> bytes:
+    """The content of model.safetensors.index.json for `shards`, file name -> tensor names."""
+    items = list(items)
+    metadata = {
+        "total_parameters": sum(math.prod(item.shape) for item in items),
+        "total_size": sum(item.size for item in items),
+    }
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
+    return f"{text}\n".encode()
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of `5000000`, "5GB", "500 MB" (powers of 1000) or "1GiB" (of 1024)."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Z]*)", str(size).strip().upper(), re.ASCII)
+    if isinstance(size, bool) or not found or found[2] not in UNITS:
+        refuse(None, "max_shard_size", repr(size), "a size such as 5GB, 500MB or 1GiB")
+    value = int(float(found[1]) * UNITS[found[2]]) if "." in found[1] else int(found[1]) * UNITS[found[2]]
+    if not 0 < value < 2**63:
+        refuse(None, "max_shard_size", repr(size), "at least 1 byte, below 2**63")
+    return value
+
+
+def _order(item: Item) -> tuple[int, str]:
+    return -DTYPE_ORDER[DTYPE_NAMES[item.dtype]], item.name
+
+
+def _check_items(target: Path, items: Sequence[Item]) -> None:
+    if sys.byteorder != "little":
+        refuse(target, None, "a big-endian machine", "a little-endian one: safetensors is little-endian")
+    if not 0 < len(items) <= TENSOR_LIMIT:
+        refuse(target, None, f"{len(items)} tensors to save", f"1 to {TENSOR_LIMIT}")
+    seen: set[str] = set()
+    for item in items:
+        check_name(target, item.name)
+        if item.name in seen or item.name == "__metadata__":
+            refuse(target, item.name, "a name that is taken", "each tensor under its own name")
+        seen.add(item.name)
+        if item.dtype not in DTYPE_NAMES:
+            refuse(target, item.name, f"{item.dtype}", f"one of {', '.join(map(str, DTYPE_NAMES))}")
+        if len(item.shape) > RANK_LIMIT:
+            refuse(target, item.name, f"shape {item.shape}", f"at most {RANK_LIMIT} dimensions")
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        refuse(target, None, "a file", "a folder, or a name that is free")
+    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+        refuse(target, None, "a folder with other files and no config.json", "an empty folder, a model's or a new name")
+    if target == Path.cwd() or target == Path(target.anchor) or target.is_mount():
+        refuse(target, None, "the current folder, or a mount point", "a folder inside it, which can be swapped whole")
+
+
+def _check_extras(target: Path, extras: Mapping[str, bytes]) -> None:
+    for name in extras:
+        if not re.fullmatch(r"[^/\\\x00-\x1f]{1,255}", name) or name in (".", "..") or STALE.fullmatch(name):
+            refuse(target, repr(name), "the name of an extra file", "a plain file name that is no weight file's")
