@@ -13,6 +13,7 @@ import math
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -59,6 +60,22 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         refuse(path, None, "empty" if value is None else _short(value), "a recipe is a mapping of `key: value` lines")
     return value
+
+
+def find(name: str | Path, what: str, packaged: Traversable) -> Path:
+    """The file of a bare name among the `packaged` ones, or the path itself if it looks like one."""
+    known = names(packaged)
+    if str(name) in known:
+        return Path(str(packaged / f"{name}.yaml"))
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        return path
+    refuse_missing(None, str(name) or "''", f"no such {what}", f"{nearest(name, known)} (or a path ending in .yaml)")
+
+
+def names(packaged: Traversable) -> list[str]:
+    """The bare names of the YAML files there, in order."""
+    return sorted(f.name.removesuffix(".yaml") for f in packaged.iterdir() if f.name.endswith(".yaml"))
 
 
 def parse(text: str, file: str | Path | None = None) -> Any:
@@ -243,7 +260,9 @@ def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = Non
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key, value in mapping.items():
         if key not in known:
-            refuse(_origin(value, file), section + key, "unknown key", nearest(key, known))
+            within = [name for name, *_ in describe(cls) if name.endswith(f".{key}")]  # `lr` for optimizer.lr
+            near = f"did you mean {within[0]!r}?" if within else nearest(key, known)
+            refuse(_origin(value, file), section + key, "unknown key", near)
     values: dict[str, Any] = {}
     for name, field in known.items():
         if name in mapping:

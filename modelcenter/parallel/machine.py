@@ -1,0 +1,32 @@
+"""Where a run happens: degrees of parallelism and what is traded for memory. It changes the speed, not the result.
+
+Torch-free and without logic: `parallelize` reads it, `load_machine` finds the packaged profiles.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from modelcenter.config import bind, find, override, read_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine profile. The number of ranks is `tensor_parallel` x `fsdp`."""
+
+    tensor_parallel: int = field(default=1, metadata={"min": 1, "max": 1024, "help": "ranks that share each layer"})
+    fsdp: int = field(default=1, metadata={"min": 1, "max": 65536, "help": "ranks that share the data and the state"})
+    recompute: bool = field(default=False, metadata={"help": "keep no activations inside blocks: less memory, slower"})
+    compile: bool = field(default=False, metadata={"help": "torch.compile each block"})
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata={"help": "auto: a GPU if there is one"})
+    threads: int | None = field(
+        default=None, metadata={"min": 1, "max": 1024, "help": "CPU threads of a rank; null: torch's choice"}
+    )
+
+
+def load_machine(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Machine:
+    """The packaged profile of that bare name, or the file at that path, with `["fsdp=2", ...]` put over it."""
+    file = find(name, "machine profile", files("modelcenter") / "recipes" / "machines")
+    return bind(Machine, override(read_recipe(file), overrides), file)

@@ -1,0 +1,171 @@
+"""What a training run is: every key of a recipe, its type, default and bounds. Torch-free: it is checked first.
+
+A recipe fixes the result; where it runs, and how fast, is a `Machine`'s matter. Transformers' argument names are
+accepted as checked aliases (`ALIASES`): they are put into our keys before anything else looks at them, and giving both
+spellings in one place is refused. On the command line either spelling wins over the file.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, read_recipe
+from modelcenter.data.config import DataConfig
+from modelcenter.errors import refuse
+from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
+
+
+def _is(help: str, **bounds: float) -> dict[str, Any]:
+    return {"help": help, **bounds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training run. Steps are optimizer steps; a length is in tokens; a batch in sequences."""
+
+    model: str = field(metadata=_is("a folder, a preset or a hub id", min=1))
+    config: dict[str, Any] = field(default_factory=dict, metadata=_is("model fields to change: config.layers=2"))
+    init: Literal["pretrained", "random"] = field(default="pretrained", metadata=_is("the weights to start from"))
+    objective: Literal["lm", "mlm", "seq2seq", "classify"] = field(default="lm", metadata=_is("what is to be learned"))
+    task: Literal["auto", "lm", "mlm", "seq2seq", "classify"] = field(
+        default="auto", metadata=_is("the model's head; auto: the objective's")
+    )
+    tokenizer: str | None = field(
+        default=None, metadata=_is("a folder, a hub id, char, bpe:SIZE or wordpiece:SIZE; absent: the model's", min=1)
+    )
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    batch: int = field(default=8, metadata=_is("sequences of one optimizer step, over all ranks", min=1))
+    micro_batch: int | None = field(default=None, metadata=_is("sequences of one forward; absent: derived", min=1))
+    precision: Literal["auto", "bf16", "fp32"] = field(
+        default="auto", metadata=_is("of the computation; auto: bf16 where the device is fast at it")
+    )
+    max_steps: int | None = field(default=None, metadata=_is("stop after so many steps", min=1))
+    num_epochs: float | None = field(
+        default=None, metadata=_is("stop after so many passes over the data; of two limits the first holds", above=0)
+    )
+    max_grad_norm: float = field(default=1.0, metadata=_is("clip the gradient's norm to this; 0: never", min=0))
+    seed: int = field(default=0, metadata=_is("of weights, dropout and order", min=0, max=2**32 - 1))
+    logging_steps: int = field(default=10, metadata=_is("steps between two lines of progress", min=1))
+    eval_steps: int | None = field(default=None, metadata=_is("steps between evaluations; absent: at the end", min=1))
+    save_steps: int | None = field(
+        default=None, metadata=_is("steps between saved training states; absent: none are", min=1)
+    )
+    save_total_limit: int | None = field(default=None, metadata=_is("training states kept; absent: all", min=1))
+    report_to: tuple[Literal["tensorboard"], ...] = field(
+        default=(), metadata=_is("besides metrics.jsonl and loss.png, which are always written")
+    )
+    output_dir: str = field(metadata=_is("the folder of the run", min=1))
+    resume: str = field(
+        default="never", metadata=_is("never | auto (go on where output_dir stands) | a run's or step's folder", min=1)
+    )
+
+    def __post_init__(self) -> None:
+        if self.task not in ("auto", self.objective):
+            refuse(None, "task", f"{self.task} with objective {self.objective}", "give one of the two")
+        if self.data.path is None:
+            refuse(None, "data.path", "missing", "give data.path=FILE")
+        if self.max_steps is None and self.num_epochs is None:
+            refuse(None, "max_steps", "missing, and so is num_epochs", "give one of them, or the training never ends")
+        if self.micro_batch is not None and self.batch % self.micro_batch:
+            refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
+        if self.data.packing and self.objective != "lm":
+            refuse(None, "data.packing", f"true with objective {self.objective}", "packing is for objective lm")
+        if self.save_total_limit is not None and self.save_steps is None:
+            refuse(None, "save_total_limit", f"{self.save_total_limit} without save_steps", "give save_steps too")
+
+
+def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
+    """The packaged recipe of that bare name, or the file at that path, with `["a.b=v", ...]` put over it."""
+    file = find(name, "recipe", files("modelcenter") / "recipes")
+    return bind(Recipe, settle(read_recipe(file), assignments(overrides), file), file)
+
+
+# -------------------------------------------------------------------------------------------------------------- aliases
+
+ALIASES = {  # transformers' TrainingArguments and example scripts: our key
+    "model_name_or_path": "model",
+    "tokenizer_name": "tokenizer",
+    "train_file": "data.path",
+    "validation_file": "data.eval_path",
+    "max_seq_length": "data.seq_len",
+    "packing": "data.packing",
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_epsilon": "optimizer.eps",
+    "lr_scheduler_type": "schedule.name",
+    "warmup_steps": "schedule.warmup_steps",
+    "per_device_train_batch_size": "micro_batch",
+    "num_train_epochs": "num_epochs",
+    "resume_from_checkpoint": "resume",
+}
+PARTIAL = ("gradient_accumulation_steps", "bf16", "adam_beta1", "adam_beta2")  # aliases that are more than a name
+
+
+def settle(tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
+    """`tree`, a file's mapping, with `over` from the command line put over it, both in our spelling."""
+    ours = _ours(tree, {}, file)
+    return merge(ours, _ours(over, ours, COMMAND_LINE))
+
+
+def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
+    """`tree` with its aliases replaced; what one of them says only in part is completed from `base`."""
+    ours = {key: value for key, value in tree.items() if key not in ALIASES and key not in PARTIAL}
+    for alias, key in ALIASES.items():
+        if alias in tree:
+            ours = _put(ours, alias, key, tree[alias], file)
+    if "bf16" in tree:
+        precision = "bf16" if convert(tree["bf16"], bool, file, "bf16") else "fp32"
+        ours = _put(ours, "bf16", "precision", precision, file)
+    if given := [alias for alias in ("adam_beta1", "adam_beta2") if alias in tree]:
+        old = _get(base, "optimizer.betas")
+        old = OptimizerConfig.betas if old is None else old
+        betas = list(convert(old, tuple[float, float], file, "optimizer.betas"))
+        for alias in given:
+            betas[alias == "adam_beta2"] = convert(tree[alias], float, file, alias, {"min": 0, "below": 1})
+        ours = _put(ours, given[0], "optimizer.betas", betas, file)
+    if "gradient_accumulation_steps" in tree:
+        ours |= _batches(tree["gradient_accumulation_steps"], ours, base, file)
+    return ours
+
+
+def _batches(
+    value: Any, ours: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | None
+) -> dict[str, int]:
+    """What accumulation settles: batch = micro_batch x accumulation, on any number of ranks. What the same place says
+    of the two counts first, then the base's micro-batch, then its batch."""
+    alias, least = "gradient_accumulation_steps", {"min": 1}
+    steps = convert(value, int, file, alias, least)
+    batch, micro = ours.get("batch"), ours.get("micro_batch")
+    if batch is None and micro is None:
+        micro = base.get("micro_batch")
+        batch = base.get("batch") if micro is None else None
+    batch = None if batch is None else convert(batch, int, file, "batch", least)
+    micro = None if micro is None else convert(micro, int, file, "micro_batch", least)
+    if micro is not None and batch in (None, micro * steps):
+        return {"batch": micro * steps}
+    if micro is not None:
+        refuse(file, alias, f"{steps} x micro_batch {micro} is not batch {batch}", "leave one of the three out")
+    if batch is None:
+        refuse(file, alias, f"{steps} without batch or micro_batch", "give one of them")
+    if batch % steps:
+        refuse(file, alias, f"batch {batch} is no multiple of {steps}", "change one of them")
+    return {"micro_batch": batch // steps}
+
+
+def _put(ours: dict[str, Any], alias: str, key: str, value: Any, file: str | Path | None) -> dict[str, Any]:
+    if _get(ours, key) is not None:
+        refuse(file, alias, f"given, and so is {key}", "they are one setting: keep one of them")
+    section, _, leaf = key.rpartition(".")
+    if section and not isinstance(ours.get(section, {}), dict):
+        refuse(file, alias, f"given, and so is {section} as a whole", "keep one of them")
+    return merge(ours, {section: {leaf: value}} if section else {leaf: value})
+
+
+def _get(tree: Mapping[str, Any], key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None  # type: ignore[assignment]
+    return tree
