@@ -1,0 +1,17 @@
+"""The parts every model is assembled from."""
+
+from .attention import Attention
+from .block import Block, Parallel, PostNorm, PreNorm, Stack
+from .embedding import Embedding
+from .ffn import FFN, GatedFFN
+from .head import ClassifyHead, EmbedHead, Head, LMHead, PoolHead, SpanHead, TagHead, first_token, last_token
+from .norm import LayerNorm, RMSNorm
+from .output import Batch, Output
+from .position import ALiBi, Angles, RelativeBias, Rotary, SegmentBias
+from .view import Cache, Packing, View
+
+__all__ = [
+    "FFN", "ALiBi", "Angles", "Attention", "Batch", "Block", "Cache", "ClassifyHead", "EmbedHead", "Embedding", "GatedFFN",
+    "Head", "LMHead", "LayerNorm", "Output", "Packing", "Parallel", "PoolHead", "PostNorm", "PreNorm", "RMSNorm",
+    "RelativeBias", "Rotary", "SegmentBias", "SpanHead", "Stack", "TagHead", "View", "first_token", "last_token",
+]  # fmt: skip

@@ -1,0 +1,168 @@
+"""config.json in and out: one table of keys, read in both directions.
+
+What a family does not model is carried and written back as it came; what it cannot honour is refused by name.
+"""
+
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ..errors import nearest, refuse
+
+C = TypeVar("C", bound="Config")
+BIGGEST = 2**31 - 1  # a size beyond this is a mistake or an attack; refused before anything is allocated
+
+
+@dataclass(frozen=True)
+class Key:
+    """How a key of config.json that is no plain number becomes a field. `read(value, whole file)` may raise KeyError for a
+    value it does not know; `known` lists those it does. `write(field)` gives the keys to write."""
+
+    field: str
+    read: Callable[[Any, Mapping[str, Any]], Any]
+    write: Callable[[Any], dict[str, Any]]
+    known: tuple[str, ...] = ()
+    always: bool = False  # read even where the key is absent
+
+
+def choice(name: str, field: str, values: Mapping[str, Any]) -> dict[str, Key]:
+    """A key whose value is one of a few words, each a mechanism of ours; the first word for a mechanism is the one written."""
+    words = {id(value): word for word, value in reversed(list(values.items()))}
+    return {name: Key(field, lambda v, _: values[v], lambda m: {name: words[id(m)]}, tuple(values))}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A family's config.json: `keys` maps each key to a field (`new|old` where it has had two names), `fixed` holds the only
+    values of other keys under which this family computes what transformers would (absent is fine)."""
+
+    model_type: str
+    keys: Mapping[str, str | Key]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every family's frozen config has beside its own fields."""
+
+    labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # of a classification or tagging head
+    file: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # the config.json it came from
+    hf: ClassVar[Table]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The Hugging Face config."""
+        return write(self)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A key of the Hugging Face config."""
+        return self.to_dict().get(key, default)
+
+    @property
+    def model_type(self) -> str:
+        return self.hf.model_type
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.labels)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], file: Any = "config.json") -> Self:
+        """From a Hugging Face config; `file` is named in errors."""
+        return read(cls, values, file)
+
+
+def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:
+    found = values.get("model_type", cls.hf.model_type)
+    if found != cls.hf.model_type:
+        refuse(file, "model_type", repr(found), f"{cls.__name__} reads {cls.hf.model_type!r}")
+    for key, wanted in cls.hf.fixed.items():
+        if key in values and values[key] != wanted:
+            refuse(file, key, repr(values[key]), f"only {wanted!r} is implemented here")
+    out: dict[str, Any] = {"file": dict(values), "labels": read_labels(values, file)}
+    hints = get_type_hints(cls)
+    for spelled, target in cls.hf.keys.items():
+        key = next((k for k in spelled.split("|") if k in values), None)
+        if isinstance(target, Key):
+            if key is not None or target.always:
+                try:
+                    out[target.field] = target.read(values.get(key) if key else None, values)
+                except (KeyError, TypeError):
+                    refuse(file, key or spelled, repr(values.get(key or "")), nearest(values.get(key or ""), target.known))
+        elif key is not None:
+            out[target] = check(values[key], hints[target], file, key)
+    return cls(**out)
+
+
+def read_labels(values: Mapping[str, Any], file: Any) -> tuple[str, ...]:
+    names = values.get("id2label")
+    if isinstance(names, dict) and names:
+        wanted = {str(i) for i in range(len(names))}
+        if {str(k) for k in names} != wanted or not all(isinstance(v, str) for v in names.values()):
+            refuse(file, "id2label", f"keys {list(names)[:5]}", f"a name for each of 0 to {len(names) - 1}")
+        return tuple({int(k): v for k, v in names.items()}[i] for i in range(len(names)))
+    count = check(values.get("num_labels", 2), int, file, "num_labels")
+    return tuple(f"LABEL_{i}" for i in range(count))
+
+
+def check(value: Any, hint: Any, file: Any, key: str) -> Any:
+    """`value` as what the field's type says, or refused: a bool is no number, a float no size, a size is 1 to `BIGGEST`."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    if bool in options and isinstance(value, bool):
+        return value
+    if int in options and type(value) is int:
+        if not 1 <= value <= BIGGEST:
+            refuse(file, key, str(value), f"a size from 1 to {BIGGEST}")
+        return value
+    if float in options and type(value) in (int, float):
+        if not (math.isfinite(value) and value >= 0):
+            refuse(file, key, str(value), "a finite number, not negative")
+        return float(value)
+    names = " or ".join("null" if o is type(None) else {int: "whole number", float: "number"}.get(o, o.__name__) for o in options)
+    refuse(file, key, f"{value!r} ({type(value).__name__})", f"a {names}")
+
+
+def write(config: Config) -> dict[str, Any]:
+    """The config.json of `config`: every key it came with, changed only where the field no longer says the same."""
+    cls, out = type(config), dict(config.file)
+    try:
+        before = read(cls, config.file, "config.json") if config.file else None
+    except ValueError:
+        before = None
+    out.setdefault("model_type", cls.hf.model_type)
+    for key, now in rows(config):
+        name = next((k for k in key.split("|") if k in out), key.split("|")[0])
+        target = cls.hf.keys[key]
+        same = before is not None and getattr(before, now) == getattr(config, now)
+        if same and (name in out or isinstance(target, Key) and target.always):
+            continue
+        out |= target.write(getattr(config, now)) if isinstance(target, Key) else {name: getattr(config, now)}
+    for key, wanted in cls.hf.fixed.items():
+        out.setdefault(key, wanted)
+    if config.labels != (before.labels if before is not None else Config.labels):
+        out["id2label"] = {str(i): name for i, name in enumerate(config.labels)}
+        out["label2id"] = {name: i for i, name in enumerate(config.labels)}
+        out.pop("num_labels", None)
+    return out
+
+
+def rows(config: Config) -> Iterator[tuple[str, str]]:
+    """(key as spelled in the table, field)."""
+    for key, target in config.hf.keys.items():
+        yield key, target.field if isinstance(target, Key) else target
+
+
+def changed(config: C, changes: Mapping[str, Any]) -> C:
+    """`config` with fields replaced, each checked as if it came from a file."""
+    hints = get_type_hints(type(config))
+    known = [f.name for f in fields(config) if f.name not in ("file", "labels")]
+    for name, value in changes.items():
+        if name not in known:
+            refuse(None, f"config.{name}", "unknown field", nearest(name, known))
+        options = get_args(hints[name]) or (hints[name],)
+        if {int, float, bool} & set(options):
+            check(value, hints[name], None, f"config.{name}")
+    return replace(config, **changes)

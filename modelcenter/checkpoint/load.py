@@ -1,0 +1,175 @@
+"""Fill a model from a folder of tensors, part by part, and say what happened to every name."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import refuse
+from ..names import Lazy, Names, Region, Shape, everything
+from .folder import Folder
+
+ROWS = 4096  # rows compared at a time
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Names (theirs, except `new`: ours) by what loading did with them."""
+
+    loaded: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)  # not in the file: initialised afresh
+    ignored: list[str] = field(default_factory=list)  # in the file, of no use to this task
+    aliased: list[str] = field(default_factory=list)  # equal copies of a tied tensor
+    renamed: list[str] = field(default_factory=list)  # older spellings
+    untied: list[str] = field(default_factory=list)  # said to be tied, but the file holds another tensor
+
+    @property
+    def missing(self) -> list[str]:
+        """As `new`: what the file lacks and this task needs."""
+        return self.new
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded)} tensors loaded"]
+        for title in ("new", "ignored", "aliased", "renamed", "untied"):
+            names = getattr(self, title)
+            if names:
+                parts.append(f"{len(names)} {title} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
+        return "; ".join(parts)
+
+
+class Keys:
+    """The folder's tensors under their modern names."""
+
+    def __init__(self, folder: Folder):
+        self.folder = folder
+        self.real = {modern(key): key for key in sorted(folder.keys())}
+        self.renamed = [key for name, key in self.real.items() if name != key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.real
+
+    def __getitem__(self, key: str) -> Lazy:
+        return self.folder.slice(self.real[key])
+
+
+def modern(key: str) -> str:
+    """TensorFlow's names of a layer norm's parameters, which BERT files of 2018 and 2019 still carry, under torch's."""
+    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+        if key.endswith(old):
+            return key.removesuffix(old) + new
+    return key
+
+
+def same(a: Lazy, b: Lazy) -> bool:
+    """Whether two tensors hold equal values; read a few rows at a time."""
+    if a.shape != b.shape:
+        return False
+    rest = everything(a.shape)[1:]
+    steps = (slice(i, min(i + ROWS, a.shape[0])) for i in range(0, a.shape[0], ROWS))
+    return all(torch.equal(a[(rows, *rest)], b[(rows, *rest)]) for rows in steps)
+
+
+def bare(keys: Keys, names: Names, shapes: Mapping[str, Shape]) -> bool:
+    """Whether the file names the backbone's tensors without its prefix."""
+    theirs = [e.theirs for e in names.entries(shapes) if e.theirs.startswith(names.prefix)]
+    return bool(names.prefix) and not any(key in keys for key in theirs)
+
+
+def match(
+    folder: Folder,
+    names: Names,
+    shapes: Mapping[str, Shape],
+    *,
+    head: Iterable[str],
+    aliases: Mapping[str, str],
+    ignored: Iterable[str],
+    untied: Iterable[str] = (),
+) -> tuple[dict[str, Lazy], LoadReport]:
+    """Where each parameter of ours (`shapes`) comes from. Strict on both sides: a tensor that is missing, misshapen or unknown
+    refuses the folder; only a whole absent `head` (our names) is new. `ignored` are patterns of theirs that no task needs."""
+    keys = Keys(folder)
+    plain = bare(keys, names, shapes)
+    aliases = {plain_name(k, names, plain): plain_name(v, names, plain) for k, v in aliases.items()}
+    copies = {source: alias for alias, source in aliases.items() if alias in keys}
+    report = LoadReport(renamed=keys.renamed, untied=list(untied))
+
+    entries = list(names.entries(shapes, bare=plain))
+    found = {e.theirs: e.theirs if e.theirs in keys else copies.get(e.theirs) for e in entries}
+    absent = [e for e in entries if found[e.theirs] is None]
+    headed = set(head)
+    fresh = {name for e in absent for name in e.ours}
+    head_there = [e for e in entries if headed.issuperset(e.ours) and found[e.theirs] is not None]
+    if absent and (not fresh <= headed or head_there):
+        wanted = f"the model needs these {len(absent)} tensors"
+        refuse(folder.path, first([e.theirs for e in absent]), "missing", wanted)
+    report.new.extend(sorted(fresh))
+
+    present = [e for e in entries if found[e.theirs] is not None]
+    table = names.load(
+        lambda key: keys[found[key] or key],
+        {name: shapes[name] for e in present for name in e.ours},
+        bare=plain,
+    )
+    wrong = [
+        (e.theirs, keys[found[e.theirs] or e.theirs].shape, shape)
+        for e in present
+        if keys[found[e.theirs] or e.theirs].shape != (shape := e.verb.shape([shapes[n] for n in e.ours]))
+    ]
+    if wrong:
+        key, there, here = wrong[0]
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        refuse(folder.path, f"{key}{more}", f"has shape {list(there)}", f"config.json gives {list(here)}")
+
+    used = {found[e.theirs] for e in present}
+    for key in keys.real:
+        if key in used:
+            report.loaded.append(key)
+        elif key in aliases and aliases[key] in keys and same(keys[key], keys[aliases[key]]):
+            report.aliased.append(key)
+        elif any(fnmatchcase(key, pattern) for pattern in ignored):
+            report.ignored.append(key)
+    known = {*report.loaded, *report.aliased, *report.ignored}
+    strange = [key for key in keys.real if key not in known]
+    if strange:
+        kind = "differs from the tensor it must equal" if strange[0] in aliases else "unexpected"
+        refuse(folder.path, first(strange), kind, f"{len(strange)} such tensors; config.json describes a model without")
+    return table, report
+
+
+def plain_name(key: str, names: Names, plain: bool) -> str:
+    return key.removeprefix(names.prefix) if plain else key
+
+
+def first(names: list[str]) -> str:
+    """The first five names."""
+    return ", ".join(names[:5]) + (f", ... ({len(names)})" if len(names) > 5 else "")
+
+
+@torch.no_grad()
+def fill(model: nn.Module, sources: Mapping[str, Lazy]) -> None:
+    """Copy into every parameter its own part of its source, casting to the parameter's dtype; one tensor alive at a time."""
+    for name, parameter in model.named_parameters():
+        source, mine = sources[name], local(parameter)
+        region, target = mine
+        if target.numel():
+            clipped = tuple(slice(r.start, min(r.stop, n)) for r, n in zip(region, source.shape, strict=True))
+            part = source[clipped]
+            if part.shape != target.shape:  # rows that pad the vocabulary: nobody's values
+                target.zero_()
+                target = target[tuple(slice(0, n) for n in part.shape)]
+            target.copy_(part)
+
+
+def local(parameter: Tensor) -> tuple[Region, Tensor]:
+    """The region of the whole parameter that this process holds, and the tensor that holds it."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return everything(tuple(parameter.shape)), parameter
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    region = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    return region, parameter.to_local()

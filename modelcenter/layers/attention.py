@@ -1,0 +1,57 @@
+"""Multi-head attention. b batch, s queries, t keys, h heads, d head dim.
+
+Head counts are read off the tensors, never stored, so a tensor-parallel shard needs no fix-up.
+"""
+
+from torch import Tensor, nn
+
+from .view import View
+
+
+class Attention(nn.Module):
+    """Self-attention, or cross-attention when the view has a memory; grouped when kv_heads < heads (Ainslie et al., 2023)."""
+
+    tp = {"q": "column", "k": "column", "v": "column", "o": "row"}
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        kv_heads: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ):
+        """`scale` multiplies the scores; None means 1 / sqrt(head_dim)."""
+        super().__init__()
+        self.head_dim = head_dim or dim // heads
+        self.scale, self.dropout = scale, dropout
+        self.q = nn.Linear(dim, heads * self.head_dim, bias=bias)
+        self.k = nn.Linear(dim, (kv_heads or heads) * self.head_dim, bias=bias)
+        self.v = nn.Linear(dim, (kv_heads or heads) * self.head_dim, bias=bias)
+        self.o = nn.Linear(heads * self.head_dim, dim, bias=bias if out_bias is None else out_bias)
+
+    def forward(self, x: Tensor, view: View) -> Tensor:
+        q = self.split(self.q(x))
+        if view.angles is not None:
+            q = view.angles.rotate(q)
+        k, v = self.pair(x, view)
+        out = view.attend(q, k, v, self.scale, self.dropout if self.training else 0.0)
+        merged: Tensor = self.o(out.transpose(1, 2).flatten(2))  # b h s d -> b s (h d)
+        return merged
+
+    def pair(self, x: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        """Keys and values (b h t d): of x and what the cache holds before it, or of the memory, projected once."""
+        if view.memory is not None and view.cache is not None and self in view.cache.pairs:
+            return view.cache.pairs[self]
+        source = x if view.memory is None else view.memory
+        k, v = self.split(self.k(source)), self.split(self.v(source))
+        if view.angles is not None:
+            k = view.angles.rotate(k)
+        return (k, v) if view.cache is None else view.cache.extend(self, k, v)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # b s (h d) -> b h s d

@@ -1,0 +1,36 @@
+"""Token, position and segment embeddings."""
+
+from torch import Tensor, nn
+
+
+class Embedding(nn.Module):
+    """Sum of a token table and optional position and segment tables, then an optional norm and dropout."""
+
+    tp = {"tokens": "vocab"}
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        *,
+        positions: int = 0,
+        segments: int = 0,
+        norm: nn.Module | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, dim)
+        self.positions = nn.Embedding(positions, dim) if positions else None
+        self.segments = nn.Embedding(segments, dim) if segments else None
+        self.norm = norm
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        """`x`: token ids (b s) or vectors ready made (b s dim); `positions` and `segments` (1|b s). Returns b s dim."""
+        x = self.tokens(x) if x.dim() == 2 else x
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        if self.segments is not None:
+            x = x + self.segments(segments)
+        out: Tensor = self.dropout(x if self.norm is None else self.norm(x))
+        return out

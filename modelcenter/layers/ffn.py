@@ -1,0 +1,40 @@
+"""Position-wise feed-forward layers."""
+
+from torch import Tensor, nn
+
+from ..ops import Op
+
+
+class FFN(nn.Module):
+    """down(act(up(x))), with dropout on the hidden layer where the paper has it (T5)."""
+
+    tp = {"up": "column", "down": "row"}
+
+    def __init__(self, dim: int, hidden: int, act: Op, *, bias: bool = True, dropout: float = 0.0):
+        super().__init__()
+        self.act = act
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.dropout(self.act(self.up(x))))
+        return out
+
+
+class GatedFFN(nn.Module):
+    """down(act(gate(x)) * up(x)); `act` takes both. Shazeer, 2020."""
+
+    tp = {"gate": "column", "up": "column", "down": "row"}
+
+    def __init__(self, dim: int, hidden: int, act: Op, *, bias: bool = False, dropout: float = 0.0):
+        super().__init__()
+        self.act = act
+        self.gate = nn.Linear(dim, hidden, bias=bias)
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.dropout(self.act(self.gate(x), self.up(x))))
+        return out

@@ -1,0 +1,186 @@
+"""Task heads: hidden states to predictions, each with its loss.
+
+A head takes hidden states (b s dim), the batch and `items`, the number of targets that the loss is divided by (None: those of
+this batch, so that the loss is a mean), and returns an `Output`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .. import ops
+from ..ops.cross_entropy import IGNORE
+from .output import Batch, Output
+
+CHUNK = 1024  # rows of logits alive at a time in training: 1024 x 50257 in fp32 are 206 MB
+
+
+def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
+    """A sum over targets divided by their number; no target gives zero."""
+    return total / ((labels != IGNORE).sum().clamp(min=1) if items is None else items)
+
+
+class Head(nn.Module):
+    """No head: the backbone's own output."""
+
+    def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
+        return Output(last_hidden_state=x)
+
+
+class LMHead(Head):
+    """Scores over the vocabulary: out(transform(x) * scale). `shift`: position i predicts token i + 1.
+
+    In training with labels whole logits are never materialised: labelled rows only, a chunk at a time, recomputed in the backward.
+    """
+
+    tp = {"out": "logits"}
+
+    def __init__(
+        self,
+        dim: int,
+        vocab: int,
+        *,
+        shift: bool,
+        bias: bool = False,
+        scale: float = 1.0,
+        transform: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.vocab, self.shift, self.scale = vocab, shift, scale
+        self.transform = transform
+        self.out = nn.Linear(dim, vocab, bias=bias)
+
+    def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
+        labels = batch.labels
+        if labels is None:
+            return Output(logits=self.logits(x), last_hidden_state=x)
+        if self.shift:
+            labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE)
+        if self.training:
+            return Output(loss=mean(self.chunked(x, labels), labels, items), logits=None, last_hidden_state=x)
+        logits = self.logits(x)
+        total = ops.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return Output(loss=mean(total, labels, items), logits=logits, last_hidden_state=x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        if self.transform is not None:
+            x = self.transform(x)
+        scores: Tensor = self.out(x if self.scale == 1.0 else x * self.scale)
+        return scores[..., : self.vocab]  # rows that only pad the vocabulary are no words
+
+    def chunked(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The summed loss of x (b s dim) against labels (b s)."""
+        kept = labels != IGNORE
+        x, labels = x[kept], labels[kept]
+        total = self.loss(x[:0], labels[:0])  # ties the graph together where nothing is labelled
+        for rows, targets in zip(x.split(CHUNK), labels.split(CHUNK), strict=True):
+            total = total + checkpoint(self.loss, rows, targets, use_reentrant=False, preserve_rng_state=False)
+        return total
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        return ops.cross_entropy(self.logits(x), labels)
+
+
+class ClassifyHead(Head):
+    """One label a sequence from one vector a sequence: out(dropout(tanh(pooler(x)))), the pooler where the family has one.
+
+    `pick` chooses the vector (b dim) out of hidden states (b s dim).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        labels: int,
+        pick: Callable[[Tensor, Batch], Tensor],
+        *,
+        bias: bool = True,
+        pooler: bool = False,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.pick = pick
+        self.pooler = nn.Linear(dim, dim) if pooler else None
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(dim, labels, bias=bias)
+
+    def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
+        h = self.pick(x, batch)
+        if self.pooler is not None:
+            h = torch.tanh(self.pooler(h))
+        logits = self.out(self.dropout(h))
+        if batch.labels is None:
+            return Output(logits=logits, last_hidden_state=x)
+        return Output(loss=label_loss(logits, batch.labels, items), logits=logits, last_hidden_state=x)
+
+
+class TagHead(Head):
+    """One label a token."""
+
+    def __init__(self, dim: int, labels: int, *, dropout: float = 0.0):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(dim, labels)
+
+    def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
+        logits = self.out(self.dropout(x))
+        if batch.labels is None:
+            return Output(logits=logits, last_hidden_state=x)
+        return Output(loss=label_loss(logits, batch.labels, items), logits=logits, last_hidden_state=x)
+
+
+class SpanHead(Head):
+    """Question answering: where the answer starts and ends. Logits are b s 2; labels b 2 (start, end), IGNORE or beyond the
+    end where there is no answer."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.out = nn.Linear(dim, 2)
+
+    def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
+        logits = self.out(x)
+        out = Output(logits=logits, start_logits=logits[..., 0], end_logits=logits[..., 1], last_hidden_state=x)
+        if batch.labels is not None:
+            labels = batch.labels.masked_fill((batch.labels < 0) | (batch.labels >= x.size(1)), IGNORE)
+            # the mean of the two means, each over its own labels, as transformers
+            parts = [mean(ops.cross_entropy(logits[..., i], labels[:, i]), labels[:, i], items) for i in (0, 1)]
+            out = Output(loss=(parts[0] + parts[1]) / 2, **out)
+        return out
+
+
+class PoolHead(Head):
+    """BERT's pooler: tanh of a projection of the first token, beside the hidden states."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.pooler = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
+        return Output(last_hidden_state=x, pooler_output=torch.tanh(self.pooler(x[:, 0])))
+
+
+class EmbedHead(Head):
+    """A sentence's vector: the mean of its tokens, scaled to length one. Reimers & Gurevych, 2019."""
+
+    def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
+        real = x.new_ones(x.shape[:2]) if batch.mask is None else batch.mask.to(x.dtype)
+        total = torch.einsum("bsd,bs->bd", x, real) / real.sum(1, keepdim=True).clamp(min=1)
+        return Output(embeddings=nn.functional.normalize(total, dim=-1), last_hidden_state=x)
+
+
+def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
+    """Cross entropy of integer labels."""
+    return mean(ops.cross_entropy(logits.flatten(0, -2), labels.flatten()), labels, items)
+
+
+def first_token(x: Tensor, batch: Batch) -> Tensor:
+    return x[:, 0]
+
+
+def last_token(x: Tensor, batch: Batch) -> Tensor:
+    """The last real token of every sequence, wherever the padding stands."""
+    if batch.mask is None:
+        return x[:, -1]
+    at = torch.arange(x.size(1), device=x.device)
+    return x[torch.arange(len(x), device=x.device), (batch.mask * at).argmax(1)]

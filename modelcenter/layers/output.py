@@ -1,0 +1,162 @@
+"""What a forward was given and what it returns.
+
+Shapes: b batch, s tokens of this forward, t tokens with those already in the cache, n packed sequences.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ..errors import refuse
+from .block import Block
+from .position import Angles
+from .view import Cache, Packing, View, merge
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one forward, brought into one form."""
+
+    x: Tensor  # ids (b s) or vectors ready made (b s dim)
+    mask: Tensor | None = None  # b t bool: which tokens are real
+    positions: Tensor | None = None  # 1|b s; read `at`, which is never None
+    segments: Tensor | None = None  # b s
+    packing: Packing | None = None
+    cache: Cache | None = None
+    labels: Tensor | None = None
+    target: "Batch | None" = None  # the decoder's side of an encoder-decoder
+
+    @property
+    def past(self) -> int:
+        return self.cache.length if self.cache is not None else 0
+
+    @property
+    def queries(self) -> int:
+        return self.x.size(1)
+
+    @property
+    def keys(self) -> int:
+        return self.past + self.queries
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.packing.longest if self.packing is not None else self.keys
+
+    @property
+    def at(self) -> Tensor:
+        """The position of every token within its sequence (1|b s)."""
+        if self.positions is not None:
+            return self.positions
+        if self.packing is None:
+            return torch.arange(self.past, self.keys, device=self.x.device)[None]
+        spans = [torch.arange(q.stop - q.start, device=self.x.device) for q, _ in self.packing.spans()]
+        return torch.cat(spans)[None]
+
+    def view(self, *, causal: bool = False, bias: Tensor | None = None, angles: Angles | None = None) -> View:
+        """Self-attention over these tokens; `bias` (1|b h s|1 t) of the longest sequence where they are packed."""
+        if self.packing is not None:
+            longest = self.longest
+            mask, rule = merge(longest, longest, self.x.device, causal=causal, real=None, bias=bias)
+        else:
+            mask, rule = merge(self.queries, self.keys, self.x.device, causal=causal, real=self.mask, bias=bias)
+        return View(mask, rule, self.packing, angles, cache=self.cache)
+
+    def across(self, memory: Tensor, source: "Batch") -> View:
+        """Cross-attention from these tokens to `memory` (b t dim), the encoder's output for `source`."""
+        packing = None
+        if self.packing is not None and source.packing is not None:
+            packing = Packing(self.packing.q, source.packing.k)
+        mask = None if source.mask is None else source.mask[:, None, None, :]
+        return View(mask, packing=packing, memory=memory, cache=self.cache)
+
+
+class Output(dict[Any, Any]):
+    """A mapping that also has its keys as attributes and, like transformers' outputs, indexes as the tuple of what is not None.
+
+    Keys: loss, logits, last_hidden_state, hidden_states, past_key_values, and what a head adds. Absent ones are None.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self.keys()))
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(v for v in self.values() if v is not None)
+
+
+# FSDP and DDP look for the tensors inside what a module returns.
+_pytree.register_pytree_node(
+    Output,
+    lambda out: (list(out.values()), list(out.keys())),
+    lambda values, keys: Output(zip(keys, values, strict=True)),
+    serialized_type_name="modelcenter.Output",
+)
+
+
+def batch_of(
+    x: Tensor | None,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    segments: Tensor | None,
+    labels: Tensor | None,
+    target: Tensor | None,
+    target_mask: Tensor | None,
+    lengths_q: Tensor | None,
+    lengths_k: Tensor | None,
+    cache: Cache | None,
+    encoder_decoder: bool,
+) -> Batch:
+    """A model's arguments as a `Batch`; see `Model.forward`."""
+    q = None if lengths_q is None else lengths_q.tolist()
+    k = q if lengths_k is None else lengths_k.tolist()
+    if q is not None and x is not None:
+        check_packing(k if encoder_decoder else q, x, "cu_seq_lens_k" if encoder_decoder else "cu_seq_lens_q")
+    side = None
+    if target is not None:
+        side = Batch(target, boolean(target_mask), packing=None if q is None else Packing(q, q), cache=cache)
+    packing = None if q is None else Packing(k if encoder_decoder else q, k)
+    if x is None:
+        if cache is None or cache.memory is None:
+            refuse(None, "input_ids", "missing", "token ids (b s), or inputs_embeds (b s dim)")
+        x = torch.empty(0, 0)
+    return Batch(x, boolean(mask), positions, segments, packing, cache, labels, side)
+
+
+def boolean(mask: Tensor | None) -> Tensor | None:
+    if mask is not None and mask.dim() != 2:
+        refuse(None, "attention_mask", f"{mask.dim()} dimensions", "2 (batch, tokens): 1 where a token is real, 0 where it pads")
+    return None if mask is None else mask.bool()
+
+
+def check_packing(lengths: Sequence[int], x: Tensor, name: str) -> None:
+    if len(x) != 1 or lengths[0] != 0 or lengths[-1] != x.size(1) or any(a > b for a, b in pairwise(lengths)):
+        found = f"{list(lengths[:4])}... for input of shape {list(x.shape)}"
+        refuse(None, name, found, "one row, and cumulative lengths from 0 to its number of tokens")
+
+
+@contextmanager
+def recorded(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
+    """The input of every block, in order, while the context lasts (an encoder-decoder's decoder only)."""
+    trace: list[Tensor] = []
+    stack = getattr(model, "decoder", None) or getattr(model, "encoder", None)
+    blocks = [m for m in (stack.modules() if isinstance(stack, nn.Module) else []) if isinstance(m, Block)] if wanted else []
+    hooks = [b.register_forward_pre_hook(lambda _, args: trace.append(args[0])) for b in blocks]
+    try:
+        yield trace
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,115 @@
+"""The ways to tell attention about positions: rotary angles, learned distance buckets, segments, and linear slopes.
+
+Shapes: b batch, s queries, t keys, h heads, d head dim, r rotated channels.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+
+Frequencies = Callable[[int, int], tuple[Tensor, float]]  # (r, length) -> (r/2 inverse frequencies, factor on cos and sin)
+
+
+@dataclass(frozen=True)
+class Angles:
+    """The rotation of every position: `cos`, `sin` of shape 1|b 1 s r/2."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate the first r channels of x (b h s d)."""
+        return ops.rotary(x, self.cos, self.sin, self.interleaved)
+
+
+class Rotary(nn.Module):
+    """Rotary positions (Su et al., 2021): `frequencies` says how fast each pair turns and is where a scaling plugs in."""
+
+    def __init__(self, channels: int, frequencies: Frequencies, *, interleaved: bool = False):
+        super().__init__()
+        self.channels, self.frequencies, self.interleaved = channels, frequencies, interleaved
+
+    def forward(self, positions: Tensor, length: int, dtype: torch.dtype) -> Angles:
+        """Angles at `positions` (1|b s) of sequences of `length` tokens; never below fp32, whatever `dtype` the model has."""
+        frequencies, factor = self.frequencies(self.channels, length)
+        kind = torch.promote_types(dtype, torch.float32)
+        angle = positions[:, None, :, None].to(kind) * frequencies.to(positions.device, kind)
+        return Angles(angle.cos() * factor, angle.sin() * factor, self.interleaved)
+
+
+class RelativeBias(nn.Module):
+    """T5's learned bias per head over log-spaced buckets of the key-query distance. Raffel et al., 2019, section 2.1."""
+
+    tp = {"table": "heads"}
+
+    def __init__(self, heads: int, buckets: int, max_distance: int, *, bidirectional: bool):
+        super().__init__()
+        self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
+        self.table = nn.Embedding(buckets, heads)
+
+    def forward(self, queries: int, keys: int) -> Tensor:
+        """The bias (1 h s t) of the last `queries` of `keys` positions."""
+        at = torch.arange(keys, device=self.table.weight.device)
+        bias: Tensor = self.table(self.bucket(at[None, :] - at[keys - queries :, None]))
+        return bias.permute(2, 0, 1)[None]
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of each key - query distance: half of them exact, the others growing with the logarithm."""
+        n, base = self.buckets, torch.zeros_like(distance)
+        if self.bidirectional:
+            n //= 2
+            base, distance = (distance > 0) * n, distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        exact = n // 2
+        log = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        return base + torch.where(distance < exact, distance, (exact + (log * (n - exact)).long()).clamp(max=n - 1))
+
+
+class SegmentBias(RelativeBias):
+    """CPM's relative bias: distance buckets within a segment, one learned bias for each ordered pair of segments."""
+
+    def __init__(self, heads: int, buckets: int, max_distance: int, *, segments: int):
+        super().__init__(heads, buckets, max_distance, bidirectional=True)
+        self.segments = segments
+        self.table = nn.Embedding(segments * segments + buckets, heads)
+
+    def forward(self, segments: Tensor, queries: int) -> Tensor:  # type: ignore[override]  # distances and segments
+        """The bias (b h s t) of the last `queries` positions of `segments` (b t)."""
+        keys = segments.size(1)
+        q, k = segments[:, keys - queries :, None], segments[:, None, :]
+        at = torch.arange(keys, device=segments.device)
+        within = self.bucket(at[None, :] - at[keys - queries :, None])
+        bias: Tensor = self.table(torch.where(q == k, within, q * self.segments + k + self.buckets))
+        return bias.permute(0, 3, 1, 2)
+
+
+class ALiBi(nn.Module):
+    """A fixed slope per head times the key's position. Press et al., 2021: equal to slope x distance, because a softmax
+    does not see what is constant along a row; so the bias needs one row, not s of them."""
+
+    tp = {"slopes": "heads"}
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.slopes = self.geometric(heads)  # no buffer: a model built on the meta device would lose its values
+
+    @staticmethod
+    def geometric(heads: int) -> Tensor:
+        """2^(-8 i / n) for the nearest power of two n below; the other heads take every second slope of 2n (the authors' code)."""
+        n = 2 ** math.floor(math.log2(heads))
+        slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
+        slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)]
+        return torch.tensor(slopes, device="cpu")
+
+    def forward(self, keys: int, like: Tensor) -> Tensor:
+        """The bias (1 h 1 t), on the device and in the dtype of `like`."""
+        kind = torch.promote_types(like.dtype, torch.float32)
+        at = torch.arange(keys, device=like.device, dtype=kind)
+        return (self.slopes.to(like.device, kind)[:, None] * at)[None, :, None, :].to(like.dtype)

@@ -1,0 +1,105 @@
+"""What a query may see: one object, built once a forward and handed down to every attention layer.
+
+Shapes: b batch, h heads, s queries, t keys (earlier ones in the cache included), d head dim, n packed sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .position import Angles
+
+
+@dataclass
+class Cache:
+    """Keys and values of the tokens seen so far, one pair an attention layer, and the mask they came with."""
+
+    length: int = 0
+    pairs: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    memory: Tensor | None = None  # an encoder's output, kept so that it runs once
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append `k` and `v` (b h s d) to the layer's pair and return the whole pair (b h t d)."""
+        if layer in self.pairs:
+            past_k, past_v = self.pairs[layer]
+            k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
+        self.pairs[layer] = (k, v)
+        return k, v
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the given rows of the batch, in that order."""
+        self.pairs = {layer: (k[rows], v[rows]) for layer, (k, v) in self.pairs.items()}
+        self.memory = None if self.memory is None else self.memory[rows]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequences laid end to end: `q` and `k` hold n + 1 cumulative lengths of queries and of keys."""
+
+    q: Sequence[int]
+    k: Sequence[int]
+
+    def spans(self) -> list[tuple[slice, slice]]:
+        """The queries and the keys of each sequence."""
+        return [(slice(*self.q[i : i + 2]), slice(*self.k[i : i + 2])) for i in range(len(self.q) - 1)]
+
+    @property
+    def longest(self) -> int:
+        return max((b - a for a, b in pairwise(self.k)), default=0)
+
+
+@dataclass(frozen=True)
+class View:
+    """`mask` (1|b 1|h s t; bool, or an additive bias with -inf where nothing is seen), how keys are found, and rotary angles.
+
+    With `packing` a sequence sees itself alone, and an additive `mask` is indexed by the position within the sequence.
+    """
+
+    mask: Tensor | None = None
+    causal: bool = False  # by the kernel's own rule; never together with a mask
+    packing: Packing | None = None
+    angles: Angles | None = None
+    memory: Tensor | None = None  # b t d: cross-attention reads its keys and values here
+    cache: Cache | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+        """softmax(q k^T scale + mask) v, each of shape b h s|t d. Rows that see nothing give zero. Vaswani et al., 2017."""
+        mask = self.mask
+        if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+            mask = mask.to(q.dtype)
+        grouped = q.size(1) != k.size(1)
+        if self.packing is None:
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
+        parts = []
+        for at, seen in self.packing.spans():
+            part = None if mask is None else mask[..., : at.stop - at.start, : seen.stop - seen.start]
+            q_, k_, v_ = q[:, :, at], k[:, :, seen], v[:, :, seen]
+            parts.append(F.scaled_dot_product_attention(q_, k_, v_, part, dropout, self.causal, scale=scale, enable_gqa=grouped))
+        return torch.cat(parts, 2)
+
+
+def merge(
+    queries: int, keys: int, device: torch.device, *, causal: bool, real: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, bool]:
+    """One mask out of causality, `real` keys (b t) and an additive `bias`, and whether the kernel's causal rule is left to do.
+
+    Queries are the last `queries` of the `keys` positions. Nothing to hide: no mask, so that the fastest kernel applies.
+    """
+    if real is None and bias is None:
+        if queries == keys or not causal:
+            return None, causal
+        if queries == 1:
+            return None, False
+    seen: Tensor | None = None
+    if causal and queries > 1:
+        at = torch.arange(keys, device=device)
+        seen = at[None, :] <= at[keys - queries :, None]  # s t
+    if real is not None:
+        seen = real[:, None, None, :] if seen is None else seen & real[:, None, None, :]
+    if bias is None or seen is None:
+        return (seen if bias is None else bias), False
+    return torch.where(seen, bias, float("-inf")), False

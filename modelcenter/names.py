@@ -1,0 +1,180 @@
+"""Names: one table of parameter names and layouts, read in both directions.
+
+A row `(theirs, ours, verb)` names a module on both sides and covers all its parameters; `{}` stands for a layer's index. A verb
+says how their tensor becomes ours, and back: `Split` (the default: their rows are ours, one after another, so a single name is
+a rename), `T` (the same, stored transposed), `PerHead` (rows interleaved head by head). Loading never holds more than the part
+of a tensor that is asked for: every verb maps a region of ours to a region of theirs.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Region = tuple[slice, ...]  # one slice with start and stop for every dimension
+
+
+class Lazy(Protocol):
+    """A tensor somewhere else, read region by region."""
+
+    @property
+    def shape(self) -> Shape: ...
+    def __getitem__(self, region: Region) -> Tensor: ...
+
+
+def everything(shape: Shape) -> Region:
+    return tuple(slice(0, n) for n in shape)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows start to stop of `whole`."""
+
+    whole: Lazy
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.stop - self.start, *self.whole.shape[1:])
+
+    def __getitem__(self, region: Region) -> Tensor:
+        first, *rest = region
+        return self.whole[(slice(self.start + first.start, self.start + first.stop), *rest)]
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The transpose of a matrix."""
+
+    whole: Lazy
+
+    @property
+    def shape(self) -> Shape:
+        return self.whole.shape[::-1]
+
+    def __getitem__(self, region: Region) -> Tensor:
+        return self.whole[region[::-1]].mT
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Every `parts`-th group of `head_dim` rows, from group `at` on."""
+
+    whole: Lazy
+    at: int
+    parts: int
+    head_dim: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.whole.shape[0] // self.parts, *self.whole.shape[1:])
+
+    def __getitem__(self, region: Region) -> Tensor:
+        first, *rest = region
+        low, high = first.start // self.head_dim, -(-first.stop // self.head_dim)  # the heads that the region touches
+        group = self.parts * self.head_dim
+        read = self.whole[(slice(low * group, high * group), *rest)]
+        mine = read.unflatten(0, (high - low, self.parts, self.head_dim))[:, self.at].flatten(0, 1)
+        return mine[first.start - low * self.head_dim : first.stop - low * self.head_dim]
+
+
+class Split:
+    """Their rows are ours, one after another."""
+
+    def parts(self, whole: Lazy, shapes: Sequence[Shape]) -> list[Lazy]:
+        if len(shapes) == 1:
+            return [whole]
+        ends = [sum(s[0] for s in shapes[: i + 1]) for i in range(len(shapes))]
+        return [Rows(whole, end - shape[0], end) for end, shape in zip(ends, shapes, strict=True)]
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        """The shape of their tensor."""
+        return (sum(s[0] for s in shapes), *shapes[0][1:]) if shapes[0] else ()
+
+
+class Transpose(Split):
+    """As `Split`, of a matrix that the checkpoint stores as (in, out)."""
+
+    def parts(self, whole: Lazy, shapes: Sequence[Shape]) -> list[Lazy]:
+        return super().parts(Transposed(whole) if len(whole.shape) == 2 else whole, shapes)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        return super().whole(parts).mT if parts[0].dim() == 2 else super().whole(parts)
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return super().shape(shapes)[::-1]
+
+
+@dataclass(frozen=True)
+class PerHead(Split):
+    """Their rows hold, for each head, a group of rows of each of ours in turn (BLOOM, GPT-NeoX)."""
+
+    heads: int
+
+    def parts(self, whole: Lazy, shapes: Sequence[Shape]) -> list[Lazy]:
+        return [HeadRows(whole, i, len(shapes), shape[0] // self.heads) for i, shape in enumerate(shapes)]
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([p.unflatten(0, (self.heads, -1)) for p in parts], 1).flatten(0, 2)
+
+
+SPLIT, T = Split(), Transpose()
+Row = tuple[str, str | tuple[str, ...]] | tuple[str, str | tuple[str, ...], Split]
+
+
+class Entry(NamedTuple):
+    """One of their tensors and the parameters of ours that it holds."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    verb: Split
+
+
+class Names:
+    """The table of one model: `rows` as above; `prefix` is what a bare backbone's file leaves out of their names."""
+
+    def __init__(self, rows: Iterable[Row], prefix: str = ""):
+        self.rows = [
+            Entry(theirs, (ours,) if isinstance(ours, str) else ours, verb[0] if verb else SPLIT)
+            for theirs, ours, *verb in rows
+        ]
+        self.prefix = prefix
+
+    def entries(self, ours: Iterable[str], *, bare: bool = False) -> Iterator[Entry]:
+        """An entry for every tensor of theirs that holds a parameter among `ours`; `bare` leaves the prefix out."""
+        keys = list(ours)
+        for row in self.rows:
+            pattern = re.compile(re.escape(row.ours[0]).replace(r"\{\}", r"(\d+)") + r"(\.\w+)?")
+            for key in keys:
+                if match := pattern.fullmatch(key):
+                    index, leaf = match.groups()[:-1], match.groups()[-1] or ""
+                    theirs = row.theirs.format(*index) + leaf
+                    parts = tuple(name.format(*index) + leaf for name in row.ours)
+                    yield Entry(theirs.removeprefix(self.prefix) if bare else theirs, parts, row.verb)
+
+    def load(self, theirs: Callable[[str], Lazy], ours: Mapping[str, Shape], *, bare: bool = False) -> dict[str, Lazy]:
+        """Their tensors under our names and in our layout; nothing is read yet."""
+        out: dict[str, Lazy] = {}
+        for entry in self.entries(ours, bare=bare):
+            parts = entry.verb.parts(theirs(entry.theirs), [ours[name] for name in entry.ours])
+            out |= zip(entry.ours, parts, strict=True)
+        return out
+
+    def save(
+        self, ours: Mapping[str, Callable[[], Tensor]], shapes: Mapping[str, Shape], *, bare: bool = False
+    ) -> Iterator[tuple[str, Shape, Callable[[], Tensor]]]:
+        """(their name, shape, how to make it) for every tensor; made one at a time by whoever writes."""
+        for entry in self.entries(ours, bare=bare):
+
+            def make(entry: Entry = entry) -> Tensor:
+                return entry.verb.whole([ours[name]() for name in entry.ours]).contiguous()
+
+            yield entry.theirs, entry.verb.shape([shapes[name] for name in entry.ours]), make

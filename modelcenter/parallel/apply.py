@@ -1,0 +1,129 @@
+"""Spread a model over devices, in place, in one fixed order.
+
+Tensor parallel first, because it says what a rank's layer is; recompute and compile next, because they act on that layer and
+must see no gathering; FSDP last, because it shards whatever parameters are left and wraps the outermost call.
+"""
+
+import os
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import refuse
+from ..layers import Attention, Block
+from .machine import Machine
+
+STYLES = {
+    "column": ColwiseParallel,
+    "row": RowwiseParallel,
+    "vocab": partial(RowwiseParallel, input_layouts=Replicate()),
+    "heads": ColwiseParallel,  # an embedding with a column for every head
+    "logits": partial(ColwiseParallel, output_layouts=Replicate()),
+}
+
+
+def parallelize(model: nn.Module, machine: Machine) -> nn.Module:
+    """Shard `model` as `machine` says; works on the meta device too, before there is anything to move."""
+    mesh = mesh_of(machine)
+    if mesh is not None and machine.tensor_parallel > 1:
+        tensor_parallel(model, mesh["tp"])
+    if machine.recompute:
+        recompute(model)
+    if machine.compile:
+        compile_blocks(model)
+    if mesh is not None and machine.fsdp > 1:
+        shard(model, mesh["dp"])
+    return model
+
+
+def mesh_of(machine: Machine) -> DeviceMesh | None:
+    """The mesh (dp, tp) over all ranks; None where one process does everything."""
+    ranks = machine.fsdp * machine.tensor_parallel
+    if ranks == 1:
+        return None
+    if not dist.is_initialized():
+        start()
+    if dist.get_world_size() != ranks:
+        found = f"{machine.fsdp} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
+        refuse(None, "fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
+    return init_device_mesh(device_type(), (machine.fsdp, machine.tensor_parallel), mesh_dim_names=("dp", "tp"))
+
+
+def device_type() -> str:
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if kind is None else kind.type
+
+
+def start() -> None:
+    """Join the process group that the launcher described in the environment."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name)
+        if value is None or name != "MASTER_ADDR" and not value.isdigit():
+            refuse("environment", name, "missing" if value is None else repr(value), "start with torchrun, one process a rank")
+    dist.init_process_group(dist.get_default_backend_for_device(device_type()))
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply the layers' own `tp` tables."""
+    ranks, me = mesh.size(), mesh.get_local_rank()
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            for part in (module.q, module.k):
+                heads = part.out_features // module.head_dim
+                if heads % ranks:
+                    refuse(None, "tensor_parallel", f"{heads} heads in {name} over {ranks} ranks", "a divisor of the heads")
+        plan: dict[str, ParallelStyle] = {}
+        for child, style in getattr(module, "tp", {}).items():
+            part = getattr(module, child, None)
+            if isinstance(part, nn.Module):
+                if style in ("vocab", "logits"):
+                    pad_rows(part, ranks)
+                plan[child] = STYLES[style]()
+            elif isinstance(part, torch.Tensor):
+                setattr(module, child, part.chunk(ranks)[me])
+        if plan:
+            parallelize_module(module, mesh, plan)
+    retie(model)
+
+
+def pad_rows(module: nn.Module, ranks: int) -> None:
+    """Lengthen a vocabulary's table so that it divides among `ranks`; the added rows are zero and never saved."""
+    for name, old in list(module.named_parameters(recurse=False)):
+        if extra := -len(old) % ranks:
+            grown = torch.cat((old.detach(), old.new_zeros(extra, *old.shape[1:])))
+            setattr(module, name, nn.Parameter(grown, requires_grad=old.requires_grad))
+
+
+def retie(model: nn.Module) -> None:
+    tie = getattr(model, "tie", None)
+    if tie is not None:
+        tie()
+
+
+def blocks(model: nn.Module) -> list[Block]:
+    return [m for m in model.modules() if isinstance(m, Block)]
+
+
+def recompute(model: nn.Module) -> None:
+    """Keep only the blocks' inputs; their insides are computed again in the backward, with the same dropout."""
+    for block in blocks(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    for block in blocks(model):
+        block.compile()
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2: each block gathers its own parameters, the root the rest."""
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)

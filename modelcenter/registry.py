@@ -1,0 +1,382 @@
+"""What a family declares (`Model`), and how to get a model out of a name: `build` and `load`."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import hub
+from .checkpoint.config import Config, changed
+from .checkpoint.folder import Folder
+from .checkpoint.load import Keys, LoadReport, fill, match, same
+from .checkpoint.save import companions, save_model
+from .errors import nearest, refuse
+from .generate import generate
+from .layers import Batch, Cache, Head, Output
+from .layers.initial import initial
+from .layers.output import batch_of, recorded
+from .names import Names, Row, Shape
+from .parallel.apply import parallelize
+from .parallel.machine import Machine, load_machine
+
+M = TypeVar("M", bound="type[Model]")
+FAMILIES: dict[str, type["Model"]] = {}  # transformers' model_type -> class
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model: hub id (None: no public weights), parameter count, and the fields that differ from the defaults."""
+
+    hub: str | None
+    parameters: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A head that a family offers: transformers' class with it, how to build it from the config, and its rows of names."""
+
+    architecture: str
+    head: Callable[[Any], Head] = lambda c: Head()
+    rows: tuple[Row, ...] = ()
+
+
+class Model(nn.Module):
+    """A family: what a model file declares. Everything else is derived from these."""
+
+    Config: ClassVar[type[Config]]
+    presets: ClassVar[Mapping[str, Preset]]
+    tasks: ClassVar[Mapping[str, Task]]
+    default_task: ClassVar[str | None] = None  # what `auto` means whatever `architectures` says; None: what it says
+    prefix: ClassVar[str] = ""  # of the backbone's names, left out of a bare backbone's file
+    aliases: ClassVar[Mapping[str, str]] = {}  # their name of a copy -> their name of the tensor it repeats
+    ignored: ClassVar[tuple[str, ...]] = ()  # patterns of their names that hold nothing to load
+    encoder_decoder: ClassVar[bool] = False
+
+    config: Config
+    head: Head
+    task: str
+    shapes: dict[str, Shape]  # of the parameters as a file holds them: no padding, not sharded
+    load_report: LoadReport
+    companions: Mapping[str, bytes]  # tokenizer and generation files that travel with the weights
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+
+    def body(self, batch: Batch) -> Tensor:
+        """The backbone: hidden states (b s dim) of a batch."""
+        raise TypeError(f"{type(self).__name__} declares no body")
+
+    @staticmethod
+    def names(c: Any) -> Iterable[Row]:
+        """The backbone's rows of names."""
+        raise TypeError("a family declares names")
+
+    @staticmethod
+    def tied(c: Any) -> Mapping[str, str]:
+        """Parameter -> the parameter it shares."""
+        return {}
+
+    def init_std(self, name: str, shape: Shape) -> float:
+        """The standard deviation of a new weight."""
+        return float(self.config.get("initializer_range", 0.02))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        logits_to_keep: int | None = None,
+        past_key_values: Cache | None = None,
+        output_hidden_states: bool = False,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> Output:
+        """Run the model. b batch, s tokens, t tokens with those in the cache, n packed sequences.
+
+        `input_ids` b s, or `inputs_embeds` b s dim; `attention_mask` b t, 1 where a token is real; `labels` as in transformers:
+        -100 is ignored, a causal model shifts them itself. Packed sequences come as one row with `cu_seq_lens_q` and `_k`
+        (n + 1 cumulative lengths; in an encoder-decoder k counts the source, q the target). The summed loss is divided by
+        `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None.
+        """
+        batch = batch_of(
+            input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, token_type_ids, labels,
+            decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, past_key_values, self.encoder_decoder,
+        )  # fmt: skip
+        with recorded(self, output_hidden_states) as trace:
+            h = self.body(batch)
+        out: Output = self.head(h[:, -logits_to_keep:] if logits_to_keep else h, batch, num_items_in_batch)
+        out["hidden_states"] = (*trace, h) if output_hidden_states else None
+        out["past_key_values"] = past_key_values
+        return out
+
+    def tie(self) -> None:
+        """Make every tied parameter the one it shares."""
+        for name, source in self.tied(self.config).items():
+            module, _, leaf = name.rpartition(".")
+            if name in self.shapes or module in dict(self.named_modules()):
+                setattr(self.get_submodule(module), leaf, self.get_parameter(source))
+
+    @property
+    def table(self) -> Names:
+        """The names of this model's backbone and head."""
+        return Names([*self.names(self.config), *self.tasks[self.task].rows], self.prefix)
+
+    @property
+    def bare(self) -> bool:
+        """Whether transformers saves this task without the backbone's prefix."""
+        return self.task in ("backbone", "embed")
+
+    @classmethod
+    def from_pretrained(cls, name: str | PathLike[str], **options: Any) -> Self:
+        """As `load`, refusing another family's checkpoint."""
+        return cast(Self, load(name, family=cls, **options))
+
+    def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
+        """Write a folder that `transformers` and `from_pretrained` open: safetensors, config.json, the tokenizer it came with."""
+        save_model(self, Path(folder), self.table, max_shard_size)
+
+    generate = generate
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.get_submodule("embed.tokens")  # type: ignore[return-value]
+
+    def resize_token_embeddings(self, vocab: int, *, seed: int = 0) -> nn.Embedding:
+        """Grow or shrink the vocabulary; new rows are drawn like new weights, the others keep their values."""
+        resize(self, vocab, seed)
+        return self.get_input_embeddings()
+
+    def freeze(self, *patterns: str) -> list[str]:
+        """Stop training the parameters whose names match (`embed.*`); a pattern that matches none is refused."""
+        frozen: list[str] = []
+        for pattern in patterns:
+            hits = [n for n in self.shapes if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")]
+            if not hits:
+                refuse(None, "freeze", f"{pattern!r} matches no parameter", nearest(pattern, self.shapes))
+            frozen += hits
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
+        return frozen
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
+        """What a forward of the next step takes (for tools that drive generation themselves)."""
+        return {"input_ids": input_ids, **rest}
+
+
+def register(cls: M) -> M:
+    """Make a family known under its model_type."""
+    FAMILIES[cls.Config.hf.model_type] = cls
+    return cls
+
+
+def families() -> dict[str, type[Model]]:
+    """Every family: each file of `models/` is imported, and registers its own."""
+    from . import models
+
+    for module in pkgutil.iter_modules(models.__path__):
+        importlib.import_module(f"{models.__name__}.{module.name}")
+    return FAMILIES
+
+
+def presets() -> dict[str, tuple[type[Model], Preset]]:
+    """Every preset by name."""
+    return {name: (family, preset) for family in families().values() for name, preset in family.presets.items()}
+
+
+def skeleton(family: type[Model], config: Any, task: str, dtype: torch.dtype) -> Model:
+    """The model without storage: every parameter on the meta device."""
+    if task not in family.tasks:
+        refuse(None, "task", f"{task!r} is none of {family.__name__}'s", nearest(task, family.tasks))
+    with torch.device("meta"):
+        model = family(config)
+        model.head = family.tasks[task].head(config)
+    model.task = task
+    model.companions = {}
+    model.to(dtype)
+    model.shapes = {}
+    model.tie()
+    model.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return model
+
+
+def build(
+    name: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    task: str = "auto",
+    dtype: str | torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    machine: str | Machine | None = None,
+    seed: int = 0,
+) -> Model:
+    """A preset with random weights, `config` fields changed. The weights depend on `seed` and their names alone.
+
+    `device="meta"` allocates nothing.
+    """
+    known = presets()
+    if name not in known:
+        refuse(None, "model", repr(name), f"a preset; {nearest(name, known)}")
+    family, preset = known[name]
+    full = changed(replace(family.Config(), **preset.changes), config or {})
+    task = (family.default_task or next(iter(family.tasks))) if task == "auto" else task
+    model = skeleton(family, full, task, as_dtype(dtype))
+    if device is not None and torch.device(device).type == "meta":
+        return model
+    place(model, device, machine)
+    fill(model, initial(model, model.shapes, seed, model.init_std))
+    model.load_report = LoadReport(new=sorted(model.shapes))
+    return model
+
+
+def load(
+    name: str | PathLike[str],
+    *,
+    task: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    machine: str | Machine | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    config: Mapping[str, Any] | None = None,
+    num_labels: int | None = None,
+    id2label: Mapping[int, str] | None = None,
+    seed: int = 0,
+    family: type[Model] | None = None,
+) -> Model:
+    """A pretrained model from a folder, a preset or a hub id, its family read off config.json.
+
+    `task`: lm, mlm, seq2seq, classify, tag, qa, embed, backbone or auto. A head that the checkpoint lacks is drawn from `seed`
+    and named in `load_report`. Under a `machine` each process reads its own part alone. The model is in evaluation mode.
+    """
+    path = hub.resolve(
+        name, revision=revision, local_files_only=local_files_only,
+        presets={n: preset.hub for n, (_, preset) in presets().items()},
+    )  # fmt: skip
+    with Folder(path) as folder:
+        cls = family_of(folder, family)
+        full = changed(cls.Config.from_dict(folder.config, path / "config.json"), config or {})
+        if id2label is not None or num_labels is not None:
+            full = replace(full, labels=labels_of(num_labels, id2label))
+        task = task_of(cls, folder.config) if task == "auto" else task
+        full, untied = untie(cls, full, folder, task)
+        model = skeleton(cls, full, task, dtype_of(folder) if dtype == "auto" else as_dtype(dtype))
+        other = [f"{row[0].replace('{}', '*')}*" for t in cls.tasks.values() for row in t.rows]
+        sources, model.load_report = match(
+            folder, model.table, model.shapes, head=[n for n in model.shapes if n.startswith("head.")],
+            aliases=cls.aliases, ignored=[*cls.ignored, *other, *(o.removeprefix(cls.prefix) for o in other)], untied=untied,
+        )  # fmt: skip
+        place(model, device, machine)
+        new = {n: s for n, s in model.shapes.items() if n in set(model.load_report.new)}
+        fill(model, {**sources, **initial(model, new, seed, model.init_std)})
+        model.companions = companions(path)
+    return model.eval()
+
+
+def place(model: Model, device: str | torch.device | None, machine: str | Machine | None) -> None:
+    """Give the parameters storage, sharded as the machine says."""
+    if machine is not None:
+        parallelize(model, machine if isinstance(machine, Machine) else load_machine(machine))
+    model.to_empty(device=device or "cpu")
+    model.tie()
+
+
+def family_of(folder: Folder, wanted: type[Model] | None) -> type[Model]:
+    kind = folder.config.get("model_type")
+    file = Path(folder.path) / "config.json"
+    known = families()
+    if kind not in known:
+        refuse(file, "model_type", repr(kind), nearest(kind, known))
+    if wanted is not None and wanted is not known[kind] and not issubclass(known[kind], wanted):
+        refuse(file, "model_type", repr(kind), f"{wanted.__name__} reads {wanted.Config.hf.model_type!r}; use modelcenter.load")
+    return known[kind]
+
+
+def task_of(family: type[Model], values: Mapping[str, Any]) -> str:
+    """The task of the checkpoint's head."""
+    if family.default_task is not None:
+        return family.default_task
+    named = {task.architecture: name for name, task in reversed(family.tasks.items())}
+    for architecture in values.get("architectures") or []:
+        if architecture in named:
+            return named[architecture]
+    return next(iter(family.tasks))
+
+
+def untie(family: type[Model], config: Any, folder: Folder, task: str) -> tuple[Any, list[str]]:
+    """The tensors decide what is tied, not the config: a copy that differs from its source is a parameter of its own."""
+    heads = {row[0]: row[1] for row in family.tasks[task].rows}
+    tied = family.tied(config)
+    keys = Keys(folder)
+    for alias, source in family.aliases.items():
+        ours = heads.get(alias.removesuffix(".weight"))
+        where = next((s for s in (source, source.removeprefix(family.prefix)) if s in keys), None)
+        if f"{ours}.weight" in tied and alias in keys and where and not same(keys[alias], keys[where]):
+            return replace(config, tie=False), [alias]
+    return config, []
+
+
+def labels_of(count: int | None, names: Mapping[int, str] | None) -> tuple[str, ...]:
+    if names is None:
+        return tuple(f"LABEL_{i}" for i in range(count or 0))
+    if sorted(names) != list(range(len(names))) or count not in (None, len(names)):
+        refuse(None, "id2label", f"keys {sorted(names)[:5]}", "a name for each of 0 to num_labels - 1")
+    return tuple(names[i] for i in range(len(names)))
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        refuse(None, "dtype", repr(dtype), nearest(dtype, ["auto", *DTYPES, "float32", "bfloat16", "float16"]))
+    return found
+
+
+def dtype_of(folder: Folder) -> torch.dtype:
+    """The dtype of the folder's floating-point tensors: the widest, where they differ."""
+    kinds = {folder.dtype(key) for key in folder.keys()}
+    floating = [k for k in kinds if k.is_floating_point and k.itemsize > 1]
+    return max(floating, key=lambda k: (k.itemsize, k == torch.bfloat16), default=torch.float32)
+
+
+def resize(model: Model, vocab: int, seed: int) -> None:
+    """See `Model.resize_token_embeddings`."""
+    old = {name: model.get_parameter(name) for name in vocabulary(model)}
+    full = changed(model.config, {"vocab": vocab})
+    fresh = skeleton(type(model), full, model.task, next(iter(old.values())).dtype)
+    drawn = initial(fresh, {n: fresh.shapes[n] for n in old}, seed, model.init_std)
+    for name, before in old.items():
+        weight = drawn[name][tuple(slice(0, n) for n in fresh.shapes[name])].to(before)
+        kept = min(len(weight), len(before))
+        weight[:kept] = before.detach()[:kept]
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(weight, requires_grad=before.requires_grad))
+    model.config, model.shapes = full, fresh.shapes
+    for module in model.modules():
+        if hasattr(module, "vocab"):
+            module.vocab = vocab
+    model.tie()
+
+
+def vocabulary(model: Model) -> list[str]:
+    """The parameters with a row for every word."""
+    other = skeleton(type(model), replace(model.config, vocab=model.config.vocab + 1), model.task, torch.float32)  # type: ignore[attr-defined]
+    return [name for name, shape in model.shapes.items() if other.shapes[name] != shape]

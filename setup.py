@@ -1,0 +1,5 @@
+"""Builds the wheel; everything is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
