@@ -1,0 +1,353 @@
+"""Names to folders, against a small hub on 127.0.0.1 that speaks what huggingface_hub asks for."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+import modelcenter
+from modelcenter.checkpoint import hub
+from modelcenter.errors import LIMIT, InputError, MissingError
+
+CANARY = "hf_canaryCANARYcanary0123456789"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = json.dumps({"model_type": "gpt2", "torch_dtype": "float16"}).encode()
+PRESETS = {"tiny": "someone/tiny", "tiny-xl": "someone/tiny-xl", "unpublished": None}
+
+
+@dataclass
+class Repo:
+    files: dict[str, bytes]
+    commit: str = COMMIT
+    status: int = 200
+    code: str = ""  # X-Error-Code
+    cut: str = ""  # a file whose body breaks off
+    safetensors: dict | None = None
+
+
+@dataclass
+class Hub:
+    url: str
+    repos: dict[str, Repo] = field(default_factory=dict)
+    fetched: Counter = field(default_factory=Counter)
+    requests: list[str] = field(default_factory=list)
+    tokens: set[str] = field(default_factory=set)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    class Answer(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def answer(self, status: int, body: bytes, headers: dict[str, str], cut: bool = False) -> None:
+            self.send_response(status)
+            for key, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body[: len(body) // 2] if cut else body)
+            if cut:
+                self.close_connection = True
+
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            parts = [unquote(p) for p in url.path.strip("/").split("/")]
+            state.requests.append(f"{self.command} {self.path}")
+            token = self.headers.get("Authorization", "")
+            state.tokens.add(token)
+            api = parts[:2] == ["api", "models"]
+            parts = parts[2:] if api else parts
+            mark = "revision" if api else "resolve"
+            at = parts.index(mark) if mark in parts else len(parts)
+            name, rest = "/".join(parts[:at]), parts[at + 1 :]
+            repo = state.repos.get(name)
+            # What an unfriendly server might do: say the token back, wherever a client may print it.
+            loud = {"X-Error-Message": f"you sent {token}", "X-Request-Id": token or "none"}
+            if repo is None:
+                return self.answer(401 if not token else 404, f'{{"error": "{token}"}}'.encode(),
+                                   {"X-Error-Code": "RepoNotFound", **loud})
+            if repo.status != 200:
+                code = {"X-Error-Code": repo.code} if repo.code else {}
+                return self.answer(repo.status, f'{{"error": "{token}"}}'.encode(), {**code, **loud})
+            if rest and rest[0] not in ("main", repo.commit):
+                return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound", **loud})
+            if api:
+                blobs = "blobs" in parse_qs(url.query)
+                listing = [{"rfilename": f, **({"size": len(b)} if blobs else {})} for f, b in repo.files.items()]
+                info = {"id": name, "modelId": name, "sha": repo.commit, "siblings": listing, "tags": []}
+                if repo.safetensors:
+                    info["safetensors"] = repo.safetensors
+                return self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+            file = "/".join(rest[1:])
+            if file not in repo.files:
+                return self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": repo.commit, **loud})
+            body = repo.files[file]
+            tag = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": repo.commit}
+            status = 200
+            if self.command == "GET":
+                state.fetched[file] += 1
+                if span := self.headers.get("Range"):
+                    start = int(span.removeprefix("bytes=").partition("-")[0])
+                    tag["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+                    body, status = body[start:], 206
+            self.answer(status, body, tag, cut=file == repo.cut)
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    httpd.daemon_threads = True
+    threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    state = Hub(f"http://127.0.0.1:{httpd.server_port}")
+    # huggingface_hub reads its environment at import; here it is imported already.
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", state.url)
+    template = state.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    monkeypatch.chdir(tmp_path)
+    yield state
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def resolve(name: str, **options: object) -> Path:
+    return hub.resolve(name, presets=PRESETS, **options)  # type: ignore[arg-type]
+
+
+def refused(name: str, kind: type[InputError] = InputError, **options: object) -> str:
+    """The message, after checking that it is one line and that the token is nowhere in it or its traceback."""
+    with pytest.raises(kind) as caught:
+        resolve(name, **options)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) <= LIMIT and "; " in text
+    assert CANARY not in "".join(traceback.format_exception(caught.value))
+    return text
+
+
+def single(**more: bytes) -> Repo:
+    extra = {k.replace("__", "."): v for k, v in more.items()}
+    return Repo({
+        "config.json": CONFIG, "model.safetensors": b"weights " * 100, "pytorch_model.bin": b"no", "README.md": b"#",
+        "tokenizer.json": b"{}", "tokenizer_config.json": b"{ }", "vocab.txt": b"a\nb", "spiece.model": b"\0s",
+        "generation_config.json": b"{  }", "tokenizer.py": b"import os", "flax_model.msgpack": b"flax",
+        "onnx/model.onnx": b"onnx", "1_Pooling/config.json": b"pool", **extra})  # fmt: skip
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+SHARDS = {ONE: b"one" * 50, TWO: b"two" * 60}
+INDEX = json.dumps({"metadata": {}, "weight_map": {"a": ONE, "b": TWO, "c": ONE}}).encode()
+
+
+def sharded() -> Repo:
+    other = {"model-fp16.safetensors": b"other", "pytorch_model.bin.index.json": b"{}", "pytorch_model-1.bin": b"no"}
+    return Repo({"config.json": CONFIG, "model.safetensors.index.json": INDEX, **SHARDS, **other})
+
+
+def here(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_preset_to_folder(server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    repo = server.repos["someone/tiny"] = single()
+    folder = resolve("tiny")
+    wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
+              "spiece.model", "generation_config.json"}  # fmt: skip
+    assert here(folder) == {name: repo.files[name] for name in wanted}
+    assert set(server.fetched) == wanted and set(server.fetched.values()) == {1}
+    assert f"Bearer {CANARY}" in server.tokens  # HF_TOKEN is used, and so the canary can be seen if it leaks
+    said = capfd.readouterr().err
+    assert CANARY not in said
+    block = said[said.index("modelcenter: tiny: hub id someone/tiny, revision main (commit 0123456)") :].splitlines()
+    assert block[1].startswith("  download: 0.00 MB in 6 files to ") and "disk free" in block[1]
+    assert "0.00 MB to load; 0.01 MB to fine-tune with AdamW in fp32 (16 bytes x 0.0 M" in block[2]  # 800 B of fp16
+
+
+def test_figures(server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    server.repos["someone/tiny"] = repo = single(model__safetensors=bytes(6_000_000))
+    resolve("tiny")  # torch_dtype float16: 3 M parameters
+    said = capfd.readouterr().err
+    assert "6.00 MB to load; 0.05 GB to fine-tune with AdamW in fp32 (16 bytes x 3.0 M parameters)" in said
+    repo.safetensors = {"parameters": {"F32": 1_500_000}, "total": 1_500_000}
+    repo.commit = COMMIT[::-1]  # the branch moved: the new commit is fetched, and the hub's own count believed
+    assert resolve("tiny").name == COMMIT[::-1]
+    assert "0.02 GB to fine-tune with AdamW in fp32 (16 bytes x 1.5 M parameters)" in capfd.readouterr().err
+
+
+def test_second_time(server: Hub, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    server.repos["someone/tiny"] = single()
+    first = resolve("tiny")
+    server.fetched.clear(), server.requests.clear(), capfd.readouterr()
+    assert resolve("tiny") == first and not server.fetched
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and "already complete in" in lines[0]
+    server.requests.clear()
+    assert resolve("tiny", local_files_only=True) == first
+    assert resolve("someone/tiny", local_files_only=True, revision=COMMIT) == first
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolve("tiny") == first and not server.requests
+
+
+def test_sharded(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = server.repos["someone/big"] = sharded()
+    folder = resolve("someone/big")
+    assert here(folder) == {name: repo.files[name] for name in ["config.json", "model.safetensors.index.json", *SHARDS]}
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert "lacks model-00002-of-00002.safetensors" in refused("someone/big", MissingError, local_files_only=True)
+    server.fetched.clear()
+    assert resolve("someone/big") == folder and len(here(folder)) == 4
+    assert not server.fetched  # the blob is still in the cache
+
+
+def test_bin_only(server: Hub) -> None:
+    files = {"config.json": CONFIG, "pytorch_model.bin": b"PK", "merges.txt": b"m", "vocab.json": b"{}"}
+    server.repos["gpt"] = Repo(dict(files))
+    assert here(resolve("gpt")) == files
+
+
+def test_existing_folder_wins(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    assert resolve("tiny") == Path("tiny") and not server.requests
+    assert resolve(str(tmp_path / "tiny"), revision="main") == tmp_path / "tiny"
+    assert "revision" in refused("tiny", revision="v2")
+
+
+def test_damaged_file_is_fetched_again(server: Hub) -> None:
+    repo = server.repos["someone/tiny"] = single()
+    folder = resolve("tiny")
+    (folder / "model.safetensors").resolve().write_bytes(b"half")
+    assert (resolve("tiny") / "model.safetensors").read_bytes() == repo.files["model.safetensors"]
+
+
+def test_truncated_download(server: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's pauses between its tries
+    repo = server.repos["someone/tiny"] = single(model__safetensors=b"w" * 200_000)
+    repo.cut = "model.safetensors"
+    text = refused("tiny")
+    assert "broke off" in text or "no answer" in text
+    refused("tiny", MissingError, local_files_only=True)  # nothing that looks complete was left
+    repo.cut = ""
+    assert (resolve("tiny") / "model.safetensors").read_bytes() == b"w" * 200_000
+    assert CANARY not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "code", "kind", "says"), [
+    (404, "RepoNotFound", MissingError, "check the name"), (401, "", InputError, "HF_TOKEN"),
+    (403, "GatedRepo", InputError, "accept its terms"), (401, "GatedRepo", InputError, "gated"),
+    (403, "", InputError, "HF_TOKEN"), (500, "", InputError, "answered 500"), (429, "", InputError, "answered 429"),
+])  # fmt: skip
+def test_refusals_of_the_hub(server: Hub, capfd: pytest.CaptureFixture[str], status: int, code: str,
+                             kind: type[InputError], says: str) -> None:
+    server.repos["someone/tiny"] = Repo({}, status=status, code=code)
+    assert says in refused("tiny", kind)
+    assert CANARY not in capfd.readouterr().err
+
+
+def test_hub_down_with_cache(server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    server.repos["someone/tiny"] = single()
+    folder = resolve("tiny")
+    capfd.readouterr()
+    server.repos["someone/tiny"].status = 503
+    assert resolve("tiny") == folder
+    said = capfd.readouterr().err
+    assert "modelcenter: tiny: 127.0.0.1 answered 503; using the cached copy in" in said
+
+
+def test_unknown_names(server: Hub) -> None:
+    assert "did you mean the preset 'tiny-xl'?" in refused("tiny-lx", MissingError)
+    assert "did you mean" not in refused("quite/else", MissingError)
+    assert "without public weights" in refused("unpublished", MissingError)
+    assert "did you mean the preset 'tiny'?" in refused("tinny", MissingError, local_files_only=True)
+    assert not server.fetched
+
+
+def test_missing_parts(server: Hub) -> None:
+    server.repos["a/none"] = Repo({"README.md": b""})
+    assert "config.json" in refused("a/none", MissingError)
+    server.repos["a/h5"] = Repo({"config.json": CONFIG, "tf_model.h5": b"x"})
+    assert "tf_model.h5" in refused("a/h5", MissingError)
+    server.repos["a/gap"] = Repo({k: v for k, v in sharded().files.items() if "00002-of" not in k})
+    assert "model-00002-of-00002.safetensors" in refused("a/gap", MissingError)
+    evil = json.dumps({"weight_map": {"a": "../../../x"}}).encode()
+    server.repos["a/evil"] = Repo({"config.json": CONFIG, "model.safetensors.index.json": evil, "../../../x": b""})
+    assert "'../../../x'" in refused("a/evil")
+    server.repos["a/rev"] = single()
+    assert "no revision 'v9'" in refused("a/rev", MissingError, revision="v9")
+
+
+def test_disk_too_small(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.repos["someone/tiny"] = single()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 500})())
+    assert "0.00 MB free" in refused("tiny")
+    assert set(server.fetched) == {"config.json"}
+
+
+@pytest.mark.parametrize("name", [
+    "https://huggingface.co/gpt2", "http:gpt2", "host:8080/gpt2", "../gpt2", "a/../b", "./gone", "/gone", "~/gone",
+    "a/b/c", "a\\b", "", "a b", "a\nb", "a/..b", "-a/b", "a--b/c", "a" * 97, "a/b?x=1", "a/b#c", "a@b", "a/b\x00",
+])  # fmt: skip
+def test_bad_names(server: Hub, name: str) -> None:
+    refused(name)
+    assert not server.requests
+
+
+@pytest.mark.parametrize("revision", ["../x", "", "a b", "a\nb", "/etc", "x" * 300, "-x", "a?b"])
+def test_bad_revisions(server: Hub, revision: str) -> None:
+    refused("tiny", revision=revision)
+    assert not server.requests
+
+
+def test_bad_environment(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for token in (CANARY + "\n", CANARY + "\r\nX: y", "a b" + CANARY, CANARY + "é"):
+        monkeypatch.setenv("HF_TOKEN", token)
+        assert "HF_TOKEN" in refused("tiny")
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    for url in ("ftp://x", "huggingface.co", f"https://user:{CANARY}@host", "http://host:99999"):
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        assert "HF_ENDPOINT" in refused("tiny")
+    assert not server.requests
+
+
+def test_variables_in_a_fresh_process(server: Hub, tmp_path: Path) -> None:
+    """The variables as a user sets them; torch is not imported."""
+    server.repos["someone/tiny"] = single()
+    program = ("import sys; from modelcenter.checkpoint import hub; from modelcenter.errors import InputError\n"
+               "try: print(hub.resolve('tiny', presets={'tiny': 'someone/tiny'}))\n"
+               "except InputError as error: print('refused:', error)\n"
+               "assert 'torch' not in sys.modules and 'transformers' not in sys.modules")
+
+    def run(**more: str) -> tuple[str, str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+        env |= {"HF_HOME": str(tmp_path / "other"), "HF_TOKEN": CANARY, "HF_ENDPOINT": server.url, **more}
+        env["PYTHONPATH"] = str(Path(modelcenter.__file__).parents[1])
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+        assert CANARY not in done.stdout + done.stderr
+        return done.stdout.strip(), done.stderr
+
+    assert run(HF_HUB_OFFLINE="1")[0].startswith("refused: tiny: offline, and someone/tiny")
+    folder, _ = run()
+    assert Path(folder).is_relative_to(tmp_path / "other" / "hub") and (Path(folder) / "model.safetensors").is_file()
+    server.requests.clear()
+    assert run(HF_HUB_OFFLINE="1")[0] == folder and not server.requests
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    found, said = run(**nobody)
+    assert found == folder and "using the cached copy" in said
+    assert "no answer from 127.0.0.1" in run(**nobody, HF_HUB_CACHE=str(tmp_path / "empty"))[0]
