@@ -13,6 +13,7 @@ import math
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
@@ -62,20 +63,25 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     return value
 
 
-def find(name: str | Path, what: str, packaged: Traversable) -> Path:
-    """The file of a bare name among the `packaged` ones, or the path itself if it looks like one."""
-    known = names(packaged)
+def packaged(*folders: str) -> Traversable:
+    """The recipes that come with the package, or a folder among them."""
+    return files("modelcenter").joinpath("recipes", *folders)
+
+
+def find(name: str | Path, what: str, folder: Traversable) -> Path:
+    """The file of a bare name in a packaged `folder`, or the path itself if it looks like one."""
+    known = names(folder)
     if str(name) in known:
-        return Path(str(packaged / f"{name}.yaml"))
+        return Path(str(folder / f"{name}.yaml"))
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         return path
     refuse_missing(None, str(name) or "''", f"no such {what}", f"{nearest(name, known)} (or a path ending in .yaml)")
 
 
-def names(packaged: Traversable) -> list[str]:
+def names(folder: Traversable) -> list[str]:
     """The bare names of the YAML files there, in order."""
-    return sorted(f.name.removesuffix(".yaml") for f in packaged.iterdir() if f.name.endswith(".yaml"))
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
 def parse(text: str, file: str | Path | None = None) -> Any:
@@ -202,7 +208,7 @@ def resolve(text: str) -> Any:
 
 # ----------------------------------------------------------------------------------------------------------- overrides
 
-_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
+KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
 def override(mapping: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +221,7 @@ def assignments(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     pairs = overrides.items() if isinstance(overrides, Mapping) else [_split(o) for o in overrides]
     for dotted, value in pairs:
-        if not _KEY.fullmatch(dotted) or dotted.count(".") >= DEPTH:
+        if not KEY.fullmatch(dotted) or dotted.count(".") >= DEPTH:
             refuse(COMMAND_LINE, dotted, "not a key", "write key=value or section.key=value")
         *sections, key = dotted.split(".")
         at = tree
@@ -327,7 +333,8 @@ def _match(value: Any, kind: Any, file: str | Path | None, key: str, bounds: Map
 
 
 def _bounded(value: Any, kind: Any, file: str | Path | None, key: str, bounds: Mapping[str, Any]) -> Any:
-    finite = abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)  # Python callers may pass anything
+    # what Python callers pass has not been through `resolve`
+    finite = -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
     low = value < bounds.get("min", value) or ("above" in bounds and value <= bounds["above"])
     high = value > bounds.get("max", value) or ("below" in bounds and value >= bounds["below"])
     if not finite or low or high:

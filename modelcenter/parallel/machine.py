@@ -5,11 +5,10 @@ Torch-free and without logic: `parallelize` reads it, `load_machine` finds the p
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from modelcenter.config import bind, find, override, read_recipe
+from modelcenter.config import bind, find, override, packaged, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,5 +27,5 @@ class Machine:
 
 def load_machine(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Machine:
     """The packaged profile of that bare name, or the file at that path, with `["fsdp=2", ...]` put over it."""
-    file = find(name, "machine profile", files("modelcenter") / "recipes" / "machines")
+    file = find(name, "machine profile", packaged("machines"))
     return bind(Machine, override(read_recipe(file), overrides), file)

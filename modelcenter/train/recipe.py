@@ -7,11 +7,10 @@ spellings in one place is refused. On the command line either spelling wins over
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, read_recipe
+from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, packaged, read_recipe
 from modelcenter.data.config import DataConfig
 from modelcenter.errors import refuse
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
@@ -52,7 +51,7 @@ class Recipe:
     logging_steps: int = field(default=10, metadata=_is("steps between two lines of progress", min=1))
     eval_steps: int | None = field(default=None, metadata=_is("steps between evaluations; absent: at the end", min=1))
     save_steps: int | None = field(
-        default=None, metadata=_is("steps between saved training states; absent: none are", min=1)
+        default=None, metadata=_is("steps between saved training states; absent: one if stopped", min=1)
     )
     save_total_limit: int | None = field(default=None, metadata=_is("training states kept; absent: all", min=1))
     report_to: tuple[Literal["tensorboard"], ...] = field(
@@ -80,7 +79,7 @@ class Recipe:
 
 def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
     """The packaged recipe of that bare name, or the file at that path, with `["a.b=v", ...]` put over it."""
-    file = find(name, "recipe", files("modelcenter") / "recipes")
+    file = find(name, "recipe", packaged())
     return bind(Recipe, settle(read_recipe(file), assignments(overrides), file), file)
 
 

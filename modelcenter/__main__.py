@@ -1,0 +1,286 @@
+"""The command line: `modelcenter VERB [NAME ...] [--machine M] [key=value ...]`.
+
+Torch-free until a verb needs it, so that help and refusals are immediate. A setting is `key=value`, `--key=value` or
+`--key value`, dashes or underscores alike. Input that the user can mend is one line on stderr and exit status 2.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from modelcenter import __version__
+from modelcenter.config import COMMAND_LINE, KEY, bind, describe, find, names, override, packaged
+from modelcenter.errors import InputError, nearest, printable, refuse
+
+T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    """What a verb says: `text` for people, `data` for `--json`."""
+
+    text: str
+    data: Any
+
+
+@dataclass
+class Arguments:
+    """A command line taken apart, nothing interpreted yet."""
+
+    names: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)  # key=value
+    machine: str | None = None
+    json: bool = False
+    debug: bool = False
+    help: bool = False
+    version: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 2 for bad input, 130 when interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        answer = run(take_apart(argv))
+        print(answer.text if "--json" not in argv else json.dumps(answer.data, indent=2), flush=True)
+        return 0
+    except InputError as error:
+        if "--debug" in argv:
+            raise
+        print(f"modelcenter: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if "--debug" in argv:
+            raise
+        return 130
+    except BrokenPipeError:  # `modelcenter list keys | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it ends
+        return 0
+
+
+def take_apart(argv: Sequence[str]) -> Arguments:
+    """Names, settings and the few options that are not settings, in any order; `--key` alone is `key=true`."""
+    args, rest = Arguments(), list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            key, equals, value = word.partition("=")
+            if equals and KEY.fullmatch(key):  # ./a=b is a path
+                args.settings.append(f"{key.replace('-', '_')}={value}")
+            else:
+                args.names.append(word)
+            continue
+        key, equals, value = word.lstrip("-").partition("=")
+        key = {"h": "help"}.get(key, key.replace("-", "_"))
+        if key in ("json", "debug", "help", "version"):
+            if equals:
+                refuse(COMMAND_LINE, word, "takes no value", f"write --{key}")
+            setattr(args, key, True)
+            continue
+        if not word.startswith("--"):
+            refuse(COMMAND_LINE, word, "unknown option", "write key=value or --key value")
+        if not equals:
+            alone = not rest or rest[0].startswith("--")
+            value = ("auto" if key == "resume" else "true") if alone else rest.pop(0)
+        if key == "machine":
+            args.machine = value
+        else:
+            args.settings.append(f"{key}={value}")
+    return args
+
+
+def run(args: Arguments) -> Answer:
+    """Find the verb and let it answer."""
+    if args.version:
+        return Answer(f"modelcenter {__version__}", {"modelcenter": __version__})
+    verb = args.names[0] if args.names else None
+    if args.help and (verb is None or verb not in VERBS):
+        return Answer(usage(), {"verbs": sorted(VERBS)})
+    if verb is None:
+        refuse(COMMAND_LINE, None, "no verb", f"{', '.join(VERBS)} (modelcenter --help)")
+    if verb not in VERBS:
+        refuse(COMMAND_LINE, verb, "unknown verb", nearest(verb, VERBS))
+    if args.help:
+        return Answer(manual(verb), {"verb": verb, "help": VERBS[verb].__doc__})
+    return VERBS[verb](Arguments(args.names[1:], args.settings, args.machine))
+
+
+def usage() -> str:
+    """What `modelcenter --help` prints."""
+    verbs = "\n".join(f"  {name:<10}{(verb.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items())
+    return (
+        "usage: modelcenter VERB [NAME ...] [--machine M] [key=value ...]\n\n"
+        f"{verbs}\n\n"
+        "  --machine M  a machine profile: a bare name (modelcenter list machines) or a path\n"
+        "  --json       answer in JSON\n"
+        "  --debug      show the traceback of an error\n"
+        "  --help       after a verb: what it takes"
+    )
+
+
+def manual(verb: str) -> str:
+    """What `modelcenter VERB --help` prints."""
+    lines = [line.strip() for line in (VERBS[verb].__doc__ or "").strip().splitlines()]
+    return "\n".join([f"modelcenter {verb}: {lines[0]}", *lines[1:]])
+
+
+# ---------------------------------------------------------------------------------------------------------------- verbs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What `convert` takes."""
+
+    source: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
+    out: str = field(metadata={"help": "the folder to write", "min": 1})
+    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: as stored"})
+    max_shard_size: str = field(default="5GB", metadata={"help": "the size at which the weights are split"})
+    task: str = field(default="auto", metadata={"help": "the head to keep; auto: the checkpoint's"})
+    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of a hub id"})
+
+
+def convert(args: Arguments) -> Answer:
+    """Write a checkpoint as sharded safetensors, its tokenizer carried along.
+
+    modelcenter convert SOURCE OUT [--dtype bf16] [--max-shard-size 5GB] [task=...] [revision=...]
+    """
+    asked = settings(Conversion, args, ["source", "out"])
+    from modelcenter.registry import load
+
+    model = load(asked.source, dtype=asked.dtype, task=asked.task, revision=asked.revision)
+    model.save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
+    return Answer(f"{asked.out}: {model.load_report}", {"out": asked.out, "report": str(model.load_report)})
+
+
+def list_(args: Arguments) -> Answer:
+    """Say what there is: models, recipes, machines or the keys of a recipe.
+
+    modelcenter list models|recipes|machines|keys
+    """
+    kinds = {"models": list_models, "recipes": list_recipes, "machines": list_machines, "keys": list_keys}
+    (kind,) = take(args, ["models|recipes|machines|keys"])
+    if kind not in kinds:
+        refuse(COMMAND_LINE, f"list {kind}", "unknown", nearest(kind, kinds))
+    rows = kinds[kind]()
+    widths = [max((len(str(row[column])) for row in rows), default=0) for column in (rows[0] if rows else {})]
+    lines = ["  ".join(str(v).ljust(w) for v, w in zip(row.values(), widths, strict=True)).rstrip() for row in rows]
+    return Answer("\n".join(lines), rows)
+
+
+def list_models() -> list[dict[str, Any]]:
+    """Every preset with its family, size and hub id."""
+    from modelcenter.registry import presets
+
+    return [
+        {"name": name, "family": family.__name__, "parameters": f"{preset.parameters:,}", "hub": preset.hub or "-"}
+        for name, (family, preset) in presets().items()
+    ]
+
+
+def list_recipes() -> list[dict[str, Any]]:
+    """Every packaged recipe with its first line."""
+    return [{"name": name, "what": first_line(find(name, "recipe", packaged()))} for name in names(packaged())]
+
+
+def list_machines() -> list[dict[str, Any]]:
+    """Every packaged machine profile with its first line."""
+    folder = packaged("machines")
+    return [{"name": name, "what": first_line(find(name, "machine profile", folder))} for name in names(folder)]
+
+
+def first_line(file: Path) -> str:
+    """The comment at the top of a YAML file of ours."""
+    return file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+def list_keys() -> list[dict[str, Any]]:
+    """Every key of a recipe, then every key of a machine profile."""
+    from modelcenter.parallel.machine import Machine
+    from modelcenter.train.recipe import Recipe
+
+    keys = [*describe(Recipe), *describe(Machine, "machine.")]
+    return [key._asdict() | {"default": "(required)" if key.default is None else key.default} for key in keys]
+
+
+def copy(args: Arguments) -> Answer:
+    """Copy a packaged recipe here, to be edited.
+
+    modelcenter copy RECIPE
+    """
+    (name,) = take(args, ["RECIPE"])
+    source = find(name, "recipe", packaged())
+    target = Path(source.name)
+    try:
+        text = source.read_text(encoding="utf-8")
+        with open(target, "x", encoding="utf-8") as f:
+            f.write(text)
+    except FileExistsError:
+        refuse(target, None, "exists", "move it away, or go to another folder")
+    except OSError as error:
+        refuse(error.filename, None, error.strerror or str(error), "a recipe's name and a folder that can be written")
+    return Answer(f"{target}: now modelcenter train {target}", {"file": str(target)})
+
+
+def doctor(args: Arguments) -> Answer:
+    """Say what this installation can do: versions, devices, threads, compiled extension, disk, hub cache.
+
+    modelcenter doctor
+    """
+    take(args, [])
+    import platform
+    import shutil
+    from importlib.metadata import PackageNotFoundError, version
+    from importlib.util import find_spec
+
+    import torch
+    from huggingface_hub import constants
+
+    found: dict[str, Any] = {"modelcenter": __version__, "python": platform.python_version()}
+    needed = ("torch", "safetensors", "tokenizers", "huggingface_hub")
+    for package in (*needed, "transformers", "tensorboard", "matplotlib"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    found["devices"] = [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus] or ["CPU only"]
+    found["threads"] = torch.get_num_threads()
+    found["extension"] = "built" if find_spec("modelcenter._C") else "not built: references only"
+    found["disk_free"] = f"{shutil.disk_usage('.').free / 1e9:.0f} GB here"
+    found["hub_cache"] = str(constants.HF_HUB_CACHE)
+    found["hub_offline"] = bool(constants.HF_HUB_OFFLINE)
+    lines = [f"{key:<16}{', '.join(v) if isinstance(v, list) else v}" for key, v in found.items()]
+    return Answer("\n".join(printable(line) for line in lines), found)
+
+
+VERBS: dict[str, Callable[[Arguments], Answer]] = {
+    "convert": convert,
+    "list": list_,
+    "copy": copy,
+    "doctor": doctor,
+}
+
+
+def take(args: Arguments, wanted: Sequence[str]) -> list[str]:
+    """Exactly these names and nothing else, for a verb without settings."""
+    unwanted = [*args.names[len(wanted) :], *args.settings]
+    if unwanted or args.machine is not None:
+        refuse(COMMAND_LINE, unwanted[0] if unwanted else "--machine", "not wanted here", "see --help after the verb")
+    if len(args.names) < len(wanted):
+        refuse(COMMAND_LINE, wanted[len(args.names)], "missing", "see --help after the verb")
+    return args.names
+
+
+def settings(cls: type[T], args: Arguments, positions: Sequence[str]) -> T:
+    """The dataclass `cls` from settings, the first ones also by position."""
+    if len(args.names) > len(positions) or args.machine is not None:
+        extra = args.names[len(positions)] if len(args.names) > len(positions) else "--machine"
+        refuse(COMMAND_LINE, extra, "not wanted here", "see --help after the verb")
+    by_position = [f"{key}={value}" for key, value in zip(positions, args.names, strict=False)]
+    return bind(cls, override({}, [*by_position, *args.settings]), COMMAND_LINE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
