@@ -19,7 +19,7 @@ from .checkpoint.load import Keys, LoadReport, fill, match, same
 from .checkpoint.save import companions, save_model
 from .errors import nearest, refuse
 from .generate import generate
-from .layers import Batch, Cache, Head, Output
+from .layers import Batch, Cache, Head, LMHead, Output
 from .layers.initial import initial
 from .layers.output import batch_of, recorded
 from .names import Names, Row, Shape
@@ -131,8 +131,8 @@ class Model(nn.Module):
     def tie(self) -> None:
         """Make every tied parameter the one it shares."""
         for name, source in self.tied(self.config).items():
-            module, _, leaf = name.rpartition(".")
-            if name in self.shapes or module in dict(self.named_modules()):
+            if isinstance(self.head, LMHead) or not name.startswith("head."):
+                module, _, leaf = name.rpartition(".")
                 setattr(self.get_submodule(module), leaf, self.get_parameter(source))
 
     @property
@@ -211,7 +211,6 @@ def skeleton(family: type[Model], config: Any, task: str, dtype: torch.dtype) ->
     model.task = task
     model.companions = {}
     model.to(dtype)
-    model.shapes = {}
     model.tie()
     model.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return model
@@ -225,6 +224,7 @@ def build(
     dtype: str | torch.dtype = torch.float32,
     device: str | torch.device | None = None,
     machine: str | Machine | None = None,
+    id2label: Mapping[int, str] | None = None,
     seed: int = 0,
 ) -> Model:
     """A preset with random weights, `config` fields changed. The weights depend on `seed` and their names alone.
@@ -236,6 +236,8 @@ def build(
         refuse(None, "model", repr(name), f"a preset; {nearest(name, known)}")
     family, preset = known[name]
     full = changed(replace(family.Config(), **preset.changes), config or {})
+    if id2label is not None:
+        full = replace(full, labels=labels_of(None, id2label))
     task = (family.default_task or next(iter(family.tasks))) if task == "auto" else task
     model = skeleton(family, full, task, as_dtype(dtype))
     if device is not None and torch.device(device).type == "meta":

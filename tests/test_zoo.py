@@ -1,0 +1,245 @@
+"""Every family against transformers on the same loud weights, and against itself: parity, padding, packing, dropout, round
+trips, generation, presets. Parametrised over the registry: a new family file is tested with no further line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from zoo import Case, cases, inputs, pair, real, scores, tiny, weighted
+
+import modelcenter as mc
+from modelcenter.registry import families, presets
+
+CASES = cases()
+FIRST = cases(all_tasks=False, all_variants=False)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # of the output's spread, and of the largest gradient
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: str) -> None:
+    assert ours.shape == theirs.shape, f"{what}: {tuple(ours.shape)} for {tuple(theirs.shape)}"
+    spread = theirs.std().item()
+    assert 0.05 < spread < 100, f"{what}: the reference says nothing, its spread is {spread}"
+    worst = (ours - theirs).abs().max().item()
+    assert worst <= tolerance * spread, f"{what}: off by {worst / spread:.1e} of the spread"
+
+
+def compare(case: Case, dtype: torch.dtype, side: str = "none", train: bool = False) -> None:
+    theirs, ours = pair(case, dtype)
+    args = inputs(case, side)
+    theirs.train(train), ours.train(train)
+    with zoo.wide(dtype):
+        wanted = scores(theirs(**zoo.theirs_only(case, theirs, args)))
+    found = scores(ours(**args))
+    kept = real(case, args, wanted)
+    close(found[kept], wanted[kept], TOLERANCE[dtype], str(case))
+    weighted(found, kept).backward()
+    with zoo.wide(dtype):
+        weighted(wanted, kept).backward()
+    reference = {k: v.grad for k, v in theirs.named_parameters() if v.grad is not None}
+    largest = max(g.abs().max().item() for g in reference.values())
+    mine = zoo.gradients_like_theirs(ours)
+    assert set(mine) == set(reference) | (set(mine) & set(dict(theirs.named_parameters())))
+    for name, grad in mine.items():
+        wanted_grad = reference.get(name, torch.zeros_like(grad))
+        worst = (grad - wanted_grad).abs().max().item()
+        assert worst <= TOLERANCE[dtype] * largest, f"gradient of {name}: off by {worst / largest:.1e} of the largest"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_and_gradients_in_double(case: Case) -> None:
+    compare(case, torch.float64)
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_logits_and_gradients_in_single(case: Case) -> None:
+    compare(case, torch.float32)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("case", cases(all_variants=False), ids=str)
+def test_padding(case: Case, side: str) -> None:
+    if not case.excused(f"padding-{side}"):
+        compare(case, torch.float64, side)
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_padding_equals_alone(case: Case) -> None:
+    _, ours = pair(case)
+    for side in ("right", "left"):
+        args = inputs(case, side)
+        out = scores(ours(**args))[1]
+        mask = args["decoder_attention_mask" if case.seq2seq else "attention_mask"][1].bool()
+        alone = {"input_ids": args["input_ids"][1:, args["attention_mask"][1].bool()]}
+        if case.seq2seq:
+            # a decoder with relative distances sees the same distances wherever its padding stands
+            alone["decoder_input_ids"] = args["decoder_input_ids"][1:, mask]
+        close(out[mask], scores(ours(**alone))[0], 1e-10, f"{case} {side}")
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_row_of_nothing_but_padding(case: Case) -> None:
+    _, ours = pair(case)
+    args = inputs(case)
+    args["attention_mask"] = torch.ones_like(args["input_ids"])
+    args["attention_mask"][1] = 0
+    out = scores(ours(**args))
+    assert out.isfinite().all()
+    weighted(out[:1], torch.ones(1, dtype=torch.bool)).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in ours.parameters())
+    plain = {k: v[:1] for k, v in inputs(case).items()}
+    close(out[:1], scores(ours(**plain)), 1e-10, str(case))
+
+
+@pytest.mark.parametrize("case", cases(all_variants=False), ids=str)
+def test_dropout_has_their_places_and_rates(case: Case) -> None:
+    with zoo.dropout_as_pattern():
+        compare(case, torch.float64, train=True)
+    _, ours = pair(case)
+    quiet, args = scores(ours(**inputs(case))), inputs(case)
+    ours.train()
+    assert not torch.equal(scores(ours(**args)), quiet)
+
+
+@pytest.mark.parametrize("case", [c for c in FIRST if c.task != "classify"], ids=str)
+def test_packed_equals_alone(case: Case) -> None:
+    _, ours = pair(case)
+    row, alone = zoo.packed(case)
+    together = scores(ours(**row))
+    apart = torch.cat([scores(ours(**a)) for a in alone], 1)
+    close(together, apart, 1e-10, str(case))
+    everything = torch.ones(together.shape[:2], dtype=torch.bool)
+    weighted(together, everything).backward()
+    packed = {n: p.grad.clone() for n, p in ours.named_parameters()}
+    ours.zero_grad()
+    weighted(apart, everything).backward()
+    largest = max(p.grad.abs().max().item() for p in ours.parameters())
+    for name, p in ours.named_parameters():
+        assert (p.grad - packed[name]).abs().max() <= 1e-10 * largest, name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_round_trip_is_bit_for_bit(case: Case, tmp_path: Path) -> None:
+    import transformers
+
+    theirs, folder = zoo.reference(case)
+    ours = mc.load(folder, task=case.task)
+    assert not ours.load_report.new and not ours.load_report.ignored, ours.load_report
+    assert ours.config == tiny(case.kind, case.variant), "config lost on the way"
+    ours.save_pretrained(tmp_path / "out")
+    before, after = Path(folder), tmp_path / "out"
+    assert (before / "model.safetensors").read_bytes() == (after / "model.safetensors").read_bytes()
+    assert json.loads((before / "config.json").read_text()) == json.loads((after / "config.json").read_text())
+    cls = getattr(transformers, case.family.tasks[case.task].architecture)
+    again, report = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
+    for key, value in again.state_dict().items():
+        assert torch.equal(value, theirs.state_dict()[key].to(value.dtype)), key
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_model_built_here_opens_in_transformers(case: Case, tmp_path: Path) -> None:
+    import transformers
+
+    from modelcenter.layers.initial import initial
+    from modelcenter.registry import fill, place, skeleton
+
+    ours = skeleton(case.family, tiny(case.kind, case.variant), case.task, torch.float32)
+    place(ours, None, None)
+    fill(ours, initial(ours, ours.shapes, 0, lambda name, shape: 0.3))
+    ours.eval().save_pretrained(tmp_path)
+    cls = getattr(transformers, case.family.tasks[case.task].architecture)
+    theirs, report = cls.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
+    args = {name: value[:1] for name, value in inputs(case).items()}
+    close(scores(ours(**args)), scores(theirs.eval()(**args)), 2e-5, str(case))
+
+
+@pytest.mark.parametrize("kind", sorted(families()))
+def test_no_field_is_left_at_its_default(kind: str) -> None:
+    assert not zoo.unseen(kind), "a field that the bench never moves may be unwired"
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.task in ("lm", "seq2seq")], ids=str)
+def test_greedy_generation_token_for_token(case: Case) -> None:
+    theirs, ours = pair(case)
+    seen = set()
+    for side in ("none", "left"):
+        args = {k: v for k, v in inputs(case, side).items() if k in ("input_ids", "attention_mask")}
+        with zoo.wide(torch.float64):
+            wanted = theirs.generate(**args, max_new_tokens=32, do_sample=False)
+        found = ours.generate(**args, max_new_tokens=32, eos_token_id=[], pad_token_id=0)
+        assert found.tolist() == wanted.tolist()
+        seen |= set(wanted[:, -32:].flatten().tolist())
+    assert len(seen) > 5, "the reference repeats itself: little was compared"
+
+
+@pytest.mark.parametrize("case", [c for c in FIRST if c.task in ("lm", "seq2seq", "mlm")], ids=str)
+def test_losses(case: Case) -> None:
+    theirs, ours = pair(case)
+    args = inputs(case)
+    labels = (args["decoder_input_ids"] if case.seq2seq else args["input_ids"]).clone()
+    labels[0, 2:4] = -100
+    if case.seq2seq:
+        del args["decoder_input_ids"]
+    with zoo.wide(torch.float64):
+        wanted = theirs(**args, labels=labels).loss
+        wanted.backward()
+    found = ours(**args, labels=labels)
+    assert found.logits is not None and abs(found.loss - wanted) < 1e-10
+    reference = {k: p.grad for k, p in theirs.named_parameters() if p.grad is not None}
+    largest = max(g.abs().max().item() for g in reference.values())
+    # in training the logits are never whole: same loss and gradients (dropout as the identity)
+    ours.train()
+    for module in ours.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    trained = ours(**args, labels=labels)
+    assert trained.logits is None and abs(trained.loss - wanted) < 1e-10
+    trained.loss.backward()
+    for name, grad in zoo.gradients_like_theirs(ours).items():
+        assert (grad - reference[name]).abs().max() <= 1e-10 * largest, name
+    nothing = ours(**args, labels=torch.full_like(labels, -100))
+    nothing.loss.backward()
+    assert nothing.loss == 0
+    items = ours(**args, labels=labels, num_items_in_batch=7).loss
+    n = (labels[:, 1:] if case.task == "lm" else labels).ne(-100).sum()
+    assert abs(items - wanted * n / 7) < 1e-10
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_hidden_states(case: Case) -> None:
+    theirs, ours = pair(case)
+    args = inputs(case)
+    with zoo.wide(torch.float64):
+        out = theirs(**args, output_hidden_states=True)
+    wanted = out.get("hidden_states") or out.get("decoder_hidden_states")
+    found = ours(**args, output_hidden_states=True).hidden_states
+    assert len(found) == len(wanted)
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        close(a, b, 1e-10, f"{case} layer {i}")
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_embeddings_grow_and_shrink(case: Case) -> None:
+    _, ours = pair(case)
+    before = ours.get_input_embeddings().weight.detach().clone()
+    args = {k: v.clamp(max=90) for k, v in inputs(case).items()}
+    old = scores(ours(**args))
+    ours.resize_token_embeddings(150)
+    new = scores(ours(**args))
+    assert torch.equal(ours.get_input_embeddings().weight[:128], before[:128]) and ours.config.vocab == 150
+    if new.shape != old.shape:
+        assert new.size(-1) == 150
+        close(new[..., :128], old, 1e-10, str(case))
+    ours.resize_token_embeddings(100)
+    assert scores(ours(**args)).shape[-1] in (100, old.shape[-1])
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_presets_have_the_published_size(name: str) -> None:
+    model = mc.build(name, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == presets()[name][1].parameters
