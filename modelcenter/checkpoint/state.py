@@ -1,0 +1,470 @@
+"""Training state on disk: folders `step-N` that are whole or not there, and the newest valid one wins.
+
+    output_dir/.lock                          held by the live run
+    output_dir/step-N/<group>.safetensors     "model", "optimizer", ...: flat tables of tensors
+    output_dir/step-N/state.json              step, tokens, data position, RNGs, best metric, ...
+    output_dir/step-N/manifest.json           written last: size and sha256 of every other file, and of itself
+    output_dir/.tmp-step-N-<nonce>            a save or a removal under way; its maker holds a lock on it
+
+Nothing names the newest: a pointer is one more thing that can be wrong. Each process writes, hashes and flushes its own
+files (`write_group`), one of them seals the folder with the manifest and renames it. Plain files and JSON up to the
+tensors themselves, so that a launcher can look for a checkpoint before torch is imported.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any
+
+from modelcenter.checkpoint.atomic import check_space, commit_folder, disk_errors, staging, sync, write_new
+from modelcenter.checkpoint.files import parse_json, read_json
+from modelcenter.errors import InputError, printable, refuse, refuse_missing
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+FORMAT = 1  # of manifest.json; a reader refuses what is newer than itself
+MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST_LIMIT = 256 * 2**20  # bytes: a row for each tensor of the largest models is far below
+STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+TEMP = re.compile(r"\.tmp-.+-[0-9a-f]{8}")
+GROUP = re.compile(r"[a-z][a-z0-9_-]*")
+PIECE = 64 * 2**20  # bytes hashed and written at a time
+SLACK = 2**20  # bytes kept free beside the tensors, for the two JSON files and the file system's own tables
+
+Files = dict[str, dict[str, Any]]  # file name -> {"size": bytes, "sha256": hex}
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. The older ones are as they were and training can go on. One line."""
+
+
+def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[str, Mapping[str, Tensor]]",
+               state: Mapping[str, Any], keep: int | None = None) -> Path:
+    """Write `step-N` under `output_dir`; when this returns, it is on the disk and survives loss of power.
+
+    `tensors` holds a flat table per group, each written as `<group>.safetensors`, one tensor on the host at a time;
+    `state` is anything JSON can hold (its "recipe_hash", if any, is copied into the manifest). Afterwards all but the
+    newest `keep` verified checkpoints are removed (None: none are; less than two: two are kept).
+    Errors: `SaveError` for the disk's faults, `InputError` for a `step-N` that exists.
+    """
+    folder = Path(output_dir)
+    final = folder / f"step-{step}"
+    if not STEP.fullmatch(final.name) or not all(GROUP.fullmatch(group) for group in tensors):
+        raise ValueError(f"a step from 0 and plain group names are wanted, not {step!r} and {sorted(tensors)}")
+    content = _dump(state)
+    make_way(final)
+    mine = None
+    try:
+        check_space(folder, SLACK + len(content) + sum(t.nbytes for table in tensors.values() for t in table.values()))
+        with staging(final) as temp:
+            files: Files = {}
+            for group, table in tensors.items():
+                files |= write_group(temp, group, table)
+            files |= write_hashed(temp / STATE, [content])
+            seal(temp, step, files, state.get("recipe_hash"))
+            mine = os.stat(temp)
+            commit_folder(temp, final)
+    except (InputError, OSError) as error:
+        with suppress(OSError):  # renamed, and then the rename could not be flushed: what is not promised must not stay
+            if mine is not None and os.path.samestat(mine, os.stat(final)):
+                _discard(final)
+        raise SaveError(f"step {step} not saved: {printable(str(error))}; the older ones are intact") from error
+    with suppress(OSError):
+        _sound[final.resolve()] = _fingerprint(final)  # hashed as it was written
+    if keep is not None:
+        prune(folder, keep, newest=final)
+    return final
+
+
+def find_state(output_dir: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest `step-N` whose every byte matches its manifest, and the manifest; None where there is none.
+
+    One line on stderr says why a folder was passed over.
+    """
+    for path in steps(output_dir):
+        try:
+            return path, verify(path)
+        except InputError as error:
+            _say(f"passed over: {error}")
+    return None
+
+
+def load_state(path: str | os.PathLike[str]) -> "tuple[dict[str, dict[str, Tensor]], dict[str, Any]]":
+    """The tensors by group (views of the mapped files: copy what must outlive or change them) and the state.
+
+    A folder that `find_state` or `save_state` of this process has not already verified is verified here.
+    """
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    if not _is_sound(path):
+        verify(path)
+    tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
+    return tensors, read_json(path / STATE, MANIFEST_LIMIT)
+
+
+@contextmanager
+def lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold `output_dir` for this run, or refuse and name the run that holds it; one process a run takes it.
+
+    The kernel releases it however the process ends, and forked children do not inherit it. On entry the temporary
+    folders that dead processes left are removed.
+    """
+    folder = Path(output_dir)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    _held.add(held)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(held, 100, 0).decode(errors="replace").strip() or "unknown"
+            refuse(folder, None, f"in use by a live run ({owner})", "stop it, wait for it or give another output_dir")
+        except OSError as error:
+            _say(f"{folder}: no lock ({error.strerror}); see to it that no second run writes here")
+        with suppress(OSError):  # on a full disk the lock still holds, only nameless
+            os.ftruncate(held, 0)
+            os.pwrite(held, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+        sweep(folder)
+        yield
+    finally:
+        if held in _held:
+            _held.discard(held)
+            os.close(held)
+
+
+def steps(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """Every `step-N` under `output_dir`, newest first, valid or not."""
+    folder = Path(output_dir)
+    with disk_errors(folder):
+        names = os.listdir(folder) if folder.is_dir() else []
+    return [folder / name for name in sorted(filter(STEP.fullmatch, names), key=lambda n: -int(n[5:]))]
+
+
+def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`, after every file was hashed. Errors: `InputError` naming the file."""
+    path = Path(path)
+    _sound.pop(path.resolve(), None)
+    with disk_errors(path):
+        manifest, stamp = _manifest(path), _fingerprint(path)
+        files: Files = manifest["files"]
+        present = set(os.listdir(path)) - {MANIFEST}
+        for name in sorted(present - set(files)):
+            refuse(path / name, None, "an extra file", f"only what {MANIFEST} lists belongs here")
+        for name, row in sorted(files.items()):
+            if name not in present:
+                refuse_missing(path / name, None, "missing", f"{MANIFEST} lists it")
+            entry = os.lstat(path / name)
+            if not S_ISREG(entry.st_mode):
+                refuse(path / name, None, "not a regular file", "a plain file is wanted")
+            if entry.st_size != row["size"]:
+                refuse(path / name, None, f"{entry.st_size} bytes", f"{MANIFEST} says {row['size']}")
+            with open(path / name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != row["sha256"]:
+                refuse(path / name, None, f"its sha256 is {found[:12]}...", f"{MANIFEST} says {row['sha256'][:12]}...")
+        _sound[path.resolve()] = stamp
+    return manifest
+
+
+def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path | None = None) -> None:
+    """Remove all but the newest `keep` verified checkpoints, two at least, and never `newest`.
+
+    Broken ones are neither counted nor removed: they may be all that is left of something. A fault of the disk is one
+    line on stderr.
+    """
+    good = [path for path in steps(output_dir) if _valid(path)]
+    for path in good[max(keep, 2) :]:
+        if newest is not None and path == newest:
+            continue
+        try:
+            _discard(path)
+        except OSError as error:
+            _say(f"{path}: not removed ({error.strerror}); remove it by hand")
+
+
+def sweep(output_dir: str | os.PathLike[str]) -> None:
+    """Remove the temporary folders of dead processes; a living writer holds a lock on its own."""
+    for name in os.listdir(output_dir):
+        path = Path(output_dir) / name
+        if not TEMP.fullmatch(name) or path.is_symlink() or not path.is_dir():
+            continue
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def make_way(final: Path) -> None:
+    """Refuse to overwrite a valid checkpoint; one that is broken is set aside, since resuming passed over it."""
+    if not os.path.lexists(final):
+        return
+    if _valid(final):
+        refuse(final, None, "exists already and is a valid checkpoint", "a checkpoint is never overwritten; "
+               "resume from it, remove it or give another output_dir")
+    aside = final.with_name(f"broken-{final.name}-{secrets.token_hex(4)}")
+    try:
+        os.rename(final, aside)
+    except OSError as error:
+        raise SaveError(f"{final.name} not saved: a broken one is in the way ({error.strerror})") from error
+    _say(f"{final} was broken; it is now {aside.name}")
+
+
+# ---- writing -----------------------------------------------------------------------------------------------------
+
+
+def write_group(folder: Path, group: str, table: "Mapping[str, Tensor]") -> Files:
+    """Write `<group>.safetensors` as safetensors would, hashing on the way; the file's row of the manifest."""
+    from modelcenter.checkpoint.write import DTYPE_NAMES, DTYPE_ORDER, Item, shard_header, tensor_bytes
+
+    items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in table.items()]  # type: ignore[misc]
+    path = folder / f"{group}.safetensors"
+    for item in items:
+        if item.dtype not in DTYPE_NAMES:
+            refuse(path, item.name, str(item.dtype), f"one of {', '.join(map(str, DTYPE_NAMES))}")
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield shard_header(items)
+        for item in sorted(items, key=lambda item: (-DTYPE_ORDER[DTYPE_NAMES[item.dtype]], item.name)):
+            data = tensor_bytes(path, item)
+            for start in range(0, len(data), PIECE):
+                yield data[start : start + PIECE]
+
+    rows = write_hashed(path, chunks())
+    rows[path.name]["tensors"] = {i.name: {"dtype": DTYPE_NAMES[i.dtype], "shape": list(i.shape)} for i in items}
+    return rows
+
+
+def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Files:
+    """Create `path` and flush it; its row of the manifest."""
+    digest = hashlib.sha256()
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        for chunk in chunks:
+            digest.update(chunk)
+            yield chunk
+
+    size = write_new(path, hashed())
+    return {path.name: {"size": size, "sha256": digest.hexdigest()}}
+
+
+def seal(folder: Path, step: int, files: Files, recipe_hash: Any) -> None:
+    """Write the manifest, the last file of a checkpoint."""
+    body = {"format": FORMAT, "step": step, "versions": _versions(), "recipe_hash": recipe_hash, "files": files}
+    write_new(folder / MANIFEST, [_sealed(body)])
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Of what wrote the files; reading them anew would be half the time of a small save."""
+    found = {"python": platform.python_version()}
+    for package in ("modelcenter", "torch", "safetensors"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _sealed(body: Mapping[str, Any]) -> bytes:
+    """The one text of a manifest: laid out in one way and with its own hash, so that no bit changes unseen."""
+    return _dump({**body, "sha256": hashlib.sha256(_dump(body)).hexdigest()})
+
+
+def _dump(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """`manifest.json`, checked for all that later code relies on."""
+    file = path / MANIFEST
+    if not path.is_dir() or path.is_symlink():
+        refuse_missing(path, None, "not a folder", "a checkpoint folder step-N is wanted")
+    if not os.path.lexists(file):
+        refuse_missing(path, None, f"no {MANIFEST}", "a checkpoint that was saved to the end is wanted")
+    if not S_ISREG(os.lstat(file).st_mode):
+        refuse(file, None, "not a regular file", "a plain file is wanted")
+    with open(file, "rb") as stream:
+        data = stream.read(MANIFEST_LIMIT)
+    body = parse_json(file, data)
+    if not isinstance(body, dict) or type(body.get("format")) is not int:
+        refuse(file, "format", "no format version", f"{FORMAT} is wanted")
+    if body["format"] > FORMAT:
+        refuse(file, "format", f"{body['format']}, newer than this modelcenter reads", f"{FORMAT} is wanted; update")
+    own = body.pop("sha256", None)
+    if data != _sealed(body):
+        refuse(file, "sha256", f"{str(own)[:12]}... does not fit the content", "a manifest as it was written is wanted")
+    files = body.get("files")
+    if not isinstance(files, dict) or not all(
+            isinstance(row, dict) and type(row.get("size")) is int and isinstance(row.get("sha256"), str)
+            for row in files.values()):
+        refuse(file, "files", type(files).__name__, "a table of sizes and sha256 is wanted")
+    if path.name != f"step-{body.get('step')}":
+        refuse(file, "step", f"{body.get('step')} in {path.name}", "the folder under its own name is wanted")
+    return body
+
+
+def _fingerprint(path: Path) -> tuple[Any, ...]:
+    """What changes when a file does; cheap, unlike a hash."""
+    rows = []
+    for name in sorted(os.listdir(path)):
+        entry = os.lstat(path / name)
+        rows.append((name, entry.st_ino, entry.st_size, entry.st_mtime_ns, entry.st_ctime_ns))
+    return tuple(rows)
+
+
+def _is_sound(path: Path) -> bool:
+    """Verified in this process and not touched since: pruning must not hash every checkpoint at every save."""
+    with suppress(OSError):
+        return _sound.get(path.resolve()) == _fingerprint(path)
+    return False
+
+
+def _valid(path: Path) -> bool:
+    try:
+        return _is_sound(path) or bool(verify(path))
+    except InputError:
+        return False
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint, renamed first: a kill in the middle of the removal must not leave a torn `step-N`."""
+    temp = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, temp)
+    try:
+        sync(path.parent)
+    finally:
+        shutil.rmtree(temp)
+
+
+def _say(line: str) -> None:
+    print(f"modelcenter: {printable(line)}", file=sys.stderr, flush=True)
+
+
+_sound: dict[Path, tuple[Any, ...]] = {}
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    """In a forked child: close the parent's lock, else a loader's worker that outlives a killed run would hold it."""
+    for fd in _held:
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+# ---- the optimizer by name ---------------------------------------------------------------------------------------
+
+
+def flatten_optimizer(optimizer: "Optimizer", model: "nn.Module") -> "tuple[dict[str, Tensor], dict[str, Any]]":
+    """The optimizer's state as tensors `<slot>/<parameter>` and JSON for the rest, by parameter name.
+
+    torch's own state_dict counts parameters, so that freezing one or splitting a group silently shifts every moment.
+    """
+    import torch
+
+    names = _names(optimizer, model)
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for parameter, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{slot}/{names[parameter]}"] = value
+            else:
+                scalars.setdefault(names[parameter], {})[slot] = value
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        row: dict[str, Any] = {"params": [names[p] for p in group["params"]]}
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"group {index}/{key}"] = value
+            elif key != "params":
+                row[key] = value
+        groups.append(row)
+    shapes = {names[p]: list(p.shape) for group in optimizer.param_groups for p in group["params"]}
+    return tensors, {"class": type(optimizer).__name__, "shapes": shapes, "groups": groups, "scalars": scalars}
+
+
+def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapping[str, Tensor]",
+                      content: Mapping[str, Any]) -> None:
+    """Put back, bit for bit, what `flatten_optimizer` gave; tensors are copied to their parameter's device.
+
+    The groups must hold the same parameters, in any order. Nothing changes unless all of it fits. Not through
+    `load_state_dict`: that casts the moments to the parameter's dtype, and fp32 moments of bf16 weights would be lost.
+    Errors: `InputError` naming the first parameter that differs.
+    """
+    import torch
+
+    same = "the same trainable parameters, split alike into groups, are wanted"
+    names = _names(optimizer, model)
+    if content.get("class") != type(optimizer).__name__:
+        refuse("optimizer state", "class", f"{content.get('class')!r}", f"this run uses {type(optimizer).__name__!r}")
+    saved = {frozenset(row["params"]): (index, row) for index, row in enumerate(content["groups"])}
+    matched = []
+    for group in optimizer.param_groups:
+        mine = frozenset(names[p] for p in group["params"])
+        if mine not in saved:
+            closest = max(saved, key=lambda other: len(other & mine), default=frozenset())
+            refuse("optimizer state", min(mine ^ closest, default=None), "in another group, or in one run only", same)
+        matched.append((group, *saved.pop(mine)))
+    for left in saved:
+        refuse("optimizer state", min(left, default=None), "saved, but not trained in this run", same)
+
+    by_name = {name: parameter for parameter, name in names.items()}
+    for name, shape in content["shapes"].items():
+        if shape != list(by_name[name].shape):
+            refuse("optimizer state", name, f"saved with shape {shape}", f"this run has {list(by_name[name].shape)}")
+
+    state: dict[Tensor, dict[str, Any]] = {}
+    on_device = {p for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+    for key, value in tensors.items():
+        slot, _, name = key.partition("/")
+        if slot.startswith("group "):
+            continue
+        if name not in content["shapes"]:
+            refuse("optimizer state", name, "not among the saved parameters", same)
+        parameter = by_name[name]
+        home = torch.device("cpu") if slot == "step" and parameter not in on_device else parameter.device
+        state.setdefault(parameter, {})[slot] = value.to(home, copy=True)
+    for name, slots in content["scalars"].items():
+        state.setdefault(by_name[name], {}).update(slots)
+
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, index, row in matched:
+        for key, value in row.items():
+            if key != "params":
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for key, value in tensors.items():
+            if key.startswith(f"group {index}/"):
+                group[key.partition("/")[2]] = value.clone()
+
+
+def _names(optimizer: "Optimizer", model: "nn.Module") -> "dict[Tensor, str]":
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(f"the optimizer's parameter of shape {list(parameter.shape)} is not in the model")
+    return names
