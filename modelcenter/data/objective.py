@@ -1,0 +1,408 @@
+"""What is learned from records: language modelling, masked language modelling, sequence to sequence, classification.
+
+Each objective is one class: `len` examples, `at(epoch, index)` gives one by these two numbers (and the seed) alone, and
+`collate` makes a batch of a list of them. Labels are IGNORED where nothing is predicted. Causal models shift them
+inside, so the first of a sequence is IGNORED too: the labels that are not are exactly the predictions.
+"""
+
+import warnings
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from modelcenter.data.collate import IGNORED, Batch, Row, pack, stack, stack_mask
+from modelcenter.data.config import DataConfig
+from modelcenter.data.read import Record
+from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
+from modelcenter.errors import nearest, refuse
+
+Objective = Literal["lm", "mlm", "seq2seq", "classify"]
+Ids = NDArray[np.int32]
+
+
+def make_examples(objective: Objective, records: Sequence[Record], tokenizer: Tokenizer, data: DataConfig, *,
+                  vocab: int | None = None, seed: int = 0, train: bool = True,
+                  names: Sequence[str] | None = None) -> "Blocks | Packed | Rows | Masked | Pairs | Labelled":
+    """The examples of `records` for `objective`.
+
+    `vocab` is the model's vocabulary (an id outside it is refused by file and line), `names` the classes' (by default
+    those of `records`). Without `train` the blocks of a stream do not move from epoch to epoch.
+    """
+    if objective not in get_args(Objective):
+        refuse(None, "objective", repr(objective), nearest(objective, get_args(Objective)))
+    if not records:
+        refuse(None, "data.path", "no record", "data with at least one record is wanted")
+    read = Reader(tokenizer, vocab)
+    if objective == "mlm":
+        return Masked(records, read, data, seed)
+    if objective == "seq2seq":
+        return Pairs(records, read, data)
+    if objective == "classify":
+        return Labelled(records, read, data, names or label_names(records, data))
+    if data.packing:
+        return Packed(records, read, data)
+    if data.prompt_key is not None or data.response_key is not None:
+        return Rows(records, read, data)
+    return Blocks(records, read, data, seed, train)
+
+
+def texts_of(objective: Objective, records: Sequence[Record], data: DataConfig) -> Iterator[str]:
+    """Every text that `objective` reads, to train a tokenizer on."""
+    keys = [("text_key", data.text_key), ("pair_key", data.pair_key)]
+    if objective == "seq2seq":
+        keys = [("source_key", data.source_key), ("target_key", data.target_key)]
+    elif objective == "lm" and data.response_key is not None:
+        keys = [("prompt_key", data.prompt_key), ("response_key", data.response_key)]
+    elif objective != "classify":
+        keys = keys[:1]
+    for record in records:
+        for option, key in keys:
+            if key is not None:
+                yield record.text(key, f"data.{option}")
+
+
+class Reader:
+    """A tokenizer that names the record when a text cannot be encoded for the model."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int | None) -> None:
+        self.tokenizer, self.vocab = tokenizer, vocab
+        template = tokenizer.encode("") if tokenizer.bos_id is not None else []
+        self.bos = template[:1] if template[:1] == [tokenizer.bos_id] else []
+        self.eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        size, top = tokenizer.vocab_size, max(self.bos + self.eos, default=-1)
+        if vocab is not None and top >= vocab:
+            found = f"a special token has id {top}, the model {vocab} tokens"
+            refuse(tokenizer.name, "tokenizer", found, "the tokenizer of this model is wanted")
+        if vocab is not None and size > vocab:
+            said = f"{tokenizer.name}: {size} tokens where the model has {vocab}; data that holds such an id is refused"
+            warnings.warn(said, stacklevel=3)
+
+    def encode(self, record: Record, text: str) -> list[int]:
+        """The ids of `text` without the tokenizer's template."""
+        try:
+            return self.check(record, text, self.tokenizer.encode(text, special=False))
+        except UnknownCharacter as e:
+            where = f"character {e.offset}, " if record.line is not None else ""
+            found = f"{where}{e.character!r} is not in the vocabulary"
+            record.refuse(found, "a character of the training text is wanted", e.offset)
+
+    def encode_pair(self, record: Record, first: str, second: str | None, limit: int) -> tuple[list[int], list[int]]:
+        """The ids and the segments of one text or two, with the template, `limit` at most."""
+        ids, segments = self.tokenizer.encode_pair(first, second, limit)
+        if self.vocab is not None and max(ids, default=-1) >= self.vocab:
+            self.encode(record, first)
+            self.encode(record, second or "")
+        if not ids:
+            record.refuse("no token in its text", "a text is wanted")
+        return ids, segments
+
+    def check(self, record: Record, text: str, ids: list[int]) -> list[int]:
+        """`ids` where the model has them all; the first that it has not is refused with its place."""
+        if self.vocab is None or max(ids, default=-1) < self.vocab:
+            return ids
+        place = next(k for k, i in enumerate(ids) if i >= self.vocab)
+        offset = self.tokenizer.offset(text, place)
+        piece = self.tokenizer.decode(ids[place : place + 1], special=True)
+        where = f"character {offset}, " if record.line is not None else ""
+        found = f"{where}token {place} ({piece!r}) has id {ids[place]}, the model {self.vocab} tokens"
+        record.refuse(found, "the tokenizer of this model is wanted", offset)
+
+    def document(self, record: Record, key: str) -> list[int]:
+        """The ids of a document, with the beginning of text where the tokenizer's own template has one."""
+        ids = self.encode(record, record.text(key, "data.text_key"))
+        return self.bos + ids if ids else []
+
+
+def join(documents: Sequence[Row], between: Row) -> Ids:
+    """One stream of all documents that are not empty, with `between` between them."""
+    stream: list[int] = []
+    for document in documents:
+        if document:
+            stream += [*between, *document] if stream else document
+    return np.array(stream, np.int32)
+
+
+class Blocks:
+    """lm: one stream of tokens, cut into blocks of seq_len.
+
+    A block starts on the last token of the one before, so each token but the stream's first is predicted once an epoch.
+    In training the cuts move by an offset drawn each epoch, in a ring over the stream's end: a token is seen with
+    different contexts. The stream's first token, and what is past one turn of the ring, is ignored.
+    """
+
+    def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig, seed: int, moving: bool) -> None:
+        self.stream = join([read.document(r, data.text_key) for r in records], read.eos)
+        if len(self.stream) < 2:
+            refuse(records[0].file, data.text_key, f"{len(self.stream)} tokens in all", "at least two are wanted")
+        self.seq_len, self.seed, self.moving = data.seq_len, seed, moving
+
+    def __len__(self) -> int:
+        return -(-(len(self.stream) - 1) // (self.seq_len - 1))
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(ids, labels), both (seq_len)."""
+        stride = self.seq_len - 1
+        offset = int(np.random.default_rng((self.seed, epoch, 1)).integers(stride)) if self.moving else 0
+        turn = index * stride + np.arange(self.seq_len)
+        place = (turn + offset) % len(self.stream)
+        ids = self.stream[place]
+        known = (place == 0) | (turn > len(self.stream)) | (turn == index * stride)
+        return ids, np.where(known, IGNORED, ids)
+
+    def collate(self, examples: list[tuple[Ids, Ids]]) -> Batch:
+        """input_ids and labels, both (b, seq_len)."""
+        ids, labels = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*examples, strict=True))
+        return {"input_ids": ids, "labels": labels}
+
+
+class Rows:
+    """lm over prompt and response: only the response is trained on; padded on the right.
+
+    Of a row that is too long the prompt loses its beginning first, then the response its end.
+    """
+
+    def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig) -> None:
+        self.pad = _pad(read.tokenizer)
+        self.rows = [fit(*row, data.seq_len) for row in prompted(records, read, data)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def at(self, epoch: int, index: int) -> tuple[Row, Row]:
+        """(ids, labels) of one row."""
+        return self.rows[index]
+
+    def collate(self, examples: list[tuple[Row, Row]]) -> Batch:
+        """input_ids, attention_mask, labels: (b, s)."""
+        ids, labels = zip(*examples, strict=True)
+        return {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
+
+
+class Packed:
+    """lm over whole documents, packed side by side into rows of at most seq_len, none seeing another.
+
+    A document that is longer is cut into sequences of seq_len (of a prompt and its response, `fit` keeps one).
+    """
+
+    def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig) -> None:
+        size = data.seq_len
+        if data.prompt_key is not None or data.response_key is not None:
+            sequences = [fit(*row, size) for row in prompted(records, read, data)]
+        else:
+            documents = [d + read.eos for d in (read.document(r, data.text_key) for r in records) if d]
+            sequences = [(d[k : k + size], d[k : k + size]) for d in documents for k in range(0, len(d), size)]
+        if not sequences:
+            refuse(records[0].file, data.text_key, "no token in all texts", "a text is wanted")
+        self.sequences, self.bins = sequences, best_fit([len(ids) for ids, _ in sequences], size)
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def at(self, epoch: int, index: int) -> list[tuple[Row, Row]]:
+        """(ids, labels) of each sequence in a bin."""
+        return [self.sequences[k] for k in self.bins[index]]
+
+    def collate(self, examples: list[list[tuple[Row, Row]]]) -> Batch:
+        """One packed row (1, total), as `pack` says."""
+        return pack([sequence for example in examples for sequence in example])
+
+
+class Masked:
+    """mlm: the stream of all documents in blocks of seq_len between [CLS] and [SEP], with [SEP] between documents.
+
+    Devlin et al. 2018, 3.1: of the tokens chosen (15 %) 80 % are masked, 10 % replaced, 10 % kept; anew each epoch.
+    """
+
+    def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig, seed: int) -> None:
+        tokenizer = read.tokenizer
+        if tokenizer.mask_id is None:
+            refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", "one with it is wanted")
+        self.mask, self.seed, self.probability, self.pad = tokenizer.mask_id, seed, data.mlm_probability, _pad(tokenizer)
+        self.head = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
+        self.tail = [] if tokenizer.sep_id is None else [tokenizer.sep_id]
+        room = data.seq_len - len(self.head) - len(self.tail)
+        if room < 1:
+            refuse(None, "data.seq_len", str(data.seq_len), "room for a token between [CLS] and [SEP] is wanted")
+        special = tokenizer.special_ids
+        top = min(tokenizer.vocab_size, read.vocab or tokenizer.vocab_size)
+        self.special = np.array(sorted(special), np.int32)
+        self.ordinary = np.array([i for i in range(top) if i not in special], np.int32)
+        documents = [read.encode(r, r.text(data.text_key, "data.text_key")) for r in records]
+        stream = join(documents, self.tail)
+        self.blocks = [stream[k : k + room] for k in range(0, len(stream), room)]
+        if not self.blocks:
+            refuse(records[0].file, data.text_key, "no token in all texts", "a text is wanted")
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def at(self, epoch: int, index: int) -> tuple[Row, Row]:
+        """(ids, labels): at least one token is to be predicted wherever one is not special."""
+        ids = np.concatenate([self.head, self.blocks[index], self.tail]).astype(np.int32)
+        random = np.random.default_rng((self.seed, epoch, index, 2))
+        open_ = ~np.isin(ids, self.special)
+        chosen = open_ & (random.random(len(ids)) < self.probability)
+        if not chosen.any() and open_.any():
+            chosen[random.choice(np.flatnonzero(open_))] = True
+        fate = random.random(len(ids))
+        other = random.choice(self.ordinary, len(ids)) if len(self.ordinary) else ids
+        seen = np.where(chosen & (fate < 0.8), self.mask, np.where(chosen & (fate >= 0.9), other, ids))
+        return seen.tolist(), np.where(chosen, ids, IGNORED).tolist()
+
+    def collate(self, examples: list[tuple[Row, Row]]) -> Batch:
+        """input_ids, attention_mask, labels: (b, s)."""
+        ids, labels = zip(*examples, strict=True)
+        return {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
+
+
+class Pairs:
+    """seq2seq: a source and a target, each ending in the end of text; the model makes the decoder's input of labels."""
+
+    def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig) -> None:
+        if not read.eos:
+            refuse(read.tokenizer.name, "objective", "seq2seq with a tokenizer without an end of text", "one is wanted")
+        self.pad, self.rows = _pad(read.tokenizer), []
+        wide, long = data.seq_len, data.target_len or data.seq_len
+        for record in records:
+            source = data.source_prefix + record.text(data.source_key, "data.source_key")
+            target = read.encode(record, record.text(data.target_key, "data.target_key"))
+            ids, _ = read.encode_pair(record, source, None, wide)
+            if ids[-1:] != read.eos:
+                ids = ids[: wide - 1] + read.eos
+            self.rows.append((ids, target[: long - 1] + read.eos))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def at(self, epoch: int, index: int) -> tuple[Row, Row]:
+        """(source ids, target ids)."""
+        return self.rows[index]
+
+    def collate(self, examples: list[tuple[Row, Row]]) -> Batch:
+        """input_ids, attention_mask: (b, s) of the sources; labels: (b, t) of the targets."""
+        ids, labels = zip(*examples, strict=True)
+        return {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
+
+
+class Labelled:
+    """classify: one text or two and a class; `names` are the classes in order."""
+
+    def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig, names: Sequence[str]) -> None:
+        self.names, self.pad = tuple(names), _pad(read.tokenizer)
+        self.rows: list[tuple[list[int], list[int], int]] = []
+        for record in records:
+            first = record.text(data.text_key, "data.text_key")
+            second = None if data.pair_key is None else record.text(data.pair_key, "data.pair_key")
+            ids, segments = read.encode_pair(record, first, second, data.seq_len)
+            self.rows.append((ids, segments, self.label(record, data.label_key)))
+        # Decided once, so that every batch has the same keys; families without segments get none to refuse.
+        self.segmented = any(any(segments) for _, segments, _ in self.rows)
+
+    def label(self, record: Record, key: str) -> int:
+        """The number of a record's class."""
+        value = record.get(key, "data.label_key")
+        if value in self.names:
+            return self.names.index(value)
+        number = _number(value)
+        if number is None or not 0 <= number < len(self.names):
+            known = nearest(value, self.names) if number is None else f"0 to {len(self.names) - 1} are known"
+            record.refuse(f"{key} is {value!r}", known)
+        return number
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def at(self, epoch: int, index: int) -> tuple[list[int], list[int], int]:
+        """(ids, segments, class)."""
+        return self.rows[index]
+
+    def collate(self, examples: list[tuple[list[int], list[int], int]]) -> Batch:
+        """input_ids, attention_mask and, for pairs, token_type_ids: (b, s); labels: (b)."""
+        ids, segments, labels = zip(*examples, strict=True)
+        batch = {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": torch.tensor(labels)}
+        return batch | ({"token_type_ids": stack(segments, 0)} if self.segmented else {})
+
+
+def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
+    """The classes of `records`: names in sorted order, or LABEL_0 ... for numbers, which must run from 0 on."""
+    values = [record.get(data.label_key, "data.label_key") for record in records]
+    numbers = {_number(value) for value in values}
+    if None not in numbers:
+        known = sorted(n for n in numbers if n is not None)
+        if known != list(range(len(known))):
+            found = f"the labels {str(known)[:80]}"
+            refuse(records[0].file, data.label_key, found, "numbers from 0 on without a gap are wanted")
+        names = [f"LABEL_{n}" for n in known]
+    else:
+        for record, value in zip(records, values, strict=True):
+            if not isinstance(value, str):
+                record.refuse(f"{data.label_key} is {value!r}", "a name, as elsewhere in the data, is wanted")
+        names = sorted(set(values))
+    if len(names) < 2:
+        refuse(records[0].file, data.label_key, f"only the class {names[0]}", "two classes at least are wanted")
+    return tuple(names)
+
+
+def prompted(records: Sequence[Record], read: Reader, data: DataConfig) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt ids, response ids) of each record, the response with its end of text."""
+    for option, key in (("prompt_key", data.prompt_key), ("response_key", data.response_key)):
+        if key is None:
+            refuse(None, f"data.{option}", "absent", "prompt_key and response_key go together")
+    for record in records:
+        prompt = read.encode(record, record.text(str(data.prompt_key), "data.prompt_key"))
+        response = read.encode(record, record.text(str(data.response_key), "data.response_key"))
+        if not response:
+            record.refuse(f"{data.response_key} has no token", "a response to train on is wanted")
+        yield read.bos + prompt, response + read.eos
+
+
+def fit(prompt: list[int], response: list[int], size: int) -> tuple[list[int], list[int]]:
+    """(ids, labels) of at most `size`: the prompt gives way from its beginning, but one token stays to predict from."""
+    room = max(size - len(response), min(len(prompt), 1))
+    prompt = prompt[len(prompt) - min(room, len(prompt)) :]
+    response = response[: size - len(prompt)]
+    return prompt + response, [IGNORED] * len(prompt) + response if prompt else [IGNORED, *response[1:]]
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Bins of items whose lengths sum to at most `size`: longest first, each into the fullest bin with room for it.
+
+    Best-fit decreasing (Johnson 1973: at most 11/9 of the optimal number); O(n log size). No length may exceed `size`.
+    """
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = defaultdict(list)  # room left -> bins
+    rooms: list[int] = []  # the rooms that some bin has, in order
+    for item in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+        length = lengths[item]
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            bins.append([])
+            room, target = size, len(bins) - 1
+        else:
+            room = rooms[place]
+            target = by_room[room].pop()
+            if not by_room[room]:
+                del rooms[place]
+        bins[target].append(item)
+        if not by_room[room - length]:
+            insort(rooms, room - length)
+        by_room[room - length].append(target)
+    return bins
+
+
+def _pad(tokenizer: Tokenizer) -> int:
+    """What fills up a row; never seen nor trained on, so any id will do where the tokenizer has none."""
+    return next((i for i in (tokenizer.pad_id, tokenizer.eos_id) if i is not None), 0)
+
+
+def _number(value: Any) -> int | None:
+    """A class given by number, in CSV and TSV as text."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    text = value.removeprefix("-") if isinstance(value, str) else ""
+    return int(value) if text.isascii() and text.isdigit() and len(text) < 10 else None

@@ -1,0 +1,453 @@
+"""Text to token ids and back: Hugging Face tokenizer folders, and two kinds that need no folder.
+
+tokenizer.json is read by the tokenizers library; vocab.txt (BERT) and vocab.json with merges.txt (GPT-2) are built on
+it; what is left (sentencepiece, CPM-Ant) goes through transformers, imported there. `train_tokenizer` and
+`CharTokenizer` make one from the training text. `save` writes a folder that transformers.AutoTokenizer opens, with
+equal ids.
+"""
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from modelcenter.checkpoint.files import read_json
+from modelcenter.errors import InputError, message, nearest, refuse, refuse_missing
+
+T = TypeVar("T")
+ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
+# Old folders name no special tokens: transformers' classes know them by heart. Among the special tokens of a file these
+# spellings have one meaning in every family.
+USUAL = {
+    "bos": ("<s>", "<|begin_of_text|>", "<|endoftext|>"), "eos": ("</s>", "<|end_of_text|>", "<|endoftext|>"),
+    "pad": ("[PAD]", "<pad>"), "unk": ("[UNK]", "<unk>", "<|endoftext|>"), "cls": ("[CLS]",), "sep": ("[SEP]",),
+    "mask": ("[MASK]", "<mask>"),
+}  # fmt: skip
+BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
+GPT2_CLASSES = ("GPT2Tokenizer",)
+JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
+FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "config.json"]
+
+
+class Tokenizer:
+    """A tokenizers.Tokenizer with the ids of its special tokens (`eos_id` and so on), None where absent."""
+
+    def __init__(self, raw: tokenizers.Tokenizer, special: dict[str, str], name: str = "tokenizer") -> None:
+        """`special` maps roles (`eos`) to tokens (`</s>`), which `raw` keeps whole, or is given."""
+        raw.no_truncation()  # files carry the lengths of their training: an example would be cut without a word
+        raw.no_padding()
+        marked = {token.content for token in raw.get_added_tokens_decoder().values()}
+        raw.add_special_tokens([AddedToken(t, special=True) for t in sorted({*special.values()} - marked)])
+        self.raw, self.special, self.name = raw, dict(special), name
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """The highest id and one: what a model's embedding must hold, added tokens included."""
+        return max(self.raw.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def id(self, role: str) -> int | None:
+        """The id of the special token in `role`."""
+        token = self.special.get(role)
+        return None if token is None else self.token_to_id(token)
+
+    bos_id = property(lambda self: self.id("bos"))
+    eos_id = property(lambda self: self.id("eos"))
+    pad_id = property(lambda self: self.id("pad"))
+    unk_id = property(lambda self: self.id("unk"))
+    cls_id = property(lambda self: self.id("cls"))
+    sep_id = property(lambda self: self.id("sep"))
+    mask_id = property(lambda self: self.id("mask"))
+
+    @property
+    def special_ids(self) -> set[int]:
+        """The ids of every token that stands for no text."""
+        named = {i for i in map(self.id, ROLES) if i is not None}
+        return named | {i for i, token in self.raw.get_added_tokens_decoder().items() if token.special}
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of one token as the vocabulary spells it; None for an unknown one."""
+        found: int | None = self.raw.token_to_id(token)
+        return found
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The ids of `text`; `special` adds what the tokenizer's own template adds ([CLS] ... [SEP], <s>, </s>)."""
+        ids: list[int] = self.raw.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def encode_pair(self, first: str, second: str | None = None, limit: int | None = None
+                    ) -> tuple[list[int], list[int]]:
+        """The ids and the segment ids of one text or of two, with the template's special tokens, `limit` at most.
+
+        The longer of the two loses its end first, as with transformers' truncation=True.
+        """
+        if limit is not None:
+            self.raw.enable_truncation(limit)
+        try:
+            encoding = self.raw.encode(first, second)
+        finally:
+            self.raw.no_truncation()
+        return encoding.ids, encoding.type_ids
+
+    def offset(self, text: str, token: int) -> int:
+        """The character of `text` at which its `token`-th id starts, for messages."""
+        return int(self.raw.encode(text, add_special_tokens=False).offsets[token][0])
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of `ids`; special tokens are left out unless `special`."""
+        text: str = self.raw.decode([int(i) for i in ids], skip_special_tokens=not special)
+        return text
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write tokenizer.json and tokenizer_config.json into `folder`, which is made if it is absent."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= {f"{role}_token": token for role, token in self.special.items()}
+        (folder / "tokenizer.json").write_text(self.raw.to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class UnknownCharacter(InputError):
+    """A character that a `CharTokenizer` has not seen, and its place in the text."""
+
+    def __init__(self, character: str, offset: int) -> None:
+        found = f"{character!r} is not in the vocabulary"
+        super().__init__(message(None, f"character {offset}", found, "one of the training text is wanted"))
+        self.character, self.offset = character, offset
+
+
+class CharTokenizer(Tokenizer):
+    """One id a character, in sorted order, without special tokens: lossless, and it refuses what it has not seen."""
+
+    def __init__(self, raw: tokenizers.Tokenizer, special: dict[str, str], name: str = "char") -> None:
+        super().__init__(raw, special, name)
+        self.table: dict[str, int] = raw.get_vocab(with_added_tokens=False)
+
+    @classmethod
+    def train(cls, texts: Iterable[str]) -> "CharTokenizer":
+        """The characters of `texts`; as nanoGPT's data/shakespeare_char/prepare.py numbers them."""
+        characters = sorted(set().union(*texts))
+        if not characters:
+            refuse(None, "tokenizer", "char over an empty text", "training text is wanted")
+        raw = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}))
+        raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        raw.decoder = decoders.Fuse()
+        return cls(raw, {})
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The ids of `text`, by a table: the library takes 2 s and 500 MB for a megabyte of characters."""
+        try:
+            return [self.table[c] for c in text]
+        except KeyError as e:
+            raise UnknownCharacter(e.args[0], text.index(e.args[0])) from None
+
+    def encode_pair(self, first: str, second: str | None = None, limit: int | None = None
+                    ) -> tuple[list[int], list[int]]:
+        ids = (self.encode(first) + self.encode(second or ""))[:limit]
+        return ids, [0] * len(ids)
+
+    def offset(self, text: str, token: int) -> int:
+        return token
+
+
+class ForeignTokenizer(Tokenizer):
+    """A tokenizer of transformers that has no tokenizers backend (CPM-Ant)."""
+
+    def __init__(self, foreign: Any, name: str) -> None:
+        self.foreign, self.name = foreign, name
+        named = {role: getattr(foreign, f"{role}_token", None) for role in ROLES}
+        self.special = {role: str(token) for role, token in named.items() if token is not None}
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self.foreign.get_vocab().values(), default=-1) + 1
+
+    @property
+    def special_ids(self) -> set[int]:
+        return set(self.foreign.all_special_ids)
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self.foreign.convert_tokens_to_ids(token)
+        return found
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        ids: list[int] = self.foreign(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def encode_pair(self, first: str, second: str | None = None, limit: int | None = None
+                    ) -> tuple[list[int], list[int]]:
+        out = self.foreign(first, second, return_token_type_ids=True, truncation=limit is not None, max_length=limit)
+        return out["input_ids"], out["token_type_ids"]
+
+    def offset(self, text: str, token: int) -> int:
+        return len(self.foreign.decode(self.encode(text, special=False)[:token]))
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        text: str = self.foreign.decode([int(i) for i in ids], skip_special_tokens=not special)
+        return text
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        copy.deepcopy(self.foreign).save_pretrained(folder)  # CPM-Ant's deletes entries of its own table as it saves
+
+
+def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
+    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `wordpiece:8000` (of `texts`), a folder or a hub id."""
+    kind, _, size = spec.partition(":")
+    if spec == "char":
+        return CharTokenizer.train(texts)
+    if kind in TRAINERS and not Path(spec).exists():
+        if not (size.isascii() and size.isdigit()):
+            refuse(None, "tokenizer", repr(spec), f"a size is wanted: {kind}:8000")
+        return train_tokenizer(texts, int(size), kind)  # type: ignore[arg-type]  # a key of TRAINERS
+    return load_tokenizer(spec)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Literal["bpe", "wordpiece"] = "bpe") -> Tokenizer:
+    """Train on `texts`: byte-level BPE (GPT-2's; <|endoftext|> is id 0) or lower-casing WordPiece (BERT's).
+
+    `vocab_size` is an upper bound: a small text has fewer merges. BPE needs 257 or more: the bytes and the end of text.
+    """
+    if kind not in TRAINERS:
+        refuse(None, "tokenizer", repr(kind), nearest(kind, TRAINERS))
+    least = 257 if kind == "bpe" else 6
+    if vocab_size < least:
+        refuse(None, "tokenizer", f"{kind} of {vocab_size} tokens", f"at least {least} are wanted")
+    return TRAINERS[kind](texts, vocab_size)
+
+
+def _train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    raw = _byte_level(models.BPE())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the library gives a set: its order would differ by run
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    raw.train_from_iterator(texts, trainer)
+    return Tokenizer(raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>", "unk": "<|endoftext|>"}, "bpe")
+
+
+def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    special = {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
+    raw = _bert(models.WordPiece(unk_token="[UNK]"), lowercase=True)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=list(special.values()), show_progress=False)
+    raw.train_from_iterator(texts, trainer)
+    _bert_template(raw)
+    return Tokenizer(raw, special, "wordpiece")
+
+
+TRAINERS: dict[str, Callable[[Iterable[str], int], Tokenizer]] = {"bpe": _train_bpe, "wordpiece": _train_wordpiece}
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a folder, or of a hub id (its tokenizer files alone are fetched)."""
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = _fetch(str(name))
+    config = _optional(folder / "tokenizer_config.json")
+    if (folder / "tokenizer.json").is_file():
+        return _from_json(folder, config)
+    kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    if (folder / "vocab.txt").is_file() and kind in ("", *BERT_CLASSES):
+        vocab = {t: i for i, t in enumerate(_lines(folder / "vocab.txt"))}
+        if {"[UNK]", "[CLS]", "[SEP]"} <= set(vocab):
+            return _from_wordpiece(folder, config, vocab)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file() and kind in ("", *GPT2_CLASSES):
+        vocab = read_json(folder / "vocab.json", JSON_SIZE)
+        if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
+            refuse(folder / "vocab.json", None, "not a vocabulary", "an object of tokens and their ids is wanted")
+        if "<|endoftext|>" in vocab:
+            return _from_bpe(folder, config, vocab)
+    return _from_transformers(folder)
+
+
+def _from_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    content = read_json(file, JSON_SIZE)
+    raw = _guarded(file, lambda: _tried(tokenizers.Tokenizer.from_str(json.dumps(content))))
+    special = _special(folder, config, raw)
+    # Only where the config says so, as transformers: the file's own template is right for every other.
+    if "add_bos_token" in config or "add_eos_token" in config:
+        _template(raw, special, bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
+    by_character = raw.pre_tokenizer is not None and content["model"].get("type") == "WordLevel" and not special
+    if by_character and all(len(token) == 1 for token in raw.get_vocab()):
+        return CharTokenizer(raw, special, str(file))
+    return Tokenizer(raw, special, str(file))
+
+
+def _from_wordpiece(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
+    file = folder / "vocab.txt"
+    raw = _guarded(file, lambda: _bert(
+        models.WordPiece(vocab, unk_token="[UNK]"), lowercase=bool(config.get("do_lower_case", True)),
+        accents=config.get("strip_accents"), chinese=bool(config.get("tokenize_chinese_chars", True))))
+    _bert_template(raw)
+    special = {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
+    return Tokenizer(raw, special | _named(folder, config), str(file))
+
+
+def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
+    file = folder / "merges.txt"
+    lines = [line for line in _lines(file) if line and not line.startswith("#version")]
+    if bad := [line for line in lines if line.count(" ") != 1]:
+        refuse(file, None, repr(bad[0]), "two tokens a line are wanted")
+    pairs = [(first, second) for first, _, second in (line.partition(" ") for line in lines)]
+    raw = _guarded(file, lambda: _byte_level(models.BPE(vocab, pairs), bool(config.get("add_prefix_space"))))
+    added = _optional(folder / "added_tokens.json")
+    raw.add_tokens(sorted(added, key=lambda token: added[token]))
+    special = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>") | _named(folder, config)
+    if config.get("add_bos_token"):
+        _template(raw, special, True, False)
+    return Tokenizer(raw, special, str(folder / "vocab.json"))
+
+
+def _from_transformers(folder: Path) -> Tokenizer:
+    if not any(f.is_file() and f.suffix in (".model", ".txt", ".json") for f in folder.iterdir()):
+        refuse_missing(folder, None, "no tokenizer file in it", "a folder with tokenizer.json is wanted")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        refuse_missing(folder, None, "no tokenizer.json", "transformers, which reads other kinds, must be installed")
+    try:
+        found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as e:  # every kind of error reaches us: a missing package, a broken file, an unknown class
+        said = str(e).strip().split("\n")[0] or type(e).__name__
+        refuse(folder, "tokenizer", f"transformers cannot read it ({said})", "a folder with tokenizer.json is wanted")
+    if not hasattr(found, "backend_tokenizer"):
+        return ForeignTokenizer(found, str(folder))
+    named = {role: getattr(found, f"{role}_token", None) for role in ROLES}
+    special = {role: str(token) for role, token in named.items() if token is not None}
+    return Tokenizer(found.backend_tokenizer, special, str(folder))
+
+
+def _fetch(name: str) -> Path:
+    """The folder of a hub id's tokenizer files."""
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        refuse_missing(name, "tokenizer", "no such folder", "a folder, a hub id, char or bpe:8000 is wanted")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as e:  # the hub's client raises its own, requests' and ValueError; the first line says which
+        said = str(e).strip().split("\n")[0]
+        found = f"no such folder; the hub says: {said}"
+        refuse_missing(name, "tokenizer", found, "a folder, a hub id, char or bpe:8000 is wanted")
+
+
+def _special(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> dict[str, str]:
+    """The special tokens by role: as the files name them, else by their usual spelling in tokenizer.json."""
+    if named := _named(folder, config):
+        return named
+    present = {token.content for token in raw.get_added_tokens_decoder().values() if token.special}
+    found = {role: next((t for t in usual if t in present), None) for role, usual in USUAL.items()}
+    return {role: token for role, token in found.items() if token is not None}
+
+
+def _named(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Roles that tokenizer_config.json or special_tokens_map.json name; the former wins."""
+    named = {}
+    for source in (_optional(folder / "special_tokens_map.json"), config):
+        for role in ROLES:
+            token = source.get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                named[role] = token
+    return named
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    """A JSON object that need not be there."""
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    if not isinstance(content, dict):
+        refuse(file, None, f"a JSON {type(content).__name__}", "an object is wanted")
+    return content
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a vocabulary; only the newline ends one, since other separators are tokens of BERT's."""
+    try:
+        text = file.read_bytes().decode()
+    except UnicodeDecodeError as e:
+        refuse(file, f"byte {e.start}", "not UTF-8", "a UTF-8 vocabulary is wanted")
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
+def _byte_level(model: Any, prefix_space: bool = False) -> tokenizers.Tokenizer:
+    raw = tokenizers.Tokenizer(model)
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    raw.decoder = decoders.ByteLevel()
+    raw.post_processor = processors.ByteLevel(trim_offsets=False)
+    return raw
+
+
+def _bert(model: Any, lowercase: bool, accents: bool | None = None, chinese: bool = True) -> tokenizers.Tokenizer:
+    raw = tokenizers.Tokenizer(model)
+    raw.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=chinese, strip_accents=accents, lowercase=lowercase)
+    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    raw.decoder = decoders.WordPiece(prefix="##")
+    return raw
+
+
+def _bert_template(raw: tokenizers.Tokenizer) -> None:
+    raw.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[(token, raw.token_to_id(token)) for token in ("[CLS]", "[SEP]")])
+
+
+def _template(raw: tokenizers.Tokenizer, special: dict[str, str], bos: bool, eos: bool) -> None:
+    """Put `bos` before and `eos` after each text, where the tokenizer has them."""
+    before = [special["bos"]] if bos and "bos" in special else []
+    after = [special["eos"]] if eos and "eos" in special else []
+    raw.add_special_tokens([AddedToken(t, special=True) for t in before + after])
+    raw.post_processor = processors.TemplateProcessing(
+        single=[*(f"{t}:0" for t in before), "$A:0", *(f"{t}:0" for t in after)],
+        pair=[*(f"{t}:0" for t in before), "$A:0", *(f"{t}:0" for t in after),
+              *(f"{t}:1" for t in before), "$B:1", *(f"{t}:1" for t in after)],
+        special_tokens=[(t, raw.token_to_id(t)) for t in dict.fromkeys(before + after)])
+
+
+def _tried(raw: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """`raw` after it has encoded and decoded: some broken files are only found out then."""
+    for arguments in (("a",), ("a", "b")):
+        try:
+            raw.decode(raw.encode(*arguments).ids)
+        except Exception as e:  # a tokenizer without <unk> may well refuse the letter a
+            if "unk" not in str(e).lower():
+                raise
+    return raw
+
+
+def _guarded(file: Path, build: Callable[[], T]) -> T:
+    """`build()`, with whatever the Rust library throws at a broken file turned into a refusal."""
+    try:
+        with _quiet():
+            return build()
+    except (KeyboardInterrupt, SystemExit, InputError):
+        raise
+    except BaseException as e:  # a Rust panic is a BaseException
+        refuse(file, None, f"not a tokenizer ({str(e).strip()})", "a file that tokenizers can read is wanted")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Standard error closed: Rust prints a panic's backtrace there before Python sees the exception."""
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
