@@ -21,7 +21,7 @@ from .errors import nearest, refuse
 from .generate import generate
 from .layers import Batch, Cache, Head, LMHead, Output
 from .layers.initial import initial
-from .layers.output import batch_of, recorded
+from .layers.output import batch_of, recorded, shift_right
 from .names import Names, Row, Shape
 from .parallel.apply import parallelize
 from .parallel.machine import Machine, load_machine
@@ -33,11 +33,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model: hub id (None: no public weights), parameter count, and the fields that differ from the defaults."""
+    """A published model: hub id (None: no public weights), parameter count, and the fields that differ from the defaults.
+
+    `task` is what it is published for, where that is not the family's own default; the count is of the model with that head.
+    """
 
     hub: str | None
     parameters: int
     changes: Mapping[str, Any] = field(default_factory=dict)
+    task: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,9 @@ class Model(nn.Module):
         (n + 1 cumulative lengths; in an encoder-decoder k counts the source, q the target). The summed loss is divided by
         `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None.
         """
+        if self.encoder_decoder and decoder_input_ids is None and labels is not None:
+            start, pad = self.config.start, self.config.pad  # type: ignore[attr-defined]  # fields of an encoder-decoder
+            decoder_input_ids = shift_right(labels, cu_seq_lens_q, start, pad)
         batch = batch_of(
             input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, token_type_ids, labels,
             decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, past_key_values, self.encoder_decoder,
@@ -238,7 +245,7 @@ def build(
     full = changed(replace(family.Config(), **preset.changes), config or {})
     if id2label is not None:
         full = replace(full, labels=labels_of(None, id2label))
-    task = (family.default_task or next(iter(family.tasks))) if task == "auto" else task
+    task = (preset.task or family.default_task or next(iter(family.tasks))) if task == "auto" else task
     model = skeleton(family, full, task, as_dtype(dtype))
     if device is not None and torch.device(device).type == "meta":
         return model
@@ -261,26 +268,28 @@ def load(
     num_labels: int | None = None,
     id2label: Mapping[int, str] | None = None,
     seed: int = 0,
-    family: type[Model] | None = None,
+    family: type[Model] | tuple[type[Model], ...] = Model,
 ) -> Model:
     """A pretrained model from a folder, a preset or a hub id, its family read off config.json.
 
     `task`: lm, mlm, seq2seq, classify, tag, qa, embed, backbone or auto. A head that the checkpoint lacks is drawn from `seed`
     and named in `load_report`. Under a `machine` each process reads its own part alone. The model is in evaluation mode.
     """
+    known = presets()
     path = hub.resolve(
-        name, revision=revision, local_files_only=local_files_only,
-        presets={n: preset.hub for n, (_, preset) in presets().items()},
-    )  # fmt: skip
+        name, revision=revision, local_files_only=local_files_only, presets={n: preset.hub for n, (_, preset) in known.items()}
+    )
+    if task == "auto" and str(name) in known and path != Path(name):
+        task = known[str(name)][1].task or task
     with Folder(path) as folder:
         cls = family_of(folder, family)
         full = changed(cls.Config.from_dict(folder.config, path / "config.json"), config or {})
         if id2label is not None or num_labels is not None:
             full = replace(full, labels=labels_of(num_labels, id2label))
-        task = task_of(cls, folder.config) if task == "auto" else task
+        task = task_of(cls, folder) if task == "auto" else task
         full, untied = untie(cls, full, folder, task)
         model = skeleton(cls, full, task, dtype_of(folder) if dtype == "auto" else as_dtype(dtype))
-        other = [f"{row[0].replace('{}', '*')}*" for t in cls.tasks.values() for row in t.rows]
+        other = [f"{row[0].replace('{}', '*')}*" for t, head in cls.tasks.items() if t != task for row in head.rows]
         sources, model.load_report = match(
             folder, model.table, model.shapes, head=[n for n in model.shapes if n.startswith("head.")],
             aliases=cls.aliases, ignored=[*cls.ignored, *other, *(o.removeprefix(cls.prefix) for o in other)], untied=untied,
@@ -300,26 +309,32 @@ def place(model: Model, device: str | torch.device | None, machine: str | Machin
     model.tie()
 
 
-def family_of(folder: Folder, wanted: type[Model] | None) -> type[Model]:
+def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> type[Model]:
     kind = folder.config.get("model_type")
     file = Path(folder.path) / "config.json"
     known = families()
     if kind not in known:
         refuse(file, "model_type", repr(kind), nearest(kind, known))
-    if wanted is not None and wanted is not known[kind] and not issubclass(known[kind], wanted):
-        refuse(file, "model_type", repr(kind), f"{wanted.__name__} reads {wanted.Config.hf.model_type!r}; use modelcenter.load")
+    if not issubclass(known[kind], wanted):
+        names = [w.Config.hf.model_type for w in (wanted if isinstance(wanted, tuple) else (wanted,))]
+        refuse(file, "model_type", repr(kind), f"{' or '.join(map(repr, names))}; modelcenter.load takes any family")
     return known[kind]
 
 
-def task_of(family: type[Model], values: Mapping[str, Any]) -> str:
-    """The task of the checkpoint's head."""
+def task_of(family: type[Model], folder: Folder) -> str:
+    """The task of the checkpoint's head: what `architectures` says, else the first task whose head is all there."""
     if family.default_task is not None:
         return family.default_task
     named = {task.architecture: name for name, task in reversed(family.tasks.items())}
-    for architecture in values.get("architectures") or []:
+    for architecture in folder.config.get("architectures") or []:
         if architecture in named:
             return named[architecture]
-    return next(iter(family.tasks))
+    keys = Keys(folder)
+    there = {key.rpartition(".")[0] for key in keys.real} | set(keys.real)
+    for name, task in family.tasks.items():
+        if task.rows and all(row[0] in there or row[0].removeprefix(family.prefix) in there for row in task.rows):
+            return name
+    return "backbone"
 
 
 def untie(family: type[Model], config: Any, folder: Folder, task: str) -> tuple[Any, list[str]]:
@@ -329,7 +344,8 @@ def untie(family: type[Model], config: Any, folder: Folder, task: str) -> tuple[
     keys = Keys(folder)
     for alias, source in family.aliases.items():
         ours = heads.get(alias.removesuffix(".weight"))
-        where = next((s for s in (source, source.removeprefix(family.prefix)) if s in keys), None)
+        copies = [other for other, of in family.aliases.items() if of == source and other != alias]
+        where = next((s for s in (source, source.removeprefix(family.prefix), *copies) if s in keys), None)
         if f"{ours}.weight" in tied and alias in keys and where and not same(keys[alias], keys[where]):
             return replace(config, tie=False), [alias]
     return config, []

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modelcenter.checkpoint.atomic import check_space, commit_folder, replace_folder, staging, write_new
+from modelcenter.checkpoint.atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
 from modelcenter.checkpoint.files import BITS, RANK_LIMIT, TENSOR_LIMIT, check_name
 from modelcenter.checkpoint.folder import DTYPES, raw
 from modelcenter.errors import refuse
@@ -57,31 +57,39 @@ def save_folder(
     other files stay. Each `read` is called once, and its tensor let go before the next. The folder changes in one step
     at the very end. Errors: `InputError`; `path` is then as it was and nothing else is left behind.
     """
-    target = Path(path).resolve()
-    items = [Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors]
-    _check_items(target, items)
-    limit = parse_size(max_shard_size)
-    _check_target(target)
-    shards = plan_shards({item.name: item.size for item in items}, limit)
-    files = shard_names(len(shards))
-    extras = dict(extra_files)
-    if len(files) > 1:
-        extras[INDEX] = index_json(items, dict(zip(files, shards, strict=True)))
-    _check_extras(target, extra_files)
-    by_name = {item.name: item for item in items}
-    parts = {file: [by_name[name] for name in names] for file, names in zip(files, shards, strict=True)}
-    headers = sum(len(shard_header(part)) for part in parts.values())
-    check_space(target, sum(item.size for item in items) + headers + sum(map(len, extras.values())))
-    with staging(target) as temp:
-        for file, part in parts.items():
-            write_shard(temp / file, part)
-        for file, data in extras.items():
-            write_new(temp / file, [data])
-        _check_target(target)  # again: a save takes minutes, and it may have become somebody else's
-        if target.is_dir() and any(target.iterdir()):
-            replace_folder(temp, target, drop=lambda name: STALE.fullmatch(name) is not None)
-        else:
-            commit_folder(temp, target)
+    with disk_errors(path):
+        target = Path(path).resolve()
+        items = [Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors]
+        limit = parse_size(max_shard_size)
+        _check_items(target, items)
+        _check_extras(target, extra_files)
+        _check_target(target)
+        shards = plan_shards({item.name: item.size for item in items}, limit)
+        files = dict(zip(shard_names(len(shards)), shards, strict=True))
+        extras = dict(extra_files) if len(files) == 1 else {**extra_files, INDEX: index_json(items, files)}
+        by_name = {item.name: item for item in items}
+        parts = {file: [by_name[name] for name in names] for file, names in files.items()}
+        headers = sum(len(shard_header(part)) for part in parts.values())
+        check_space(target, sum(item.size for item in items) + headers + sum(map(len, extras.values())))
+        with staging(target) as temp:
+            for file, part in parts.items():
+                write_shard(temp / file, part)
+            for file, data in extras.items():
+                write_new(temp / file, [data])
+            _check_target(target)  # again: a save takes minutes, and the name may have become somebody else's
+            if target.is_dir() and any(target.iterdir()):
+                replace_folder(temp, target, drop=lambda name: STALE.fullmatch(name) is not None)
+            else:
+                commit_folder(temp, target)
+
+
+def reading_order(
+    tensors: Iterable[tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]], max_shard_size: int | str
+) -> list[Item]:
+    """The items in the order in which `save_folder` reads them: what a rank that only helps to gather follows."""
+    items = {name: Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors}
+    shards = plan_shards({item.name: item.size for item in items.values()}, parse_size(max_shard_size))
+    return [item for names in shards for item in sorted((items[n] for n in names), key=_order)]
 
 
 def write_shard(path: str | os.PathLike[str], items: Iterable[Item]) -> None:
@@ -114,6 +122,8 @@ def tensor_bytes(path: str | os.PathLike[str], item: Item) -> memoryview:
     if tuple(tensor.shape) != item.shape or tensor.dtype != item.dtype or tensor.layout != torch.strided:
         found = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
         refuse(path, item.name, found, f"{item.dtype} {item.shape}, as announced")
+    if tensor.is_meta:
+        refuse(path, item.name, "a meta tensor, which holds no values", "a tensor with values")
     return raw(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 

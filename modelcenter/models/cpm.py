@@ -1,0 +1,18 @@
+"""CPM: the Chinese pretrained models of Tsinghua and OpenBMB. Each is a class of its own; this one only finds the right one."""
+
+from os import PathLike
+from typing import Any
+
+from ..registry import Model, load
+from .cpm_ant import CPMAnt
+
+
+class CPM:
+    """`CPM.from_pretrained(name)` gives the class that config.json names."""
+
+    families: tuple[type[Model], ...] = (CPMAnt,)
+
+    @classmethod
+    def from_pretrained(cls, name: str | PathLike[str], **options: Any) -> Model:
+        """As `load`, refusing what is no CPM."""
+        return load(name, family=cls.families, **options)

@@ -1,0 +1,139 @@
+"""CPM-Ant: soft prompts before the text, distances within a segment and one bias for each pair of segments. OpenBMB, 2022.
+
+Tokens see one another in both directions, as transformers' class has it. With labels they do not: what stands before the first
+label is context that all may see, and what follows sees only what came before it, as in the model's own training
+(OpenBMB/CPM-Live). Id 0 is padding.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..checkpoint.config import Config, Table
+from ..layers import Attention, Batch, Embedding, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack, View
+from ..layers.head import IGNORE
+from ..names import Row, Shape
+from ..registry import Model, Preset, Task, register
+
+PROMPT, TEXT = 0, 2  # segments; the prompt used is the third of the table, as in transformers
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPMAntConfig(Config):
+    vocab: int = 30720
+    dim: int = 4096
+    head_dim: int = 128
+    hidden: int = 10240
+    heads: int = 32
+    layers: int = 48
+    buckets: int = 512
+    max_distance: int = 2048
+    segments: int = 32
+    prompts: int = 32
+    prompt_length: int = 32
+    eps: float = 1e-6
+    dropout: float = 0.0
+
+    hf = Table(
+        "cpmant",
+        {
+            "vocab_size": "vocab", "hidden_size": "dim", "dim_head": "head_dim", "dim_ff": "hidden",
+            "num_attention_heads": "heads", "num_hidden_layers": "layers", "position_bias_num_buckets": "buckets",
+            "position_bias_max_distance": "max_distance", "segment_types": "segments", "prompt_types": "prompts",
+            "prompt_length": "prompt_length", "eps": "eps", "dropout_p": "dropout",
+        },
+    )  # fmt: skip
+
+
+@register
+class CPMAnt(Model):
+    Config = CPMAntConfig
+    default_task = "lm"
+
+    def __init__(self, c: CPMAntConfig):
+        super().__init__(c)
+        norm = partial(RMSNorm, c.dim, c.eps)
+
+        def block() -> PreNorm:
+            attn = Attention(c.dim, c.heads, head_dim=c.head_dim, bias=False, dropout=c.dropout)
+            return PreNorm(norm, attn, GatedFFN(c.dim, c.hidden, ops.geglu, dropout=c.dropout), dropout=c.dropout)
+
+        self.embed = Embedding(c.vocab, c.dim, segments=c.segments)
+        self.prompt = nn.Embedding(c.prompts * c.prompt_length, c.dim)
+        self.bias = SegmentBias(c.heads, c.buckets, c.max_distance, segments=c.segments)
+        self.decoder = Stack((block() for _ in range(c.layers)), norm=norm())
+
+    def body(self, batch: Batch) -> Tensor:
+        text = batch.x.ne(0) if batch.x.dim() == 2 else batch.x.new_ones(batch.x.shape[:2], dtype=torch.bool)
+        x = self.embed(batch.x, segments=text * TEXT)
+        if batch.packing is not None:
+            return self.packed(x, batch.packing, causal=batch.labels is not None)
+        real = text if batch.mask is None else batch.mask
+        if batch.past and batch.mask is None:
+            real = text.new_ones(len(text), batch.keys)
+        n = self.config.prompt_length
+        if not batch.past:
+            x = torch.cat((self.prompts().expand(len(x), -1, -1), x), 1)
+        segments = nn.functional.pad(real * TEXT, (n, 0), value=PROMPT)
+        bias = self.bias(segments, x.size(1))
+        seen = nn.functional.pad(real, (n, 0), value=True)[:, None, :]
+        if batch.labels is not None:
+            context = nn.functional.pad((batch.labels != IGNORE).cumsum(1) == 0, (n, 0), value=True)
+            seen = seen & (context[:, None, :] | past_only(x.size(1), x.device))
+        mask = torch.where(seen[:, None], bias, float("-inf"))
+        return self.decoder(x, View(mask, cache=batch.cache))[:, -batch.queries :]
+
+    def packed(self, x: Tensor, packing: Packing, causal: bool) -> Tensor:
+        """Each sequence behind its own prompt; with labels, all of it is text to predict."""
+        n, spans = self.config.prompt_length, [q for q, _ in packing.spans()]
+        whole = torch.cat([part for q in spans for part in (self.prompts(), x[:, q])], 1)
+        ends = [end + n * i for i, end in enumerate(packing.q)]
+        longest = nn.functional.pad(torch.full((1, packing.longest), TEXT, device=x.device), (n, 0), value=PROMPT)
+        mask = self.bias(longest, longest.size(1))
+        if causal:
+            first = torch.arange(longest.size(1), device=x.device) < n
+            mask = torch.where(first | past_only(longest.size(1), x.device), mask, float("-inf"))
+        out = self.decoder(whole, View(mask, packing=Packing(ends, ends)))
+        return torch.cat([out[:, q.start + n * (i + 1) : q.stop + n * (i + 1)] for i, q in enumerate(spans)], 1)
+
+    def prompts(self) -> Tensor:
+        """The soft prompt (1 n dim)."""
+        n = self.config.prompt_length
+        at = torch.arange(2 * n, 3 * n, device=self.prompt.weight.device)
+        out: Tensor = self.prompt(at) + self.embed.segments(torch.full_like(at, PROMPT))
+        return out[None]
+
+    presets = {"cpm-ant-10b": Preset("openbmb/cpm-ant-10b", 9_517_453_312)}
+
+    tasks = {
+        "lm": Task("CpmAntForCausalLM", lambda c: LMHead(c.dim, c.vocab, shift=True), (("lm_head", "head.out"),)),
+        "backbone": Task("CpmAntModel"),
+    }
+    prefix = "cpmant."
+
+    def init_std(self, name: str, shape: Shape) -> float:
+        return float(self.config.get("init_std", 1.0)) if name == "bias.table.weight" else super().init_std(name, shape)
+
+    @staticmethod
+    def names(c: CPMAntConfig) -> Iterator[Row]:
+        layer, block = "cpmant.encoder.layers.{}", "decoder.blocks.{}"
+        yield "cpmant.input_embedding", ("embed.tokens", "prompt")
+        yield "cpmant.segment_embedding", "embed.segments"
+        yield "cpmant.position_bias.relative_attention_bias", "bias.table.weight"
+        yield "cpmant.encoder.output_layernorm", "decoder.norm"
+        yield f"{layer}.self_att.layernorm_before_attention", f"{block}.attn_norm"
+        for p in "qkv":
+            yield f"{layer}.self_att.self_attention.project_{p}", f"{block}.attn.{p}"
+        yield f"{layer}.self_att.self_attention.attention_out", f"{block}.attn.o"
+        yield f"{layer}.ffn.layernorm_before_ffn", f"{block}.ffn_norm"
+        yield f"{layer}.ffn.ffn.w_in.w_0", f"{block}.ffn.gate"
+        yield f"{layer}.ffn.ffn.w_in.w_1", f"{block}.ffn.up"
+        yield f"{layer}.ffn.ffn.w_out", f"{block}.ffn.down"
+
+
+def past_only(n: int, device: torch.device) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool, device=device).tril()
