@@ -35,6 +35,7 @@ def write_new(path: str | os.PathLike[str], chunks: Iterable[Bytes]) -> int:
                 if done == 0:
                     raise OSError(errno.EIO, "the disk took no bytes", os.fspath(path))
                 rest = rest[done:]
+            del chunk, rest  # let this one go before the next is made: they are as large as a model's largest tensor
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -7,8 +7,10 @@ by torch (`weights_only`, `mmap`).
 
 import math
 import os
+import re
+import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -28,6 +30,7 @@ from modelcenter.checkpoint.files import (
     read_header,
     read_index,
     read_json,
+    refuse_kind,
 )
 from modelcenter.errors import InputError, refuse
 
@@ -76,9 +79,9 @@ class Folder:
             self.close()
             raise
 
-    def _add(self, tensors: Any, file: Path) -> None:
-        fd = os.dup((opened := open_regular(file)).fileno())
-        opened.close()
+    def _add(self, tensors: Mapping[str, Entry], file: Path) -> None:
+        with open_regular(file) as opened:
+            fd = os.dup(opened.fileno())
         self._open.append(fd)
         for name, entry in tensors.items():
             if entry.dtype not in DTYPES:
@@ -203,19 +206,26 @@ def read_bin(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     path = Path(path)
     with open_regular(path) as file:
-        mapped = file.read(4) == b"PK\x03\x04"
+        head = file.read(64)
         size = os.fstat(file.fileno()).st_size
+    mapped = head.startswith(b"PK\x03\x04")
+    if not mapped and head[:1] != b"\x80":
+        refuse_kind(path, head)
     try:
         if mapped:
             with zipfile.ZipFile(path) as archive:
                 if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
                     refuse(path, None, "compressed entries", "a file that torch.save wrote")
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
+        with warnings.catch_warnings():  # of formats that it is about to refuse
+            warnings.simplefilter("ignore")
+            held = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
     except InputError:
         raise
     except Exception as error:  # torch raises a dozen kinds for broken pickles
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        refuse(path, None, f"not readable as tensors only ({reason[0][:120]})", "a state dict that torch.save wrote")
+        text = str(error) or type(error).__name__
+        reason = re.search(r"(?:WeightsUnpickler error:|Trying to load) (.+)", text) or re.search(r"(.+)", text)
+        found = reason[1][:120] if reason else text
+        refuse(path, None, f"not readable as tensors only ({found})", "a state dict that torch.save wrote")
     if not isinstance(held, dict) or not held:
         refuse(path, None, f"{type(held).__name__} {str(held)[:40]!r}", "a table of tensors")
     if len(held) > TENSOR_LIMIT:
