@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .checkpoint import hub
 from .checkpoint.config import Config, changed
 from .checkpoint.folder import Folder
-from .checkpoint.load import Keys, LoadReport, fill, match, same
+from .checkpoint.load import Keys, LoadReport, bare, fill, match, same
 from .checkpoint.save import companions, save_model
 from .errors import nearest, refuse
 from .generate import generate
@@ -51,6 +51,7 @@ class Task:
     architecture: str
     head: Callable[[Any], Head] = lambda c: Head()
     rows: tuple[Row, ...] = ()
+    prefix: str | None = None  # of the backbone's names in this class, where it is not the family's
 
 
 class Model(nn.Module):
@@ -122,16 +123,18 @@ class Model(nn.Module):
         `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None.
         """
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
-            start, pad = self.config.start, self.config.pad  # type: ignore[attr-defined]  # fields of an encoder-decoder
-            decoder_input_ids = shift_right(labels, cu_seq_lens_q, start, pad)
+            start: int = self.config.start  # type: ignore[attr-defined]  # every encoder-decoder's config has it
+            decoder_input_ids = shift_right(labels, cu_seq_lens_q, start, self.config.file.get("pad_token_id") or 0)
         batch = batch_of(
             input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, token_type_ids, labels,
             decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, past_key_values, self.encoder_decoder,
         )  # fmt: skip
         with recorded(self, output_hidden_states) as trace:
             h = self.body(batch)
+        if batch.packing is not None and any(t.size(1) != h.size(1) for t in trace):
+            refuse(None, "output_hidden_states", "packed sequences behind soft prompts", "one sequence a row")
         out: Output = self.head(h[:, -logits_to_keep:] if logits_to_keep else h, batch, num_items_in_batch)
-        out["hidden_states"] = (*trace, h) if output_hidden_states else None
+        out["hidden_states"] = (*(t[:, -h.size(1) :] for t in trace), h) if output_hidden_states else None
         out["past_key_values"] = past_key_values
         return out
 
@@ -144,8 +147,11 @@ class Model(nn.Module):
 
     @property
     def table(self) -> Names:
-        """The names of this model's backbone and head."""
-        return Names([*self.names(self.config), *self.tasks[self.task].rows], self.prefix)
+        """The names of this model's backbone and head, as transformers' class for its task has them."""
+        task, out = self.tasks[self.task], Names(self.names(self.config), self.prefix)
+        out = out if task.prefix is None else out.under(task.prefix)
+        out.rows += Names(task.rows).rows
+        return out
 
     @property
     def bare(self) -> bool:
@@ -291,7 +297,7 @@ def load(
         model = skeleton(cls, full, task, dtype_of(folder) if dtype == "auto" else as_dtype(dtype))
         other = [f"{row[0].replace('{}', '*')}*" for t, head in cls.tasks.items() if t != task for row in head.rows]
         sources, model.load_report = match(
-            folder, model.table, model.shapes, head=[n for n in model.shapes if n.startswith("head.")],
+            folder, spoken(model, Keys(folder)), model.shapes, head=[n for n in model.shapes if n.startswith("head.")],
             aliases=cls.aliases, ignored=[*cls.ignored, *other, *(o.removeprefix(cls.prefix) for o in other)], untied=untied,
         )  # fmt: skip
         place(model, device, machine)
@@ -299,6 +305,13 @@ def load(
         fill(model, {**sources, **initial(model, new, seed, model.init_std)})
         model.companions = companions(path)
     return model.eval()
+
+
+def spoken(model: Model, keys: Keys) -> Names:
+    """The model's names with the prefix that this file has, which may be that of another task's class."""
+    table = model.table
+    prefixes = (table.prefix, model.prefix, *(task.prefix for task in model.tasks.values()))
+    return next((t for t in (table.under(p) for p in prefixes if p) if not bare(keys, t, model.shapes)), table)
 
 
 def place(model: Model, device: str | torch.device | None, machine: str | Machine | None) -> None:

@@ -69,11 +69,12 @@ def cases(*, all_tasks: bool = True, all_variants: bool = True) -> list[Case]:
     return out
 
 
-def tiny(kind: str, variant: str = "default") -> Any:
+def tiny(kind: str, variant: str = "default", task: str = "") -> Any:
+    """The config of a tiny model; question answering has two scores a token by its nature."""
     cls = families()[kind].Config
     known = {f.name for f in fields(cls)}
     chosen = {k: v for k, v in TINY.items() if k in known} | VARIANTS.get(kind, {}).get("default", {})
-    return cls(**chosen | VARIANTS.get(kind, {}).get(variant, {}), labels=LABELS)
+    return cls(**chosen | VARIANTS.get(kind, {}).get(variant, {}), labels=LABELS[:2] if task == "qa" else LABELS)
 
 
 def unseen(kind: str) -> set[str]:
@@ -92,19 +93,32 @@ def loud(model: torch.nn.Module, seed: int = 0) -> None:
             p.normal_(0, 1.5 * p.shape[-1] ** -0.5 if p.dim() > 1 else 0.2, generator=source)
             if name.endswith(("wpe.weight", "position_embeddings.weight")):
                 p *= 4  # or a tied head only repeats the last token
+            if name == "lm_head.weight":
+                p[0] = 0  # id 0 pads: a trained model never says it
             if p.dim() == 1 and name.endswith("weight"):  # of a norm
                 p += 1
+
+
+def unshare(model: Any) -> None:
+    """Give their head a matrix of its own, where the class ties whatever its config says (T5), as in files of transformers 4."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        model.all_tied_weights_keys.pop("lm_head.weight")
+        model.config.tie_word_embeddings = False
 
 
 @functools.cache
 def reference(case: Case) -> tuple[Any, str]:
     """transformers' model, in evaluation, and the folder that it saved."""
     cls = getattr(transformers, case.family.tasks[case.task].architecture)
-    config = cls.config_class.from_dict(tiny(case.kind, case.variant).to_dict())
+    config = cls.config_class.from_dict(tiny(case.kind, case.variant, case.task).to_dict())
     config._attn_implementation = "eager"
     config.pad_token_id = 0  # what `inputs` pads with; their classifier finds the last token by it
     config.bos_token_id = config.eos_token_id = 1  # within the tiny vocabulary, or transformers warns
     model = cls(config).eval()
+    if not tiny(case.kind, case.variant).to_dict().get("tie_word_embeddings", True):
+        unshare(model)
     loud(model)
     if model.can_generate():
         model.generation_config.eos_token_id = None
