@@ -222,7 +222,8 @@ class Masked:
         tokenizer = read.tokenizer
         if tokenizer.mask_id is None:
             refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", "one with it is wanted")
-        self.mask, self.seed, self.probability, self.pad = tokenizer.mask_id, seed, data.mlm_probability, _pad(tokenizer)
+        self.mask, self.pad = tokenizer.mask_id, _pad(tokenizer)
+        self.seed, self.probability = seed, data.mlm_probability
         self.head = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
         self.tail = [] if tokenizer.sep_id is None else [tokenizer.sep_id]
         room = data.seq_len - len(self.head) - len(self.tail)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -30,6 +30,12 @@ USUAL = {
     "pad": ("[PAD]", "<pad>"), "unk": ("[UNK]", "<unk>", "<|endoftext|>"), "cls": ("[CLS]",), "sep": ("[SEP]",),
     "mask": ("[MASK]", "<mask>"),
 }  # fmt: skip
+# WordPiece is not trained: the library numbers its pieces in an order that differs by run.
+SPECIAL = {
+    "bpe": dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>"),
+    "roberta": {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "cls": "<s>", "sep": "</s>",
+                "mask": "<mask>"},
+}  # fmt: skip
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
 GPT2_CLASSES = ("GPT2Tokenizer",)
 JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
@@ -44,7 +50,8 @@ class Tokenizer:
         raw.no_truncation()  # files carry the lengths of their training: an example would be cut without a word
         raw.no_padding()
         marked = {token.content for token in raw.get_added_tokens_decoder().values()}
-        raw.add_special_tokens([AddedToken(t, special=True) for t in sorted({*special.values()} - marked)])
+        raw.add_special_tokens(
+            [AddedToken(t, special=True) for t in dict.fromkeys(special.values()) if t not in marked])
         self.raw, self.special, self.name = raw, dict(special), name
 
     def __len__(self) -> int:
@@ -202,50 +209,37 @@ class ForeignTokenizer(Tokenizer):
 
 
 def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `wordpiece:8000` (of `texts`), a folder or a hub id."""
+    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `roberta:8000` (made of `texts`), a folder or a hub id."""
     kind, _, size = spec.partition(":")
     if spec == "char":
         return CharTokenizer.train(texts)
-    if kind in TRAINERS and not Path(spec).exists():
+    if kind in SPECIAL and not Path(spec).exists():
         if not (size.isascii() and size.isdigit()):
             refuse(None, "tokenizer", repr(spec), f"a size is wanted: {kind}:8000")
-        return train_tokenizer(texts, int(size), kind)  # type: ignore[arg-type]  # a key of TRAINERS
+        return train_tokenizer(texts, int(size), kind)
     return load_tokenizer(spec)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Literal["bpe", "wordpiece"] = "bpe") -> Tokenizer:
-    """Train on `texts`: byte-level BPE (GPT-2's; <|endoftext|> is id 0) or lower-casing WordPiece (BERT's).
+def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") -> Tokenizer:
+    """Train byte-level BPE on `texts`: `bpe` with GPT-2's <|endoftext|>, `roberta` with RoBERTa's special tokens.
 
-    `vocab_size` is an upper bound: a small text has fewer merges. BPE needs 257 or more: the bytes and the end of text.
+    The special tokens have the first ids. `vocab_size` is an upper bound: a small text has fewer merges.
     """
-    if kind not in TRAINERS:
-        refuse(None, "tokenizer", repr(kind), nearest(kind, TRAINERS))
-    least = 257 if kind == "bpe" else 6
-    if vocab_size < least:
-        refuse(None, "tokenizer", f"{kind} of {vocab_size} tokens", f"at least {least} are wanted")
-    return TRAINERS[kind](texts, vocab_size)
-
-
-def _train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    if kind not in SPECIAL:
+        refuse(None, "tokenizer", repr(kind), nearest(kind, SPECIAL))
+    special = SPECIAL[kind]
+    tokens = list(dict.fromkeys(special.values()))
+    if vocab_size < 256 + len(tokens):
+        refuse(None, "tokenizer", f"{kind}:{vocab_size}", f"at least {256 + len(tokens)} tokens are wanted")
     raw = _byte_level(models.BPE())
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the library gives a set: its order would differ by run
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the library gives a set, whose order differs by run
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+        vocab_size=vocab_size, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False)
     raw.train_from_iterator(texts, trainer)
-    return Tokenizer(raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>", "unk": "<|endoftext|>"}, "bpe")
-
-
-def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    special = {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
-    raw = _bert(models.WordPiece(unk_token="[UNK]"), lowercase=True)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(special.values()), show_progress=False)
-    raw.train_from_iterator(texts, trainer)
-    _bert_template(raw)
-    return Tokenizer(raw, special, "wordpiece")
-
-
-TRAINERS: dict[str, Callable[[Iterable[str], int], Tokenizer]] = {"bpe": _train_bpe, "wordpiece": _train_wordpiece}
+    if "cls" in special:
+        cls, sep = ((special[role], tokens.index(special[role])) for role in ("cls", "sep"))
+        raw.post_processor = processors.RobertaProcessing(sep, cls, trim_offsets=False, add_prefix_space=False)
+    return Tokenizer(raw, special, f"{kind}:{vocab_size}")
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
@@ -274,10 +268,7 @@ def _from_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
     file = folder / "tokenizer.json"
     content = read_json(file, JSON_SIZE)
     raw = _guarded(file, lambda: _tried(tokenizers.Tokenizer.from_str(json.dumps(content))))
-    special = _special(folder, config, raw)
-    # Only where the config says so, as transformers: the file's own template is right for every other.
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _template(raw, special, bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
+    special = _special(folder, config, raw)  # the config's add_bos_token counts for less than the file's template
     by_character = raw.pre_tokenizer is not None and content["model"].get("type") == "WordLevel" and not special
     if by_character and all(len(token) == 1 for token in raw.get_vocab()):
         return CharTokenizer(raw, special, str(file))
@@ -286,10 +277,15 @@ def _from_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 def _from_wordpiece(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
     file = folder / "vocab.txt"
-    raw = _guarded(file, lambda: _bert(
-        models.WordPiece(vocab, unk_token="[UNK]"), lowercase=bool(config.get("do_lower_case", True)),
-        accents=config.get("strip_accents"), chinese=bool(config.get("tokenize_chinese_chars", True))))
-    _bert_template(raw)
+    raw = _guarded(file, lambda: tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]")))
+    raw.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
+        strip_accents=config.get("strip_accents"), lowercase=bool(config.get("do_lower_case", True)))
+    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    raw.decoder = decoders.WordPiece(prefix="##")
+    raw.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")])
     special = {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
     return Tokenizer(raw, special | _named(folder, config), str(file))
 
@@ -303,9 +299,12 @@ def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> To
     raw = _guarded(file, lambda: _byte_level(models.BPE(vocab, pairs), bool(config.get("add_prefix_space"))))
     added = _optional(folder / "added_tokens.json")
     raw.add_tokens(sorted(added, key=lambda token: added[token]))
-    special = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>") | _named(folder, config)
+    special = SPECIAL["bpe"] | _named(folder, config)
     if config.get("add_bos_token"):
-        _template(raw, special, True, False)
+        bos = special["bos"]
+        raw.add_special_tokens([AddedToken(bos, special=True)])
+        raw.post_processor = processors.TemplateProcessing(
+            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, raw.token_to_id(bos))])
     return Tokenizer(raw, special, str(folder / "vocab.json"))
 
 
@@ -355,11 +354,10 @@ def _named(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Roles that tokenizer_config.json or special_tokens_map.json name; the former wins."""
     named = {}
     for source in (_optional(folder / "special_tokens_map.json"), config):
-        for role in ROLES:
-            token = source.get(f"{role}_token")
+        for key, token in source.items():  # in the file's order, which numbers the tokens that the vocabulary lacks
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                named[role] = token
+            if isinstance(token, str) and key.removesuffix("_token") in ROLES:
+                named[key.removesuffix("_token")] = token
     return named
 
 
@@ -388,33 +386,6 @@ def _byte_level(model: Any, prefix_space: bool = False) -> tokenizers.Tokenizer:
     raw.decoder = decoders.ByteLevel()
     raw.post_processor = processors.ByteLevel(trim_offsets=False)
     return raw
-
-
-def _bert(model: Any, lowercase: bool, accents: bool | None = None, chinese: bool = True) -> tokenizers.Tokenizer:
-    raw = tokenizers.Tokenizer(model)
-    raw.normalizer = normalizers.BertNormalizer(
-        clean_text=True, handle_chinese_chars=chinese, strip_accents=accents, lowercase=lowercase)
-    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    raw.decoder = decoders.WordPiece(prefix="##")
-    return raw
-
-
-def _bert_template(raw: tokenizers.Tokenizer) -> None:
-    raw.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[(token, raw.token_to_id(token)) for token in ("[CLS]", "[SEP]")])
-
-
-def _template(raw: tokenizers.Tokenizer, special: dict[str, str], bos: bool, eos: bool) -> None:
-    """Put `bos` before and `eos` after each text, where the tokenizer has them."""
-    before = [special["bos"]] if bos and "bos" in special else []
-    after = [special["eos"]] if eos and "eos" in special else []
-    raw.add_special_tokens([AddedToken(t, special=True) for t in before + after])
-    raw.post_processor = processors.TemplateProcessing(
-        single=[*(f"{t}:0" for t in before), "$A:0", *(f"{t}:0" for t in after)],
-        pair=[*(f"{t}:0" for t in before), "$A:0", *(f"{t}:0" for t in after),
-              *(f"{t}:1" for t in before), "$B:1", *(f"{t}:1" for t in after)],
-        special_tokens=[(t, raw.token_to_id(t)) for t in dict.fromkeys(before + after)])
 
 
 def _tried(raw: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

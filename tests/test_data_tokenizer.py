@@ -1,0 +1,245 @@
+"""Tokenizers: the same ids as transformers for each kind of folder, lossless ones of our own, and refusals."""
+
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models, processors
+
+from modelcenter.data.tokenizer import (
+    ROLES,
+    CharTokenizer,
+    ForeignTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    open_tokenizer,
+    train_tokenizer,
+)
+from modelcenter.errors import InputError, MissingError
+
+TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Was it, though?\n\n\tIt's 3.50€; naïve café 中文 🙂\r\n",
+         "def f(x):\n    return x ** 2  # squared\n", ""]
+HARD = [*TEXTS, "[MASK] in <|endoftext|> the middle </s> [SEP]", "  leading", "trailing  ", "\x00\u2028\ufeff", "ÀÉ"]
+
+
+def same_as_transformers(ours: Tokenizer, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    for text in HARD:
+        for special in (True, False):
+            assert ours.encode(text, special) == theirs(text, add_special_tokens=special)["input_ids"], (text, special)
+        for limit in (None, 9):
+            pair = theirs(text, HARD[1], truncation=limit is not None, max_length=limit, return_token_type_ids=True)
+            assert ours.encode_pair(text, HARD[1], limit) == (pair["input_ids"], pair["token_type_ids"])
+        ids = ours.encode(text)
+        for special in (True, False):
+            assert ours.decode(ids, special) == theirs.decode(
+                ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    assert {role: ours.id(role) for role in ROLES} == {role: getattr(theirs, f"{role}_token_id") for role in ROLES}
+    assert ours.vocab_size == len(theirs) == len(ours)
+
+
+def dump(file: Path, content: Any) -> None:
+    file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+
+def bert_folder(folder: Path, **config: Any) -> Path:
+    words = ["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyzTÀ.,?;'", "the",
+             "##he", "##s", "##e", "qu", "##ick", "中", "naive", "cafe", "\u2028", "fox"]
+    dump(folder / "vocab.txt", "\n".join(words) + "\n")
+    dump(folder / "config.json", {"model_type": "bert"})
+    if config:
+        dump(folder / "tokenizer_config.json", config)
+    return folder
+
+
+def gpt2_folder(folder: Path) -> Path:
+    """vocab.json and merges.txt as old hub folders hold them, the end of text last."""
+    made = json.loads(train_tokenizer(TEXTS, 300).raw.to_str())["model"]
+    words = [t for t, _ in sorted(made["vocab"].items(), key=lambda item: item[1]) if t != "<|endoftext|>"]
+    dump(folder / "vocab.json", {t: i for i, t in enumerate([*words, "<|endoftext|>"])})
+    dump(folder / "merges.txt", "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in made["merges"]))
+    dump(folder / "config.json", {"model_type": "gpt2"})
+    return folder
+
+
+@pytest.mark.parametrize("config", [
+    {}, {"do_lower_case": False}, {"tokenizer_class": "BertTokenizer", "strip_accents": False},
+    {"tokenize_chinese_chars": False, "mask_token": "fox"}])
+def test_bert_wordpiece(tmp_path: Path, config: dict[str, Any]) -> None:
+    ours = load_tokenizer(bert_folder(tmp_path, **config))
+    assert type(ours) is Tokenizer
+    same_as_transformers(ours, tmp_path)
+    ours.save(tmp_path / "saved")
+    same_as_transformers(load_tokenizer(tmp_path / "saved"), tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").encode(HARD[1]) == ours.encode(HARD[1])
+
+
+@pytest.mark.parametrize("config", [None, {"model_max_length": 1024}, {"add_prefix_space": True},
+                                    {"add_bos_token": True},
+                                    {"pad_token": {"__type": "AddedToken", "content": "<pad>"}}])
+def test_gpt2_bpe(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    gpt2_folder(tmp_path)
+    if config is not None:
+        dump(tmp_path / "tokenizer_config.json", config)
+    ours = load_tokenizer(tmp_path)
+    same_as_transformers(ours, tmp_path)
+    ours.save(tmp_path / "saved")
+    same_as_transformers(load_tokenizer(tmp_path / "saved"), tmp_path / "saved")
+    # tokenizer.json alone, as gpt2's own folder: the end of text is known by its usual spelling
+    if config is None:
+        (tmp_path / "saved" / "tokenizer_config.json").unlink()
+        assert load_tokenizer(tmp_path / "saved").eos_id == ours.eos_id == ours.vocab_size - 1
+
+
+def test_added_tokens(tmp_path: Path) -> None:
+    """GPT-J's way to a vocabulary of a round size."""
+    gpt2_folder(tmp_path)
+    size = load_tokenizer(tmp_path).vocab_size
+    dump(tmp_path / "added_tokens.json", {f"<|extratoken_{k}|>": size + k for k in (1, 0, 2)})
+    ours = load_tokenizer(tmp_path)
+    assert ours.vocab_size == size + 3 and ours.encode("<|extratoken_1|>") == [size + 1]
+
+
+def test_beginning_of_text_from_the_config(tmp_path: Path) -> None:
+    """LLaMA's folders: tokenizer.json with a template, which counts for more than add_bos_token."""
+    made = train_tokenizer(TEXTS, 300, "roberta")
+    made.raw.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 0)])
+    made.save(tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    for extra in ({}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}):
+        dump(tmp_path / "tokenizer_config.json", {**config, **extra})
+        same_as_transformers(load_tokenizer(tmp_path), tmp_path)
+        assert load_tokenizer(tmp_path).encode("a")[0] == 0
+
+
+def test_lengths_in_the_file_do_not_cut_examples(tmp_path: Path) -> None:
+    """Sentence-transformers' files hold their truncation and padding."""
+    raw = train_tokenizer(TEXTS, 300).raw
+    raw.enable_truncation(4)
+    raw.enable_padding(length=6)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    assert len(load_tokenizer(tmp_path).encode(TEXTS[0])) > 20
+    assert len(load_tokenizer(tmp_path).encode("a")) == 1
+
+
+def test_sentencepiece_and_cpm_ant_through_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("rjieba")
+    words = ["<pad>", "<unk>", "<s>", "</s>", "<d>", "</d>", "</_>", "</n>", "的", "中文", "a", "b", "ab"]
+    dump(tmp_path / "vocab.txt", "\n".join(words) + "\n")
+    dump(tmp_path / "tokenizer_config.json", {"tokenizer_class": "CpmAntTokenizer"})
+    ours = load_tokenizer(tmp_path)
+    assert isinstance(ours, ForeignTokenizer)
+    same_as_transformers(ours, tmp_path)
+    before = ours.encode("ab 中文\n")
+    ours.save(tmp_path / "saved")
+    assert ours.encode("ab 中文\n") == before == load_tokenizer(tmp_path / "saved").encode("ab 中文\n")
+
+
+def test_characters(tmp_path: Path) -> None:
+    text = "".join(TEXTS)
+    ours = open_tokenizer("char", TEXTS)
+    assert ours.encode(text) == [sorted(set(text)).index(c) for c in text]
+    assert ours.decode(ours.encode(text)) == text and ours.vocab_size == len(set(text))
+    assert [ours.id(role) for role in ROLES] == [None] * 7 and ours.special_ids == set()
+    with pytest.raises(InputError, match="character 2: 'Ω' is not in the vocabulary"):
+        ours.encode("abΩ")
+    ours.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert isinstance(again, CharTokenizer) and again.encode(text) == ours.encode(text)
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert theirs(text)["input_ids"] == ours.encode(text) == ours.raw.encode(text).ids
+    assert theirs.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind, size", [("bpe", 400), ("roberta", 400)])
+def test_trained(tmp_path: Path, kind: Any, size: int) -> None:
+    ours, again = train_tokenizer(TEXTS, size, kind), train_tokenizer(TEXTS, size, kind)
+    assert ours.raw.to_str() == again.raw.to_str() and ours.vocab_size <= size
+    ours.save(tmp_path)
+    same_as_transformers(load_tokenizer(tmp_path), tmp_path)
+    assert [load_tokenizer(tmp_path).encode(t) for t in HARD] == [ours.encode(t) for t in HARD]
+    assert pickle.loads(pickle.dumps(ours)).encode(HARD[1]) == ours.encode(HARD[1])  # noqa: S301
+
+
+def test_byte_level_loses_nothing() -> None:
+    ours = train_tokenizer(TEXTS, 300)
+    letters = random.Random(0)
+    for _ in range(50):
+        text = "".join(chr(letters.choice((letters.randrange(32, 0xD800), 10, 9, 32, 0x1F600))) for _ in range(20))
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.encode("<|endoftext|>") == [0] == [ours.eos_id] == [ours.bos_id]
+    assert ours.pad_id is None
+
+
+@pytest.mark.parametrize("spec, said", [
+    ("bpe", "a size is wanted: bpe:8000"), ("bpe:many", "a size is wanted"), ("bpe:100", "at least 257"),
+    ("roberta:260", "at least 261"), ("./none", "no such folder"), ("a/b/c", "no such folder")])
+def test_bad_specifications(spec: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        open_tokenizer(spec, TEXTS)
+
+
+def test_a_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(MissingError, match="nobody/nothing: tokenizer: no such folder; the hub says"):
+        load_tokenizer("nobody/nothing")
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="no tokenizer file in it"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(InputError, match="empty text"):
+        open_tokenizer("char", [""])
+
+
+def broken(change: Any) -> str:
+    content = json.loads(train_tokenizer(TEXTS, 260).raw.to_str())
+    change(content)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize("content", [
+    "", "{}", "[]", "{", '{"model": 3}', "version https://git-lfs.github.com/spec/v1\n", "[" * 5000,
+    broken(lambda c: c["model"]["merges"].append(["a", "zzzz"])),
+    broken(lambda c: c["model"].update(vocab={"a": -1})),
+    broken(lambda c: c.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated",
+                                             "invert": False})),
+    broken(lambda c: c.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})),
+    broken(lambda c: c.update(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "?", "type_id": 0}}], "pair": [],
+        "special_tokens": {}})),
+])
+def test_a_broken_tokenizer_is_one_line(tmp_path: Path, content: str, capfd: pytest.CaptureFixture[str]) -> None:
+    dump(tmp_path / "tokenizer.json", content)
+    with pytest.raises(InputError) as error:
+        load_tokenizer(tmp_path)
+    assert "tokenizer.json" in str(error.value) and "\n" not in str(error.value)
+    os.write(2, b"open again")
+    assert capfd.readouterr().err == "open again"
+
+
+@pytest.mark.parametrize("file, content, said", [
+    ("merges.txt", "#version: 0.2\na b c\n", "two tokens a line"), ("merges.txt", "a zzzz\n", "not a tokenizer"),
+    ("vocab.json", "[1]", "not a vocabulary"), ("vocab.json", '{"a": "b"}', "not a vocabulary"),
+    ("tokenizer_config.json", "[]", "an object is wanted")])
+def test_broken_companions(tmp_path: Path, file: str, content: str, said: str) -> None:
+    gpt2_folder(tmp_path)
+    dump(tmp_path / file, content)
+    with pytest.raises(InputError, match=said):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_without_unknown(tmp_path: Path) -> None:
+    """A word-level vocabulary that lacks a word is found at the text, not at the load."""
+    tokenizers.Tokenizer(models.WordLevel({"hello": 0, "there": 1})).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("hello") == [0]
