@@ -4,7 +4,7 @@ from .attention import Attention
 from .block import Block, Parallel, PostNorm, PreNorm, Stack
 from .embedding import Embedding
 from .ffn import FFN, GatedFFN
-from .head import ClassifyHead, EmbedHead, Head, LMHead, PoolHead, SpanHead, TagHead, first_token, last_token
+from .head import ClassifyHead, EmbedHead, Head, LMHead, PoolHead, SpanHead, TagHead, Transform, first_token, last_token
 from .norm import LayerNorm, RMSNorm
 from .output import Batch, Output
 from .position import ALiBi, Angles, RelativeBias, Rotary, SegmentBias
@@ -13,5 +13,5 @@ from .view import Cache, Packing, View
 __all__ = [
     "FFN", "ALiBi", "Angles", "Attention", "Batch", "Block", "Cache", "ClassifyHead", "EmbedHead", "Embedding", "GatedFFN",
     "Head", "LMHead", "LayerNorm", "Output", "Packing", "Parallel", "PoolHead", "PostNorm", "PreNorm", "RMSNorm",
-    "RelativeBias", "Rotary", "SegmentBias", "SpanHead", "Stack", "TagHead", "View", "first_token", "last_token",
+    "RelativeBias", "Rotary", "SegmentBias", "SpanHead", "Stack", "TagHead", "Transform", "View", "first_token", "last_token",
 ]  # fmt: skip

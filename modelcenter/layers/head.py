@@ -83,6 +83,20 @@ class LMHead(Head):
         return ops.cross_entropy(self.logits(x), labels)
 
 
+class Transform(nn.Module):
+    """norm(act(dense(x))): what BERT puts before the table of the vocabulary."""
+
+    def __init__(self, dim: int, act: ops.Op, norm: nn.Module):
+        super().__init__()
+        self.act = act
+        self.dense = nn.Linear(dim, dim)
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.act(self.dense(x)))
+        return out
+
+
 class ClassifyHead(Head):
     """One label a sequence from one vector a sequence: out(dropout(tanh(pooler(x)))), the pooler where the family has one.
 
@@ -157,16 +171,24 @@ class PoolHead(Head):
         self.pooler = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
-        return Output(last_hidden_state=x, pooler_output=torch.tanh(self.pooler(x[:, 0])))
+        return Output(last_hidden_state=x, pooler_output=torch.tanh(self.pooler(first_token(x, batch))))
 
 
 class EmbedHead(Head):
-    """A sentence's vector: the mean of its tokens, scaled to length one. Reimers & Gurevych, 2019."""
+    """A sentence's vector: the mean of its tokens, scaled to length one. Reimers & Gurevych, 2019.
+
+    A `pooler` that the family's backbone is saved with has no part in it, but is kept and its output returned beside it.
+    """
+
+    def __init__(self, pooler: nn.Linear | None = None):
+        super().__init__()
+        self.pooler = pooler
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
-        real = x.new_ones(x.shape[:2]) if batch.mask is None else batch.mask.to(x.dtype)
-        total = torch.einsum("bsd,bs->bd", x, real) / real.sum(1, keepdim=True).clamp(min=1)
-        return Output(embeddings=nn.functional.normalize(total, dim=-1), last_hidden_state=x)
+        out = Output(embeddings=nn.functional.normalize(mean_token(x, batch), dim=-1), last_hidden_state=x)
+        if self.pooler is not None:
+            out["pooler_output"] = torch.tanh(self.pooler(first_token(x, batch)))
+        return out
 
 
 def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
@@ -175,12 +197,23 @@ def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Te
 
 
 def first_token(x: Tensor, batch: Batch) -> Tensor:
-    return x[:, 0]
+    """The first token of every sequence: b dim, or n dim where n are packed."""
+    return x[:, 0] if batch.packing is None else x[0, list(batch.packing.q[:-1])]
 
 
 def last_token(x: Tensor, batch: Batch) -> Tensor:
     """The last real token of every sequence, wherever the padding stands."""
+    if batch.packing is not None:
+        return x[0, [end - 1 for end in batch.packing.q[1:]]]
     if batch.mask is None:
         return x[:, -1]
     at = torch.arange(x.size(1), device=x.device)
     return x[torch.arange(len(x), device=x.device), (batch.mask * at).argmax(1)]
+
+
+def mean_token(x: Tensor, batch: Batch) -> Tensor:
+    """The mean of every sequence's real tokens; a row of nothing but padding gives zero."""
+    if batch.packing is not None:
+        return torch.stack([x[0, span].mean(0) for span, _ in batch.packing.spans()])
+    real = x.new_ones(x.shape[:2]) if batch.mask is None else batch.mask.to(x.dtype)
+    return torch.einsum("bsd,bs->bd", x, real) / real.sum(1, keepdim=True).clamp(min=1)
