@@ -88,11 +88,12 @@ def match(
     untied: Iterable[str] = (),
 ) -> tuple[dict[str, Lazy], LoadReport]:
     """Where each parameter of ours (`shapes`) comes from. Strict on both sides: a tensor that is missing, misshapen or unknown
-    refuses the folder; only a whole absent `head` (our names) is new. `ignored` are patterns of theirs that no task needs."""
+    refuses the folder; only a whole absent `head` (our names) is new, and what a head shares with the backbone (BERT's pooler,
+    which bears the prefix) may be there without the rest. `ignored` are patterns of theirs that no task needs."""
     keys = Keys(folder)
     plain = bare(keys, names, shapes)
     aliases = {plain_name(k, names, plain): plain_name(v, names, plain) for k, v in aliases.items()}
-    copies = {source: alias for alias, source in aliases.items() if alias in keys}
+    copies = {source: alias for alias, source in reversed(aliases.items()) if alias in keys}  # of several, the first declared
     report = LoadReport(renamed=keys.renamed, untied=list(untied))
 
     entries = list(names.entries(shapes, bare=plain))
@@ -100,8 +101,8 @@ def match(
     absent = [e for e in entries if found[e.theirs] is None]
     headed = set(head)
     fresh = {name for e in absent for name in e.ours}
-    head_there = [e for e in entries if headed.issuperset(e.ours) and found[e.theirs] is not None]
-    if absent and (not fresh <= headed or head_there):
+    shared = {n for e in names.entries(shapes) if names.prefix and e.theirs.startswith(names.prefix) for n in e.ours} & headed
+    if fresh not in (set(), headed, headed - shared):
         wanted = f"the model needs these {len(absent)} tensors"
         refuse(folder.path, first([e.theirs for e in absent]), "missing", wanted)
     report.new.extend(sorted(fresh))
@@ -126,9 +127,9 @@ def match(
     for key in keys.real:
         if key in used:
             report.loaded.append(key)
-        elif key in aliases and aliases[key] in keys and same(keys[key], keys[aliases[key]]):
+        elif (source := found.get(aliases.get(key, "")) or aliases.get(key)) in keys and same(keys[key], keys[source]):
             report.aliased.append(key)
-        elif any(fnmatchcase(key, pattern) for pattern in ignored):
+        elif aliases.get(key, key) not in (key, *found) or any(fnmatchcase(key, pattern) for pattern in ignored):
             report.ignored.append(key)
     known = {*report.loaded, *report.aliased, *report.ignored}
     strange = [key for key in keys.real if key not in known]
