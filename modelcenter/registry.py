@@ -338,7 +338,7 @@ def task_of(family: type[Model], folder: Folder) -> str:
     """The task of the checkpoint's head: what `architectures` says, else the first task whose head is all there."""
     if family.default_task is not None:
         return family.default_task
-    named = {task.architecture: name for name, task in reversed(family.tasks.items())}
+    named = {task.architecture: name for name, task in reversed(list(family.tasks.items()))}
     for architecture in folder.config.get("architectures") or []:
         if architecture in named:
             return named[architecture]

@@ -140,8 +140,8 @@ def write(config: Config) -> dict[str, Any]:
         if same and (name in out or isinstance(target, Key) and target.always):
             continue
         out |= target.write(getattr(config, now)) if isinstance(target, Key) else {name: getattr(config, now)}
-    for key, wanted in cls.hf.fixed.items():
-        out.setdefault(key, wanted)
+    if not config.file:  # a file that came without them goes without them
+        out |= cls.hf.fixed
     if config.labels != (before.labels if before is not None else Config.labels):
         out["id2label"] = {str(i): name for i, name in enumerate(config.labels)}
         out["label2id"] = {name: i for i, name in enumerate(config.labels)}
