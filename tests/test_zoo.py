@@ -126,7 +126,7 @@ def test_round_trip_is_bit_for_bit(case: Case, tmp_path: Path) -> None:
     theirs, folder = zoo.reference(case)
     ours = mc.load(folder, task=case.task)
     assert not ours.load_report.new and not ours.load_report.ignored, ours.load_report
-    assert ours.config == tiny(case.kind, case.variant), "config lost on the way"
+    assert ours.config == tiny(case.kind, case.variant, case.task), "config lost on the way"
     ours.save_pretrained(tmp_path / "out")
     before, after = Path(folder), tmp_path / "out"
     assert (before / "model.safetensors").read_bytes() == (after / "model.safetensors").read_bytes()
@@ -145,7 +145,7 @@ def test_a_model_built_here_opens_in_transformers(case: Case, tmp_path: Path) ->
     from modelcenter.layers.initial import initial
     from modelcenter.registry import fill, place, skeleton
 
-    ours = skeleton(case.family, tiny(case.kind, case.variant), case.task, torch.float32)
+    ours = skeleton(case.family, tiny(case.kind, case.variant, case.task), case.task, torch.float32)
     place(ours, None, None)
     fill(ours, initial(ours, ours.shapes, 0, lambda name, shape: 0.3))
     ours.eval().save_pretrained(tmp_path)
