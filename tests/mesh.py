@@ -1,0 +1,53 @@
+"""Several processes on gloo in under a second: forked from a parent that has imported torch, joined through a file."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 120  # seconds
+
+
+def spawn(ranks: int, work: Callable[..., None], *args: Any) -> None:
+    """Run `work(rank, *args)` in `ranks` processes; the first error of any rank, with its traceback, is raised here."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [context.Pipe(duplex=False) for _ in range(ranks)]
+        jobs = [
+            context.Process(target=enter, args=(rank, ranks, folder, ends[rank][1], work, args), daemon=True)
+            for rank in range(ranks)
+        ]
+        for job in jobs:
+            job.start()
+        left = {end[0]: rank for rank, end in enumerate(ends)}
+        error = None
+        while left and error is None:
+            ready = wait(list(left), TIMEOUT)
+            if not ready:
+                error = f"ranks {sorted(left.values())} said nothing for {TIMEOUT} s"
+            for pipe in ready:
+                error = error or pipe.recv()  # type: ignore[union-attr]
+                left.pop(pipe)  # type: ignore[call-overload]
+        for job in jobs:
+            job.terminate() if error else job.join(TIMEOUT)
+        assert error is None, error
+
+
+def enter(rank: int, ranks: int, folder: str, pipe: Any, work: Callable[..., None], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT="0")
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        work(rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send(None)
+    except BaseException:
+        pipe.send(f"rank {rank}:\n{traceback.format_exc()}")
+    os._exit(0)  # a forked child must not run the parent's clean-up

@@ -1,0 +1,99 @@
+"""Every family on every mesh equals one process: outputs, gradients, weights read from and written to Hugging Face folders,
+initial weights. One spawn a mesh carries all families."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from mesh import spawn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from zoo import Case, cases, inputs, scores, tiny, weighted
+
+import modelcenter as mc
+from modelcenter.layers.initial import initial
+from modelcenter.registry import fill, place, skeleton
+
+CASES = cases(all_tasks=False, all_variants=False)
+MESHES = {"tp2": (1, 2), "fsdp2": (2, 1), "fsdp2xtp2": (2, 2)}
+
+
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def draw(case: Case, machine: mc.Machine | None) -> mc.Model:
+    """A model with initial weights, loud enough to compare."""
+    config = tiny(case.kind)
+    model = skeleton(case.family, config, case.task, torch.float64)
+    place(model, None, machine)
+    fill(model, initial(model, model.shapes, 7, lambda name, shape: 1.5 * shape[-1] ** -0.5))
+    return model.eval()
+
+
+# torch warns of in-place changes to a model's output under FSDP; nothing here makes any
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+
+
+def work(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Path) -> None:
+    machine = mc.Machine(fsdp=shape[0], tensor_parallel=shape[1], recompute=shape == (2, 2))
+    for case in CASES:
+        alone, spread = draw(case, None), draw(case, machine)
+        for name in alone.shapes:
+            whole = full(spread.get_parameter(name).detach())[tuple(slice(0, n) for n in alone.shapes[name])]
+            assert torch.equal(whole, alone.get_parameter(name)), f"{case} {name}: initial weights depend on the mesh"
+        args = inputs(case)
+        wanted, found = scores(alone(**args)), scores(spread(**args))
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, case=case: f"{case}: {m}")
+        everything = torch.ones(wanted.shape[:2], dtype=torch.bool)
+        weighted(wanted, everything).backward()
+        weighted(found, everything).backward()
+        for name in alone.shapes:
+            grad, reference = spread.get_parameter(name).grad, alone.get_parameter(name).grad
+            assert grad is not None, f"{case} {name}: no gradient"
+            grad = full(grad)[tuple(slice(0, n) for n in alone.shapes[name])]
+            torch.testing.assert_close(grad, reference, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{case} {n}: {m}")
+        read = mc.load(folders[case], machine=machine)
+        read.save_pretrained(out / str(case), max_shard_size="20KB")
+        if rank == 0:
+            again, before = mc.load(out / str(case)), mc.load(folders[case])
+            for name in before.shapes:
+                assert torch.equal(again.get_parameter(name), before.get_parameter(name)), f"{case} {name}: not bit for bit"
+        dist.barrier()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_equals_one_process(mesh: str, tmp_path: Path) -> None:
+    folders = {case: zoo.reference(case)[1] for case in CASES}
+    spawn(MESHES[mesh][0] * MESHES[mesh][1], work, MESHES[mesh], folders, tmp_path)
+
+
+def odd(rank: int) -> None:
+    case = next(c for c in CASES if c.kind == "gpt2")
+    config = {"vocab": 101, "positions": 32, "dim": 32, "heads": 4, "layers": 1}
+    alone = mc.build("gpt2", config=config, dtype="fp64").eval()
+    spread = mc.build("gpt2", config=config, dtype="fp64", machine=mc.Machine(tensor_parallel=2)).eval()
+    ids = inputs(case)["input_ids"] % 101
+    assert spread.get_input_embeddings().weight.shape[0] == 102 and spread(ids).logits.shape[-1] == 101
+    torch.testing.assert_close(spread(ids).logits, alone(ids).logits, rtol=1e-10, atol=1e-10)
+    spread.train()
+    spread(ids, labels=ids).loss.backward()
+    grad = full(spread.get_input_embeddings().weight.grad)
+    assert not grad[101:].any(), "the row that pads the vocabulary learns"
+    with pytest.raises(mc.InputError, match="1 heads"):
+        mc.build("gpt2", config={**config, "heads": 1}, machine=mc.Machine(tensor_parallel=2))
+
+
+def test_a_vocabulary_that_does_not_divide() -> None:
+    spawn(2, odd)
+
+
+def wrong_size(rank: int) -> None:
+    with pytest.raises(mc.InputError, match="2 running"):
+        mc.build("gpt2", config={"layers": 1}, machine=mc.Machine(fsdp=3))
+
+
+def test_degrees_must_match_the_ranks() -> None:
+    spawn(2, wrong_size)
