@@ -148,6 +148,12 @@ class Names:
         ]
         self.prefix = prefix
 
+    def under(self, prefix: str) -> "Names":
+        """The same table for a file whose backbone has another prefix."""
+        out, old = Names((), prefix), self.prefix
+        out.rows = [row._replace(theirs=re.sub(f"^{re.escape(old)}", prefix, row.theirs)) for row in self.rows]
+        return out
+
     def entries(self, ours: Iterable[str], *, bare: bool = False) -> Iterator[Entry]:
         """An entry for every tensor of theirs that holds a parameter among `ours`; `bare` leaves the prefix out."""
         keys = list(ours)

@@ -6,10 +6,11 @@ What a family does not model is carried and written back as it came; what it can
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import nearest, refuse
+from ..errors import InputError, nearest, refuse
 
 C = TypeVar("C", bound="Config")
 BIGGEST = 2**31 - 1  # a size beyond this is a mistake or an attack; refused before anything is allocated
@@ -33,6 +34,17 @@ def choice(name: str, field: str, values: Mapping[str, Any]) -> dict[str, Key]:
     return {name: Key(field, lambda v, _: values[v], lambda m: {name: words[id(m)]}, tuple(values))}
 
 
+def token(name: str, field: str) -> dict[str, Key]:
+    """A key whose value is the id of a token, which may be 0."""
+
+    def read(value: Any, _: Mapping[str, Any]) -> int:
+        if type(value) is not int or not 0 <= value < BIGGEST:
+            raise KeyError(value)
+        return value
+
+    return {name: Key(field, read, lambda now: {name: now})}
+
+
 @dataclass(frozen=True)
 class Table:
     """A family's config.json: `keys` maps each key to a field (`new|old` where it has had two names), `fixed` holds the only
@@ -50,6 +62,16 @@ class Config:
     labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # of a classification or tagging head
     file: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # the config.json it came from
     hf: ClassVar[Table]
+
+    def verify(self) -> None:
+        """Refuse what fields cannot say together; a family overrides it. The file is added by whoever reads one."""
+
+    def divisible(self, field: str, by: str) -> None:
+        """Refuse a field that is no multiple of another (None: as the family has it)."""
+        a, b = getattr(self, field), getattr(self, by)
+        if a and b and a % b:
+            keys = {now: key.split("|")[0] for key, now in rows(self)}
+            refuse(None, keys[field], str(a), f"a multiple of {keys[by]}, which is {b}")
 
     def to_dict(self) -> dict[str, Any]:
         """The Hugging Face config."""
@@ -87,12 +109,26 @@ def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:
         if isinstance(target, Key):
             if key is not None or target.always:
                 try:
-                    out[target.field] = target.read(values.get(key) if key else None, values)
+                    with told(file):
+                        out[target.field] = target.read(values.get(key) if key else None, values)
                 except (KeyError, TypeError):
                     refuse(file, key or spelled, repr(values.get(key or "")), nearest(values.get(key or ""), target.known))
         elif key is not None:
             out[target] = check(values[key], hints[target], file, key)
-    return cls(**out)
+    config = cls(**out)
+    with told(file):
+        config.verify()
+    return config
+
+
+@contextmanager
+def told(file: Any) -> Iterator[None]:
+    """Name the file in a refusal that could not know it."""
+    try:
+        yield
+    except InputError as problem:
+        found, wanted = str(problem).rsplit("; ", 1)
+        refuse(file, None, found, wanted)
 
 
 def read_labels(values: Mapping[str, Any], file: Any) -> tuple[str, ...]:
@@ -165,4 +201,6 @@ def changed(config: C, changes: Mapping[str, Any]) -> C:
         options = get_args(hints[name]) or (hints[name],)
         if {int, float, bool} & set(options):
             check(value, hints[name], None, f"config.{name}")
-    return replace(config, **changes)
+    out = replace(config, **changes)
+    out.verify()
+    return out
