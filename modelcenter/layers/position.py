@@ -4,15 +4,13 @@ Shapes: b batch, s queries, t keys, h heads, d head dim, r rotated channels.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-
-Frequencies = Callable[[int, int], tuple[Tensor, float]]  # (r, length) -> (r/2 inverse frequencies, factor on cos and sin)
+from .rope import Plain
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,14 @@ class Angles:
 class Rotary(nn.Module):
     """Rotary positions (Su et al., 2021): `frequencies` says how fast each pair turns and is where a scaling plugs in."""
 
-    def __init__(self, channels: int, frequencies: Frequencies, *, interleaved: bool = False):
+    def __init__(self, channels: int, frequencies: Plain, *, interleaved: bool = False):
         super().__init__()
         self.channels, self.frequencies, self.interleaved = channels, frequencies, interleaved
 
-    def forward(self, positions: Tensor, length: int, dtype: torch.dtype) -> Angles:
-        """Angles at `positions` (1|b s) of sequences of `length` tokens; never below fp32, whatever `dtype` the model has."""
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """Angles at `positions` (1|b s); never below fp32, whatever `dtype` the model has."""
+        # real tokens, for padding does not lengthen a text; read only where it counts, because a device must be waited for
+        length = int(positions.max()) + 1 if self.frequencies.by_length else 0
         frequencies, factor = self.frequencies(self.channels, length)
         kind = torch.promote_types(dtype, torch.float32)
         angle = positions[:, None, :, None].to(kind) * frequencies.to(positions.device, kind)
