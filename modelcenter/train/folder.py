@@ -1,0 +1,91 @@
+"""The folder of a run: whose it is, whether this run may use it, and which state it goes on from. Torch-free."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.atomic import atomic_write
+from ..checkpoint.state import MANIFEST, find_state, lock, steps
+from ..config import bind, dump_yaml, read_recipe, to_dict
+from ..errors import refuse, refuse_missing
+from .recipe import Recipe
+
+RECIPE = "recipe.yaml"
+WATCHING = ("output_dir", "resume", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "report_to")
+
+
+@contextmanager
+def claim(folder: Path, recipe: Recipe) -> Iterator[None]:
+    """Hold `folder` for a run of `recipe` (resolved), or refuse. A folder made for a run that then fails before it has
+    written anything is removed again.
+
+    A folder that holds a run is refused with `resume: never`, and otherwise unless its recipe is this one: a recipe
+    fixes the result, so the first key that differs is named. Only `WATCHING`, the keys that say what is logged and
+    kept, may change; with a constant schedule the number of steps may too, because no step depends on it there.
+    """
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    check(folder, recipe)
+    with lock(folder):
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):  # stops at the first folder that holds anything else
+                if made and [p.name for p in folder.iterdir()] == [".lock"]:
+                    (folder / ".lock").unlink()
+                    for path in made:
+                        path.rmdir()
+            raise
+
+
+def check(folder: Path, recipe: Recipe) -> None:
+    """Refuse a folder that is another run's, or that `recipe.resume` does not allow to go on with."""
+    ran = [name for name in (RECIPE, "model") if (folder / name).exists()] + [path.name for path in steps(folder)]
+    if recipe.resume == "never" and ran:
+        refuse(folder, "output_dir", f"holds a run already ({ran[0]})", "resume=auto goes on; or another output_dir")
+    if (folder / RECIPE).exists():
+        same_recipe(folder / RECIPE, recipe)
+    if recipe.resume not in ("never", "auto"):
+        source = Path(recipe.resume).resolve()
+        newest = next(iter(steps(folder.resolve())), None)
+        if newest is not None and source not in (folder.resolve(), newest):  # its later states would be in the way
+            refuse(folder, "resume", f"{source}, but {newest.name} is here", "resume=auto, or another output_dir")
+        run = source.parent if (source / MANIFEST).exists() else source
+        if (run / RECIPE).exists():
+            same_recipe(run / RECIPE, recipe)
+
+
+def same_recipe(file: Path, recipe: Recipe) -> None:
+    """Refuse unless the recipe in `file` gives the same result as `recipe`; names the first key that differs."""
+    free = {*WATCHING, *(("max_steps", "num_epochs") if recipe.schedule.name == "constant" else ())}
+    theirs, ours = flat(to_dict(bind(Recipe, read_recipe(file), file))), flat(to_dict(recipe))
+    for key in ours | theirs:
+        if key.partition(".")[0] not in free and ours.get(key) != theirs.get(key):
+            found = f"{theirs.get(key)!r} there, {ours.get(key)!r} here"
+            refuse(file, key, found, "the same recipe, or another output_dir")
+
+
+def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in mapping.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def find_start(resume: str, folder: Path) -> Path | None:
+    """The step-N folder to go on from; None to begin. Errors: `MissingError` for a path without a valid state."""
+    if resume == "never":
+        return None
+    source = folder if resume == "auto" else Path(resume)
+    if resume != "auto" and (source / MANIFEST).exists():
+        return source  # verified as it is loaded
+    found = find_state(source)
+    if found is None and resume != "auto":
+        refuse_missing(source, "resume", "no valid training state", "a run's folder, a step-N in one, auto or never")
+    return None if found is None else found[0]
+
+
+def write_recipe(folder: Path, recipe: Recipe) -> None:
+    """The resolved recipe beside its results, ready to be run again."""
+    atomic_write(folder / RECIPE, dump_yaml(to_dict(recipe)).encode())

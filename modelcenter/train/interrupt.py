@@ -1,0 +1,38 @@
+"""Asking a run to stop: the first SIGTERM or Ctrl-C lets it finish its step and save, the second ends it at once."""
+
+import os
+import signal
+from contextlib import AbstractContextManager
+from threading import current_thread, main_thread
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupt(AbstractContextManager["Interrupt"]):
+    """True once a signal has asked for the end. Outside the main thread, where Python lets nobody listen, it stays
+    false and signals do what they did before."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: dict[signal.Signals, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+    def __enter__(self) -> "Interrupt":
+        if current_thread() is main_thread():
+            self.before = {number: signal.signal(number, self.hear) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            os._exit(128 + number)  # no clean-up: saves are atomic, and whoever asks twice does not want to wait
+        self.asked = True
+        # Not print: the handler may run inside a print of the main program, whose buffer refuses to be entered twice.
+        os.write(2, f"\n{signal.Signals(number).name}: finishing the step and saving; once more ends it now\n".encode())

@@ -1,0 +1,183 @@
+"""The training loop, in the order in which things happen: prepare, resume, step, evaluate, save, write the model out.
+
+    output_dir/recipe.yaml     the recipe as resolved: nothing in it is `auto` or derived any more
+    output_dir/metrics.jsonl   what happened (train/metrics.py), drawn in loss.png
+    output_dir/step-N/         training states (checkpoint/state.py)
+    output_dir/model/          the trained model with its tokenizer: a Hugging Face folder
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from ..checkpoint.state import SaveError
+from ..errors import refuse
+from ..optim.optimizers import build_optimizer
+from ..optim.schedules import lr_factor
+from ..parallel.machine import Machine, load_machine
+from .evaluate import Arguments, count_targets, count_tokens, evaluate, on_device
+from .folder import claim, find_start, write_recipe
+from .interrupt import Interrupt
+from .metrics import Metrics, Progress, peak_memory_gb, plot_loss, read_rows
+from .prepare import prepare, resolve, write_model
+from .recipe import Recipe, load_recipe
+from .state import Position, restore, save
+
+PATIENCE = 5  # updates in a row that may be left out because a gradient is not finite
+
+
+@dataclass
+class Run:
+    """A run that ended, at its last step or (`stopped`) because a signal asked; `metrics`: the last value of each."""
+
+    output_dir: Path
+    step: int
+    metrics: dict[str, Any]
+    model: nn.Module
+    stopped: bool
+
+
+def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = None,
+          overrides: Iterable[str] | Mapping[str, Any] | None = None) -> Run:
+    """Train as `recipe` (a packaged name, a file, or a `Recipe`) says with `overrides` put over it, on `machine`.
+
+    The first SIGTERM or Ctrl-C ends the run after its step and saves; `resume: auto` goes on from there, or from the
+    newest valid state after a kill, bit for bit as if nothing had happened. Errors: `InputError` for what a user can
+    mend, a run whose gradients stay other than finite among it.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe, overrides or ())
+    elif overrides:
+        raise TypeError("overrides go with a recipe's name or file; use dataclasses.replace on a Recipe")
+    if not isinstance(machine, Machine):
+        machine = load_machine(machine) if machine is not None else Machine()
+    torch.set_flush_denormal(True)  # before any thread pool starts: denormals made a loss 12 times slower on a CPU
+    if machine.threads is not None:
+        torch.set_num_threads(machine.threads)
+    recipe, device = resolve(recipe, machine)
+    folder, task, compute = Path(recipe.output_dir), recipe.objective, partial(autocast, recipe.precision, device)
+
+    with claim(folder, recipe), Interrupt() as interrupt:
+        start = find_start(recipe.resume, folder)
+        setup = prepare(recipe, machine, device)
+        model, total = setup.model, setup.steps
+        optimizer = build_optimizer(model, recipe.optimizer)
+        torch.manual_seed(recipe.seed)
+        random.seed(recipe.seed)
+        at = restore(start, model, optimizer) if start is not None else Position()
+        write_recipe(folder, recipe)
+        metrics, progress = Metrics(folder, setup.environment, at.step, recipe.report_to), Progress(at.step, total)
+        for line in setup.lines:
+            progress.say(line)
+        if start is not None:
+            progress.say(f"resumed from {start}: step {at.step} of {total}")
+
+        saved, seconds, tokens = at.step, 0.0, 0  # the time and the tokens since the last row
+        steps = setup.loader.steps(at.sample, micro_batch=recipe.micro_batch)
+        model.train()
+        try:
+            while at.step < total and not interrupt:
+                began = time.perf_counter()
+                after, batches = next(steps)
+                loss, targets = accumulate(model, batches, task, compute)
+                lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, total)
+                norm = update(model, optimizer, loss, lr, recipe.max_grad_norm)
+                read = sum(count_tokens(batch, task) for batch in batches)
+                at.advance(after, read, loss, targets, sound=math.isfinite(norm))
+                seconds, tokens = seconds + time.perf_counter() - began, tokens + read
+
+                row = {"step": at.step, "loss": at.loss(), "lr": lr, "grad_norm": norm, "tokens": at.tokens,
+                       "skipped": at.skipped, "tokens_per_second": tokens / seconds, "memory_gb": peak_memory_gb()}
+                logged = at.step % recipe.logging_steps == 0 or at.step == total
+                progress.show(row, stays=logged)
+                if logged:
+                    metrics.write(row)
+                    at.window_loss, at.window_targets, seconds, tokens = 0.0, 0, 0.0, 0
+                if at.streak:
+                    progress.say(f"step {at.step}: the gradient is not finite; no update ({at.streak} in a row)")
+                if at.streak == PATIENCE:
+                    refuse(None, f"step {at.step}", f"{PATIENCE} gradients in a row were not finite",
+                           "a lower optimizer.lr, precision=fp32 or other data")
+                if setup.eval_loader is not None and (at.step == total or due(at.step, recipe.eval_steps)):
+                    with compute():
+                        results = evaluate(model, setup.eval_loader.once(), task)
+                    at.judge(results["eval_loss"])
+                    best = {"best_eval_loss": at.best_loss, "best_step": at.best_step}
+                    metrics.write({"step": at.step, **results, **best})
+                    progress.say(f"step {at.step}: " + ", ".join(f"{key} {v:.6g}" for key, v in results.items()))
+                if due(at.step, recipe.save_steps) or (at.step == total and recipe.save_steps):
+                    saved = keep(folder, at, model, optimizer, recipe.save_total_limit, metrics, progress)
+            if interrupt and at.step != saved:
+                keep(folder, at, model, optimizer, recipe.save_total_limit, metrics, progress)
+        finally:
+            metrics.close()
+            progress.say(plot_loss(folder))
+        if at.step < total:
+            progress.say(f"stopped after step {at.step} of {total}; resume=auto goes on")
+        else:
+            progress.say(f"model: {write_model(folder, setup)}")
+        last = {key: value for row in read_rows(folder / "metrics.jsonl") for key, value in row.items()}
+        last.pop("environment", None)
+        return Run(folder, at.step, last, model, stopped=at.step < total)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Where a forward runs: bf16 computes over fp32 weights, whose copies in bf16 live as long as the forward."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
+               compute: Callable[[], AbstractContextManager[Any]] = nullcontext) -> tuple[float, int]:
+    """Add to the gradients those of the mean loss over all target tokens of `batches`, whichever way these are cut; the
+    loss and the number of targets. Without any target the loss is 0 and the gradients are zeros."""
+    device = next(model.parameters()).device
+    targets = sum(count_targets(batch, task) for batch in batches)
+    losses = []
+    for batch in batches:
+        with compute():
+            loss = model(**on_device(batch, device), num_items_in_batch=max(1, targets)).loss
+        loss.backward()
+        losses.append(loss.detach())  # read at the end: each read waits for the device
+    return sum(map(float, losses)), targets
+
+
+def update(model: nn.Module, optimizer: Optimizer, loss: float, lr: float, max_norm: float) -> float:
+    """Clip the gradients to `max_norm` (0: never), step at the rate `lr` and drop them; their norm before clipping.
+    Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    sound = math.isfinite(loss) and bool(norm.isfinite())
+    if sound:
+        if max_norm:
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm) if sound else math.nan
+
+
+def due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def keep(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, limit: int | None, metrics: Metrics,
+         progress: Progress) -> int:
+    """Save a state, its metrics first; a disk that refuses costs a line and not the run. Returns the step."""
+    metrics.sync()
+    try:
+        progress.say(f"saved: {save(folder, at, model, optimizer, limit)}")
+    except SaveError as error:
+        progress.say(str(error))
+    return at.step

@@ -1,0 +1,134 @@
+"""From a recipe to what the loop needs: device, tokenizer, model, data, and the lines that say what will happen."""
+
+import platform
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..data.collate import describe_sample
+from ..data.loader import Loader
+from ..data.objective import label_names, make_examples, texts_of
+from ..data.read import Record, read_split
+from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from ..errors import refuse
+from ..parallel.machine import Machine
+from ..registry import Model, build, load, presets
+from .evaluate import count_tokens
+from .recipe import Recipe
+
+FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
+
+
+@dataclass
+class Setup:
+    """What a run works with; `steps` is its length, `lines` say so to the user."""
+
+    model: Model
+    tokenizer: Tokenizer
+    loader: Loader
+    eval_loader: Loader | None
+    steps: int
+    environment: dict[str, Any]
+    lines: list[str]
+
+
+def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
+    """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that has it and
+    fp32 elsewhere: on a CPU bf16 pays only with matrix units and wide models, so there it has to be asked for. The
+    micro-batch is the largest divisor of the batch that keeps a forward within `FORWARD` tokens."""
+    if machine.fsdp * machine.tensor_parallel > 1:
+        found = f"{machine.fsdp} x {machine.tensor_parallel} ranks"
+        refuse(None, "machine", found, "training runs in one process for now: fsdp=1, tensor_parallel=1")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if machine.device not in ("auto", "cpu") and (here is None or here.type != machine.device):
+        refuse(None, "machine.device", f"{machine.device}, which torch does not find here", "device=auto or device=cpu")
+    device = torch.device("cpu") if here is None or machine.device == "cpu" else here
+    precision = recipe.precision
+    if precision == "auto":
+        able: Callable[[], bool] = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: False)
+        precision = "bf16" if able() else "fp32"
+    most = max(1, FORWARD // recipe.data.seq_len)
+    micro = recipe.micro_batch or max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
+    return replace(recipe, precision=precision, micro_batch=micro, task=recipe.objective), device
+
+
+def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
+    """Read the data, make or load the tokenizer and the model, and say what was found. `recipe` is resolved."""
+    records, held_out = read_split(recipe.data)
+    tokenizer = find_tokenizer(recipe, records)
+    names = label_names(records, recipe.data) if recipe.objective == "classify" else None
+    model = find_model(recipe, tokenizer, names, machine, device)
+    size = vars(model.config)  # `vocab` in every family, `positions` where they are learned
+    if recipe.data.seq_len > (size.get("positions") or recipe.data.seq_len):
+        refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {size['positions']}, the model's positions")
+
+    def loader(some: list[Record], train: bool) -> Loader:
+        examples = make_examples(recipe.objective, some, tokenizer, recipe.data, vocab=size.get("vocab"), train=train,
+                                 seed=recipe.seed, names=names)
+        batch = recipe.batch if train else recipe.micro_batch or recipe.batch
+        return Loader(examples, examples.collate, batch, recipe.seed, shuffle=recipe.data.shuffle)
+
+    train, evaluation = loader(records, True), loader(held_out, False) if held_out else None
+    epochs = ceil(recipe.num_epochs * len(train) / recipe.batch) if recipe.num_epochs is not None else None
+    steps = min(limit for limit in (recipe.max_steps, epochs) if limit is not None)
+
+    _, (first, *_) = next(train.steps(micro_batch=recipe.micro_batch))
+    count = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    forwards = recipe.batch // (recipe.micro_batch or recipe.batch)
+    tokens = count_tokens(first, recipe.objective) * forwards
+    weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
+    lines = [
+        f"model: {recipe.model} ({weights}), {count / 1e6:,.2f} M parameters, {trained / 1e6:,.2f} M of them trained; "
+        f"{recipe.precision} on {device.type}, {torch.get_num_threads()} threads",
+        f"data: {len(train):,} examples, {len(evaluation) if evaluation else 0:,} for evaluation; {recipe.objective}, "
+        f"at most {recipe.data.seq_len} tokens each; tokenizer {tokenizer.name} of {len(tokenizer):,}",
+        f"steps: {steps:,} of {recipe.batch} sequences ({forwards} x {recipe.micro_batch}), "
+        f"about {tokens:,} tokens each: {steps * recipe.batch / len(train):.2f} epochs",
+        f"sample, trained on where it stands in [[ ]]:\n  {describe_sample(first, tokenizer, names)}",
+    ]
+    environment = {
+        "modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version(),
+        "platform": platform.platform(), "device": device.type, "threads": torch.get_num_threads(),
+        "precision": recipe.precision, "parameters": count, "trained": trained, "steps": steps,
+    }  # fmt: skip
+    return Setup(model, tokenizer, train, evaluation, steps, environment, lines)
+
+
+def find_tokenizer(recipe: Recipe, records: list[Record]) -> Tokenizer:
+    """The recipe's own, or else the model's."""
+    if recipe.tokenizer is not None:
+        return open_tokenizer(recipe.tokenizer, texts_of(recipe.objective, records, recipe.data))
+    hubs = {name: preset.hub for name, (_, preset) in presets().items()}
+    return load_tokenizer(hubs.get(recipe.model) or recipe.model)
+
+
+def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | None, machine: Machine,
+               device: torch.device) -> Model:
+    """The recipe's model in fp32: pretrained, or random with the vocabulary and the special tokens of the tokenizer."""
+    id2label = dict(enumerate(names)) if names is not None else None
+    if recipe.init == "pretrained":
+        return load(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine,
+                    config=recipe.config, id2label=id2label, seed=recipe.seed)
+    model = build(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine,
+                  config={"vocab": len(tokenizer), **recipe.config}, id2label=id2label, seed=recipe.seed)
+    special = {f"{role}_token_id": tokenizer.id(role) for role in ("bos", "eos", "pad")}
+    model.config = replace(model.config, file={**model.config.to_dict(), **special})  # carried into config.json
+    return model
+
+
+def write_model(folder: Path, setup: Setup) -> Path:
+    """Write `folder`/model: weights and config of Hugging Face's form, with the tokenizer that the run used."""
+    with tempfile.TemporaryDirectory() as place:
+        setup.tokenizer.save(place)
+        files = {file.name: file.read_bytes() for file in Path(place).iterdir() if file.is_file()}
+    kept = {name: data for name, data in setup.model.companions.items() if name == "generation_config.json"}
+    setup.model.companions = {**kept, **files}
+    setup.model.save_pretrained(folder / "model")
+    return folder / "model"

@@ -1,0 +1,93 @@
+"""Where a run stands, to the last bit: what a training state holds and how it is put back."""
+
+import math
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..checkpoint.state import flatten_optimizer, load_state, restore_optimizer, save_state
+from ..config import bind
+from ..errors import refuse
+
+
+@dataclass
+class Position:
+    """The numbers of a run that are not tensors."""
+
+    step: int = 0  # updates done, or left out
+    sample: int = 0  # of the loader's order, read
+    tokens: int = 0  # read in training
+    skipped: int = 0  # updates left out because a gradient was not finite
+    streak: int = 0  # of them, in a row up to now
+    window_loss: float = 0.0  # the summed loss of the targets since the last row of metrics
+    window_targets: int = 0
+    best_loss: float | None = None  # the lowest evaluation loss
+    best_step: int | None = None
+
+    def advance(self, sample: int, tokens: int, loss: float, targets: int, sound: bool) -> None:
+        """Count a step. What is not `sound` stays out of the mean: one NaN would hide the losses around it."""
+        self.step, self.sample, self.tokens = self.step + 1, sample, self.tokens + tokens
+        self.skipped, self.streak = self.skipped + (not sound), 0 if sound else self.streak + 1
+        if sound:
+            self.window_loss, self.window_targets = self.window_loss + loss * targets, self.window_targets + targets
+
+    def judge(self, eval_loss: float) -> None:
+        """Compare an evaluation at this step with the best so far."""
+        if math.isfinite(eval_loss) and (self.best_loss is None or eval_loss < self.best_loss):
+            self.best_loss, self.best_step = eval_loss, self.step
+
+    def loss(self) -> float | None:
+        """The mean loss of a target since the last row, 0 without targets; None where no step was sound."""
+        if self.window_targets == 0 and self.streak:
+            return None
+        return self.window_loss / max(1, self.window_targets)
+
+
+def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimizer, keep: int | None) -> Path:
+    """Write `folder`/step-N, on the disk when this returns; the newest `keep` remain. Errors: `SaveError`."""
+    moments, groups = flatten_optimizer(optimizer, model)
+    moments = dict(sorted(moments.items()))  # in one order, whether they were made here or restored
+    tensors = {"model": dict(weights(model)), "optimizer": moments, "random": random_states()}
+    state = {"position": asdict(position), "optimizer": groups, "python": random.getstate()}
+    return save_state(folder, position.step, tensors, state, keep)
+
+
+def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> Position:
+    """Put a step-N folder back into `model`, `optimizer` and the random generators. Errors: `InputError`."""
+    tensors, state = load_state(path)
+    mine, theirs = dict(weights(model)), tensors["model"]
+    if odd := [n for n in sorted(mine.keys() | theirs.keys())
+               if n not in mine or n not in theirs or mine[n].shape != theirs[n].shape]:
+        refuse(path / "model.safetensors", odd[0], "missing, unknown or of another shape", "the weights of this model")
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(theirs[name])
+    restore_optimizer(optimizer, model, tensors["optimizer"], state["optimizer"])
+    torch.set_rng_state(tensors["random"]["cpu"].clone())
+    for key, value in tensors["random"].items():
+        if key != "cpu":
+            torch.get_device_module(key.partition(":")[0]).set_rng_state(value.clone(), int(key.partition(":")[2]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    return bind(Position, state["position"], path / "state.json", "position.")
+
+
+def weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters, a tied one once by its first name, and the buffers that a checkpoint keeps."""
+    names: dict[Tensor, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, name)
+    return [(name, tensor) for tensor, name in names.items()]
+
+
+def random_states() -> dict[str, Tensor]:
+    """torch's generators: the host's and those of the accelerators."""
+    states = {"cpu": torch.get_rng_state()}
+    if (kind := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        for index in range(torch.accelerator.device_count()):
+            states[f"{kind.type}:{index}"] = torch.get_device_module(kind.type).get_rng_state(index)
+    return states

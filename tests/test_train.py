@@ -1,0 +1,550 @@
+"""The training loop: gradients by tokens, exact resume, what a bad gradient may do, and transformers' own losses."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import modelcenter as mc
+from modelcenter.errors import InputError
+from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
+from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.machine import Machine
+from modelcenter.train import loop
+from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
+from modelcenter.train.folder import WATCHING
+from modelcenter.train.loop import accumulate, train, update
+from modelcenter.train.metrics import TIMINGS, Metrics, Progress, read_rows
+from modelcenter.train.recipe import Recipe, load_recipe
+
+MACHINE = Machine(device="cpu", threads=1)
+TINY = {"layers": 2, "dim": 32, "heads": 2, "positions": 32}
+STILL = {"dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0, "head_dropout": 0.0}
+TEXT = "\n".join(f"def f{n}(x):\n    return x * {n} + {n * n}" for n in range(120))
+
+
+def tiny(task: str = "lm", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A GPT of 2 layers over 50 words, in training mode, without dropout unless `changes` say otherwise."""
+    return mc.build("gpt2", config={**TINY, **STILL, "vocab": 50, **changes}, task=task, dtype=dtype).train()
+
+
+def recipe_of(folder: Path, **changes: Any) -> Recipe:
+    """20 steps of a tiny GPT with dropout over a little text, states every 5."""
+    (folder / "text.txt").write_text(TEXT)
+    base = {
+        "model": "gpt2", "init": "random", "config": TINY, "tokenizer": "char", "data.path": str(folder / "text.txt"),
+        "data.seq_len": 16, "data.eval_fraction": 0.1, "optimizer.lr": 1e-2, "schedule.name": "cosine",
+        "schedule.warmup_steps": 3, "batch": 4, "micro_batch": 2, "precision": "fp32", "max_steps": 20,
+        "logging_steps": 3, "eval_steps": 10, "save_steps": 5, "output_dir": str(folder / "out"), "resume": "auto",
+    }  # fmt: skip
+    (folder / "base.yaml").write_text("{}\n")
+    return load_recipe(folder / "base.yaml", {**base, **changes})
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run without what differs between two runs of one recipe."""
+    kept = list(read_rows(folder / "metrics.jsonl"))
+    assert len(kept) == len((folder / "metrics.jsonl").read_text().splitlines())  # each line is whole
+    return [{k: v for k, v in row.items() if k not in TIMINGS} for row in kept]
+
+
+def bytes_of(state: Path) -> dict[str, bytes]:
+    """A training state, byte for byte."""
+    return {file.name: file.read_bytes() for file in sorted(state.iterdir())}
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second a picture is half the time of this file: only the tests that look at one draw it."""
+    if "png" not in request.node.name:
+        monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = train(recipe_of(folder), MACHINE)
+    assert (run.step, run.stopped) == (20, False)
+    return folder / "out"
+
+
+# --------------------------------------------------------------------------------------------- accumulation, by tokens
+
+
+def uneven(rows: int = 4, words: int = 50) -> dict[str, torch.Tensor]:
+    """A batch whose rows have very different numbers of targets."""
+    ids = torch.randint(words, (rows, 12), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    for row, start in enumerate([0, 3, 9, 11][:rows]):
+        labels[row, :start] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def cut(batch: dict[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
+    pieces = zip(*(value.chunk(parts) for value in batch.values()), strict=True)
+    return [dict(zip(batch, piece, strict=True)) for piece in pieces]
+
+
+def gradients(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_accumulation_equals_one_batch(parts: int) -> None:
+    model, batch = tiny(dtype=torch.float64), uneven()
+    loss = model(**batch).loss  # the model's own mean over one batch
+    loss.backward()
+    wanted, loss = gradients(model), float(loss.detach())
+    model.zero_grad()
+    found, targets = accumulate(model, cut(batch, parts), "lm")
+    assert targets == 11 + 9 + 3 + 1
+    assert abs(found - loss) < 1e-12
+    assert (gradients(model) - wanted).abs().max() < 1e-10 * wanted.abs().max()
+
+
+def test_a_mean_over_micro_batches_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The predecessor's bug, planted: each micro-batch's own mean, divided by their number."""
+    model, batch = tiny(dtype=torch.float64), uneven()
+    accumulate(model, [batch], "lm")
+    wanted = gradients(model)
+    model.zero_grad()
+    for part in cut(batch, 2):
+        (model(**part).loss / 2).backward()
+    assert (gradients(model) - wanted).abs().max() > 1e-2 * wanted.abs().max()
+
+
+def test_no_target_gives_zero_and_no_nan() -> None:
+    model, batch = tiny(), uneven()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    assert accumulate(model, cut(batch, 2), "lm") == (0.0, 0)
+    assert gradients(model).abs().max() == 0
+
+
+def packed() -> dict[str, Any]:
+    ids = torch.arange(12)[None] % 50
+    labels = ids.clone()
+    labels[0, [0, 5]] = -100
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    return {"input_ids": ids, "labels": labels, "position_ids": positions,
+            "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+
+
+@pytest.mark.parametrize(("task", "batch", "targets"), [
+    ("lm", uneven(), 24), ("lm", packed(), 10),
+    ("classify", {"input_ids": uneven()["input_ids"], "labels": torch.tensor([0, 1, -100, 1])}, 3),
+])  # fmt: skip
+def test_targets_are_what_the_model_counts(task: str, batch: dict[str, Any], targets: int) -> None:
+    model = tiny(task).eval()
+    assert count_targets(batch, task) == targets
+    total, mean = model(**batch, num_items_in_batch=1).loss.item(), model(**batch).loss.item()
+    assert total / mean == pytest.approx(targets, rel=1e-5)
+
+
+def test_tokens_read_leave_out_padding() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    batch = {"input_ids": mask, "attention_mask": mask, "labels": torch.tensor([[5, -100], [6, 7]])}
+    assert (count_tokens(batch, "lm"), count_tokens(batch, "seq2seq"), count_tokens(uneven(), "lm")) == (4, 7, 48)
+
+
+# ---------------------------------------------------------------------------------------------------------- the update
+
+
+def test_clipping_scales_the_gradient_to_the_norm() -> None:
+    norms = {}
+    for limit in (0.0, 0.01):
+        model = tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss, _ = accumulate(model, [uneven()], "lm")
+        wanted = gradients(model).norm()
+        assert update(model, optimizer, loss, 1.0, limit) == pytest.approx(float(wanted))  # before clipping
+        step = torch.cat([(b - p).flatten() for b, p in zip(before, model.parameters(), strict=True)])
+        norms[limit] = float(step.detach().norm() / wanted)
+        assert all(p.grad is None for p in model.parameters())
+    assert norms[0.0] == pytest.approx(1.0, rel=1e-4)
+    assert norms[0.01] == pytest.approx(0.01 / float(wanted), rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+    model = tiny()
+    optimizer = build_optimizer(model, OptimizerConfig())
+    loss, _ = accumulate(model, [uneven()], "lm")
+    assert math.isfinite(update(model, optimizer, loss, 1e-2, 1.0))
+    state = [t.clone() for s in optimizer.state.values() for t in s.values()]
+    weights = [p.detach().clone() for p in model.parameters()]
+    loss, _ = accumulate(model, [uneven()], "lm")
+    next(model.parameters()).grad[0, 0] = bad
+    assert math.isnan(update(model, optimizer, loss, 1e-2, 1.0))
+    assert math.isnan(update(model, optimizer, bad, 1e-2, 1.0))  # the loss alone
+    after = [t for s in optimizer.state.values() for t in s.values()]
+    assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> list[int]:
+    """Put a NaN into the gradients of these steps; the list counts the steps."""
+    count: list[int] = []
+    real = loop.accumulate
+
+    def poisoned(model: Any, *rest: Any) -> Any:
+        out = real(model, *rest)
+        count.append(1)
+        if len(count) in steps:
+            next(model.parameters()).grad[0, 0] = math.nan
+        return out
+
+    monkeypatch.setattr(loop, "accumulate", poisoned)
+    return count
+
+
+def test_a_bad_step_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {2, 4})
+    run = train(recipe_of(tmp_path, **{"max_steps": 5, "logging_steps": 1, "eval_steps": None}), MACHINE)
+    logged = [row for row in rows(tmp_path / "out") if "loss" in row]
+    assert [row["skipped"] for row in logged] == [0, 1, 1, 2, 2]
+    assert [row["grad_norm"] is None for row in logged] == [False, True, False, True, False]
+    assert [row["loss"] is None for row in logged] == [False, True, False, True, False]  # no NaN among the losses
+    assert all(p.isfinite().all() for p in run.model.parameters())
+
+
+def test_five_bad_steps_in_a_row_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = poison(monkeypatch, {3, 5, 6, 7, 8, 9})
+    with pytest.raises(InputError, match=r"step 9: 5 gradients in a row were not finite; a lower optimizer.lr"):
+        train(recipe_of(tmp_path, save_steps=None), MACHINE)
+    assert len(count) == 9
+    assert not (tmp_path / "out" / "model").exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+KILLED = """
+import os, signal, sys
+from modelcenter.train import loop
+from modelcenter.parallel.machine import Machine
+from modelcenter.train.recipe import load_recipe
+real, count = loop.update, []
+def update(*rest):
+    count.append(1)
+    if len(count) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*rest)
+loop.update = update
+loop.train(load_recipe(sys.argv[1]), Machine(device="cpu", threads=1))
+"""
+
+
+def same_run(a: Path, b: Path) -> None:
+    """Two finished runs are one: rows of metrics, last state and model, to the last bit."""
+    assert rows(a) == rows(b)
+    assert bytes_of(a / "step-20") == bytes_of(b / "step-20")
+    assert bytes_of(a / "model") == bytes_of(b / "model")
+
+
+def write_file(recipe: Recipe, path: Path) -> Path:
+    from modelcenter.config import dump_yaml, to_dict
+
+    path.write_text(dump_yaml(to_dict(recipe)))
+    return path
+
+
+def test_resume_after_kill_is_bitwise(tmp_path: Path, whole: Path) -> None:
+    """Killed in step 14: the states of 5 and 10 are there and rows up to 12; the window of losses was half full."""
+    recipe = recipe_of(tmp_path)
+    command = [sys.executable, "-c", KILLED, str(write_file(recipe, tmp_path / "r.yaml")), "14"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    out = tmp_path / "out"
+    assert sorted(p.name for p in out.glob("step-*")) == ["step-10", "step-5"]
+    assert max(row["step"] for row in rows(out)[1:]) == 12
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "lo')  # and a row cut short
+    torch.manual_seed(999)  # what the process did before must not matter
+    assert train(recipe, MACHINE).step == 20
+    same_run(out, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_resume_goes_on(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch,
+                                           number: signal.Signals) -> None:
+    recipe, real = recipe_of(tmp_path), loop.update
+
+    def update(*rest: Any) -> float:
+        if not (tmp_path / "out" / "step-5").exists():
+            update.calls = getattr(update, "calls", 0) + 1  # type: ignore[attr-defined]
+            if update.calls == 4:  # type: ignore[attr-defined]
+                os.kill(os.getpid(), number)
+        return real(*rest)
+
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "update", update)
+        run = train(recipe, MACHINE)
+    assert (run.step, run.stopped, signal.getsignal(number)) == (4, True, before)
+    assert sorted(p.name for p in (tmp_path / "out").glob("step-*")) == ["step-4"]
+    assert not (tmp_path / "out" / "model").exists()
+    assert train(recipe, MACHINE).stopped is False
+    same_run(tmp_path / "out", whole)
+
+
+TWICE = """
+import time
+from modelcenter.train.interrupt import Interrupt
+with Interrupt() as interrupt:
+    print("ready", flush=True)
+    while not interrupt:
+        time.sleep(0.01)
+    print("asked", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    command, pipe = [sys.executable, "-c", TWICE], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as run:
+        assert run.stdout is not None and run.stderr is not None
+        for word in ("ready", "asked"):
+            assert run.stdout.readline() == f"{word}\n"
+            run.send_signal(signal.SIGTERM)
+        assert run.wait(timeout=10) == 128 + signal.SIGTERM
+        assert "SIGTERM: finishing the step" in run.stderr.read()
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, max_steps=4, save_steps=2, eval_steps=None)
+    train(recipe, MACHINE)
+    before = rows(tmp_path / "out"), bytes_of(tmp_path / "out" / "model")
+    assert train(recipe, MACHINE).step == 4
+    assert (rows(tmp_path / "out"), bytes_of(tmp_path / "out" / "model")) == before
+
+
+def test_resume_from_another_folder(tmp_path: Path, whole: Path) -> None:
+    """From step 10 of another run's folder the rest is the same, bit for bit."""
+    recipe = replace(recipe_of(tmp_path), data=load_recipe(whole / "recipe.yaml").data, resume=str(whole / "step-10"))
+    train(recipe, MACHINE)
+    assert bytes_of(tmp_path / "out" / "step-20") == bytes_of(whole / "step-20")
+    assert rows(tmp_path / "out")[1:] == [row for row in rows(whole)[1:] if row["step"] > 10]
+
+
+# ---------------------------------------------------------------------------------------------------------- the folder
+
+
+def test_what_a_run_leaves(whole: Path) -> None:
+    assert sorted(p.name for p in whole.iterdir()) == [
+        ".lock", "loss.png", "metrics.jsonl", "model", "recipe.yaml", "step-10", "step-15", "step-20", "step-5",
+    ]  # fmt: skip
+    first, *rest = rows(whole)
+    assert first["environment"]["precision"] == "fp32" and first["environment"]["steps"] == 20
+    losses, evaluations = [r for r in rest if "loss" in r], [r for r in rest if "eval_loss" in r]
+    assert [r["step"] for r in losses] == [3, 6, 9, 12, 15, 18, 20]
+    assert [r["step"] for r in evaluations] == [10, 20]
+    assert losses[-1]["loss"] < losses[0]["loss"] - 0.5
+    assert losses[-1]["tokens"] == 20 * 4 * 16
+    assert evaluations[-1]["best_eval_loss"] == min(r["eval_loss"] for r in evaluations)
+    assert evaluations[-1]["eval_perplexity"] == pytest.approx(math.exp(evaluations[-1]["eval_loss"]))
+    resolved = load_recipe(whole / "recipe.yaml")
+    assert (resolved.precision, resolved.task, resolved.micro_batch) == ("fp32", "lm", 2)
+
+
+def test_the_model_opens_in_transformers(whole: Path) -> None:
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(whole / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")
+    ours, text = mc.load(str(whole / "model")), "def f7(x):"
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    assert ids[0].tolist() == mc.load_tokenizer(whole / "model").encode(text)
+    with torch.no_grad():
+        assert (ours(ids).logits - theirs(ids).logits).abs().max() < 1e-5
+    assert theirs.config.eos_token_id is None  # a tokenizer of characters has none, and 50256 is no word of it
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"optimizer.lr": 0.5}, r"recipe.yaml: optimizer.lr: 0.01 there, 0.5 here; the same recipe, or another"),
+    ({"seed": 3}, "recipe.yaml: seed: 0 there, 3 here"),
+    ({"max_steps": 40}, "recipe.yaml: max_steps: 20 there, 40 here"),
+    ({"resume": "never"}, r"output_dir: holds a run already \(recipe.yaml\); resume=auto goes on"),
+    ({"resume": "nowhere"}, r"resume: .*nowhere, but step-20 is here"),
+])  # fmt: skip
+def test_another_runs_folder_is_refused(whole: Path, change: dict[str, Any], message: str) -> None:
+    before = bytes_of(whole / "model"), (whole / "metrics.jsonl").read_bytes()
+    with pytest.raises(InputError, match=message):
+        train(recipe_of(whole.parent, **change), MACHINE)
+    assert before == (bytes_of(whole / "model"), (whole / "metrics.jsonl").read_bytes())
+
+
+def test_what_is_watched_may_change_and_a_constant_schedule_may_go_on(tmp_path: Path) -> None:
+    base = {"schedule.name": "constant", "max_steps": 3, "save_steps": 3, "eval_steps": None}
+    train(recipe_of(tmp_path, **base), MACHINE)
+    assert {"logging_steps", "save_steps"} <= set(WATCHING)
+    longer = recipe_of(tmp_path, **{**base, "max_steps": 6, "logging_steps": 1})
+    assert train(longer, MACHINE).step == 6
+    assert [row["step"] for row in rows(tmp_path / "out") if "loss" in row] == [3, 4, 5, 6]
+
+
+def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, **{"output_dir": str(tmp_path / "a" / "b"), "data.seq_len": 64})
+    with pytest.raises(InputError, match=r"data.seq_len: 64; at most 32, the model's positions"):
+        train(recipe, MACHINE)
+    assert not (tmp_path / "a").exists()
+
+
+def test_several_ranks_are_refused_for_now(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="machine: 2 x 1 ranks"):
+        train(recipe_of(tmp_path), Machine(fsdp=2))
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+def test_losses_equal_transformers(tmp_path: Path) -> None:
+    """20 steps over the same weights and batches: GPT2LMHeadModel with torch's AdamW and transformers' schedule."""
+    changes = {"config": {**TINY, **STILL}, "logging_steps": 1, "eval_steps": None, "save_steps": None}
+    optimizer = {"optimizer.weight_decay": 0.1, "optimizer.lr": 3e-3}
+    recipe = recipe_of(tmp_path, **changes, **optimizer, **{"data.eval_fraction": 0.0})
+    seen: list[Any] = []
+    real = loop.accumulate
+    with pytest.MonkeyPatch.context() as patch:
+        def spy(model: Any, batches: Any, *rest: Any) -> Any:
+            if not seen:
+                model.save_pretrained(tmp_path / "start")
+            seen.append(torch.cat([batch["input_ids"] for batch in batches]))
+            return real(model, batches, *rest)
+
+        patch.setattr(loop, "accumulate", spy)
+        train(recipe, MACHINE)
+    ours = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
+
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "start").train()
+    plain = [p for p in theirs.parameters() if p.ndim < 2]
+    groups = [{"params": [p for p in theirs.parameters() if p.ndim > 1]}, {"params": plain, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    schedule = transformers.get_cosine_schedule_with_warmup(adamw, 3, 20)
+    losses = []
+    for ids in seen:
+        loss = theirs(ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        adamw.step()
+        schedule.step()
+        adamw.zero_grad()
+        losses.append(float(loss.detach()))
+    assert len(ours) == 20 and losses[-1] < losses[0] - 0.3
+    assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < 1e-4
+
+
+def test_evaluation_is_a_mean_over_tokens() -> None:
+    model, batch = tiny(dtype=torch.float64), uneven()
+    model.train()
+    results = evaluate(model, cut(batch, 4), "lm")
+    assert model.training
+    assert results["eval_loss"] == pytest.approx(float(model(**batch).loss.detach()), abs=1e-12)
+    assert results["eval_targets"] == 24
+    assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+
+
+def test_evaluation_counts_what_is_right() -> None:
+    model, ids = tiny("classify"), uneven()["input_ids"]
+    with torch.no_grad():
+        best = model.eval()(ids).logits.argmax(-1)
+    labels = torch.stack([best[0], 1 - best[1], best[2], torch.tensor(-100)])
+    results = evaluate(model, cut({"input_ids": ids, "labels": labels}, 2), "classify")
+    assert results["eval_accuracy"] == pytest.approx(2 / 3) and not model.training
+
+
+def test_dropout_is_on_in_training_and_off_in_evaluation(tmp_path: Path) -> None:
+    model, batch = tiny(dropout=0.5), [uneven()]
+    assert accumulate(model, batch, "lm") != accumulate(model, batch, "lm")
+    assert evaluate(model, batch, "lm") == evaluate(model, batch, "lm")
+
+
+def test_bf16_computes_in_bf16_over_fp32_weights(tmp_path: Path) -> None:
+    changes = {"eval_steps": None, "save_steps": None, "max_steps": 6, "logging_steps": 1, "config": {**TINY, **STILL}}
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        (folder := tmp_path / precision).mkdir()
+        run = train(recipe_of(folder, precision=precision, **changes), MACHINE)
+        assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+        losses[precision] = [row["loss"] for row in rows(folder / "out") if "loss" in row]
+    gaps = [abs(a - b) for a, b in zip(losses["fp32"], losses["bf16"], strict=True)]
+    assert 0 < max(gaps) < 0.05
+
+
+# ----------------------------------------------------------------------------------------------------------- reporting
+
+
+def test_metrics_drop_what_comes_after_the_state(tmp_path: Path) -> None:
+    first = Metrics(tmp_path, {"torch": "x"})
+    for step in range(1, 6):
+        first.write({"step": step, "loss": math.nan if step == 2 else 1.0 / step})
+    first.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(text[:-7])  # the last row is cut short
+    second = Metrics(tmp_path, {"torch": "another"}, step=3)
+    second.write({"step": 4, "loss": 0.0})
+    second.close()
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kept[0] == {"environment": {"torch": "x"}}
+    assert [(row["step"], row["loss"]) for row in kept[1:]] == [(1, 1.0), (2, None), (3, 1 / 3), (4, 0.0)]
+
+
+def test_tensorboard_and_loss_png(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("matplotlib")
+    train(recipe_of(tmp_path, **{"max_steps": 4, "report_to": ["tensorboard"], "logging_steps": 2}), MACHINE)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [2, 4]
+    assert [event.step for event in events.Scalars("eval/eval_loss")] == [4]
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Terminal:
+    """A stream that says whether it is a terminal and keeps what it was given."""
+
+    def __init__(self, live: bool) -> None:
+        self.live, self.text = live, ""
+
+    def isatty(self) -> bool:
+        return self.live
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_the_progress_line() -> None:
+    row = {"step": 5, "loss": 2.5, "lr": 1e-3, "grad_norm": math.nan, "skipped": 2}
+    row |= {"tokens_per_second": 12345.6, "memory_gb": 1.25}
+    plain, live = Terminal(False), Terminal(True)
+    for stream in (plain, live):
+        progress = Progress(0, 10, stream)  # type: ignore[arg-type]
+        progress.show(row, stays=False)
+        progress.show(row, stays=True)
+    assert plain.text.count("\n") == 1 and "\r" not in plain.text
+    for part in ("step 5/10 | loss 2.5000 | lr 1.00e-03 | norm not finite | 12,346 tok/s | 1.25 GB |", "2 skipped"):
+        assert part in plain.text
+    assert live.text.count("\n") == 0 and live.text.count("\r") == 2
+
+
+def test_the_schedule_reaches_the_optimizer(whole: Path) -> None:
+    from modelcenter.optim.schedules import lr_factor
+
+    config = ScheduleConfig(name="cosine", warmup_steps=3)
+    for row in rows(whole):
+        if "lr" in row:
+            assert row["lr"] == 1e-2 * lr_factor(config, row["step"] - 1, 20)  # step n was made at the rate of n - 1
