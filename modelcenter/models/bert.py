@@ -1,9 +1,9 @@
 """BERT: a bidirectional encoder with learned positions and segments, post-norm blocks and a norm on the embeddings.
 Devlin et al., 2018.
 
-The masked-word head is a dense layer, the activation, a norm and the embedding's own table, with a bias of its own. The pooler
-(tanh of a projection of the first token) belongs to the tasks that use it: classify, and the backbone as transformers saves it.
-MiniLM (Wang et al., 2020) and the sentence encoders made of it are the same layout.
+The masked-word head is a dense layer, the activation, a norm and the embedding's own table, with a bias of its own. The
+pooler (tanh of a projection of the first token) belongs to the tasks that use it: classify, and the backbone as
+transformers saves it. MiniLM (Wang et al., 2020) and the sentence encoders made of it are the same layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..checkpoint.config import Config, Table, choice
-from ..layers import FFN, Attention, Batch, ClassifyHead, EmbedHead, Embedding, LayerNorm, LMHead, PoolHead, PostNorm
-from ..layers import SpanHead, Stack, TagHead, Transform, first_token
+from ..layers import FFN, Attention, Batch, Embedding, LayerNorm, PostNorm, Stack, Transform, first_token
+from ..layers.head import ClassifyHead, EmbedHead, LMHead, PoolHead, SpanHead, TagHead
 from ..names import Row
 from ..ops import Op
 from ..registry import Model, Preset, Task, register
 
+LARGE = {"dim": 1024, "hidden": 4096, "heads": 16, "layers": 24}
 TANH = {"gelu_new": ops.gelu_tanh, "gelu_pytorch_tanh": ops.gelu_tanh}
-ACTIVATIONS = {"gelu": ops.gelu, **TANH, "relu": ops.relu, "silu": ops.silu}
+ACTS = {"gelu": ops.gelu, **TANH, "relu": ops.relu, "silu": ops.silu}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +45,28 @@ class BERTConfig(Config):
         "bert",
         {
             "vocab_size": "vocab", "max_position_embeddings": "positions", "type_vocab_size": "segments",
-            "hidden_size": "dim", "intermediate_size": "hidden", "num_attention_heads": "heads", "num_hidden_layers": "layers",
-            "layer_norm_eps": "eps", **choice("hidden_act", "act", ACTIVATIONS), "hidden_dropout_prob": "dropout",
-            "attention_probs_dropout_prob": "attn_dropout", "classifier_dropout": "head_dropout",
+            "hidden_size": "dim", "intermediate_size": "hidden", "num_attention_heads": "heads",
+            "num_hidden_layers": "layers", "layer_norm_eps": "eps", **choice("hidden_act", "act", ACTS),
+            "hidden_dropout_prob": "dropout", "attention_probs_dropout_prob": "attn_dropout",
+            "classifier_dropout": "head_dropout",
         },
-        fixed={
-            "is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute",
-            "tie_word_embeddings": True,
-        },
+        fixed={"is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
+               "position_embedding_type": "absolute"},
     )  # fmt: skip
 
+    def verify(self) -> None:
+        self.divisible("dim", by="heads")
 
-def head_dropout(c: BERTConfig) -> float:
+
+POOLER, LABELS = ("bert.pooler.dense", "head.pooler"), ("classifier", "head.out")
+
+
+def rate(c: BERTConfig) -> float:
     return c.dropout if c.head_dropout is None else c.head_dropout
+
+
+def mlm_head(c: BERTConfig) -> LMHead:
+    return LMHead(c.dim, c.vocab, shift=False, bias=True, transform=Transform(c.dim, c.act, LayerNorm(c.dim, c.eps)))
 
 
 @register
@@ -71,58 +81,48 @@ class BERT(Model):
             attn = Attention(c.dim, c.heads, dropout=c.attn_dropout)
             return PostNorm(norm, attn, FFN(c.dim, c.hidden, c.act), dropout=c.dropout)
 
+        pad = c.get("pad_token_id", 0)
         self.embed = Embedding(
-            c.vocab, c.dim, positions=c.positions, segments=c.segments, norm=norm(), dropout=c.dropout,
-            pad=c.get("pad_token_id", 0),
-        )  # fmt: skip
+            c.vocab, c.dim, positions=c.positions, segments=c.segments, norm=norm(), dropout=c.dropout, pad=pad
+        )
         self.encoder = Stack(block() for _ in range(c.layers))
 
     def body(self, batch: Batch) -> Tensor:
         segments = torch.zeros_like(batch.at) if batch.segments is None else batch.segments
-        out: Tensor = self.encoder(self.embed(batch.x, batch.at, segments), batch.view())
-        return out
+        h: Tensor = self.encoder(self.embed(batch.x, batch.at, segments), batch.view())
+        return h
 
     # parameters of the masked-word model: the pooler, which it does not use, is not counted
     presets = {
         "bert-base-uncased": Preset("google-bert/bert-base-uncased", 109_514_298),
-        "bert-base-cased": Preset("google-bert/bert-base-cased", 108_340_804, dict(vocab=28996)),
-        "bert-large-uncased": Preset(
-            "google-bert/bert-large-uncased", 335_174_458, dict(dim=1024, hidden=4096, heads=16, layers=24)
+        "bert-base-cased": Preset("google-bert/bert-base-cased", 108_340_804, {"vocab": 28996}),
+        "bert-large-uncased": Preset("google-bert/bert-large-uncased", 335_174_458, LARGE),
+        "bert-large-cased": Preset("google-bert/bert-large-cased", 333_610_308, LARGE | {"vocab": 28996}),
+        "bert-base-chinese": Preset("google-bert/bert-base-chinese", 102_290_312, {"vocab": 21128}),
+        "bert-base-multilingual-cased": Preset(
+            "google-bert/bert-base-multilingual-cased", 177_974_523, {"vocab": 119547}
         ),
-        "bert-large-cased": Preset(
-            "google-bert/bert-large-cased", 333_610_308, dict(vocab=28996, dim=1024, hidden=4096, heads=16, layers=24)
+        "all-minilm-l6-v2": Preset(  # the encoder with its pooler
+            "sentence-transformers/all-MiniLM-L6-v2", 22_713_216, {"dim": 384, "hidden": 1536, "layers": 6}, "embed"
         ),
-        "bert-base-chinese": Preset("google-bert/bert-base-chinese", 102_290_312, dict(vocab=21128)),
-        "bert-base-multilingual-cased": Preset("google-bert/bert-base-multilingual-cased", 177_974_523, dict(vocab=119547)),
-        "all-minilm-l6-v2": Preset(
-            "sentence-transformers/all-MiniLM-L6-v2", 22_713_216, dict(dim=384, hidden=1536, layers=6), task="embed"
-        ),
-    }  # fmt: skip
+    }
 
     tasks = {
-        "mlm": Task(
-            "BertForMaskedLM",
-            lambda c: LMHead(c.dim, c.vocab, shift=False, bias=True, transform=Transform(c.dim, c.act, LayerNorm(c.dim, c.eps))),
-            (
-                ("cls.predictions.transform.dense", "head.transform.dense"),
-                ("cls.predictions.transform.LayerNorm", "head.transform.norm"),
-                ("cls.predictions.bias", "head.out.bias"),
-            ),
-        ),
+        "mlm": Task("BertForMaskedLM", mlm_head, (
+            ("cls.predictions.transform.dense", "head.transform.dense"),
+            ("cls.predictions.transform.LayerNorm", "head.transform.norm"),
+            ("cls.predictions.bias", "head.out.bias"),
+        )),
         "classify": Task(
             "BertForSequenceClassification",
-            lambda c: ClassifyHead(c.dim, len(c.labels), first_token, pooler=True, dropout=head_dropout(c)),
-            (("bert.pooler.dense", "head.pooler"), ("classifier", "head.out")),
+            lambda c: ClassifyHead(c.dim, c.num_labels, first_token, pooler=True, dropout=rate(c)),
+            (POOLER, LABELS),
         ),
-        "tag": Task(
-            "BertForTokenClassification",
-            lambda c: TagHead(c.dim, len(c.labels), dropout=head_dropout(c)),
-            (("classifier", "head.out"),),
-        ),
+        "tag": Task("BertForTokenClassification", lambda c: TagHead(c.dim, c.num_labels, dropout=rate(c)), (LABELS,)),
         "qa": Task("BertForQuestionAnswering", lambda c: SpanHead(c.dim), (("qa_outputs", "head.out"),)),
-        "backbone": Task("BertModel", lambda c: PoolHead(c.dim), (("bert.pooler.dense", "head.pooler"),)),
-        "embed": Task("BertModel", lambda c: EmbedHead(nn.Linear(c.dim, c.dim)), (("bert.pooler.dense", "head.pooler"),)),
-    }
+        "backbone": Task("BertModel", lambda c: PoolHead(c.dim), (POOLER,)),
+        "embed": Task("BertModel", lambda c: EmbedHead(nn.Linear(c.dim, c.dim)), (POOLER,)),
+    }  # fmt: skip
 
     prefix = "bert."
     aliases = {
