@@ -11,6 +11,7 @@ import time
 import warnings
 import weakref
 
+import numpy
 import pytest
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -131,9 +132,9 @@ def test_one_tensor_in_memory_at_a_time(tmp_path, size):
 
     def make(value):
         assert not [r for r in made if r() is not None]
-        tensor = torch.full((100,), float(value))
-        made.append(weakref.ref(tensor))
-        return tensor
+        array = numpy.full(100, value, dtype=numpy.float32)  # lives as long as the storage, not as the Python tensor
+        made.append(weakref.ref(array))
+        return torch.from_numpy(array)
 
     table = [(f"w{i}", (100,), torch.float32, lambda i=i: make(i)) for i in range(6)]
     save_folder(tmp_path / "out", table, max_shard_size=size, extra_files={})
@@ -401,8 +402,8 @@ def test_kill_9_leaves_one_whole_model(tmp_path):
 
     save_version(0)
     (out / "README.md").write_text("mine")
-    version, moved = 0, 0
-    for _ in range(40):
+    version = 0
+    for turn in range(40):
         reader, writer = os.pipe()
 
         def work(start=version + 1, writer=writer):
@@ -412,10 +413,10 @@ def test_kill_9_leaves_one_whole_model(tmp_path):
 
         child = in_child(work)
         os.close(writer)
-        time.sleep(draw.uniform(0.001, 0.09))
+        acknowledged = os.read(reader, 4) if turn % 2 else b""
+        time.sleep(draw.uniform(0.001, 0.05))
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        acknowledged = b""
         while part := os.read(reader, 4096):
             acknowledged += part
         os.close(reader)
@@ -424,9 +425,8 @@ def test_kill_9_leaves_one_whole_model(tmp_path):
             found = {folder.slice(k)[...].unique().item() for k in folder}
             assert folder.keys() == {f"w{i}" for i in range(6)} and found == {folder.config["version"]}
         assert said <= folder.config["version"] <= said + 1 and (out / "README.md").read_text() == "mine"
-        moved += folder.config["version"] > version
         version = folder.config["version"]
-    assert moved >= 3  # the kills did not all come before the first save
+    assert version >= 20
     save_version(0)
     assert os.listdir(tmp_path) == ["out"]  # what the killed ones left was swept
 
