@@ -116,6 +116,8 @@ def test_reads_only_the_bytes_asked_for(tmp_path, monkeypatch):
         assert not calls  # opening reads headers only
         assert same(folder.slice("w")[8:16], value[8:16]) and calls == [8 * 32 * 4]
         calls.clear()
+        assert same(folder.slice("w")[...], value) and calls == [64 * 32 * 4]
+        calls.clear()
         assert same(folder.slice("w")[:, 8:16], value[:, 8:16]) and calls == [8 * 4] * 64
 
 
