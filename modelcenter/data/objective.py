@@ -9,6 +9,7 @@ import warnings
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -147,7 +148,7 @@ class Blocks:
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
         """(ids, labels), both (seq_len)."""
         stride = self.seq_len - 1
-        offset = int(np.random.default_rng((self.seed, epoch, 1)).integers(stride)) if self.moving else 0
+        offset = cut(self.seed, epoch, stride) if self.moving else 0
         turn = index * stride + np.arange(self.seq_len)
         place = (turn + offset) % len(self.stream)
         ids = self.stream[place]
@@ -158,6 +159,12 @@ class Blocks:
         """input_ids and labels, both (b, seq_len)."""
         ids, labels = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*examples, strict=True))
         return {"input_ids": ids, "labels": labels}
+
+
+@lru_cache(maxsize=4)
+def cut(seed: int, epoch: int, stride: int) -> int:
+    """Where the first block of an epoch starts; a generator costs more than the block itself."""
+    return int(np.random.default_rng((seed, epoch, 1)).integers(stride))
 
 
 class Rows:

@@ -1,0 +1,355 @@
+"""Examples and batches: which tokens are seen, which are predicted, and how often; refusals name the record."""
+
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelcenter.data.collate import IGNORED, describe_sample
+from modelcenter.data.config import DataConfig
+from modelcenter.data.loader import Loader
+from modelcenter.data.objective import Blocks, Masked, Packed, best_fit, fit, label_names, make_examples, texts_of
+from modelcenter.data.read import Record
+from modelcenter.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from modelcenter.errors import InputError
+
+TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. "
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *"'.,:", *(f"##{c}" for c in LETTERS)]
+
+
+def rows(*fields: dict[str, Any]) -> list[Record]:
+    return [Record(f, "data.jsonl", k + 1) for k, f in enumerate(fields)]
+
+
+def documents(*texts: str) -> list[Record]:
+    return [Record({"text": t}, f"{k}.txt", None) for k, t in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    return train_tokenizer([TEXT], 300)
+
+
+@pytest.fixture(scope="module")
+def roberta() -> Tokenizer:
+    return train_tokenizer([TEXT], 300, "roberta")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bert")
+    (folder / "vocab.txt").write_text("\n".join(BERT))
+    return load_tokenizer(folder)
+
+
+def all_of(examples: Any, epoch: int = 0) -> list[Any]:
+    return [examples.at(epoch, k) for k in range(len(examples))]
+
+
+# ---- lm, blocks
+
+@given(size=st.integers(2, 60), seq_len=st.integers(2, 20), seed=st.integers(0, 5), epoch=st.integers(0, 5),
+       train=st.booleans())
+def test_blocks_predict_each_token_once(size: int, seq_len: int, seed: int, epoch: int, train: bool) -> None:
+    text = "".join(chr(0x4E00 + k) for k in range(size))  # each character once: an id says its place
+    tokenizer = CharTokenizer.train([text])
+    blocks = make_examples("lm", documents(text), tokenizer, DataConfig(seq_len=seq_len), seed=seed, train=train)
+    predicted = []
+    for ids, labels in all_of(blocks, epoch):
+        assert len(ids) == len(labels) == seq_len and labels[0] == IGNORED
+        for k in range(1, seq_len):
+            if labels[k] != IGNORED:
+                assert labels[k] == ids[k] == ids[k - 1] + 1, "predicted from what does not precede it"
+                predicted.append(int(labels[k]))
+    assert len(predicted) == len(set(predicted))
+    missing = set(range(1, size)) - set(predicted)
+    # With no room to spare, the token on which the ring was cut open is only an input in that epoch.
+    assert len(missing) <= int(train and (size - 1) % (seq_len - 1) == 0)
+
+
+def test_blocks_move_by_epoch_in_training_only() -> None:
+    tokenizer = CharTokenizer.train([TEXT])
+    def starts(train: bool) -> list[str]:
+        blocks = make_examples("lm", documents(TEXT * 5), tokenizer, DataConfig(seq_len=16), train=train)
+        return [tokenizer.decode(blocks.at(epoch, 0)[0]) for epoch in range(6)]
+    assert len(set(starts(True))) > 3
+    assert set(starts(False)) == {(TEXT * 5)[:16]}
+
+
+def test_documents_are_parted_by_the_end_of_text(bpe: Tokenizer) -> None:
+    blocks = make_examples("lm", documents("a b", "", "c"), bpe, DataConfig(seq_len=64), train=False)
+    assert isinstance(blocks, Blocks)
+    assert blocks.stream.tolist() == [*bpe.encode("a b"), bpe.eos_id, *bpe.encode("c")]
+
+
+def test_blocks_as_a_batch(bpe: Tokenizer) -> None:
+    blocks = make_examples("lm", documents(TEXT * 9), bpe, DataConfig(seq_len=12))
+    batch = blocks.collate(all_of(blocks)[:3])
+    assert {k: (tuple(v.shape), v.dtype) for k, v in batch.items()} == {
+        "input_ids": ((3, 12), torch.int64), "labels": ((3, 12), torch.int64)}
+
+
+# ---- lm, prompt and response
+
+def test_only_responses_are_trained_on(bpe: Tokenizer) -> None:
+    data = DataConfig(prompt_key="q", response_key="a", seq_len=64)
+    examples = make_examples("lm", rows({"q": "to be?", "a": "or not"}, {"q": "that", "a": "is"}), bpe, data)
+    batch = examples.collate(all_of(examples))
+    for row, (question, answer) in enumerate((("to be?", "or not"), ("that", "is"))):
+        q, a = bpe.encode(question), [*bpe.encode(answer), bpe.eos_id]
+        n = len(q) + len(a)
+        width = batch["input_ids"].shape[1]
+        assert batch["input_ids"][row, :n].tolist() == q + a
+        assert batch["labels"][row].tolist() == [IGNORED] * len(q) + a + [IGNORED] * (width - n)
+        assert batch["attention_mask"][row].tolist() == [1] * n + [0] * (width - n)
+    assert describe_sample(batch, bpe) == "to be?[[or not<|endoftext|>]]"
+    packed = make_examples("lm", examples_records := rows({"q": "to be?", "a": "or not"}), bpe,
+                           DataConfig(prompt_key="q", response_key="a", seq_len=64, packing=True))
+    assert packed.collate(all_of(packed))["labels"][0].tolist() == [IGNORED] * len(bpe.encode("to be?")) + [
+        *bpe.encode("or not"), bpe.eos_id]
+    assert list(texts_of("lm", examples_records, data)) == ["to be?", "or not"]
+
+
+@given(prompt=st.integers(0, 20), response=st.integers(1, 20), size=st.integers(2, 20))
+def test_fit(prompt: int, response: int, size: int) -> None:
+    p, r = list(range(100, 100 + prompt)), list(range(response))
+    ids, labels = fit(p, r, size)
+    assert len(ids) == len(labels) == min(size, prompt + response)
+    kept = len(ids) - sum(i < 100 for i in ids)
+    assert ids == p[prompt - kept :] + r[: len(ids) - kept]
+    assert kept >= min(prompt, 1) and (len(ids) - kept == response or kept <= 1)
+    assert labels == [IGNORED] * max(kept, 1) + r[int(kept == 0) : len(ids) - kept]
+
+
+# ---- lm, packing
+
+@given(lengths=st.lists(st.integers(1, 30), max_size=60), size=st.integers(30, 50))
+def test_best_fit(lengths: list[int], size: int) -> None:
+    bins = best_fit(lengths, size)
+    assert sorted(k for b in bins for k in b) == list(range(len(lengths)))
+    assert all(sum(lengths[k] for k in b) <= size for b in bins)
+    assert len(bins) <= 11 / 9 * -(-sum(lengths) // size) * 1.5 + 1
+    # No bin could take in another: best fit never opens one needlessly.
+    loads = sorted(sum(lengths[k] for k in b) for b in bins)
+    assert all(a + b > size for a, b in pairwise(loads[:2]))
+
+
+def test_ragged_documents_fill_99_percent() -> None:
+    lengths = np.random.default_rng(0).lognormal(4, 1, 3000).astype(int).clip(1, 512).tolist()
+    bins = best_fit(lengths, 512)
+    assert sum(lengths) / (512 * len(bins)) >= 0.99
+
+
+def test_packing_keeps_each_token_once_and_never_crosses() -> None:
+    letters = np.random.default_rng(0)
+    texts = ["".join(letters.choice(list("abcdef "), n)) for n in letters.integers(1, 70, 40)]
+    tokenizer = train_tokenizer([], 257)
+    packed = make_examples("lm", documents(*texts), tokenizer, DataConfig(seq_len=32, packing=True))
+    assert isinstance(packed, Packed)
+    loader = Loader(packed, packed.collate, batch=3)
+    found: list[list[int]] = []
+    for batch in loader.once():
+        ids, labels, bounds = batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"]
+        assert ids.shape == labels.shape == batch["position_ids"].shape == (1, int(bounds[-1]))
+        assert bounds.dtype == torch.int32 and torch.equal(bounds, batch["cu_seq_lens_k"]) and bounds[0] == 0
+        assert batch["max_length_q"] == batch["max_length_k"] == int(bounds.diff().max()) <= 32
+        for a, b in pairwise(bounds.tolist()):
+            assert labels[0, a] == IGNORED, "a sequence predicted from the one before"
+            assert labels[0, a + 1 : b].tolist() == ids[0, a + 1 : b].tolist()
+            assert batch["position_ids"][0, a:b].tolist() == list(range(b - a))
+            found.append(ids[0, a:b].tolist())
+    whole = [[*tokenizer.encode(t), 0] for t in texts]
+    assert sorted(found) == sorted(d[k : k + 32] for d in whole for k in range(0, len(d), 32))
+
+
+# ---- mlm
+
+def test_masking_follows_transformers(bert: Tokenizer) -> None:
+    """15 %, of these 80/10/10, each within four standard deviations, as for their collator on the same blocks."""
+    from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
+
+    masked = make_examples("mlm", documents(TEXT * 300), bert, DataConfig(seq_len=64))
+    assert isinstance(masked, Masked)
+    batch = masked.collate(all_of(masked))
+    original = torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])
+    torch.manual_seed(0)
+    theirs = DataCollatorForLanguageModeling(BertTokenizerFast(vocab={t: i for i, t in enumerate(BERT)}))(
+        [{"input_ids": row[mask.bool()].tolist()} for row, mask in zip(original, batch["attention_mask"], strict=True)])
+    assert torch.equal(theirs["attention_mask"], batch["attention_mask"])
+    special = torch.isin(original, torch.tensor(sorted(bert.special_ids)))
+    for out in (batch, theirs):
+        chosen = out["labels"] != IGNORED
+        assert not (chosen & special).any() and torch.equal(out["labels"][chosen], original[chosen])
+        assert torch.equal(out["input_ids"][~chosen], original[~chosen])
+        n, total = int(chosen.sum()), int((~special).sum())
+        seen = out["input_ids"][chosen]
+        hidden, kept = int((seen == bert.mask_id).sum()), int((seen == original[chosen]).sum())
+        for share, count, size in ((0.15, n, total), (0.8, hidden, n), (0.1, kept, n), (0.1, n - hidden - kept, n)):
+            assert abs(count - share * size) < 4 * (size * share * (1 - share)) ** 0.5 + 0.01 * size
+    assert (batch["labels"] != IGNORED).any(1).all()
+
+
+def test_masks_depend_on_epoch_and_index_alone(bert: Tokenizer) -> None:
+    one, two = (make_examples("mlm", documents(TEXT * 9), bert, DataConfig(seq_len=32), seed=5) for _ in range(2))
+    torch.manual_seed(3)
+    forward, backward = all_of(one), [two.at(0, k) for k in reversed(range(len(two)))][::-1]
+    assert forward == backward != all_of(one, 1)
+    assert forward != all_of(make_examples("mlm", documents(TEXT * 9), bert, DataConfig(seq_len=32), seed=6))
+    assert pickle.loads(pickle.dumps(one)).at(0, 1) == forward[1]  # noqa: S301
+
+
+def test_one_token_is_always_masked_and_blocks_are_framed(bert: Tokenizer) -> None:
+    data = DataConfig(seq_len=3, mlm_probability=1e-9)
+    examples = make_examples("mlm", documents("ab", "c"), bert, data)
+    for ids, _ in all_of(examples):
+        assert (ids[0], ids[-1], len(ids)) == (bert.cls_id, bert.sep_id, 3)
+    a, b = bert.encode("ab", special=False)
+    [c] = bert.encode("c", special=False)
+    # The block that holds nothing but the [SEP] between the documents has nothing to predict.
+    assert [labels for _, labels in all_of(examples)] == [[IGNORED, x, IGNORED] for x in (a, b, IGNORED, c)]
+
+
+# ---- seq2seq
+
+def test_pairs(roberta: Tokenizer) -> None:
+    data = DataConfig(source_prefix="say: ", seq_len=12, target_len=5)
+    records = rows({"source": "to be", "target": "or"}, {"source": TEXT, "target": TEXT})
+    examples = make_examples("seq2seq", records, roberta, data)
+    batch = examples.collate(all_of(examples))
+    assert sorted(batch) == ["attention_mask", "input_ids", "labels"]
+    source = roberta.encode("say: to be")
+    assert batch["input_ids"][0].tolist() == source + [roberta.pad_id] * (12 - len(source))
+    assert batch["attention_mask"].sum(1).tolist() == [len(source), 12]
+    eos = roberta.eos_id
+    target = [*roberta.encode("or", special=False), eos]
+    assert batch["labels"][0].tolist() == target + [IGNORED] * (5 - len(target))
+    assert batch["labels"][1].tolist() == [*roberta.encode(TEXT, special=False)[:4], eos]
+    assert batch["input_ids"][1, -1] == eos
+    assert describe_sample(batch, roberta) == "<s>say: to be</s>\n  target: [[or</s>]]"
+    assert list(texts_of("seq2seq", records, data))[:2] == ["to be", "or"]
+
+
+def test_a_source_ends_in_the_end_of_text_whatever_the_template(bpe: Tokenizer) -> None:
+    records = rows({"source": "to", "target": "be"}, {"source": TEXT, "target": TEXT})
+    examples = make_examples("seq2seq", records, bpe, DataConfig(seq_len=6))
+    assert examples.at(0, 0) == ([*bpe.encode("to"), 0], [*bpe.encode("be"), 0])
+    assert examples.at(0, 1) == ([*bpe.encode(TEXT)[:5], 0],) * 2
+
+
+# ---- classify
+
+def test_classes_by_number_and_by_name(bert: Tokenizer) -> None:
+    for values, names in ((["1", "0", "1"], ("LABEL_0", "LABEL_1")), ([2, 0, 1], ("LABEL_0", "LABEL_1", "LABEL_2")),
+                          (["yes", "no", "yes"], ("no", "yes"))):
+        records = rows(*({"text": "a b", "label": v} for v in values))
+        examples = make_examples("classify", records, bert, DataConfig())
+        assert examples.names == names == label_names(records, DataConfig())
+        wanted = [names.index(v) if v in names else int(v) for v in values]
+        batch = examples.collate(all_of(examples))
+        assert batch["labels"].tolist() == wanted and batch["labels"].dtype == torch.int64
+    held = make_examples("classify", rows({"text": "a", "label": "yes"}), bert, DataConfig(), names=("no", "yes"))
+    assert held.at(0, 0)[2] == 1
+
+
+def test_pairs_of_texts_are_cut_like_transformers(bert: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    bert.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+    data = DataConfig(text_key="s1", pair_key="s2", seq_len=20)
+    pairs = [("to be", "or not to be"), (TEXT, "a b"), ("a", TEXT), (TEXT, TEXT)]
+    records = rows(*({"s1": a, "s2": b, "label": k % 2} for k, (a, b) in enumerate(pairs)))
+    examples = make_examples("classify", records, bert, data)
+    batch = examples.collate(all_of(examples))
+    wanted = theirs([a for a, _ in pairs], [b for _, b in pairs], truncation=True, max_length=20, padding=True,
+                    return_token_type_ids=True, return_tensors="pt")
+    for key in ("input_ids", "attention_mask", "token_type_ids"):
+        assert torch.equal(batch[key], wanted[key]), key
+    single = make_examples("classify", records, bert, DataConfig(text_key="s1"))
+    assert "token_type_ids" not in single.collate(all_of(single))
+    assert "label: LABEL_1" in describe_sample(examples.collate([examples.at(0, 1)]), bert, examples.names)
+
+
+# ---- the sample that is shown
+
+def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
+    data = DataConfig(seq_len=len(bpe.encode("to be or")))
+    blocks = make_examples("lm", documents("to be or"), bpe, data, train=False)
+    shown = describe_sample(blocks.collate(all_of(blocks)), bpe)
+    assert shown.replace("[[", "").replace("]]", "") == "to be or" and shown.count("[[") == 1 and shown.endswith("]]")
+    packed = make_examples("lm", documents("to", "be or"), bpe, DataConfig(seq_len=64, packing=True))
+    assert describe_sample(packed.collate(all_of(packed)), bpe).endswith("<|endoftext|>]]")
+    masked = make_examples("mlm", documents(TEXT), bert, DataConfig(seq_len=16))
+    assert "[[[MASK] -> " in describe_sample(masked.collate(all_of(masked)[:1]), bert)
+
+
+# ---- refusals
+
+@pytest.mark.parametrize("objective, fields, data, said", [
+    ("lm", {"txt": "a"}, {}, "line 1: no field 'text'; did you mean 'txt'"),
+    ("lm", {"text": ""}, {}, "0 tokens in all"),
+    ("lm", {"text": ""}, {"packing": True}, "no token in all texts"),
+    ("lm", {"q": "a"}, {"prompt_key": "q"}, "data.response_key: absent"),
+    ("lm", {"q": "a", "a": ""}, {"prompt_key": "q", "response_key": "a"}, "line 1: a has no token"),
+    ("mlm", {"text": "a"}, {}, "no mask token"),
+    ("seq2seq", {"source": "a"}, {}, "line 1: no field 'target'"),
+    ("classify", {"text": "a", "label": None}, {}, "label is None"),
+    ("classify", {"text": "a", "label": 0}, {}, "only the class LABEL_0"),
+    ("classify", {"text": "a", "label": 3}, {}, r"the labels \[3\]"),
+    ("mlmm", {"text": "a"}, {}, "did you mean 'mlm'"),
+])
+def test_refusals(bpe: Tokenizer, objective: Any, fields: dict[str, Any], data: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said) as error:
+        make_examples(objective, rows(fields), bpe, DataConfig(**data))
+    assert "\n" not in str(error.value)
+
+
+def test_more_refusals(bpe: Tokenizer, bert: Tokenizer) -> None:
+    with pytest.raises(InputError, match="no record"):
+        make_examples("lm", [], bpe, DataConfig())
+    with pytest.raises(InputError, match="without an end of text"):
+        make_examples("seq2seq", rows({"source": "a", "target": "b"}), bert, DataConfig())
+    with pytest.raises(InputError, match=r"data\.seq_len: 2; room"):
+        make_examples("mlm", documents("a"), bert, DataConfig(seq_len=2))
+    two = DataConfig(text_key="s", label_key="y")
+    with pytest.raises(InputError, match=r"data.jsonl: line 1: y is 'maybe'; known: no, yes"):
+        make_examples("classify", rows({"s": "a", "y": "maybe"}), bert, two, names=("no", "yes"))
+    with pytest.raises(InputError, match=r"line 1: y is 2; 0 to 1 are known"):
+        make_examples("classify", rows({"s": "a", "y": 2}), bert, two, names=("LABEL_0", "LABEL_1"))
+    with pytest.raises(InputError, match=r"line 2: y is 1"):
+        make_examples("classify", rows({"s": "a", "y": "no"}, {"s": "a", "y": 1}), bert, two)
+    with pytest.raises(InputError, match="line 1: no token in its text"):
+        make_examples("classify", rows({"s": "", "y": 0}, {"s": "a", "y": 1}), bpe, two)
+
+
+def test_ids_that_the_model_lacks_are_named(bpe: Tokenizer) -> None:
+    high = bpe.encode(TEXT, special=False)
+    place = high.index(max(high))
+    offset = bpe.offset(TEXT, place)
+    vocab = max(high)
+    with pytest.warns(UserWarning, match=f"{bpe.vocab_size} tokens where the model has {vocab}"), \
+            pytest.raises(InputError, match=rf"0.txt: character {offset}: token {place} .* has id {vocab}, the model"):
+        make_examples("lm", documents(TEXT), bpe, DataConfig(), vocab=vocab)
+    with pytest.warns(UserWarning), pytest.raises(InputError, match=rf"line 2: character {offset}, token {place}"):
+        make_examples("classify", rows({"text": "z", "label": 0}, {"text": TEXT, "label": 1}), bpe, DataConfig(),
+                      vocab=vocab)
+    with pytest.warns(UserWarning):  # a warning alone where the data holds none
+        make_examples("lm", documents("zzz"), bpe, DataConfig(), vocab=vocab)
+    make_examples("lm", documents(TEXT), bpe, DataConfig(), vocab=bpe.vocab_size)
+    with pytest.raises(InputError, match="a special token has id"):
+        make_examples("lm", documents("a"), train_tokenizer([TEXT], 300, "roberta"), DataConfig(), vocab=2)
+
+
+def test_a_character_that_training_lacked_is_named_by_file_and_offset() -> None:
+    tokenizer = CharTokenizer.train(["abc"])
+    with pytest.raises(InputError, match=r"e.txt: character 102: 'Z' is not in the vocabulary"):
+        make_examples("lm", [Record({"text": "abZ"}, "e.txt", None, start=100)], tokenizer, DataConfig())
+    with pytest.raises(InputError, match=r"data.jsonl: line 1: character 2, 'Z' is not"):
+        make_examples("lm", rows({"text": "abZ"}), tokenizer, DataConfig())
