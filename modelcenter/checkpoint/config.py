@@ -28,10 +28,25 @@ class Key:
     always: bool = False  # read even where the key is absent
 
 
-def choice(name: str, field: str, values: Mapping[str, Any]) -> dict[str, Key]:
-    """A key whose value is one of a few words, each a mechanism of ours; the first word for a mechanism is the one written."""
+def choice(name: str, field: str, values: Mapping[str, Any], **also: Mapping[str, Any]) -> dict[str, Key]:
+    """A key whose value is one of a few words, each a mechanism of ours; the first word for a mechanism is the one written.
+
+    `also` names further keys that follow from the word, and their value for each: a file must agree with itself.
+    """
     words = {id(value): word for word, value in reversed(list(values.items()))}
-    return {name: Key(field, lambda v, _: values[v], lambda m: {name: words[id(m)]}, tuple(values))}
+
+    def read(word: Any, whole: Mapping[str, Any]) -> Any:
+        mechanism = values[word]
+        for key, by in also.items():
+            if whole.get(key, by[word]) != by[word]:
+                refuse("config.json", key, repr(whole[key]), f"{by[word]!r}, as {name} {word!r} has it")
+        return mechanism
+
+    def write(mechanism: Any) -> dict[str, Any]:
+        word = words[id(mechanism)]
+        return {name: word} | {key: by[word] for key, by in also.items()}
+
+    return {name: Key(field, read, write, tuple(values))}
 
 
 def token(name: str, field: str) -> dict[str, Key]:
@@ -162,7 +177,7 @@ def check(value: Any, hint: Any, file: Any, key: str) -> Any:
 
 
 def write(config: Config) -> dict[str, Any]:
-    """The config.json of `config`: every key it came with, changed only where the field no longer says the same."""
+    """The config.json of `config`: what it came with, changed only where a field no longer says the same."""
     cls, out = type(config), dict(config.file)
     try:
         before = read(cls, config.file, "config.json") if config.file else None
@@ -173,7 +188,7 @@ def write(config: Config) -> dict[str, Any]:
         name = next((k for k in key.split("|") if k in out), key.split("|")[0])
         target = cls.hf.keys[key]
         same = before is not None and getattr(before, now) == getattr(config, now)
-        if same and (name in out or isinstance(target, Key) and target.always):
+        if same:
             continue
         out |= target.write(getattr(config, now)) if isinstance(target, Key) else {name: getattr(config, now)}
     if not config.file:  # a file that came without them goes without them

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..errors import refuse
+from ..ops.cross_entropy import IGNORE
 from .block import Block
 from .position import Angles
 from .view import Cache, Packing, View, merge
@@ -50,6 +51,28 @@ class Batch:
         return self.packing.longest if self.packing is not None else self.keys
 
     @property
+    def decoder(self) -> "Batch":
+        """The decoder's side, which every batch of an encoder-decoder has."""
+        assert self.target is not None
+        return self.target
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The encoder's output, where an earlier step has left it in the cache."""
+        return None if self.cache is None else self.cache.memory
+
+    def remember(self, memory: Tensor) -> Tensor:
+        """Leave the encoder's output in the cache, if there is one."""
+        if self.cache is not None:
+            self.cache.memory = memory
+        return memory
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Queries and keys of the longest sequence, which a bias covers."""
+        return (self.queries, self.keys) if self.packing is None else (self.longest, self.longest)
+
+    @property
     def at(self) -> Tensor:
         """The position of every token within its sequence (1|b s)."""
         if self.positions is not None:
@@ -61,11 +84,8 @@ class Batch:
 
     def view(self, *, causal: bool = False, bias: Tensor | None = None, angles: Angles | None = None) -> View:
         """Self-attention over these tokens; `bias` (1|b h s|1 t) of the longest sequence where they are packed."""
-        if self.packing is not None:
-            longest = self.longest
-            mask, rule = merge(longest, longest, self.x.device, causal=causal, real=None, bias=bias)
-        else:
-            mask, rule = merge(self.queries, self.keys, self.x.device, causal=causal, real=self.mask, bias=bias)
+        real = self.mask if self.packing is None else None
+        mask, rule = merge(*self.span, self.x.device, causal=causal, real=real, bias=bias)
         return View(mask, rule, self.packing, angles, cache=self.cache)
 
     def across(self, memory: Tensor, source: "Batch") -> View:
@@ -121,19 +141,35 @@ def batch_of(
     encoder_decoder: bool,
 ) -> Batch:
     """A model's arguments as a `Batch`; see `Model.forward`."""
-    q = None if lengths_q is None else lengths_q.tolist()
-    k = q if lengths_k is None else lengths_k.tolist()
-    if q is not None and x is not None:
+    q: list[int] | None = None if lengths_q is None else lengths_q.tolist()
+    k: list[int] | None = q if lengths_k is None else lengths_k.tolist()
+    if q is not None and k is not None and x is not None:
         check_packing(k if encoder_decoder else q, x, "cu_seq_lens_k" if encoder_decoder else "cu_seq_lens_q")
     side = None
-    if target is not None:
+    if encoder_decoder:
+        if target is None:
+            refuse(None, "decoder_input_ids", "missing", "decoder_input_ids (b s), or labels to make them of")
+        if q is not None:
+            check_packing(q, target, "cu_seq_lens_q")
         side = Batch(target, boolean(target_mask), packing=None if q is None else Packing(q, q), cache=cache)
-    packing = None if q is None else Packing(k if encoder_decoder else q, k)
+        cache = None  # the decoder's alone
+    packing = None if q is None or k is None else Packing(k if encoder_decoder else q, k)
     if x is None:
-        if cache is None or cache.memory is None:
+        if side is None or side.memory is None:
             refuse(None, "input_ids", "missing", "token ids (b s), or inputs_embeds (b s dim)")
         x = torch.empty(0, 0)
     return Batch(x, boolean(mask), positions, segments, packing, cache, labels, side)
+
+
+def shift_right(labels: Tensor, lengths: Tensor | None, start: int, pad: int) -> Tensor:
+    """What a decoder reads to write `labels` (b s): these one to the right, `start` first in each sequence, `pad` for -100.
+
+    `lengths`: n + 1 cumulative lengths where sequences are packed into one row.
+    """
+    ids = torch.nn.functional.pad(labels[:, :-1], (1, 0), value=start)
+    if lengths is not None:
+        ids[:, lengths[:-1][lengths.diff() > 0].long()] = start
+    return ids.masked_fill(ids == IGNORE, pad)
 
 
 def boolean(mask: Tensor | None) -> Tensor | None:

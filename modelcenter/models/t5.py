@@ -1,0 +1,148 @@
+"""T5: an encoder-decoder with relative position biases and unscaled attention. Raffel et al., 2019.
+
+v1.1 and FLAN (Shazeer, 2020; Chung et al., 2022) gate the feed-forward layer and give the head a matrix of its own. In
+fp16 the feed-forward layer of the published weights overflows: use bf16 or fp32.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from .. import ops
+from ..checkpoint.config import Config, Key, Table, choice, token
+from ..layers import FFN, Attention, Batch, Embedding, GatedFFN, LMHead, PreNorm, RelativeBias, RMSNorm, Stack
+from ..names import Row, Shape
+from ..ops import Op
+from ..registry import Model, Preset, Task, register
+
+ACTS = {"relu": ops.relu, "gated-gelu": ops.geglu_tanh, "gated-silu": ops.swiglu}
+WIDE = dict(dim=1024, head_dim=128, layers=24)
+GATED = dict(act=ops.geglu_tanh, scale=False, tie=False)
+V1_1 = {  # FLAN has the same sizes
+    "small": (76_961_152, dict(hidden=1024, heads=6, layers=8)),
+    "base": (247_577_856, dict(dim=768, hidden=2048, heads=12, layers=12)),
+    "large": (783_150_080, dict(dim=1024, hidden=2816, heads=16, layers=24)),
+    "xl": (2_849_757_184, dict(dim=2048, hidden=5120, heads=32, layers=24)),
+    "xxl": (11_135_332_352, dict(dim=4096, hidden=10240, heads=64, layers=24)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Config(Config):
+    vocab: int = 32128
+    dim: int = 512
+    head_dim: int = 64
+    hidden: int = 2048
+    heads: int = 8
+    layers: int = 6
+    decoder_layers: int | None = None  # as many as the encoder
+    buckets: int = 32
+    max_distance: int = 128
+    eps: float = 1e-6
+    act: Op = ops.relu
+    dropout: float = 0.1
+    start: int = 0  # the token that the decoder reads first
+    scale: bool = True  # the head reads its input over sqrt(dim)
+    tie: bool = True
+
+    hf = Table(
+        "t5",
+        {
+            "vocab_size": "vocab", "d_model": "dim", "d_kv": "head_dim", "d_ff": "hidden", "num_heads": "heads",
+            "num_layers": "layers", "num_decoder_layers": "decoder_layers", "layer_norm_epsilon": "eps",
+            "relative_attention_num_buckets": "buckets", "relative_attention_max_distance": "max_distance",
+            **choice(
+                "feed_forward_proj", "act", ACTS,  # `gated-gelu` has always meant the tanh one
+                dense_act_fn={"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"},
+                is_gated_act={"relu": False, "gated-gelu": True, "gated-silu": True},
+            ),
+            "dropout_rate": "dropout", **token("decoder_start_token_id", "start"),
+            # before transformers 5 `tie_word_embeddings` said whether to scale; the tensors say what is tied
+            "scale_decoder_outputs": Key(
+                "scale", lambda v, c: c.get("tie_word_embeddings") is not False if v is None else {True: True, False: False}[v],
+                lambda v: {"scale_decoder_outputs": v}, always=True,
+            ),
+            "tie_word_embeddings": Key("tie", lambda v, c: True, lambda v: {"tie_word_embeddings": v}, always=True),
+        },
+        fixed={"is_encoder_decoder": True, "is_decoder": False},
+    )  # fmt: skip
+
+
+@register
+class T5(Model):
+    Config = T5Config
+    default_task = "seq2seq"
+    encoder_decoder = True
+
+    def __init__(self, c: T5Config):
+        super().__init__(c)
+        norm = partial(RMSNorm, c.dim, c.eps)
+        attn = partial(Attention, c.dim, c.heads, head_dim=c.head_dim, bias=False, scale=1.0, dropout=c.dropout)
+        ffn = partial(FFN if c.act is ops.relu else GatedFFN, c.dim, c.hidden, c.act, bias=False, dropout=c.dropout)
+        block = partial(PreNorm, norm, dropout=c.dropout)
+        bias = partial(RelativeBias, c.heads, c.buckets, c.max_distance)
+        self.embed = Embedding(c.vocab, c.dim, dropout=c.dropout)
+        self.encoder = Stack((block(attn(), ffn()) for _ in range(c.layers)), norm=norm())
+        deep = c.decoder_layers or c.layers
+        self.decoder = Stack((block(attn(), ffn(), cross=attn()) for _ in range(deep)), norm=norm())
+        self.encoder_bias, self.decoder_bias = bias(bidirectional=True), bias(bidirectional=False)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def body(self, batch: Batch) -> Tensor:
+        target, memory = batch.decoder, batch.decoder.memory
+        if memory is None:
+            view = batch.view(bias=self.encoder_bias(*batch.span))
+            memory = target.remember(self.dropout(self.encoder(self.embed(batch.x), view)))
+        view = target.view(causal=True, bias=self.decoder_bias(*target.span))
+        out: Tensor = self.dropout(self.decoder(self.embed(target.x), view, target.across(memory, batch)))
+        return out
+
+    presets = {
+        "t5-small": Preset("google-t5/t5-small", 60_506_624),
+        "t5-base": Preset("google-t5/t5-base", 222_903_552, dict(dim=768, hidden=3072, heads=12, layers=12)),
+        "t5-large": Preset("google-t5/t5-large", 737_668_096, dict(dim=1024, hidden=4096, heads=16, layers=24)),
+        "t5-3b": Preset("google-t5/t5-3b", 2_851_598_336, WIDE | dict(hidden=16384, heads=32)),
+        "t5-11b": Preset("google-t5/t5-11b", 11_307_321_344, WIDE | dict(hidden=65536, heads=128)),
+        **{
+            f"{name}-{size}": Preset(f"google/{name}-{size}", count, {**sizes, **GATED})
+            for name in ("t5-v1_1", "flan-t5") for size, (count, sizes) in V1_1.items()
+        },
+    }  # fmt: skip
+
+    tasks = {
+        "seq2seq": Task(
+            "T5ForConditionalGeneration",
+            lambda c: LMHead(c.dim, c.vocab, shift=False, scale=c.dim**-0.5 if c.scale else 1.0),
+            (("lm_head", "head.out"),),
+        ),
+        "backbone": Task("T5Model"),
+    }
+    # a file without `shared` holds a copy of it, first an embedding: its head may be another matrix
+    aliases = dict.fromkeys((f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")), "shared.weight")
+    aliases["lm_head.weight"] = "shared.weight"
+    ignored = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # in old files; never used
+
+    @staticmethod
+    def tied(c: T5Config) -> Mapping[str, str]:
+        return {"head.out.weight": "embed.tokens.weight"} if c.tie else {}
+
+    def init_std(self, name: str, shape: Shape) -> float:
+        # as the authors': what attention does not scale, its queries do
+        c, factor = self.config, float(self.config.get("initializer_factor", 1.0))
+        fan = 1 if name == "embed.tokens.weight" else c.dim if name.endswith("table.weight") else shape[-1]
+        return float(factor * (fan * c.head_dim if name.endswith(".q.weight") else fan) ** -0.5)
+
+    @staticmethod
+    def names(c: T5Config) -> Iterator[Row]:
+        yield "shared", "embed.tokens"
+        ffn = {"wi": "up", "wo": "down"} if c.act is ops.relu else {"wi_0": "gate", "wi_1": "up", "wo": "down"}
+        layers = (("SelfAttention", "attn"), ("EncDecAttention", "cross"), ("DenseReluDense", "ffn"))
+        for stack, parts in (("encoder", layers[::2]), ("decoder", layers)):
+            yield f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias", f"{stack}_bias.table"
+            yield f"{stack}.final_layer_norm", f"{stack}.norm"
+            for i, (theirs, ours) in enumerate(parts):
+                yield f"{stack}.block.{{}}.layer.{i}.layer_norm", f"{stack}.blocks.{{}}.{ours}_norm"
+                for their, our in ffn.items() if ours == "ffn" else zip("qkvo", "qkvo", strict=True):
+                    yield f"{stack}.block.{{}}.layer.{i}.{theirs}.{their}", f"{stack}.blocks.{{}}.{ours}.{our}"
