@@ -318,6 +318,9 @@ def test_more_refusals(bpe: Tokenizer, bert: Tokenizer) -> None:
         make_examples("seq2seq", rows({"source": "a", "target": "b"}), bert, DataConfig())
     with pytest.raises(InputError, match=r"data\.seq_len: 2; room"):
         make_examples("mlm", documents("a"), bert, DataConfig(seq_len=2))
+    with pytest.raises(InputError, match=r"data\.seq_len: 2; room"):
+        make_examples("classify", rows({"text": "a", "label": 0}, {"text": "a", "label": 1}), bert,
+                      DataConfig(seq_len=2, pair_key="text"))
     two = DataConfig(text_key="s", label_key="y")
     with pytest.raises(InputError, match=r"data.jsonl: line 1: y is 'maybe'; known: no, yes"):
         make_examples("classify", rows({"s": "a", "y": "maybe"}), bert, two, names=("no", "yes"))

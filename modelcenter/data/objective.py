@@ -100,6 +100,8 @@ class Reader:
             self.encode(record, second or "")
         if not ids:
             record.refuse("no token in its text", "a text is wanted")
+        if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
+            refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones is wanted")
         return ids, segments
 
     def check(self, record: Record, text: str, ids: list[int]) -> list[int]:
