@@ -1,0 +1,19 @@
+"""Training. The package is callable: `modelcenter.train(recipe, machine, overrides)` is `train.loop.train`.
+
+The function and this folder share a name, and importing a folder's module puts the folder in the function's place; so the folder
+answers the call.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class Train(ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        from .loop import train
+
+        return train(*args, **options)
+
+
+sys.modules[__name__].__class__ = Train
