@@ -8,13 +8,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from modelcenter import __version__
-from modelcenter.config import COMMAND_LINE, KEY, bind, describe, find, names, override, packaged
+from modelcenter.config import COMMAND_LINE, KEY, bind, describe, find, names, override, packaged, to_dict
 from modelcenter.errors import InputError, nearest, printable, refuse
+
+if TYPE_CHECKING:
+    from modelcenter.parallel.machine import Machine
+    from modelcenter.train.recipe import Recipe
 
 T = TypeVar("T")
 
@@ -66,8 +70,8 @@ def take_apart(argv: Sequence[str]) -> Arguments:
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            key, equals, value = word.partition("=")
-            if equals and KEY.fullmatch(key):  # ./a=b is a path
+            if is_setting(word):
+                key, _, value = word.partition("=")
                 args.settings.append(f"{key.replace('-', '_')}={value}")
             else:
                 args.names.append(word)
@@ -82,13 +86,19 @@ def take_apart(argv: Sequence[str]) -> Arguments:
         if not word.startswith("--"):
             refuse(COMMAND_LINE, word, "unknown option", "write key=value or --key value")
         if not equals:
-            alone = not rest or rest[0].startswith("--")
+            alone = not rest or rest[0].startswith("--") or is_setting(rest[0])
             value = ("auto" if key == "resume" else "true") if alone else rest.pop(0)
         if key == "machine":
             args.machine = value
         else:
             args.settings.append(f"{key}={value}")
     return args
+
+
+def is_setting(word: str) -> bool:
+    """Whether `word` reads key=value; `./a=b` is a path."""
+    key, equals, _ = word.partition("=")
+    return bool(equals and KEY.fullmatch(key))
 
 
 def run(args: Arguments) -> Answer:
@@ -127,6 +137,101 @@ def manual(verb: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- verbs
+
+
+def train(args: Arguments) -> Answer:
+    """Train as a recipe says.
+
+    modelcenter train RECIPE [--machine M] [key=value ...] [machine.key=value ...]
+
+    RECIPE is a bare name (modelcenter list recipes) or a path; modelcenter list keys says what can be set, and
+    modelcenter copy RECIPE puts the file here to be edited.
+    """
+    recipe, machine = run_of(args)
+    from modelcenter.train.loop import train
+
+    run = train(recipe, machine)
+    last = ", ".join(f"{key} {value:.6g}" for key, value in run.metrics.items() if isinstance(value, float))
+    data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
+    return Answer(f"{run.output_dir}: step {run.step}, {last}", data)
+
+
+def evaluate(args: Arguments) -> Answer:
+    """Say how well a model does on a recipe's evaluation data.
+
+    modelcenter evaluate RUN|RECIPE [--machine M] [key=value ...]
+
+    RUN is the output folder of a run: its recipe and its trained model. With a RECIPE, give model=FOLDER.
+    """
+    folder = Path(args.names[0]) if args.names else None
+    if folder is not None and (folder / "recipe.yaml").is_file():
+        recipe, machine = run_of(replace(args, names=[str(folder / "recipe.yaml"), *args.names[1:]]))
+        recipe = replace(recipe, model=str(folder / "model"), tokenizer=None, init="pretrained", config={})
+    else:
+        recipe, machine = run_of(args)
+    if recipe.data.eval_path is None and not recipe.data.eval_fraction:
+        refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")
+    from modelcenter.train.evaluate import evaluate
+    from modelcenter.train.loop import autocast
+    from modelcenter.train.prepare import prepare, resolve
+
+    recipe, device = resolve(recipe, machine)
+    setup = prepare(recipe, machine, device)
+    assert setup.eval_loader is not None
+    with autocast(recipe.precision, device):
+        results = evaluate(setup.model, setup.eval_loader.once(), recipe.objective)
+    return Answer("\n".join(f"{key} {value:.6g}" for key, value in results.items()), results)
+
+
+def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
+    """The recipe and the machine that a command line names, `machine.key=value` put over the latter."""
+    from modelcenter.parallel.machine import Machine, load_machine
+    from modelcenter.train.recipe import load_recipe
+
+    own = [setting for setting in args.settings if setting.startswith("machine.")]
+    (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
+    recipe = load_recipe(name, [setting for setting in args.settings if setting not in own])
+    machine = to_dict(load_machine(args.machine) if args.machine is not None else Machine())
+    over = override(machine, [setting.removeprefix("machine.") for setting in own])
+    return recipe, bind(Machine, over, COMMAND_LINE, "machine.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What `generate` takes."""
+
+    model: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
+    prompt: str = field(metadata={"help": "the text to go on with, or to translate", "min": 1})
+    max_new_tokens: int = field(default=64, metadata={"help": "where to stop at the latest", "min": 1})
+    do_sample: bool = field(default=False, metadata={"help": "draw each token instead of taking the likeliest"})
+    temperature: float = field(default=1.0, metadata={"help": "divides the scores before drawing", "above": 0})
+    top_k: int = field(default=0, metadata={"help": "draw among so many tokens; 0: all", "min": 0})
+    top_p: float = field(default=1.0, metadata={"help": "draw among tokens of this mass", "above": 0, "max": 1})
+    seed: int | None = field(default=None, metadata={"help": "of the draws; absent: another each time", "min": 0})
+
+
+def generate(args: Arguments) -> Answer:
+    """Go on with a text, greedily or by sampling.
+
+    modelcenter generate MODEL PROMPT [max_new_tokens=64]
+    modelcenter generate MODEL PROMPT --do-sample [temperature=1.0] [top_k=0] [top_p=1.0] [seed=...]
+    """
+    asked = settings(Generation, args, ["model", "prompt"])
+    import torch
+
+    from modelcenter.checkpoint.hub import resolve
+    from modelcenter.data.tokenizer import load_tokenizer
+    from modelcenter.registry import load, presets
+
+    folder = resolve(asked.model, presets={name: preset.hub for name, (_, preset) in presets().items()})
+    tokenizer, model = load_tokenizer(folder), load(folder)
+    ids = torch.tensor([tokenizer.encode(asked.prompt)])
+    if not ids.numel():
+        refuse(COMMAND_LINE, "prompt", repr(asked.prompt), "a text of at least one token")
+    options = {key: value for key, value in to_dict(asked).items() if key not in ("model", "prompt")}
+    new = model.generate(ids, **options)[0]
+    text = tokenizer.decode(new.tolist())
+    return Answer(text, {"prompt": asked.prompt, "text": text, "ids": new.tolist()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +361,9 @@ def doctor(args: Arguments) -> Answer:
 
 
 VERBS: dict[str, Callable[[Arguments], Answer]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "generate": generate,
     "convert": convert,
     "list": list_,
     "copy": copy,

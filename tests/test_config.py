@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modelcenter.config import DEPTH, NODES, SIZE, assignments, bind, describe, dump_yaml, merge, override, parse
-from modelcenter.config import read_recipe, to_dict
+from modelcenter.config import (
+    DEPTH,
+    NODES,
+    SIZE,
+    assignments,
+    bind,
+    describe,
+    dump_yaml,
+    merge,
+    override,
+    parse,
+    read_recipe,
+    to_dict,
+)
 from modelcenter.errors import InputError, MissingError, refuse
 
 
@@ -81,12 +94,12 @@ def test_refused(case: str, tmp_path: Path) -> None:
     text, found = REFUSED[case]
     file = tmp_path / "r.yaml"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(InputError) as refused:
         read_recipe(file)
     assert str(refused.value).startswith(f"{file}: {found}")
     assert "\n" not in str(refused.value) and len(str(refused.value)) <= 300
-    assert time.perf_counter() - began < 3  # 0.5 s when alone
+    assert time.process_time() - began < 2  # 0.5 s at most when nothing else runs
 
 
 def test_refused_bytes(tmp_path: Path) -> None:
@@ -95,7 +108,7 @@ def test_refused_bytes(tmp_path: Path) -> None:
         file.write_bytes(raw)
         with pytest.raises(InputError, match=found):
             read_recipe(file)
-    file.write_bytes(b"a: 1" + b"#" * 0 + b" " * (SIZE - 4))
+    file.write_bytes(b"a: 1" + b" " * (SIZE - 4))
     assert read_recipe(file) == {"a": 1}
 
 
@@ -113,8 +126,8 @@ def test_refused_files(tmp_path: Path) -> None:
 
 def test_scalars() -> None:
     """YAML 1.2's core schema: PyYAML alone reads 1e-5 as text, `no` as false, 010 as 8 and 1:30 as 90."""
-    text = "[3e-4, 1e-5, 1E5, .5, 5., -2, +3, 0, true, False, null, ~, no, on, 010, 1:30, 0x1F, 1_000, 2024-01-01, '1', \"true\"]"
-    assert parse(text) == [
+    words = "3e-4, 1e-5, 1E5, .5, 5., -2, +3, 0, true, False, null, ~, no, on, 010, 1:30, 0x1F, 1_000, 2024-01-01"
+    assert parse(f"[{words}, '1', \"true\"]") == [
         3e-4, 1e-5, 1e5, 0.5, 5.0, -2, 3, 0, True, False, None, None,
         "no", "on", "010", "1:30", "0x1F", "1_000", "2024-01-01", "1", "true",
     ]  # fmt: skip
@@ -137,23 +150,22 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_read_or_are_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "r.yaml").write_bytes(raw)
-    try:
+    with suppress(InputError):
         assert isinstance(read_recipe(tmp_path / "r.yaml"), dict)
-    except InputError:
-        pass
 
 
-SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
+TRAPS = ["no", "null", "true", "1e5", "-", "~", "a: b", "#", "nan", ".inf", "<<", "", "010", "it's", "- a", "? b"]
 TREES = st.recursive(
-    SCALARS | TEXTS | st.sampled_from(["no", "null", "1e5", "-", "~", "a: b", "#", "nan", ".inf", "<<", "", "010", "it's"]),
+    st.none() | st.booleans() | NUMBERS | TEXTS | st.sampled_from(TRAPS),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=12,
 )
 
 
 @given(st.dictionaries(TEXTS, TREES, max_size=5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_dump_reads_back_exactly(tree: dict[str, Any]) -> None:
     back = parse(dump_yaml(tree))
     assert back == tree
@@ -167,7 +179,8 @@ def test_override_wins_and_leaves_the_file_alone() -> None:
     file = {"name": "x", "inner": {"lr": 1.0, "betas": [0.5, 0.5]}, "steps": 3}
     over = override(file, ["inner.lr=3e-4", "steps=7", "flag=true", "free.layers=2", "sizes=[1, 2]"])
     assert file == {"name": "x", "inner": {"lr": 1.0, "betas": [0.5, 0.5]}, "steps": 3}
-    assert bind(Outer, over) == Outer("x", Inner(3e-4, (0.5, 0.5)), steps=7, flag=True, free={"layers": 2}, sizes=(1, 2))
+    wanted = Outer("x", Inner(3e-4, (0.5, 0.5)), steps=7, flag=True, free={"layers": 2}, sizes=(1, 2))
+    assert bind(Outer, over) == wanted
     assert bind(Outer, override(file, {"inner.lr": 2, "name": "1"})).inner.lr == 2.0
 
 
@@ -287,13 +300,16 @@ def test_an_integer_will_do_for_a_float() -> None:
         note=st.none() | TEXTS,
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_settings_survive_dump_and_bind(outer: Outer) -> None:
     assert bind(Outer, parse(dump_yaml(to_dict(outer)))) == outer
 
 
-@given(st.dictionaries(st.sampled_from(["name", "inner", "kind", "steps", "flag", "free", "sizes", "note", "x"]), TREES))
-@settings(max_examples=300, deadline=None)
+KEYS = ["name", "inner", "kind", "steps", "flag", "free", "sizes", "note"]
+
+
+@given(st.dictionaries(st.sampled_from([*KEYS, "x"]), TREES))
+@settings(max_examples=100, deadline=None)
 def test_any_tree_binds_or_is_refused(tree: dict[str, Any]) -> None:
     try:
         assert isinstance(bind(Outer, tree, "r.yaml"), Outer)
@@ -301,7 +317,7 @@ def test_any_tree_binds_or_is_refused(tree: dict[str, Any]) -> None:
         assert str(error).startswith("r.yaml: ")
 
 
-@given(st.sampled_from(["name", "inner", "inner.lr", "inner.betas", "kind", "steps", "flag", "free.x", "sizes"]), st.text())
+@given(st.sampled_from([*KEYS, "inner.lr", "inner.betas", "free.x"]), st.text())
 @settings(max_examples=300, deadline=None)
 def test_any_override_binds_or_is_refused(key: str, text: str) -> None:
     try:
@@ -317,5 +333,6 @@ def test_describe() -> None:
 
 
 def test_settings_need_no_torch() -> None:
-    code = "import sys, modelcenter.__main__, modelcenter.train.recipe, modelcenter.parallel.machine; print('torch' in sys.modules)"
+    modules = "modelcenter.__main__, modelcenter.train.recipe, modelcenter.parallel.machine"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

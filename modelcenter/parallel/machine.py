@@ -3,12 +3,11 @@
 Torch-free and without logic: `parallelize` reads it, `load_machine` finds the packaged profiles.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from modelcenter.config import bind, find, override, packaged, read_recipe
+from modelcenter.config import bind, find, packaged, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,7 @@ class Machine:
     )
 
 
-def load_machine(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Machine:
-    """The packaged profile of that bare name, or the file at that path, with `["fsdp=2", ...]` put over it."""
+def load_machine(name: str | Path) -> Machine:
+    """The packaged profile of that bare name, or the file at that path."""
     file = find(name, "machine profile", packaged("machines"))
-    return bind(Machine, override(read_recipe(file), overrides), file)
+    return bind(Machine, read_recipe(file), file)

@@ -1,0 +1,244 @@
+"""The command line from outside: status, streams, what is left behind, and that it answers at once."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelcenter.__main__ import VERBS, main, take_apart
+from modelcenter.errors import InputError
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def cli(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "modelcenter", *argv]
+    path = str(Path(__file__).parents[1])
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=os.environ | {"PYTHONPATH": path} | env)
+
+
+def seconds() -> float:
+    """Processor time of the children so far: a wall clock would time the neighbours too."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+DATA = ("data.path=a.txt",)
+REFUSED = [  # the command, how its one line goes on
+    ((), "command line: no verb; "),
+    (("trian",), "command line: trian: unknown verb; did you mean 'train'?"),
+    (("-v",), "command line: -v: unknown option; "),
+    (("--json=1", "list"), "command line: --json=1: takes no value; "),
+    (("list",), "command line: models|recipes|machines|keys: missing; "),
+    (("list", "recipe"), "command line: list recipe: unknown; did you mean 'recipes'?"),
+    (("list", "recipes", "keys"), "command line: keys: not wanted here; "),
+    (("list", "recipes", "a=b"), "command line: a=b: not wanted here; "),
+    (("doctor", "--machine", "cpu"), "command line: --machine: not wanted here; "),
+    (("copy", "finetun"), "finetun: no such recipe; did you mean 'finetune'?"),
+    (("copy", "absent.yaml"), "absent.yaml: No such file or directory; "),
+    (("convert",), "command line: source: missing; "),
+    (("convert", "a"), "command line: out: missing; "),
+    (("convert", "a", "b", "c"), "command line: c: not wanted here; "),
+    (("convert", "a", "b", "--dtyp", "bf16"), "command line: dtyp: unknown key; did you mean 'dtype'?"),
+    (("convert", "a", "b", "source=c"), "command line: source: given twice; "),
+    (("generate", "m"), "command line: prompt: missing; "),
+    (("generate", "m", "p", "temperature=0"), "command line: temperature: 0; a number above 0"),
+    (("generate", "m", "p", "top_p=1.5"), "command line: top_p: 1.5; a number above 0 and at most 1"),
+    (("generate", "m", "p", "--max-new-tokens", "0"), "command line: max_new_tokens: 0; an integer at least 1"),
+    (("train",), "command line: RECIPE: missing; "),
+    (("train", "finetun"), "finetun: no such recipe; did you mean 'finetune'?"),
+    (("train", "absent.yaml"), "absent.yaml: no such file; "),
+    (("train", "finetune", "mlm", *DATA), "command line: mlm: not wanted here; "),
+    (("train", "finetune", *DATA, "optimizer.lr=-1"), "command line: optimizer.lr: -1; a number above 0"),
+    (("train", "finetune", *DATA, "--optimizer.lr", "nan"), "command line: optimizer.lr: 'nan'; a number above 0"),
+    (("train", "finetune", *DATA, "--lr=1"), "command line: lr: unknown key; did you mean 'optimizer.lr'?"),
+    (("train", "finetune", *DATA, "batch=1", "batch=2"), "command line: batch: given twice; "),
+    (("train", "finetune", *DATA, "learning_rate=1", "optimizer.lr=1"), "command line: learning_rate: given, and so "),
+    (("train", "finetune", *DATA, "--machine", "cpuu"), "cpuu: no such machine profile; did you mean 'cpu'?"),
+    (("train", "finetune", *DATA, "machine.fsdp=0"), "command line: machine.fsdp: 0; an integer at least 1"),
+    (("train", "finetune", *DATA, "machine.thread=2"), "command line: machine.thread: unknown key; "),
+    (("train", "bad.yaml"), "bad.yaml: line 2: the anchor &x; "),
+    (("train", "twice.yaml"), "twice.yaml: model: given on line 1 and on line 2; "),
+    (("train", "deep.yaml"), "deep.yaml: line 1: nested more than 32 deep; "),
+    (("train", "good.yaml", "batch=0"), "command line: batch: 0; an integer at least 1"),
+    (("train", "none.yaml"), "none.yaml: max_steps: missing, and so is num_epochs; "),
+    (("evaluate", "good.yaml"), "data.eval_path: missing; "),
+]
+GOOD = "model: gpt2\noutput_dir: out\nmax_steps: 1\ndata: {path: a.txt}\n"
+FILES = {
+    "bad.yaml": "model: gpt2\nbatch: &x 1\n",
+    "twice.yaml": "model: gpt2\nmodel: gpt2\n",
+    "deep.yaml": "[" * 100_000,
+    "good.yaml": GOOD,
+    "none.yaml": GOOD.replace("max_steps: 1\n", ""),
+}
+
+
+@pytest.mark.parametrize(("argv", "found"), REFUSED, ids=[" ".join(argv) or "nothing" for argv, _ in REFUSED])
+def test_refused(argv: tuple[str, ...], found: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in FILES.items():
+        (here / name).write_text(text)
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    where, _, key = found.partition(": ")  # `none.yaml: ` or, with its full path, a packaged file
+    assert out == "" and err.startswith(f"modelcenter: error: {where}") and key in err
+    assert err.count("\n") == 1 and len(err) <= 320
+    assert sorted(p.name for p in here.iterdir()) == sorted(FILES)
+
+
+def test_refused_as_a_process(tmp_path: Path) -> None:
+    """Status, streams and time as a shell sees them, torch not imported."""
+    (tmp_path / "r.yaml").write_text("a: 1\x1b[2J")
+    began = seconds()
+    done = cli("train", "r.yaml", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "modelcenter: error: r.yaml: character 4: U+001B; remove the control character\n"
+    assert seconds() - began < 1  # 0.2 s when nothing else runs
+    done = cli("train", "finetune", "data.path=\x1b[2J", "b\x07tch=1", cwd=tmp_path)
+    assert done.stderr == "modelcenter: error: command line: b\\x07tch=1: not wanted here; see --help after the verb\n"
+    done = cli("train", "finetune", "--debug", "batch=0", cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "batch: 0; an integer" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["r.yaml"]
+
+
+def test_every_verb_is_refused_somewhere() -> None:
+    assert {argv[0] for argv, _ in REFUSED if argv} >= set(VERBS)
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_help_needs_no_torch_and_answers_at_once(tmp_path: Path) -> None:
+    code = "import sys; from modelcenter.__main__ import main; main(['--help']); print('torch' in sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    began = seconds()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert seconds() - began < 0.6  # 0.16 s when nothing else runs; importing torch takes 1.6
+    assert done.stdout.startswith("usage: modelcenter VERB") and done.stdout.endswith("False\n")
+    for verb in VERBS:
+        assert verb in done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    assert f"modelcenter {verb}" in capsys.readouterr().out
+
+
+def test_list(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, first in {"recipes": "classify", "machines": "cpu", "keys": "model"}.items():
+        assert main(["list", kind]) == 0
+        assert capsys.readouterr().out.startswith(first)
+        assert main(["list", kind, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["name"] == first
+
+
+def test_list_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "models", "--json"]) == 0
+    models = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert models["gpt2"]["parameters"] == "124,439,808" and models["gpt2"]["hub"] == "openai-community/gpt2"
+
+
+def test_copy(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["copy", "finetune"]) == 0
+    assert (here / "finetune.yaml").read_text().startswith("# Fine-tune")
+    (here / "finetune.yaml").write_text("mine")
+    capsys.readouterr()
+    assert main(["copy", "finetune"]) == 2
+    assert capsys.readouterr().err == (
+        "modelcenter: error: finetune.yaml: exists; move it away, or go to another folder\n"
+    )
+    assert (here / "finetune.yaml").read_text() == "mine"
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["python"] == ".".join(map(str, sys.version_info[:3])) and said["threads"] >= 1 and said["devices"]
+    assert {"torch", "transformers", "extension", "disk_free", "hub_cache", "hub_offline"} <= set(said)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("modelcenter 0.")
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(VERBS, "doctor", stop)  # type: ignore[misc]
+    assert main(["doctor"]) == 130
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m modelcenter list keys | true; echo ${{PIPESTATUS[0]}}"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("argv", "names", "settings"),
+    [
+        (["train", "r", "a.b=1", "--c", "2"], ["train", "r"], ["a.b=1", "c=2"]),
+        (["--c=2", "train", "r"], ["train", "r"], ["c=2"]),
+        (["train", "--a-b", "-1", "c-d.e=1"], ["train"], ["a_b=-1", "c_d.e=1"]),
+        (["train", "--packing", "--seed", "3"], ["train"], ["packing=true", "seed=3"]),
+        (["train", "r", "--resume"], ["train", "r"], ["resume=auto"]),
+        (["train", "r", "--resume", "--seed=1"], ["train", "r"], ["resume=auto", "seed=1"]),
+        (["convert", "./a=b", "out/c=d"], ["convert", "./a=b", "out/c=d"], []),
+        (["generate", "m", "prompt=a=b c"], ["generate", "m"], ["prompt=a=b c"]),
+        (["generate", "--do-sample", "seed=3"], ["generate"], ["do_sample=true", "seed=3"]),
+        (["train", "--k", ""], ["train"], ["k="]),
+    ],
+)
+def test_take_apart(argv: list[str], names: list[str], settings: list[str]) -> None:
+    args = take_apart([*argv, "--machine", "m.yaml", "--json"])
+    assert (args.names, args.settings, args.machine, args.json) == (names, settings, "m.yaml", True)
+
+
+def test_take_apart_refuses() -> None:
+    with pytest.raises(InputError, match="-k: unknown option"):
+        take_apart(["-k"])
+
+
+# ------------------------------------------------------------------------------------------------------------ the work
+
+
+def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One small run through every verb that does work; the numbers of one verb agree with those of another."""
+    (here / "a.txt").write_text("the cat sat on the mat. " * 60)
+    tiny = ["config.layers=1", "config.dim=16", "config.heads=2", "data.seq_len=16", "batch=4", "max_steps=4"]
+    saving = ["eval_steps=4", "save_steps=4", "schedule.warmup_steps=1", "--machine", "cpu", "machine.threads=1"]
+    command = ["train", "pretrain", "data.path=a.txt", "tokenizer=char", *tiny, *saving, "--output-dir", "out"]
+    assert main([*command, "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)
+    assert (run["output_dir"], run["step"], run["stopped"]) == ("out", 4, False)
+    assert main(command) == 2  # an output folder that exists
+    assert "holds a run already" in capsys.readouterr().err
+
+    assert main(["evaluate", "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(run["metrics"]["eval_loss"], rel=1e-5)
+
+    assert main(["convert", "out/model", "copy", "--max-shard-size", "8KB", "--dtype", "fp32"]) == 0
+    assert (here / "copy" / "model.safetensors.index.json").exists() and (here / "copy" / "tokenizer.json").exists()
+    capsys.readouterr()
+    said = []
+    for model in ("out/model", "copy"):
+        assert main(["generate", model, "the cat", "--do-sample", "seed=1", "max_new_tokens=8", "--json"]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0] == said[1] and said[0]["text"].startswith("the cat") and len(said[0]["ids"]) == len("the cat") + 8

@@ -1,0 +1,290 @@
+"""Recipes and machine profiles: the packaged ones, every alias, every refusal by file and key, and the way back."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelcenter.config import bind, describe, dump_yaml, find, names, packaged, parse, to_dict
+from modelcenter.errors import InputError, MissingError
+from modelcenter.parallel.machine import Machine, load_machine
+from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe, load_recipe
+
+BASE = "model: gpt2\noutput_dir: out\nmax_steps: 10\ndata: {path: a.txt}\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "r.yaml"
+    file.write_text(text)
+    return file
+
+
+# ------------------------------------------------------------------------------------------------------------- packaged
+
+
+def test_packaged() -> None:
+    assert names(packaged()) == ["classify", "finetune", "mlm", "pretrain", "seq2seq"]
+    assert names(packaged("machines")) == ["cpu"]
+    assert load_machine("cpu") == Machine(device="cpu")
+
+
+@pytest.mark.parametrize("name", names(packaged()))
+def test_packaged_recipe_loads(name: str) -> None:
+    recipe = load_recipe(name, ["data.path=a.txt"])
+    assert recipe.output_dir == f"runs/{name}" and recipe.resume == "never"
+    assert recipe.objective == {"pretrain": "lm", "finetune": "lm"}.get(name, name)
+    with pytest.raises(InputError, match=r"data\.path: missing"):
+        load_recipe(name)
+
+
+@pytest.mark.parametrize("name", [*names(packaged()), "machines/cpu"])
+def test_packaged_comments_tell_the_truth(name: str) -> None:
+    """Each key of a packaged file stands with the type and the default that the code has."""
+    folder, _, leaf = name.rpartition("/")
+    keys = {key.name: key for key in describe(Machine if folder else Recipe)}
+    section, seen = "", []
+    for line in find(leaf, "", packaged(*folder.split())).read_text().splitlines()[1:]:
+        indent, key, comment = re.fullmatch(r"( *)(\w+):(?: .*?)?(?:  # (.*))?", line).groups()  # type: ignore[union-attr]
+        section = section if indent else ""
+        if comment is None:
+            section = f"{key}."
+            continue
+        known = keys[section + key]
+        default = "required" if known.default is None else f"default {known.default}"
+        assert comment == f"{known.type}; {default}: {known.help}"
+        seen.append(known.name)
+    assert not {name for name in keys if "data." not in name} - set(seen)
+
+
+def test_names_and_paths(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, BASE)) == load_recipe(str(write(tmp_path, BASE)))
+    for name, found in {
+        "finetun": "finetun: no such recipe; did you mean 'finetune'?",
+        "": "'': no such recipe",
+        "none/there": "none/there: no such file",
+        "absent.yaml": "absent.yaml: no such file",
+        "../finetune": "../finetune: no such file",
+    }.items():
+        with pytest.raises(MissingError) as missing:
+            load_recipe(name)
+        assert str(missing.value).startswith(found)
+    with pytest.raises(MissingError, match="cpuu: no such machine profile; did you mean 'cpu'"):
+        load_machine("cpuu")
+
+
+# -------------------------------------------------------------------------------------------------------------- aliases
+
+SPELLED = {
+    "model_name_or_path": "x", "tokenizer_name": "x", "train_file": "x", "validation_file": "x", "max_seq_length": 77,
+    "packing": True, "learning_rate": 3e-4, "weight_decay": 0.5, "adam_epsilon": 1e-6, "lr_scheduler_type": "cosine",
+    "warmup_steps": 5, "per_device_train_batch_size": 4, "num_train_epochs": 2, "resume_from_checkpoint": "auto",
+}  # fmt: skip
+
+
+def test_every_alias_has_a_case() -> None:
+    assert set(SPELLED) == set(ALIASES) and not set(ALIASES) & {key.name for key in describe(Recipe)}
+
+
+@pytest.mark.parametrize("alias", SPELLED)
+@pytest.mark.parametrize("place", ["file", "command line"])
+def test_alias(alias: str, place: str, tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"model": "gpt2", "output_dir": "out", "max_steps": 10, "data": {"path": "a"}}
+    value = SPELLED[alias]
+    if place == "file":
+        section, _, leaf = ALIASES[alias].rpartition(".")
+        tree.get(section, tree).pop(leaf, None)
+        recipe = load_recipe(write(tmp_path, dump_yaml(tree | {alias: value})))
+    else:  # where our spelling in the file does not count as giving both
+        recipe = load_recipe(write(tmp_path, dump_yaml(tree)), [f"{alias}={value}".lower()])
+    at: Any = recipe
+    for part in ALIASES[alias].split("."):
+        at = getattr(at, part)
+    assert at == value
+
+
+@pytest.mark.parametrize("alias", SPELLED)
+def test_both_spellings_are_refused(alias: str, tmp_path: Path) -> None:
+    file = write(tmp_path, BASE)
+    with pytest.raises(InputError) as refused:
+        load_recipe(file, [f"{spelling}={SPELLED[alias]}" for spelling in (alias, ALIASES[alias])])
+    assert str(refused.value).startswith(f"command line: {alias}: given, and so is {ALIASES[alias]}; ")
+
+
+def test_both_spellings_in_a_file(tmp_path: Path) -> None:
+    for text, found in {
+        "learning_rate: 1\noptimizer: {lr: 1}": "learning_rate: given, and so is optimizer.lr",
+        "learning_rate: 1\noptimizer: 3": "learning_rate: given, and so is optimizer as a whole",
+        "bf16: true\nprecision: fp32": "bf16: given, and so is precision",
+        "adam_beta1: 0.8\noptimizer: {betas: [0.8, 0.9]}": "adam_beta1: given, and so is optimizer.betas",
+    }.items():
+        file = write(tmp_path, BASE + text)
+        with pytest.raises(InputError) as refused:
+            load_recipe(file)
+        assert str(refused.value).startswith(f"{file}: {found}")
+
+
+def test_partial_aliases(tmp_path: Path) -> None:
+    assert set(PARTIAL) == {"gradient_accumulation_steps", "bf16", "adam_beta1", "adam_beta2"}
+    file = write(tmp_path, BASE + "optimizer: {betas: [0.5, 0.6]}")
+    assert load_recipe(file, ["adam_beta2=0.95"]).optimizer.betas == (0.5, 0.95)
+    assert load_recipe(file, ["adam_beta1=0.8", "adam_beta2=0.9"]).optimizer.betas == (0.8, 0.9)
+    assert load_recipe(write(tmp_path, BASE), ["adam_beta1=0.8"]).optimizer.betas == (0.8, 0.999)
+    assert load_recipe(file, ["bf16=true"]).precision == "bf16"
+    assert load_recipe(file, ["bf16=false"]).precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "batch", "micro"),
+    [
+        ("micro_batch: 4\ngradient_accumulation_steps: 3", [], 12, 4),
+        ("batch: 12\ngradient_accumulation_steps: 3", [], 12, 4),
+        ("batch: 12\nmicro_batch: 4\ngradient_accumulation_steps: 3", [], 12, 4),
+        ("per_device_train_batch_size: 4\ngradient_accumulation_steps: 3", ["micro_batch=2"], 12, 2),
+        ("per_device_train_batch_size: 4\ngradient_accumulation_steps: 3", ["batch=16"], 16, 4),
+        ("batch: 12\nmicro_batch: 4", ["gradient_accumulation_steps=2"], 8, 4),
+        ("batch: 12", ["gradient_accumulation_steps=2"], 12, 6),
+        ("batch: 12\nmicro_batch: 4", ["batch=6", "gradient_accumulation_steps=2"], 6, 3),
+        ("batch: 12", ["per_device_train_batch_size=5", "gradient_accumulation_steps=2"], 10, 5),
+    ],
+)
+def test_accumulation(file: str, line: list[str], batch: int, micro: int, tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, BASE + file), line)
+    assert (recipe.batch, recipe.micro_batch) == (batch, micro)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+REFUSED = {  # what is added to a good recipe: what is said of it
+    "layers: 2": "layers: unknown key",
+    "lr: 1": "lr: unknown key; did you mean 'optimizer.lr'?",
+    "optimzer: {lr: 1}": "optimzer: unknown key; did you mean 'optimizer'?",
+    "optimizer: {name: lion}": "optimizer.name: 'lion'; adamw",
+    "optimizer: {lr: 0}": "optimizer.lr: 0; a number above 0",
+    "optimizer: {lr: .nan}": "line 5: '.nan'; a finite number",
+    "optimizer: {betas: [0.9, 1.0]}": "optimizer.betas.1: 1.0; a number at least 0 and below 1",
+    "optimizer: {eps: 0}": "optimizer.eps: 0; a number above 0",
+    "optimizer: {weight_decay: -0.1}": "optimizer.weight_decay: -0.1; a number at least 0",
+    "schedule: {name: step}": "schedule.name: 'step'; linear | cosine | constant",
+    "schedule: {warmup_steps: -1}": "schedule.warmup_steps: -1; an integer at least 0",
+    "schedule: {min_lr_ratio: 2}": "schedule.min_lr_ratio: 2; a number at least 0 and at most 1",
+    "batch: 0": "batch: 0; an integer at least 1",
+    "batch: 8.0": "batch: 8.0; an integer at least 1",
+    "batch: true": "batch: true; an integer at least 1",
+    "micro_batch: 3": "batch: 8 is no multiple of micro_batch 3",
+    "micro_batch: 16": "batch: 8 is no multiple of micro_batch 16",
+    "gradient_accumulation_steps: 3": "gradient_accumulation_steps: 3 without batch or micro_batch",
+    "batch: 8\ngradient_accumulation_steps: 3": "gradient_accumulation_steps: batch 8 is no multiple of 3",
+    "batch: 8\nmicro_batch: 2\ngradient_accumulation_steps: 3": "gradient_accumulation_steps: 3 x micro_batch 2 is not",
+    "gradient_accumulation_steps: 0": "gradient_accumulation_steps: 0; an integer at least 1",
+    "bf16: 1": "bf16: 1; true or false",
+    "adam_beta1: 1": "adam_beta1: 1; a number at least 0 and below 1",
+    "precision: fp16": "precision: 'fp16'; auto | bf16 | fp32",
+    "num_epochs: 0": "num_epochs: 0; a number above 0",
+    "max_grad_norm: -1": "max_grad_norm: -1; a number at least 0",
+    "seed: -1": "seed: -1; an integer at least 0",
+    "seed: 4294967296": "seed: 4294967296; an integer at least 0 and at most 4294967295",
+    "logging_steps: 0": "logging_steps: 0; an integer at least 1",
+    "eval_steps: 0": "eval_steps: 0; an integer at least 1",
+    "save_steps: 0": "save_steps: 0; an integer at least 1",
+    "save_steps: 5\nsave_total_limit: 0": "save_total_limit: 0; an integer at least 1",
+    "save_total_limit: 2": "save_total_limit: 2 without save_steps",
+    "report_to: wandb": "report_to: 'wandb'; a list of tensorboard",
+    "report_to: [wandb]": "report_to.0: 'wandb'; tensorboard",
+    "resume: true": "resume: true; text that is not empty",
+    "resume: ''": "resume: ''; text that is not empty",
+    "init: zero": "init: 'zero'; pretrained | random",
+    "objective: tag": "objective: 'tag'; lm | mlm | seq2seq | classify",
+    "task: mlm": "task: mlm with objective lm",
+    "config: [2]": "config: [2]; a mapping",
+    "model: other": "model: given on line 1 and on line 5",
+}
+REPLACED = {  # whole recipes
+    BASE.replace("max_steps: 10\n", ""): "max_steps: missing, and so is num_epochs",
+    BASE.replace("10", "0"): "max_steps: 0; an integer at least 1",
+    BASE.replace("10", "-1"): "max_steps: -1; an integer at least 1",
+    BASE.replace("10", "1e3"): "max_steps: 1000.0; an integer at least 1",
+    BASE.replace("gpt2", "''"): "model: ''; text that is not empty",
+    BASE.replace("gpt2", "2"): "model: 2; text that is not empty",
+    BASE.replace("model: gpt2\n", ""): "model: missing",
+    BASE.replace("output_dir: out\n", ""): "output_dir: missing",
+    BASE.replace("{path: a.txt}", "{}"): "data.path: missing",
+    BASE.replace("{path: a.txt}", "a.txt"): "data: 'a.txt'; a mapping",
+    BASE.replace("{path: a.txt}", "{path: a, seq_len: 1}"): "data.seq_len: 1; an integer at least 2",
+    BASE.replace("{path: a.txt}", "{path: a, packing: true}\nobjective: mlm"): "data.packing: true with objective mlm",
+}
+CASES = {BASE + text: found for text, found in REFUSED.items()} | REPLACED
+
+
+@pytest.mark.parametrize("text", CASES, ids=[f"{i}" for i in CASES.values()])
+def test_refused(text: str, tmp_path: Path) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(InputError) as refused:
+        load_recipe(file)
+    assert str(refused.value).startswith(f"{file}: {CASES[text]}")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("optimizer.lr=-1", "command line: optimizer.lr: -1; a number above 0"),
+        ("learning_rate=fast", "command line: optimizer.lr: 'fast'; a number above 0"),
+        ("gradient_accumulation_steps=x", "command line: gradient_accumulation_steps: 'x'; an integer"),
+        ("batch=1e3", "command line: batch: 1000.0; an integer"),
+        ("optimiser.lr=1", "command line: optimiser: unknown key; did you mean 'optimizer'?"),
+        ("report_to=[wandb]", "command line: report_to.0: 'wandb'; tensorboard"),
+        ("data.seqlen=4", "command line: data.seqlen: unknown key; did you mean 'seq_len'?"),
+    ],
+)
+def test_refused_on_the_command_line(line: str, found: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        load_recipe(write(tmp_path, BASE), [line])
+    assert str(refused.value).startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("fsdp: 0", "fsdp: 0; an integer at least 1"),
+        ("tensor_parallel: 1.5", "tensor_parallel: 1.5; an integer at least 1"),
+        ("tensor_parallel: 99999", "tensor_parallel: 99999; an integer at least 1 and at most 1024"),
+        ("recompute: 1", "recompute: 1; true or false"),
+        ("device: tpu", "device: 'tpu'; auto | cpu | cuda"),
+        ("threads: 0", "threads: 0; an integer at least 1"),
+        ("pipeline: 2", "pipeline: unknown key"),
+    ],
+)
+def test_machine_refused(text: str, found: str, tmp_path: Path) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(InputError) as refused:
+        load_machine(file)
+    assert str(refused.value).startswith(f"{file}: {found}")
+
+
+# ---------------------------------------------------------------------------------------------------- and the way back
+
+
+def test_overrides_win(tmp_path: Path) -> None:
+    file = write(tmp_path, BASE + "optimizer: {lr: 1.0, eps: 1e-6}\nconfig: {layers: 2}\n")
+    recipe = load_recipe(file, ["optimizer.lr=3e-4", "config.dim=8", "resume=auto", "output_dir=2024"])
+    assert (recipe.optimizer.lr, recipe.optimizer.eps) == (3e-4, 1e-6)
+    assert recipe.config == {"layers": 2, "dim": 8} and (recipe.resume, recipe.output_dir) == ("auto", "2024")
+    assert load_recipe(file, {"optimizer.lr": 3e-4}).optimizer.lr == 3e-4
+
+
+@given(
+    lr=st.floats(0, exclude_min=True, allow_infinity=False),
+    betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
+    epochs=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
+    model=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
+    report=st.sampled_from([(), ("tensorboard",)]),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: str, report: Any) -> None:
+    recipe = load_recipe("finetune", ["data.path=a.txt", "max_steps=7"])
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=lr, betas=betas), report_to=report, model=model)
+    recipe = replace(recipe, num_epochs=epochs, config={"rope": {"kind": "yarn", "factor": 2.0}, "act": None})
+    assert bind(Recipe, parse(dump_yaml(to_dict(recipe)))) == recipe
