@@ -191,6 +191,11 @@ def write(config: Config) -> dict[str, Any]:
         if same:
             continue
         out |= target.write(getattr(config, now)) if isinstance(target, Key) else {name: getattr(config, now)}
+    for key, target in cls.hf.keys.items():  # what is written may change what an absent key means
+        if isinstance(target, Key) and target.always and not any(k in out for k in key.split("|")):
+            now = getattr(config, target.field)
+            if target.read(None, out) != now:
+                out |= target.write(now)
     if not config.file:  # a file that came without them goes without them
         out |= cls.hf.fixed
     if config.labels != (before.labels if before is not None else Config.labels):
