@@ -14,6 +14,7 @@ from test_zoo import close
 from zoo import Case
 
 import modelcenter as mc
+from modelcenter.data.tokenizer import load_tokenizer
 from modelcenter.errors import InputError
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
@@ -224,14 +225,20 @@ def test_real_sentence_vectors(minilm: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
     sentences = ["A man is eating food.", "Someone has a meal", "Stocks fell sharply after the central bank met.", "!"]
     batch = tokenizer(sentences, padding=True, return_tensors="pt")
+    rows = [torch.tensor(load_tokenizer(minilm).encode(sentence)) for sentence in sentences]
+    args = {
+        "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0),
+        "attention_mask": torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+    }
+    assert torch.equal(args["input_ids"], batch["input_ids"]) and not args["attention_mask"].all()
     theirs, ours = transformers.AutoModel.from_pretrained(minilm).eval(), mc.load(minilm, task="embed")
     assert ours.load_report.ignored == ["embeddings.position_ids"] and not ours.load_report.new
     with torch.no_grad():
         hidden, mask = theirs(**batch).last_hidden_state, batch["attention_mask"][..., None].float()
         wanted = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
-        found = ours(**batch).embeddings
+        found = ours(**args).embeddings
         assert (found - wanted).abs().max() < 1e-5
-        alone = torch.cat([ours(**tokenizer(s, return_tensors="pt")).embeddings for s in sentences])
+        alone = torch.cat([ours(row[None]).embeddings for row in rows])
         assert (found - alone).abs().max() < 1e-5
     near = found @ found.T
     assert near[0, 1] > 0.5 and near[0, 2] < 0.2  # it means something
