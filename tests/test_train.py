@@ -321,6 +321,21 @@ def test_a_second_signal_ends_at_once() -> None:
         assert "SIGTERM: finishing the step" in run.stderr.read()
 
 
+def test_the_command_line_stops_with_status_0(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, max_steps=5000, logging_steps=1, eval_steps=None, save_steps=None)
+    command = [sys.executable, "-m", "modelcenter", "train", str(write_file(recipe, tmp_path / "r.yaml"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stderr is not None
+        while not (line := run.stderr.readline()).startswith("step 1/"):
+            assert line or run.poll() is None, "it ended before the first step"
+        run.send_signal(signal.SIGTERM)
+        rest = run.stderr.read()
+        assert run.wait(timeout=60) == 0, rest
+    (state,) = (tmp_path / "out").glob("step-*")
+    assert f"stopped after step {state.name[5:]} of 5000; resume=auto goes on" in rest
+
+
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, max_steps=4, save_steps=2, eval_steps=None)
     train(recipe, MACHINE)
@@ -366,6 +381,22 @@ def test_the_model_opens_in_transformers(whole: Path) -> None:
     with torch.no_grad():
         assert (ours(ids).logits - theirs(ids).logits).abs().max() < 1e-5
     assert theirs.config.eos_token_id is None  # a tokenizer of characters has none, and 50256 is no word of it
+
+
+def test_a_pretrained_model_goes_on_in_training_mode(tmp_path: Path, whole: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `load` gives is in evaluation mode, and an evaluation in the middle switches dropout off."""
+    changes = {"model": str(whole / "model"), "tokenizer": None, "init": "pretrained", "config": {}, "save_steps": None}
+    modes, real = [], loop.accumulate
+
+    def spy(model: Any, *rest: Any) -> Any:
+        modes.append(all(module.training for module in model.modules()))
+        return real(model, *rest)
+
+    monkeypatch.setattr(loop, "accumulate", spy)
+    train(recipe_of(tmp_path, **changes, **{"max_steps": 4, "eval_steps": 2, "logging_steps": 1}), MACHINE)
+    assert modes == [True] * 4
+    assert rows(tmp_path / "out")[1]["loss"] < 2.7  # where the other run ended, not at the log of 25 words, 3.2
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -477,6 +508,27 @@ def test_bf16_computes_in_bf16_over_fp32_weights(tmp_path: Path) -> None:
         losses[precision] = [row["loss"] for row in rows(folder / "out") if "loss" in row]
     gaps = [abs(a - b) for a, b in zip(losses["fp32"], losses["bf16"], strict=True)]
     assert 0 < max(gaps) < 0.05
+
+
+OBJECTIVES = {
+    "classify": ("gpt2", TINY, "char", {"text": "f(x)", "label": "yes"}, "eval_accuracy"),
+    "mlm": ("bert-base-uncased", TINY, "roberta:300", {"text": "f of x is y"}, "eval_accuracy"),
+    "seq2seq": ("t5-small", {"dim": 32, "hidden": 64, "heads": 2, "head_dim": 16, "layers": 2, "decoder_layers": 2},
+                "roberta:300", {"source": "f of x", "target": "y"}, "eval_perplexity"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
+    model, config, tokenizer, record, measure = OBJECTIVES[objective]
+    records = [{**record, "text": f"{n} {record.get('text')}"} for n in range(40)]
+    if objective == "classify":
+        records = [{**r, "label": "yes" if n % 2 else "no"} for n, r in enumerate(records)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    changes = {"objective": objective, "model": model, "config": config, "tokenizer": tokenizer, "save_steps": None}
+    run = train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl"), "max_steps": 4}), MACHINE)
+    assert run.metrics["loss"] > 0 and measure in run.metrics and run.metrics["skipped"] == 0
+    assert mc.load(str(tmp_path / "out" / "model"), task=objective).load_report.new == []
 
 
 # ----------------------------------------------------------------------------------------------------------- reporting

@@ -119,7 +119,8 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
     model = build(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine,
                   config={"vocab": len(tokenizer), **recipe.config}, id2label=id2label, seed=recipe.seed)
     special = {f"{role}_token_id": tokenizer.id(role) for role in ("bos", "eos", "pad")}
-    model.config = replace(model.config, file={**model.config.to_dict(), **special})  # carried into config.json
+    config: Any = model.config
+    model.config = replace(config, file={**config.to_dict(), **special})  # carried into config.json
     return model
 
 
