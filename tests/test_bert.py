@@ -126,6 +126,13 @@ def test_a_classifier_without_its_pooler_is_refused(pretraining: Any, tmp_path: 
         mc.load(tmp_path, task="classify")
 
 
+@pytest.mark.parametrize("key", ["cls.predictions.transform.dense.scale", "bert.encoder.layer.0.output.dense.scale"])
+def test_a_tensor_that_nothing_reads_is_refused(pretraining: Any, tmp_path: Path, key: str) -> None:
+    _, tensors, config = pretraining
+    with pytest.raises(InputError, match=f"{key}.*unexpected"):
+        mc.load(folder(tmp_path, {**tensors, key: torch.ones(1)}, config))
+
+
 @pytest.mark.parametrize("copy", ["weight", "bias"])
 def test_a_decoder_of_its_own_is_refused_by_name(pretraining: Any, tmp_path: Path, copy: str) -> None:
     _, tensors, config = pretraining
