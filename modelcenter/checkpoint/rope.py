@@ -90,13 +90,15 @@ def verify_rope(rope: Plain, channels: int, positions: int, values: Mapping[str,
 def write(rope: Plain) -> dict[str, Any]:
     """Both spellings."""
     kind = next(name for name, cls in KINDS.items() if cls is type(rope))
-    own = {SPELLED.get(f.name, f.name): getattr(rope, f.name) for f in fields(rope) if f.name != "positions"}
-    own = {k: list(v) if isinstance(v, tuple) else v for k, v in own.items() if v is not None}
-    new = {**own, "rope_type": kind}
-    out = {"rope_theta": rope.theta, "rope_scaling": None if kind == "default" else new, "rope_parameters": new}
-    if "original_max_position_embeddings" in own:
-        out["original_max_position_embeddings"] = own["original_max_position_embeddings"]
-    return out
+    held = {f.name: getattr(rope, f.name) for f in fields(rope) if f.name not in ("theta", "positions")}
+    own: dict[str, Any] = {"rope_type": kind}
+    own |= {SPELLED.get(k, k): list(v) if isinstance(v, tuple) else v for k, v in held.items() if v is not None}
+    out = {"rope_theta": rope.theta, "rope_scaling": None if kind == "default" else own}
+    original = getattr(rope, "original", None)
+    if original is not None and original != getattr(rope, "positions", None):
+        # transformers 4 reads longrope's here alone, and then puts positions / original for its factor
+        out["original_max_position_embeddings"] = original
+    return {**out, "rope_parameters": {**own, "rope_theta": rope.theta}}
 
 
 def rope_keys(field: str, positions: int) -> dict[str, Key]:

@@ -1,0 +1,261 @@
+"""What only LLaMA has: texts beyond the original length, its question answering's own prefix, old and partial files."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import modelcenter as mc
+from modelcenter.layers.rope import Dynamic, Linear, Llama3, LongRope, Plain, Yarn
+from modelcenter.registry import presets
+
+TOKENS = 24  # of every text here, beyond the 8 to 16 that the scalings call original
+ROPES: dict[str, Plain] = {
+    "plain": Plain(theta=200.0),
+    "linear": Linear(theta=200.0, factor=3.0),
+    "dynamic": Dynamic(theta=200.0, factor=3.0, positions=8),
+    "yarn": Yarn(theta=200.0, factor=4.0, original=8, beta_fast=2.0, beta_slow=0.2),
+    "llama3": Llama3(theta=200.0, factor=4.0, low=1.0, high=3.0, original=16),
+    "longrope": LongRope(theta=200.0, short=(1.0,) * 4, long=(1.0, 1.7, 3.0, 5.0), original=8, positions=8, factor=3.0),
+}
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def made(folder: Path, task: str = "lm", **changes: Any) -> Any:
+    """A loud model of transformers, saved to `folder`."""
+    cls = getattr(transformers, mc.LLaMA.tasks[task].architecture)
+    config = LlamaConfig.from_dict({**SIZES, **changes}, attn_implementation="sdpa")
+    model = cls(config).eval()
+    zoo.loud(model)
+    if task == "lm":
+        model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model
+
+
+def rope(name: str) -> dict[str, Any]:
+    return mc.LLaMA.Config(positions=8, head_dim=8, rope=ROPES[name]).to_dict()
+
+
+def text(rows: int = 2, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(2, 96, (rows, tokens), generator=torch.Generator().manual_seed(5))
+
+
+def near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert theirs.std() > 0.05 and (ours - theirs).abs().max() <= tolerance * theirs.std()
+
+
+def fresh(model: Any) -> Any:
+    """Their model without the frequencies that an earlier, longer input left in it."""
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model
+
+
+def edit(folder: Path, **values: Any) -> None:
+    """Change keys of config.json (None: remove)."""
+    file = folder / "config.json"
+    merged = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({k: v for k, v in merged.items() if v is not None}))
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_beyond_the_original_length(name: str, tmp_path: Path) -> None:
+    theirs = made(tmp_path, **{k: v for k, v in rope(name).items() if k.startswith("rope")})
+    ours = mc.load(tmp_path)
+    assert ours.config.rope == ROPES[name]
+    ids = text()
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    args = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    labels = ids.masked_fill(mask == 0, -100)
+    wanted, found = fresh(theirs)(**args, labels=labels), ours(**args, labels=labels)
+    near(found.logits[mask.bool()], wanted.logits[mask.bool()])
+    assert abs(found.loss - wanted.loss) < 1e-5
+    wanted.loss.backward()
+    found.loss.backward()
+    grads = zoo.gradients_like_theirs(ours)
+    largest = max(p.grad.abs().max() for p in theirs.parameters())
+    for key, parameter in theirs.named_parameters():
+        assert (grads[key] - parameter.grad).abs().max() <= 1e-5 * largest, key
+    if name != "plain":  # the scaling is felt at all
+        plain = mc.load(tmp_path, config={"rope": Plain(theta=200.0)})
+        assert (plain(**args).logits - found.logits)[mask.bool()].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_greedy_beyond_the_original_length(name: str, tmp_path: Path) -> None:
+    """The prompt ends before the original length, the text far beyond it; cached keys keep the angles they got."""
+    theirs = made(tmp_path, **{k: v for k, v in rope(name).items() if k.startswith("rope")}).double()
+    ours = mc.load(tmp_path, dtype="fp64")
+    ids, mask = text(3, 6), torch.ones(3, 6, dtype=torch.long)
+    mask[1, :2] = 0
+    wanted = fresh(theirs).double().generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
+    found = ours.generate(ids, mask, max_new_tokens=24, eos_token_id=[], pad_token_id=0)
+    assert found.tolist() == wanted.tolist()
+    assert len(set(found[:, -24:].flatten().tolist())) > 5
+
+
+def test_packed_texts_are_each_themselves_beyond_the_original_length(tmp_path: Path) -> None:
+    """All beyond it, or all within: the longest text of a batch decides, as in transformers."""
+    made(tmp_path, **{k: v for k, v in rope("longrope").items() if k.startswith("rope")})
+    ours = mc.load(tmp_path, dtype="fp64")
+    for lengths in ((9, 12, 10), (3, 8, 5)):
+        texts = [text(1, n) for n in lengths]
+        ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+        together = ours(torch.cat(texts, 1), cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+        near(together, torch.cat([ours(t).logits for t in texts], 1), 1e-12)
+
+
+ABSENT: dict[str, dict[str, Any]] = {
+    "llama-1": {"num_key_value_heads": None, "head_dim": None, "rope_parameters": None, "attention_bias": None},
+    "one-key": {"num_key_value_heads": 1},
+    "wide-heads": {"head_dim": 20},
+    "narrow-heads": {"head_dim": 4, "num_key_value_heads": 4},
+    "attention-bias": {"attention_bias": True},
+    "mlp-bias": {"mlp_bias": True},
+    "pretraining-tp": {"pretraining_tp": 2},
+    **{act: {"hidden_act": act} for act in ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")},
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_forms_of_the_config(name: str, tmp_path: Path) -> None:
+    theirs = made(tmp_path, **{k: v for k, v in ABSENT[name].items() if v is not None})
+    if name == "llama-1":
+        theirs = made(tmp_path, num_key_value_heads=4)
+        edit(tmp_path, **ABSENT[name])
+    ours = mc.load(tmp_path)
+    near(ours(text()).logits, theirs(text()).logits)
+    ours.save_pretrained(tmp_path / "again")
+    before, after = (json.loads((f / "config.json").read_text()) for f in (tmp_path, tmp_path / "again"))
+    assert before == after
+    near(LlamaForCausalLM.from_pretrained(tmp_path / "again")(text()).logits, theirs(text()).logits)
+
+
+@pytest.mark.parametrize("task", mc.LLaMA.tasks)
+@pytest.mark.parametrize("of", mc.LLaMA.tasks)
+def test_any_task_from_the_file_of_any_other(of: str, task: str, tmp_path: Path) -> None:
+    """Question answering calls the backbone `transformer`, a bare backbone has no prefix: either fills every class."""
+    theirs = made(tmp_path / "a", of)
+    if (of, task) == ("classify", "tag"):  # both are called `score`, but one has no bias
+        with pytest.raises(mc.InputError, match=r"score\.bias: missing"):
+            mc.load(tmp_path / "a", task=task)
+        return
+    ours = mc.load(tmp_path / "a", task=task)
+    there = of == task or (of, task) == ("tag", "classify")
+    assert ours.load_report.new == ([] if there else sorted(n for n in ours.shapes if n.startswith("head.")))
+    backbone = theirs if of == "backbone" else getattr(theirs, theirs.base_model_prefix)
+    near(ours(text()).last_hidden_state, backbone(text()).last_hidden_state)
+    ours.save_pretrained(tmp_path / "b")
+    cls = getattr(transformers, mc.LLaMA.tasks[task].architecture)
+    _, report = cls.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert not any(report[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+
+
+def test_old_files(tmp_path: Path) -> None:
+    """Files of 2023 hold each layer's frequencies, and a tied head twice."""
+    theirs = made(tmp_path, tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    ours = mc.load(tmp_path)
+    near(ours(text()).logits, theirs(text()).logits)
+    assert ours.load_report.aliased == ["lm_head.weight"] and len(ours.load_report.ignored) == 2
+
+    tensors["lm_head.weight"] *= -1  # said to be tied, but it is another tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    ours = mc.load(tmp_path)
+    near(ours(text()).logits, -theirs(text()).logits)
+    assert ours.load_report.untied == ["lm_head.weight"] and not ours.config.tie
+
+
+REFUSED = {
+    "act": ({"hidden_act": "relu2"}, "hidden_act: 'relu2'; did you mean 'relu'"),
+    "heads": ({"num_attention_heads": 5}, "hidden_size: 32; a multiple of num_attention_heads, which is 5"),
+    "kv": ({"num_key_value_heads": 3}, "num_attention_heads: 4; a multiple of num_key_value_heads, which is 3"),
+    "float": ({"num_hidden_layers": 2.0}, "num_hidden_layers: 2.0"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "code": ({"auto_map": {"AutoModel": "x.y"}}, "auto_map"),
+    "rope": ({"rope_scaling": {"type": "xpos", "factor": 2}}, "rope_scaling.rope_type: 'xpos'; known: default, dyn"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path) -> None:
+    made(tmp_path)
+    edit(tmp_path, **REFUSED[name][0])
+    with pytest.raises(mc.InputError, match=REFUSED[name][1]) as caught:
+        mc.load(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_bf16_is_as_near_as_theirs(tmp_path: Path) -> None:
+    theirs = made(tmp_path)
+    exact = theirs(text()).logits
+    error = (theirs.bfloat16()(text()).logits - exact).abs().mean()
+    ours = mc.load(tmp_path, dtype="bf16")(text()).logits
+    assert ours.dtype == torch.bfloat16 and (ours - exact).abs().mean() <= 2 * error
+
+
+@pytest.mark.parametrize("name", [n for n, (cls, _) in presets().items() if cls is mc.LLaMA])
+def test_presets_say_the_same_to_transformers(name: str) -> None:
+    """The config that a preset writes has its size and its frequencies there too."""
+    config = mc.build(name, device="meta").config
+    theirs = LlamaConfig.from_dict(config.to_dict())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(theirs)
+    model.tie_weights()
+    assert sum(p.numel() for p in model.parameters()) == presets()[name][1].parameters
+    rotary = type(model.model.rotary_emb)(theirs)
+    frequencies, factor = config.rope(config.channels, 1)
+    assert torch.equal(rotary.inv_freq, frequencies) and rotary.attention_scaling == factor
+    assert theirs.rms_norm_eps == (1e-6 if name in ("llama-7b", "llama-13b", "llama-30b") else 1e-5)
+
+
+def test_both_spellings_of_the_name() -> None:
+    assert mc.Llama is mc.LLaMA
+
+
+def trained(folder: Path) -> None:
+    """A tiny model that has learned to count, saved by transformers: sure of itself, unlike a random model."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "rope_theta": 10000.0, "max_position_embeddings": 128, "tie_word_embeddings": True}
+    model = LlamaForCausalLM(LlamaConfig.from_dict(sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(60):
+        start, step = torch.randint(90, (16, 1)), torch.randint(1, 8, (16, 1))
+        ids = (start + step * torch.arange(32)) % 90 + 3
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+
+
+def test_a_trained_model_continues_as_it_does_in_transformers(tmp_path: Path) -> None:
+    """MODELCENTER_STORIES names a folder with a trained LLaMA; without it one is trained here."""
+    folder = os.environ.get("MODELCENTER_STORIES")
+    if not folder:
+        folder = str(tmp_path)
+        trained(tmp_path)
+    theirs, ours = LlamaForCausalLM.from_pretrained(folder).eval(), mc.LLaMA.from_pretrained(folder)
+    ids = torch.tensor([[0, 0, 0, 4, 7], [4, 9, 14, 19, 24]])
+    mask = (ids > 0).long()
+    theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = None
+    wanted = theirs.generate(ids, attention_mask=mask, max_new_tokens=100, do_sample=False, pad_token_id=0)
+    found = ours.generate(ids, mask, max_new_tokens=100, eos_token_id=[], pad_token_id=0)
+    assert found.tolist() == wanted.tolist() and found.shape == (2, 105)
+    near(ours(found).logits, theirs(found).logits)
