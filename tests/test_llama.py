@@ -182,6 +182,20 @@ def test_old_files(tmp_path: Path) -> None:
     assert ours.load_report.untied == ["lm_head.weight"] and not ours.config.tie
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pad_token_is_not_trained_by_being_read(tied: bool, tmp_path: Path) -> None:
+    """Where a checkpoint pads with its end token, transformers leaves that row to a tied head alone."""
+    theirs = made(tmp_path, pad_token_id=7, tie_word_embeddings=tied)
+    ours = mc.load(tmp_path)
+    ids = text().clone()
+    ids[:, 3:9:2] = 7
+    for model in (theirs, ours):
+        model(ids, labels=ids).loss.backward()
+    wanted, found = theirs.model.embed_tokens.weight.grad, ours.embed.tokens.weight.grad
+    assert (wanted[7] == 0).all() != tied
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
 REFUSED = {
     "act": ({"hidden_act": "relu2"}, "hidden_act: 'relu2'; did you mean 'relu'"),
     "heads": ({"num_attention_heads": 5}, "hidden_size: 32; a multiple of num_attention_heads, which is 5"),

@@ -85,7 +85,7 @@ class LLaMA(Model):
         norm = partial(RMSNorm, c.dim, c.eps)
         attn = partial(Attention, head_dim=c.channels, kv_heads=c.kv_heads, bias=c.attn_bias, dropout=c.attn_dropout)
         ffn = partial(GatedFFN, c.dim, c.hidden, c.act, bias=c.ffn_bias)
-        self.embed = Embedding(c.vocab, c.dim)
+        self.embed = Embedding(c.vocab, c.dim, pad=c.get("pad_token_id"))
         self.rotary = Rotary(c.channels, c.rope)
         self.decoder = Stack((PreNorm(norm, attn(c.dim, c.heads), ffn()) for _ in range(c.layers)), norm=norm())
 
