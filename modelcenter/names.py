@@ -79,7 +79,7 @@ class HeadRows:
         low, high = first.start // self.head_dim, -(-first.stop // self.head_dim)  # the heads that the region touches
         group = self.parts * self.head_dim
         read = self.whole[(slice(low * group, high * group), *rest)]
-        mine = read.unflatten(0, (high - low, self.parts, self.head_dim))[:, self.at].flatten(0, 1)
+        mine: Tensor = read.unflatten(0, (high - low, self.parts, self.head_dim))[:, self.at].flatten(0, 1)
         return mine[first.start - low * self.head_dim : first.stop - low * self.head_dim]
 
 

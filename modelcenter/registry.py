@@ -66,7 +66,7 @@ class Model(nn.Module):
     ignored: ClassVar[tuple[str, ...]] = ()  # patterns of their names that hold nothing to load
     encoder_decoder: ClassVar[bool] = False
 
-    config: Config
+    config: Any  # a value of the family's own Config
     head: Head
     task: str
     shapes: dict[str, Shape]  # of the parameters as a file holds them: no padding, not sharded
@@ -123,8 +123,7 @@ class Model(nn.Module):
         `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None.
         """
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
-            start: int = self.config.start  # type: ignore[attr-defined]  # every encoder-decoder's config has it
-            decoder_input_ids = shift_right(labels, cu_seq_lens_q, start, self.config.file.get("pad_token_id") or 0)
+            decoder_input_ids = shift_right(labels, cu_seq_lens_q, self.config.start, self.config.file.get("pad_token_id") or 0)
         batch = batch_of(
             input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, token_type_ids, labels,
             decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, past_key_values, self.encoder_decoder,
@@ -383,7 +382,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def dtype_of(folder: Folder) -> torch.dtype:
     """The dtype of the folder's floating-point tensors: the widest, where they differ."""
-    kinds = {folder.dtype(key) for key in folder.keys()}
+    kinds = {folder.dtype(key) for key in folder.keys()}  # noqa: SIM118  # no dict
     floating = [k for k in kinds if k.is_floating_point and k.itemsize > 1]
     return max(floating, key=lambda k: (k.itemsize, k == torch.bfloat16), default=torch.float32)
 
@@ -401,13 +400,13 @@ def resize(model: Model, vocab: int, seed: int) -> None:
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(weight, requires_grad=before.requires_grad))
     model.config, model.shapes = full, fresh.shapes
-    for module in model.modules():
-        if hasattr(module, "vocab"):
-            module.vocab = vocab
+    for part in model.modules():
+        if hasattr(part, "vocab"):
+            part.vocab = vocab  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or a module
     model.tie()
 
 
 def vocabulary(model: Model) -> list[str]:
     """The parameters with a row for every word."""
-    other = skeleton(type(model), replace(model.config, vocab=model.config.vocab + 1), model.task, torch.float32)  # type: ignore[attr-defined]
+    other = skeleton(type(model), replace(model.config, vocab=model.config.vocab + 1), model.task, torch.float32)
     return [name for name, shape in model.shapes.items() if other.shapes[name] != shape]

@@ -54,7 +54,7 @@ def work(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Path)
             grad, reference = spread.get_parameter(name).grad, alone.get_parameter(name).grad
             assert grad is not None, f"{case} {name}: no gradient"
             grad = full(grad)[tuple(slice(0, n) for n in alone.shapes[name])]
-            torch.testing.assert_close(grad, reference, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{case} {n}: {m}")
+            torch.testing.assert_close(grad, reference, rtol=1e-9, atol=1e-10, msg=lambda m, n=f"{case} {name}": f"{n}: {m}")
         read = mc.load(folders[case], machine=machine)
         read.save_pretrained(out / str(case), max_shard_size="20KB")
         if rank == 0:

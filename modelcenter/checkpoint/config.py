@@ -114,9 +114,9 @@ def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:
     found = values.get("model_type", cls.hf.model_type)
     if found != cls.hf.model_type:
         refuse(file, "model_type", repr(found), f"{cls.__name__} reads {cls.hf.model_type!r}")
-    for key, wanted in cls.hf.fixed.items():
-        if key in values and values[key] != wanted:
-            refuse(file, key, repr(values[key]), f"only {wanted!r} is implemented here")
+    for name, wanted in cls.hf.fixed.items():
+        if name in values and values[name] != wanted:
+            refuse(file, name, repr(values[name]), f"only {wanted!r} is implemented here")
     out: dict[str, Any] = {"file": dict(values), "labels": read_labels(values, file)}
     hints = get_type_hints(cls)
     for spelled, target in cls.hf.keys.items():

@@ -127,7 +127,7 @@ def match(
     for key in keys.real:
         if key in used:
             report.loaded.append(key)
-        elif (source := found.get(aliases.get(key, "")) or aliases.get(key)) in keys and same(keys[key], keys[source]):
+        elif (source := found.get(aliases.get(key, "")) or aliases.get(key, "")) in keys and same(keys[key], keys[source]):
             report.aliased.append(key)
         elif aliases.get(key, key) not in (key, *found) or any(fnmatchcase(key, pattern) for pattern in ignored):
             report.ignored.append(key)

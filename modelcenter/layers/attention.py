@@ -54,4 +54,5 @@ class Attention(nn.Module):
         return (k, v) if view.cache is None else view.cache.extend(self, k, v)
 
     def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # b s (h d) -> b h s d
+        apart: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return apart.transpose(1, 2)  # b s (h d) -> b h s d

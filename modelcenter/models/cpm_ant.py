@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from .. import ops
 from ..checkpoint.config import Config, Table
 from ..layers import Attention, Batch, Embedding, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack, View
-from ..layers.head import IGNORE
 from ..names import Row, Shape
+from ..ops.cross_entropy import IGNORE
 from ..registry import Model, Preset, Task, register
 
 PROMPT, TEXT = 0, 2  # segments; the prompt used is the third of the table, as in transformers
@@ -85,7 +85,8 @@ class CPMAnt(Model):
             context = nn.functional.pad((batch.labels != IGNORE).cumsum(1) == 0, (n, 0), value=True)
             seen = seen & (context[:, None, :] | past_only(x.size(1), x.device))
         mask = torch.where(seen[:, None], bias, float("-inf"))
-        return self.decoder(x, View(mask, cache=batch.cache))[:, -batch.queries :]
+        out: Tensor = self.decoder(x, View(mask, cache=batch.cache))
+        return out[:, -batch.queries :]
 
     def packed(self, x: Tensor, packing: Packing, causal: bool) -> Tensor:
         """Each sequence behind its own prompt; with labels, all of it is text to predict."""
@@ -104,7 +105,7 @@ class CPMAnt(Model):
         """The soft prompt (1 n dim)."""
         n = self.config.prompt_length
         at = torch.arange(2 * n, 3 * n, device=self.prompt.weight.device)
-        out: Tensor = self.prompt(at) + self.embed.segments(torch.full_like(at, PROMPT))
+        out: Tensor = self.prompt(at) + self.embed.segments(torch.full_like(at, PROMPT))  # type: ignore[misc]  # they are there
         return out[None]
 
     presets = {"cpm-ant-10b": Preset("openbmb/cpm-ant-10b", 9_517_453_312)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..checkpoint.config import Config, Table, choice
 from ..layers import FFN, Attention, Batch, ClassifyHead, Embedding, LayerNorm, LMHead, PreNorm, SpanHead, Stack, TagHead
-from ..layers import last_token
+from ..layers.head import last_token
 from ..names import Row, Shape, T
 from ..ops import Op
 from ..registry import Model, Preset, Task, register
@@ -70,7 +70,8 @@ class GPT(Model):
 
     def body(self, batch: Batch) -> Tensor:
         x = batch.x if batch.segments is None else self.embed.tokens(batch.x) + self.embed.tokens(batch.segments)
-        return self.decoder(self.embed(x, batch.at), batch.view(causal=True))
+        out: Tensor = self.decoder(self.embed(x, batch.at), batch.view(causal=True))
+        return out
 
     presets = {
         "gpt2": Preset("openai-community/gpt2", 124_439_808),

@@ -5,6 +5,7 @@ must see no gathering; FSDP last, because it shards whatever parameters are left
 """
 
 import os
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from ..errors import refuse
 from ..layers import Attention, Block
 from .machine import Machine
 
-STYLES = {
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "column": ColwiseParallel,
     "row": RowwiseParallel,
     "vocab": partial(RowwiseParallel, input_layouts=Replicate()),
@@ -65,7 +66,7 @@ def start() -> None:
     """Join the process group that the launcher described in the environment."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.get(name)
-        if value is None or name != "MASTER_ADDR" and not value.isdigit():
+        if value is None or (name != "MASTER_ADDR" and not value.isdigit()):
             refuse("environment", name, "missing" if value is None else repr(value), "start with torchrun, one process a rank")
     dist.init_process_group(dist.get_default_backend_for_device(device_type()))
 
@@ -75,8 +76,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     ranks, me = mesh.size(), mesh.get_local_rank()
     for name, module in model.named_modules():
         if isinstance(module, Attention):
-            for part in (module.q, module.k):
-                heads = part.out_features // module.head_dim
+            for projection in (module.q, module.k):
+                heads = projection.out_features // module.head_dim
                 if heads % ranks:
                     refuse(None, "tensor_parallel", f"{heads} heads in {name} over {ranks} ranks", "a divisor of the heads")
         plan: dict[str, ParallelStyle] = {}
