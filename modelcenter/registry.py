@@ -23,7 +23,6 @@ from .layers import Batch, Cache, Head, LMHead, Output
 from .layers.initial import initial
 from .layers.output import batch_of, recorded, shift_right
 from .names import Names, Row, Shape
-from .parallel.apply import parallelize
 from .parallel.machine import Machine, load_machine
 
 M = TypeVar("M", bound="type[Model]")
@@ -316,6 +315,8 @@ def spoken(model: Model, keys: Keys) -> Names:
 def place(model: Model, device: str | torch.device | None, machine: str | Machine | None) -> None:
     """Give the parameters storage, sharded as the machine says."""
     if machine is not None:
+        from .parallel.apply import parallelize  # FSDP and DTensor take a second to import
+
         parallelize(model, machine if isinstance(machine, Machine) else load_machine(machine))
     model.to_empty(device=device or "cpu")
     model.tie()
