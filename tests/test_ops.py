@@ -1,0 +1,174 @@
+"""Every op: its reference on its own cases against the formula written out here in double precision, values and gradients."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelcenter import ops
+from modelcenter.ops import OPS
+from modelcenter.ops.cross_entropy import IGNORE
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of the largest value; fp64 tells a meaning from another
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def tanh_gelu(x: Tensor, constant: float = math.sqrt(2 / math.pi)) -> Tensor:
+    return x * (1 + torch.tanh(constant * (x + 0.044715 * x**3))) / 2
+
+
+def relu(x: Tensor) -> Tensor:
+    return x * (x > 0)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def normed(x: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return normed(x - x.sum(-1, keepdim=True) / x.shape[-1], eps) * weight + bias
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Each pair is a complex number, its angle another of length one: rotation is their product."""
+    pairs = cos.shape[-1]
+    apart = x[..., : 2 * pairs].unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
+    z = torch.complex(*apart.unbind(-1 if interleaved else -2)) * torch.complex(cos, sin)
+    out = torch.stack((z.real, z.imag), -1 if interleaved else -2).flatten(-2)
+    return torch.cat((out, x[..., 2 * pairs :]), -1)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    total = logits.sum() * 0
+    for row, label in zip(logits, labels.tolist(), strict=True):
+        if label != IGNORE:
+            total = total - torch.log(torch.exp(row[label]) / torch.exp(row).sum())
+    return total
+
+
+FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "gelu": erf_gelu,
+    "gelu_tanh": tanh_gelu,
+    "gelu_cut": lambda x: tanh_gelu(x, 0.79788456),
+    "relu": relu,
+    "silu": silu,
+    "geglu": lambda gate, up: erf_gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: tanh_gelu(gate) * up,
+    "reglu": lambda gate, up: relu(gate) * up,
+    "swiglu": lambda gate, up: silu(gate) * up,
+    "layer_norm": layer_norm,
+    "rms_norm": lambda x, weight, eps: normed(x, eps) * weight,
+    "rotary": turned,
+    "cross_entropy": cross_entropy,
+}
+
+
+def cases(name: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    torch.manual_seed(0)
+    return list(OPS[name].cases("cpu", dtype))
+
+
+def leaves(args: tuple[Any, ...], dtype: torch.dtype | None = None) -> list[Any]:
+    """The arguments anew, every floating one a leaf with a gradient."""
+    return [
+        a.to(dtype or a.dtype, copy=True).requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+    ]
+
+
+def run(function: Callable[..., Tensor], args: list[Any], weight: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """The value, and the gradients of its sum weighted by `weight`."""
+    out = function(*args)
+    floating = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+    return out, list(torch.autograd.grad(out, floating, (torch.ones_like(out) if weight is None else weight).to(out)))
+
+
+def test_every_op_has_a_formula_here() -> None:
+    assert set(FORMULAS) == set(OPS)
+    assert {name for name in ops.__all__ if isinstance(getattr(ops, name), ops.Op)} == set(OPS)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_and_gradients_are_the_formulas(name: str, dtype: torch.dtype) -> None:
+    tried = cases(name, dtype)
+    assert any(a.numel() == 1 for a in tried[0] if isinstance(a, Tensor)), "size 1 is a case"
+    for args in tried:
+        direction = torch.rand(FORMULAS[name](*leaves(args, torch.float64)).shape, dtype=torch.float64) + 0.5
+        wanted, wanted_grads = run(FORMULAS[name], leaves(args, torch.float64), direction)
+        found, found_grads = run(OPS[name], leaves(args, torch.float64 if dtype == torch.float64 else None), direction)
+        assert found.dtype == (torch.float32 if name == "cross_entropy" and dtype == torch.bfloat16 else dtype)
+        for ours, theirs in zip((found, *found_grads), (wanted, *wanted_grads), strict=True):
+            assert ours.shape == theirs.shape and ours.isfinite().all()
+            worst = (ours.double() - theirs).abs().max() / theirs.abs().max().clamp(min=1)
+            assert worst <= ROUNDING[dtype], f"{name} {[getattr(a, 'shape', a) for a in args]}: {worst:.1e}"
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_gradients_are_differences(name: str) -> None:
+    for args in cases(name, torch.float64):
+        if sum(a.numel() for a in args if isinstance(a, Tensor)) < 200:
+            assert torch.autograd.gradcheck(OPS[name], leaves(args, torch.float64))
+
+
+@pytest.mark.parametrize("name", [n for n in FORMULAS if n != "cross_entropy"])
+def test_low_precision_is_computed_high(name: str) -> None:
+    """In bf16 the only rounding is the result's (and where a product is formed last, one more)."""
+    for args in cases(name, torch.bfloat16):
+        exact = FORMULAS[name](*leaves(args, torch.float64)).detach()
+        off = (OPS[name](*args).double() - exact).abs()
+        assert (off <= 2**-7 * exact.abs() + 1e-2 * exact.abs().max()).all()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gelu", "silu", "relu", "gelu_tanh"])
+def test_torch_agrees(name: str) -> None:
+    """A second witness where torch has the op."""
+    witness: dict[str, Callable[..., Tensor]] = {
+        "rms_norm": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
+        "layer_norm": lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps),
+        "gelu": F.gelu, "silu": F.silu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }  # fmt: skip
+    for args in cases(name, torch.float32):
+        torch.testing.assert_close(OPS[name](*args), witness[name](*args), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 5])
+def test_no_label_is_no_loss(dtype: torch.dtype, rows: int) -> None:
+    logits = torch.randn(rows, 7, dtype=dtype, requires_grad=True)
+    loss = ops.cross_entropy(logits, torch.full((rows,), IGNORE))
+    loss.backward()
+    assert loss.item() == 0 and torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_cross_entropy_survives_large_logits() -> None:
+    for size in (1e4, 1e30):
+        logits = torch.tensor([[size, 0.0, -size]], requires_grad=True)
+        loss = ops.cross_entropy(logits, torch.tensor([1]))
+        loss.backward()
+        assert loss.item() == pytest.approx(size) and logits.grad.isfinite().all()
+
+
+def test_rms_norm_takes_large_half_precision_inputs() -> None:
+    """x^2 overflows fp16 from 256 on, and the eps vanishes in bf16: both are computed in fp32."""
+    x = torch.full((1, 8), 1000.0, dtype=torch.float16)
+    assert ops.rms_norm(x, torch.ones(8, dtype=torch.float16), 1e-6).eq(1).all()
+
+
+def test_rotary_angles_are_not_rounded_to_the_input() -> None:
+    """A predecessor cast the angles to half precision: at position 2048 the error was 0.5."""
+    x = torch.tensor([[[[1.0, 0.0]]]], dtype=torch.bfloat16)
+    angle = torch.tensor([[[[2047.3]]]])
+    expected = torch.tensor([math.cos(2047.3), math.sin(2047.3)])
+    assert (ops.rotary(x, angle.cos(), angle.sin(), False).flatten().float() - expected).abs().max() < 4e-3
