@@ -23,6 +23,7 @@ from .layers import Batch, Cache, Head, LMHead, Output
 from .layers.initial import initial
 from .layers.output import batch_of, recorded, shift_right
 from .names import Names, Row, Shape
+from .parallel.device import device_of
 from .parallel.machine import Machine, load_machine
 
 M = TypeVar("M", bound="type[Model]")
@@ -317,7 +318,9 @@ def place(model: Model, device: str | torch.device | None, machine: str | Machin
     if machine is not None:
         from .parallel.apply import parallelize  # FSDP and DTensor take a second to import
 
-        parallelize(model, machine if isinstance(machine, Machine) else load_machine(machine))
+        machine = machine if isinstance(machine, Machine) else load_machine(machine)
+        parallelize(model, machine)
+        device = device or device_of(machine)
     model.to_empty(device=device or "cpu")
     model.tie()
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 
 
 def work(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Path) -> None:
-    machine = mc.Machine(fsdp=shape[0], tensor_parallel=shape[1], recompute=shape == (2, 2))
+    machine = mc.Machine(device="cpu", fsdp=shape[0], tensor_parallel=shape[1], recompute=shape == (2, 2))
     for case in CASES:
         alone, spread = draw(case, None), draw(case, machine)
         for name in alone.shapes:
@@ -74,7 +74,7 @@ def odd(rank: int) -> None:
     case = next(c for c in CASES if c.kind == "gpt2")
     config = {"vocab": 101, "positions": 32, "dim": 32, "heads": 4, "layers": 1}
     alone = mc.build("gpt2", config=config, dtype="fp64").eval()
-    spread = mc.build("gpt2", config=config, dtype="fp64", machine=mc.Machine(tensor_parallel=2)).eval()
+    spread = mc.build("gpt2", config=config, dtype="fp64", machine=mc.Machine(device="cpu", tensor_parallel=2)).eval()
     ids = inputs(case)["input_ids"] % 101
     assert spread.get_input_embeddings().weight.shape[0] == 102 and spread(ids).logits.shape[-1] == 101
     torch.testing.assert_close(spread(ids).logits, alone(ids).logits, rtol=1e-10, atol=1e-10)
@@ -83,7 +83,7 @@ def odd(rank: int) -> None:
     grad = full(spread.get_input_embeddings().weight.grad)
     assert not grad[101:].any(), "the row that pads the vocabulary learns"
     with pytest.raises(mc.InputError, match="1 heads"):
-        mc.build("gpt2", config={**config, "heads": 1}, machine=mc.Machine(tensor_parallel=2))
+        mc.build("gpt2", config={**config, "heads": 1}, machine=mc.Machine(device="cpu", tensor_parallel=2))
 
 
 def test_a_vocabulary_that_does_not_divide() -> None:
@@ -92,7 +92,7 @@ def test_a_vocabulary_that_does_not_divide() -> None:
 
 def wrong_size(rank: int) -> None:
     with pytest.raises(mc.InputError, match="2 running"):
-        mc.build("gpt2", config={"layers": 1}, machine=mc.Machine(fsdp=3))
+        mc.build("gpt2", config={"layers": 1}, machine=mc.Machine(device="cpu", fsdp=3))
 
 
 def test_degrees_must_match_the_ranks() -> None:

@@ -68,7 +68,9 @@ class LMHead(Head):
         if self.transform is not None:
             x = self.transform(x)
         scores: Tensor = self.out(x if self.scale == 1.0 else x * self.scale)
-        return scores[..., : self.vocab]  # rows that only pad the vocabulary are no words
+        if scores.size(-1) == self.vocab:
+            return scores
+        return scores[..., : self.vocab].clone()  # rows that only pad the vocabulary are no words; FSDP wants no view
 
     def chunked(self, x: Tensor, labels: Tensor) -> Tensor:
         """The summed loss of x (b s dim) against labels (b s)."""
@@ -154,7 +156,7 @@ class SpanHead(Head):
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         logits = self.out(x)
-        out = Output(logits=logits, start_logits=logits[..., 0], end_logits=logits[..., 1], last_hidden_state=x)
+        out = Output(logits=logits, start_logits=logits[..., 0].clone(), end_logits=logits[..., 1].clone(), last_hidden_state=x)
         if batch.labels is not None:
             labels = batch.labels.masked_fill((batch.labels < 0) | (batch.labels >= x.size(1)), IGNORE)
             # the mean of the two means, each over its own labels, as transformers

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import refuse
 from ..layers import Attention, Block
+from .device import device_of
 from .machine import Machine
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -49,26 +50,24 @@ def mesh_of(machine: Machine) -> DeviceMesh | None:
     ranks = machine.fsdp * machine.tensor_parallel
     if ranks == 1:
         return None
+    kind = device_of(machine)
     if not dist.is_initialized():
-        start()
+        start(kind)
     if dist.get_world_size() != ranks:
         found = f"{machine.fsdp} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
         refuse(None, "fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
-    return init_device_mesh(device_type(), (machine.fsdp, machine.tensor_parallel), mesh_dim_names=("dp", "tp"))
+    if kind.type != "cpu":
+        torch.accelerator.set_device_index(kind.index)
+    return init_device_mesh(kind.type, (machine.fsdp, machine.tensor_parallel), mesh_dim_names=("dp", "tp"))
 
 
-def device_type() -> str:
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if kind is None else kind.type
-
-
-def start() -> None:
+def start(device: torch.device) -> None:
     """Join the process group that the launcher described in the environment."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.get(name)
         if value is None or (name != "MASTER_ADDR" and not value.isdigit()):
             refuse("environment", name, "missing" if value is None else repr(value), "start with torchrun, one process a rank")
-    dist.init_process_group(dist.get_default_backend_for_device(device_type()))
+    dist.init_process_group(dist.get_default_backend_for_device(device.type))
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -98,7 +98,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                 seconds, tokens = seconds + time.perf_counter() - began, tokens + read
 
                 row = {"step": at.step, "loss": at.loss(), "lr": lr, "grad_norm": norm, "tokens": at.tokens,
-                       "skipped": at.skipped, "tokens_per_second": tokens / seconds, "memory_gb": peak_memory_gb()}
+                       "skipped": at.skipped, "tokens_per_second": tokens / seconds, "memory_gb": peak_memory_gb(device.type)}
                 logged = at.step % recipe.logging_steps == 0 or at.step == total
                 progress.show(row, stays=logged)
                 if logged:

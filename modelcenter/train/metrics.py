@@ -142,11 +142,11 @@ class Progress:
         return " | ".join(parts + ([f"{row['skipped']} skipped"] if row.get("skipped") else []))
 
 
-def peak_memory_gb() -> float:
-    """The most memory this process has held: of the accelerator where there is one, else of the host."""
+def peak_memory_gb(kind: str) -> float:
+    """The most memory this process has held on a device of that kind: the accelerator's, or for `cpu` the host's."""
     import torch
 
-    if torch.accelerator.is_available():
+    if kind != "cpu":
         return torch.accelerator.max_memory_allocated() / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9  # Linux counts in KiB, macOS in bytes

@@ -17,6 +17,7 @@ from ..data.objective import label_names, make_examples, texts_of
 from ..data.read import Record, read_split
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import refuse
+from ..parallel.device import device_of
 from ..parallel.machine import Machine
 from ..registry import Model, build, load, presets
 from .evaluate import count_tokens
@@ -45,10 +46,7 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     if machine.fsdp * machine.tensor_parallel > 1:
         found = f"{machine.fsdp} x {machine.tensor_parallel} ranks"
         refuse(None, "machine", found, "training runs in one process for now: fsdp=1, tensor_parallel=1")
-    here = torch.accelerator.current_accelerator(check_available=True)
-    if machine.device not in ("auto", "cpu") and (here is None or here.type != machine.device):
-        refuse(None, "machine.device", f"{machine.device}, which torch does not find here", "device=auto or device=cpu")
-    device = torch.device("cpu") if here is None or machine.device == "cpu" else here
+    device = device_of(machine)
     precision = recipe.precision
     if precision == "auto":
         able: Callable[[], bool] = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: False)
