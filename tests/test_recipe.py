@@ -35,7 +35,7 @@ def test_packaged() -> None:
 @pytest.mark.parametrize("name", names(packaged()))
 def test_packaged_recipe_loads(name: str) -> None:
     recipe = load_recipe(name, ["data.path=a.txt"])
-    assert recipe.output_dir == f"runs/{name}" and recipe.resume == "never"
+    assert recipe.output_dir == f"runs/{name}" and recipe.resume == "auto"
     assert recipe.objective == {"pretrain": "lm", "finetune": "lm"}.get(name, name)
     with pytest.raises(InputError, match=r"data\.path: missing"):
         load_recipe(name)
@@ -191,7 +191,6 @@ REFUSED = {  # what is added to a good recipe: what is said of it
     "eval_steps: 0": "eval_steps: 0; an integer at least 1",
     "save_steps: 0": "save_steps: 0; an integer at least 1",
     "save_steps: 5\nsave_total_limit: 0": "save_total_limit: 0; an integer at least 1",
-    "save_total_limit: 2": "save_total_limit: 2 without save_steps",
     "report_to: wandb": "report_to: 'wandb'; a list of tensorboard",
     "report_to: [wandb]": "report_to.0: 'wandb'; tensorboard",
     "resume: true": "resume: true; text that is not empty",

@@ -128,8 +128,8 @@ def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:
                         out[target.field] = target.read(values.get(key) if key else None, values)
                 except (KeyError, TypeError):
                     refuse(file, key or spelled, repr(values.get(key or "")), nearest(values.get(key or ""), target.known))
-        elif key is not None:
-            out[target] = check(values[key], hints[target], file, key)
+        elif key is not None and (values[key] is not None or hints[target] is not float):
+            out[target] = check(values[key], hints[target], file, key)  # a rate of null is one that was never set
     config = cls(**out)
     with told(file):
         config.verify()

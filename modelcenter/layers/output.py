@@ -141,6 +141,8 @@ def batch_of(
     encoder_decoder: bool,
 ) -> Batch:
     """A model's arguments as a `Batch`; see `Model.forward`."""
+    if lengths_q is None and lengths_k is not None:
+        refuse(None, "cu_seq_lens_k", "given without cu_seq_lens_q", "both, or cu_seq_lens_q alone")
     q: list[int] | None = None if lengths_q is None else lengths_q.tolist()
     k: list[int] | None = q if lengths_k is None else lengths_k.tolist()
     if q is not None and k is not None and x is not None:

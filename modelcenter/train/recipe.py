@@ -32,7 +32,7 @@ class Recipe:
         default="auto", metadata=_is("the model's head; auto: the objective's")
     )
     tokenizer: str | None = field(
-        default=None, metadata=_is("a folder, a hub id, char, bpe:SIZE or wordpiece:SIZE; absent: the model's", min=1)
+        default=None, metadata=_is("a folder, a hub id, char, bpe:SIZE or roberta:SIZE; absent: the model's", min=1)
     )
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -59,7 +59,7 @@ class Recipe:
     )
     output_dir: str = field(metadata=_is("the folder of the run", min=1))
     resume: str = field(
-        default="never", metadata=_is("never | auto (go on where output_dir stands) | a run's or step's folder", min=1)
+        default="auto", metadata=_is("auto (go on where output_dir stands) | never | a run's or step's folder", min=1)
     )
 
     def __post_init__(self) -> None:
@@ -73,8 +73,6 @@ class Recipe:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
         if self.data.packing and self.objective != "lm":
             refuse(None, "data.packing", f"true with objective {self.objective}", "packing is for objective lm")
-        if self.save_total_limit is not None and self.save_steps is None:
-            refuse(None, "save_total_limit", f"{self.save_total_limit} without save_steps", "give save_steps too")
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
