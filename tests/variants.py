@@ -6,6 +6,11 @@ from modelcenter.layers.rope import Dynamic, Linear, Llama3, LongRope, Plain, Ya
 
 VARIANTS: dict[str, dict[str, dict[str, object]]] = {
     "bert": {"default": {"act": ops.gelu_tanh}, "erf-gelu": {"act": ops.gelu}, "relu": {"act": ops.relu}},
+    "bloom": {
+        "default": {},
+        "untied": {"tie": False},
+        "six-heads": {"dim": 48, "heads": 6},  # no power of two: the last slopes lie between the others
+    },
     "gpt2": {
         "default": {},
         "by-layer": {"scale_by_layer": True, "hidden": None},

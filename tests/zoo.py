@@ -93,6 +93,8 @@ def loud(model: torch.nn.Module, seed: int = 0) -> None:
             p.normal_(0, 1.5 * p.shape[-1] ** -0.5 if p.dim() > 1 else 0.2, generator=source)
             if name.endswith(("wpe.weight", "position_embeddings.weight")):
                 p *= 4  # or a tied head only repeats the last token
+            if name.endswith("mlp.dense_4h_to_h.weight"):
+                p *= 4  # BLOOM's, which without a table of positions says one token for ever
             if name.endswith("Attention.q.weight"):
                 p /= 2  # T5's, which no scale tames: in fp32 its peaks would multiply rounding
             if name == "lm_head.weight":
