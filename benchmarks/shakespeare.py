@@ -25,7 +25,8 @@ def recipe_for(file: str, out: str, steps: int) -> mc.Recipe:
         "config.layers": 4, "config.dim": 128, "config.heads": 4, "config.positions": 64,
         "config.dropout": 0.0, "config.embed_dropout": 0.0, "config.attn_dropout": 0.0,
         "batch": 12, "max_steps": steps, "seed": 1337, "precision": "fp32", "optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.99],
-        "schedule.warmup_steps": min(100, steps // 10), "eval_steps": 500, "save_steps": None, "save_total_limit": None, "output_dir": out, "logging_steps": 100,
+        "schedule.warmup_steps": min(100, steps // 10), "eval_steps": 500, "save_steps": None, "save_total_limit": None,
+        "output_dir": out, "logging_steps": 100,
     }  # fmt: skip
     return load_recipe("pretrain", overrides)
 
@@ -74,7 +75,8 @@ def main() -> None:
         ours, middle = run.metrics["eval_loss"], time.perf_counter()
         reference = theirs(replace(recipe, output_dir=str(Path(folder) / "theirs")), machine)
     print(f"held-out loss after {args.steps} steps: modelcenter {ours:.4f} ({middle - began:.0f} s), "
-          f"transformers {reference:.4f} ({time.perf_counter() - middle:.0f} s), difference {abs(ours - reference):.4f}")  # fmt: skip
+          f"transformers {reference:.4f} ({time.perf_counter() - middle:.0f} s), "
+          f"difference {abs(ours - reference):.4f}")  # fmt: skip
 
 
 if __name__ == "__main__":

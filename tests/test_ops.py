@@ -14,7 +14,7 @@ from modelcenter.ops import OPS
 from modelcenter.ops.cross_entropy import IGNORE
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of the largest value; fp64 tells a meaning from another
+ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of the largest value; fp64 tells meanings apart
 
 
 def erf_gelu(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class DataConfig:
     pair_key: str | None = field(default=None, metadata=_is("the field of the second text of a pair (classify)"))
     source_key: str = field(default="source", metadata=_is("the field of the input (seq2seq)"))
     target_key: str = field(default="target", metadata=_is("the field of the wanted output (seq2seq)"))
-    source_prefix: str = field(default="", metadata=_is("put before every source: T5's `translate ...: ` (seq2seq)"))
+    source_prefix: str = field(default="", metadata=_is("put before every source: `translate English to German: ` (seq2seq)"))
     label_key: str = field(default="label", metadata=_is("the field of the class, a number or a name (classify)"))
     prompt_key: str | None = field(default=None, metadata=_is("the field of a prompt, read but not trained on (lm)"))
     response_key: str | None = field(default=None, metadata=_is("the field of the response to prompt_key (lm)"))
