@@ -2,27 +2,31 @@
 
     python examples/quickstart.py [folder]
 
-Trains a tokenizer and a small GPT on the library's source code, loads the result back, fine-tunes it on the library's
-docstrings, opens what came out with transformers and compares the logits, and prints a sample. The folder (quickstart-run) then
-holds both runs with their checkpoints and metrics, and curves.png with both losses.
+Trains a tokenizer and a small GPT on the library's source code, saves it as a sharded Hugging Face folder and loads that back,
+fine-tunes it on the library's docstrings, opens what came out with transformers and compares the logits, and prints a sample.
+The folder (quickstart-run) then holds both runs with their checkpoints and metrics, and curves.png with both losses.
 """
 
 import argparse
 import ast
 import json
+import random
 import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 BYTES = 3_000_000  # of source code, enough for the minutes this takes
 
 
 def sources() -> list[Path]:
-    """The library's modules, without its tests and without what was installed beside it."""
+    """The library's modules in an order of no meaning, without its tests and without what was installed beside it."""
     root = Path(sysconfig.get_path("stdlib"))
-    skip = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__", "pydoc_data"}
-    return [f for f in sorted(root.rglob("*.py")) if not skip & set(f.relative_to(root).parts)]
+    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__", "pydoc_data"}
+    files = [f for f in sorted(root.rglob("*.py")) if not skip & set(f.relative_to(root).parts)]
+    random.Random(0).shuffle(files)  # what is held out for evaluation is the end, and shall be like the rest
+    return files
 
 
 def corpus(folder: Path) -> tuple[Path, Path]:
@@ -46,7 +50,7 @@ def corpus(folder: Path) -> tuple[Path, Path]:
     out = folder / "code.jsonl", folder / "docstrings.jsonl"
     for path, texts in zip(out, (code, docs), strict=True):
         path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts if t.strip()), "utf-8")
-    print(f"{len(code)} modules ({size / 1e6:.1f} MB) and {len(docs)} docstrings of Python {sys.version.split()[0]}")
+    print(f"{len(code)} modules ({size / 1e6:.1f} MB) and {len(docs)} docstrings of Python {sys.version.split()[0]}", flush=True)
     return out
 
 
@@ -71,55 +75,70 @@ def picture(runs: dict[str, Path], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train, fine-tune and check a small GPT on the standard library's text.")
     parser.add_argument("folder", nargs="?", default="quickstart-run", type=Path)
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each of the two runs")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of the first run; the second has half as many")
     args = parser.parse_args()
     began = time.monotonic()
 
+    def section(title: str) -> None:
+        print(f"\n== {title} ({time.monotonic() - began:.0f} s)", flush=True)
+
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     import modelcenter as mc
 
-    args.folder.mkdir(parents=True, exist_ok=True)
-    code, docs = corpus(args.folder)
-    shape = {"config.layers": 4, "config.dim": 192, "config.heads": 6, "config.positions": 128}
-    common = {
-        "data.seq_len": 128, "data.eval_fraction": 0.02, "batch": 16, "max_steps": args.steps, "resume": "auto",
-        "schedule.warmup_steps": max(1, args.steps // 10), "save_steps": max(1, args.steps // 2), "eval_steps": max(1, args.steps // 3),
-    }  # fmt: skip
+    logging.disable_progress_bar()
+    folder: Path = args.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    section("1. read the standard library")
+    code, docs = corpus(folder)
 
-    print("\n== 1. pretrain: a tokenizer and a GPT on source code")
-    first = {"data.path": str(code), "output_dir": str(args.folder / "pretrain"), "tokenizer": "bpe:4096", **shape, **common}
-    mc.train("pretrain", overrides=first)
+    def common(steps: int) -> dict[str, Any]:
+        return {
+            "data.seq_len": 128, "data.eval_fraction": 0.01, "batch": 8, "max_steps": steps, "resume": "auto",
+            "schedule.warmup_steps": max(1, steps // 10), "logging_steps": max(1, steps // 30),
+            "eval_steps": max(1, steps // 5), "save_steps": max(1, steps // 2),
+        }  # fmt: skip
 
-    print("\n== 2. load it back: a Hugging Face folder")
-    trained = args.folder / "pretrain" / "model"
-    model = mc.GPT.from_pretrained(trained)
-    print(f"GPT.from_pretrained({str(trained)!r}): {model.load_report}")
+    section("2. pretrain: a tokenizer and a GPT on source code")
+    shape = {"layers": 4, "dim": 192, "heads": 6, "positions": 128, "dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
+    first = mc.train("pretrain", overrides={
+        "data.path": str(code), "output_dir": str(folder / "pretrain"), "tokenizer": "bpe:2048", "optimizer.lr": 2e-3,
+        **{f"config.{field}": value for field, value in shape.items()}, **common(args.steps),
+    })  # fmt: skip
 
-    print("\n== 3. fine-tune it on docstrings")
-    second = {"model": str(trained), "data.path": str(docs), "output_dir": str(args.folder / "finetune"), "optimizer.lr": 5e-4}
-    mc.train("finetune", overrides={**second, **common})
+    section("3. save it in shards, as Hugging Face does, and load it back")
+    shards = folder / "sharded"
+    if not shards.exists():
+        first.model.save_pretrained(shards, max_shard_size="4MB")
+    model = mc.GPT.from_pretrained(shards)
+    print(f"{sorted(f.name for f in shards.glob('*.safetensors'))}: {model.load_report}")
 
-    print("\n== 4. open the result with transformers")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    section("4. fine-tune it on docstrings")
+    mc.train("finetune", overrides={
+        "model": str(shards), "data.path": str(docs), "output_dir": str(folder / "finetune"), "optimizer.lr": 1e-3,
+        **common(max(1, args.steps // 2)),
+    })  # fmt: skip
 
-    result = args.folder / "finetune" / "model"
+    section("5. open the result with transformers")
+    result = folder / "finetune" / "model"
     ours, theirs = mc.load(result), AutoModelForCausalLM.from_pretrained(result).eval()
     tokenizer = AutoTokenizer.from_pretrained(result)
-    ids = torch.tensor([tokenizer.encode("Return the number of items in the list")])
+    ids = torch.tensor([tokenizer.encode("Return the number of")])
     with torch.no_grad():
         off = (ours(ids).logits - theirs(ids).logits).abs().max().item()
     print(f"largest difference of a logit: {off:.1e}")
     if not off < 1e-4:
         sys.exit("the logits differ: this is a bug, please report it")
 
-    print("\n== 5. a sample")
+    section("6. a sample")
     text = ours.generate(ids, max_new_tokens=60, do_sample=True, temperature=0.8, top_k=40, seed=0)
     print(tokenizer.decode(text[0].tolist()))
 
-    picture({"pretrain: source code": args.folder / "pretrain", "fine-tune: docstrings": args.folder / "finetune"},
-            args.folder / "curves.png")  # fmt: skip
-    print(f"\n{args.folder}: pretrain/ and finetune/ (step-N/, model/, metrics.jsonl), curves.png; {time.monotonic() - began:.0f} s")
+    picture({"pretrain: source code": folder / "pretrain", "fine-tune: docstrings": folder / "finetune"}, folder / "curves.png")
+    section("done")
+    print(f"{folder}/ holds pretrain/ and finetune/ (step-N/, model/, metrics.jsonl, loss.png), sharded/ and curves.png")
 
 
 if __name__ == "__main__":
