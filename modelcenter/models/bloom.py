@@ -19,7 +19,7 @@ from ..registry import Model, Preset, Task, register
 
 
 @dataclass(frozen=True, kw_only=True)
-class BloomConfig(Config):
+class BLOOMConfig(Config):
     vocab: int = 250880
     dim: int = 1024
     heads: int = 16
@@ -52,11 +52,11 @@ class BloomConfig(Config):
 
 
 @register
-class Bloom(Model):
-    Config = BloomConfig
+class BLOOM(Model):
+    Config = BLOOMConfig
     default_task = "lm"
 
-    def __init__(self, c: BloomConfig):
+    def __init__(self, c: BLOOMConfig):
         super().__init__(c)
         norm = partial(LayerNorm, c.dim, c.eps)
 
@@ -103,11 +103,11 @@ class Bloom(Model):
     aliases = {"lm_head.weight": "transformer.word_embeddings.weight"}
 
     @staticmethod
-    def tied(c: BloomConfig) -> Mapping[str, str]:
+    def tied(c: BLOOMConfig) -> Mapping[str, str]:
         return {"head.out.weight": "embed.tokens.weight"} if c.tie else {}
 
     @staticmethod
-    def names(c: BloomConfig) -> Iterator[Row]:
+    def names(c: BLOOMConfig) -> Iterator[Row]:
         block, ours = "transformer.h.{}.", "decoder.blocks.{}."
         yield "transformer.word_embeddings", "embed.tokens"
         yield "transformer.word_embeddings_layernorm", "embed.norm"
