@@ -76,11 +76,14 @@ class HeadRows:
 
     def __getitem__(self, region: Region) -> Tensor:
         first, *rest = region
-        low, high = first.start // self.head_dim, -(-first.stop // self.head_dim)  # the heads that the region touches
-        group = self.parts * self.head_dim
-        read = self.whole[(slice(low * group, high * group), *rest)]
-        mine: Tensor = read.unflatten(0, (high - low, self.parts, self.head_dim))[:, self.at].flatten(0, 1)
-        return mine[first.start - low * self.head_dim : first.stop - low * self.head_dim]
+        parts, row = [], first.start
+        while row < first.stop:  # head by head: what lies between is another's
+            head, within = divmod(row, self.head_dim)
+            stop = min(first.stop, (head + 1) * self.head_dim)
+            start = (head * self.parts + self.at) * self.head_dim + within
+            parts.append(self.whole[(slice(start, start + stop - row), *rest)])
+            row = stop
+        return torch.cat(parts) if parts else self.whole[(slice(0, 0), *rest)]
 
 
 class Split:

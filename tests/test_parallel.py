@@ -1,6 +1,9 @@
 """Every family on every mesh equals one process: outputs, gradients, weights read from and written to Hugging Face folders,
 initial weights. One spawn a mesh carries all families."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,23 @@ MESHES = {"tp2": (1, 2), "fsdp2": (2, 1), "fsdp2xtp2": (2, 2)}
 
 def full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of weights read while the context lasts."""
+    done, before = [0], os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
+        size = before(fd, buffers, at)
+        done[0] += size
+        return size
+
+    os.preadv = preadv
+    try:
+        yield done
+    finally:
+        os.preadv = before
 
 
 def draw(case: Case, machine: mc.Machine | None) -> mc.Model:
@@ -55,7 +75,10 @@ def work(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Path)
             assert grad is not None, f"{case} {name}: no gradient"
             grad = full(grad)[tuple(slice(0, n) for n in alone.shapes[name])]
             torch.testing.assert_close(grad, reference, rtol=1e-9, atol=1e-10, msg=lambda m, n=f"{case} {name}": f"{n}: {m}")
-        read = mc.load(folders[case], machine=machine)
+        with counted() as done:
+            read = mc.load(folders[case], machine=machine)
+        own = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in read.parameters()) * 4
+        assert 0 < done[0] <= own, f"{case}: read {done[0]} bytes for {own} of its own"
         read.save_pretrained(out / str(case), max_shard_size="20KB")
         if rank == 0:
             again, before = mc.load(out / str(case)), mc.load(folders[case])
@@ -97,3 +120,17 @@ def wrong_size(rank: int) -> None:
 
 def test_degrees_must_match_the_ranks() -> None:
     spawn(2, wrong_size)
+
+
+def test_recompute_replays_dropout() -> None:
+    """What is computed again in the backward draws what the forward drew."""
+    grads = []
+    for again in (False, True):
+        machine = mc.Machine(device="cpu", recompute=again)
+        sizes = {"vocab": 30, "positions": 16, "dim": 16, "heads": 2, "layers": 2, "dropout": 0.5, "attn_dropout": 0.5}
+        model = mc.build("gpt2", config=sizes, dtype="fp64", machine=machine).train()
+        torch.manual_seed(1)
+        ids = torch.arange(12)[None]
+        model(ids, labels=ids).loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -104,7 +104,7 @@ def match(
     shared = {n for e in names.entries(shapes) if names.prefix and e.theirs.startswith(names.prefix) for n in e.ours} & headed
     if fresh not in (set(), headed, headed - shared):
         wanted = f"the model needs these {len(absent)} tensors"
-        refuse(folder.path, first([e.theirs for e in absent]), "missing", wanted)
+        refuse(folder.path, absent[0].theirs, others("missing", [e.theirs for e in absent]), wanted)
     report.new.extend(sorted(fresh))
 
     present = [e for e in entries if found[e.theirs] is not None]
@@ -135,7 +135,7 @@ def match(
     strange = [key for key in keys.real if key not in known]
     if strange:
         kind = "differs from the tensor it must equal" if strange[0] in aliases else "unexpected"
-        refuse(folder.path, first(strange), kind, f"{len(strange)} such tensors; config.json describes a model without")
+        refuse(folder.path, strange[0], others(kind, strange), "config.json describes a model without")
     return table, report
 
 
@@ -143,9 +143,9 @@ def plain_name(key: str, names: Names, plain: bool) -> str:
     return key.removeprefix(names.prefix) if plain else key
 
 
-def first(names: list[str]) -> str:
-    """The first five names."""
-    return ", ".join(names[:5]) + (f", ... ({len(names)})" if len(names) > 5 else "")
+def others(kind: str, names: list[str]) -> str:
+    """`kind` of the first name, and the next four with the count of all."""
+    return kind if len(names) == 1 else f"{kind}, {len(names)} in all: {', '.join(names[1:5])}{', ...' if len(names) > 5 else ''}"
 
 
 @torch.no_grad()

@@ -1,0 +1,183 @@
+"""GPT-2's files as they are found: what transformers' own round trip never shows."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from zoo import Case
+
+import modelcenter as mc
+
+CASE = Case("gpt2", "default", "lm")
+
+
+def rewritten(where: Path, change: Callable[[dict[str, Tensor]], Any], config: Callable[[dict[str, Any]], Any] | None = None) -> Path:
+    """The reference folder with its tensors and its config changed."""
+    source = Path(zoo.reference(CASE)[1])
+    tensors, values = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    change(tensors)
+    if config is not None:
+        config(values)
+    where.mkdir(exist_ok=True)
+    save_file(tensors, where / "model.safetensors", metadata={"format": "pt"})
+    (where / "config.json").write_text(json.dumps(values))
+    return where
+
+
+def same_logits(folder: Path) -> mc.Model:
+    theirs, _ = zoo.pair(CASE)
+    ours = mc.load(folder, dtype="fp64")
+    args = zoo.inputs(CASE)
+    assert (ours(**args).logits - theirs(**args).logits).abs().max() < 1e-10
+    return ours
+
+
+def test_a_file_without_the_prefix_and_with_masks(tmp_path: Path) -> None:
+    def change(t: dict[str, Tensor]) -> None:
+        for name in list(t):
+            t[name.removeprefix("transformer.")] = t.pop(name)
+        for i in range(2):
+            t[f"h.{i}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+            t[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    ours = same_logits(rewritten(tmp_path / "bare", change, lambda c: c.update(architectures=["GPT2Model"])))
+    assert ours.task == "lm" and len(ours.load_report.ignored) == 4 and not ours.load_report.new
+
+
+def test_a_tied_head_may_be_there_equal(tmp_path: Path) -> None:
+    folder = rewritten(tmp_path / "twice", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()}))
+    ours = same_logits(folder)
+    assert ours.load_report.aliased == ["lm_head.weight"] and ours.config.tie
+
+
+def test_a_tied_head_may_stand_alone(tmp_path: Path) -> None:
+    same_logits(rewritten(tmp_path / "alone", lambda t: t.update({"lm_head.weight": t.pop("transformer.wte.weight")})))
+
+
+def test_a_head_that_differs_is_not_tied(tmp_path: Path) -> None:
+    folder = rewritten(tmp_path / "other", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] * 2}))
+    ours = mc.load(folder)
+    assert ours.load_report.untied == ["lm_head.weight"] and not ours.config.tie
+    assert torch.equal(ours.head.out.weight, ours.embed.tokens.weight * 2)
+    ours.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_old_bin_shards_with_a_layer_cut_in_two(tmp_path: Path) -> None:
+    source = Path(zoo.reference(CASE)[1])
+    tensors = load_file(source / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"pytorch_model-00001-of-00002.bin": names[::2], "pytorch_model-00002-of-00002.bin": names[1::2]}
+    for file, held in parts.items():
+        torch.save({n: tensors[n] for n in held}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": {n: f for f, held in parts.items() for n in held}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    same_logits(tmp_path)
+
+
+def test_optional_keys_may_be_absent(tmp_path: Path) -> None:
+    def bare(values: dict[str, Any]) -> None:
+        for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings", "classifier_dropout", "dtype"):
+            values.pop(name, None)
+        values["torch_dtype"] = "float32"
+
+    folder = rewritten(tmp_path / "old", lambda t: None, bare)
+    ours = same_logits(folder)
+    ours.to(torch.float32).save_pretrained(tmp_path / "again")
+    after = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert after["torch_dtype"] == "float32" and "dtype" not in after
+
+
+REFUSED = {
+    "a layer too many": (lambda t: t.update({n.replace(".h.0.", ".h.2."): v + 1 for n, v in t.items() if ".h.0." in n}), "h.2.*unexpected"),
+    "a layer too few": (lambda t: [t.pop(n) for n in list(t) if ".h.1." in n], "h.1.*missing"),
+    "a tensor missing": (lambda t: t.pop("transformer.ln_f.bias"), "transformer.ln_f.bias.*missing"),
+    "a wrong shape": (lambda t: t.update({"transformer.wpe.weight": torch.zeros(63, 32)}), r"wpe.weight.*\[63, 32\].*\[64, 32\]"),
+    "a stranger": (lambda t: t.update({"transformer.h.0.ln_3.weight": torch.zeros(32)}), "ln_3.weight.*unexpected"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    change, wanted = REFUSED[name]
+    with pytest.raises(mc.InputError, match=wanted):
+        mc.load(rewritten(tmp_path / "x", change))
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({"add_cross_attention": True}, "add_cross_attention: True; only False"),
+        ({"activation_function": "swish2"}, "activation_function: 'swish2'"),
+        ({"n_layer": 2.0}, "n_layer: 2.0"),
+        ({"n_head": True}, "n_head: True"),
+        ({"n_embd": 0}, "n_embd: 0"),
+        ({"vocab_size": 2**40}, "vocab_size: 1099511627776"),
+        ({"layer_norm_epsilon": -1.0}, "layer_norm_epsilon: -1.0"),
+        ({"model_type": "gpt3"}, "model_type: 'gpt3'.*gpt2"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_a_config_that_means_something_else_is_refused(values: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+    with pytest.raises(mc.InputError, match=wanted) as refusal:
+        mc.load(rewritten(tmp_path / "x", lambda t: None, lambda c: c.update(values)))
+    assert "config.json" in str(refusal.value)
+
+
+def test_pretrained_weights_keep_their_shape() -> None:
+    with pytest.raises(mc.InputError, match=r"h.1.*unexpected|layers"):
+        mc.load(zoo.reference(CASE)[1], config={"layers": 1})
+
+
+def test_a_bare_backbone_gets_a_new_classifier(tmp_path: Path) -> None:
+    folder = rewritten(tmp_path / "x", lambda t: None)
+    first, second = (mc.load(folder, task="classify", num_labels=3, seed=s) for s in (1, 2))
+    assert first.load_report.new == ["head.out.weight"] and first.config.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert not torch.equal(first.head.out.weight, second.head.out.weight)
+    assert torch.equal(first.head.out.weight, mc.load(folder, task="classify", num_labels=3, seed=1).head.out.weight)
+
+
+def test_token_types_are_words(tmp_path: Path) -> None:
+    theirs, ours = zoo.pair(CASE)
+    args = zoo.inputs(CASE) | {"token_type_ids": torch.randint(0, 128, (2, 11))}
+    assert (ours(**args).logits - theirs(**args).logits).abs().max() < 1e-10
+
+
+def test_freezing(tmp_path: Path) -> None:
+    _, ours = zoo.pair(CASE)
+    frozen = ours.freeze("embed", "decoder.blocks.0")
+    assert {n.split(".")[0] for n in frozen} == {"embed", "decoder"} and not ours.embed.tokens.weight.requires_grad
+    with pytest.raises(mc.InputError, match="'decoder.block' matches no parameter"):
+        ours.freeze("decoder.block")
+
+
+def test_sampling_is_a_function_of_the_seed() -> None:
+    _, ours = zoo.pair(CASE)
+    ids = zoo.inputs(CASE)["input_ids"]
+
+    def draw(**options: Any) -> list[list[int]]:
+        return ours.generate(ids, max_new_tokens=12, do_sample=True, eos_token_id=[], **options).tolist()
+
+    assert draw(seed=3) == draw(seed=3) != draw(seed=4)
+    greedy = ours.generate(ids, max_new_tokens=12, eos_token_id=[]).tolist()
+    assert draw(seed=3, top_k=1) == greedy == draw(seed=5, top_p=1e-9) == draw(seed=6, temperature=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [({"num_beams": 4}, "num_beams"), ({"temperature": 0.0}, "temperature"), ({"max_new_token": 3}, "max_new_tokens"),
+     ({"top_p": 1.5}, "top_p")],
+)  # fmt: skip
+def test_generation_options_are_checked(options: dict[str, Any], wanted: str) -> None:
+    _, ours = zoo.pair(CASE)
+    with pytest.raises(mc.InputError, match=wanted):
+        ours.generate(zoo.inputs(CASE)["input_ids"], do_sample=True, **options)
