@@ -1,9 +1,12 @@
-# make venv | quickstart | check | test | test-all | wheel | clean, with PYTHON=python3.12 VENV=folder DIST=folder as you like
+# make venv | quickstart | check | test | test-all | wheel | clean, with PYTHON=python3.12 VENV=folder DIST=folder JOBS=8 as you like
 PYTHON ?= python3
 VENV ?= .venv
 DIST ?= dist
+JOBS ?= 2
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install -c constraints.txt
+# a process a job with one thread each: the tests' tensors are too small to share
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 NEED = import sys; sys.exit("modelcenter needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)
 
 .PHONY: venv quickstart check test test-all wheel clean
@@ -27,10 +30,10 @@ check: venv
 	$(BIN)/mypy
 
 test: venv
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: venv
-	$(BIN)/pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 wheel: venv
 	rm -rf build
