@@ -217,9 +217,14 @@ def skeleton(family: type[Model], config: Any, task: str, dtype: torch.dtype) ->
     """The model without storage: every parameter on the meta device."""
     if task not in family.tasks:
         refuse(None, "task", f"{task!r} is none of {family.__name__}'s", nearest(task, family.tasks))
-    with torch.device("meta"):
-        model = family(config)
-        model.head = family.tasks[task].head(config)
+    try:
+        with torch.device("meta"):
+            model = family(config)
+            model.head = family.tasks[task].head(config)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        refuse(None, "config", "sizes whose product does not fit 64 bits", "a model that a machine can hold")
     model.task = task
     model.companions = {}
     model.to(dtype)
@@ -329,7 +334,7 @@ def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> 
     kind = folder.config.get("model_type")
     file = Path(folder.path) / "config.json"
     known = families()
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         refuse(file, "model_type", repr(kind), nearest(kind, known))
     if not issubclass(known[kind], wanted):
         names = [w.Config.hf.model_type for w in (wanted if isinstance(wanted, tuple) else (wanted,))]
@@ -342,14 +347,20 @@ def task_of(family: type[Model], folder: Folder) -> str:
     if family.default_task is not None:
         return family.default_task
     named = {task.architecture: name for name, task in reversed(list(family.tasks.items()))}
-    for architecture in folder.config.get("architectures") or []:
-        if architecture in named:
+    said = folder.config.get("architectures") or []
+    if not isinstance(said, list):
+        refuse(Path(folder.path) / "config.json", "architectures", repr(said), f"a list; known: {', '.join(named)}")
+    for architecture in said:
+        if isinstance(architecture, str) and architecture in named:
             return named[architecture]
     keys = Keys(folder)
     there = {key.rpartition(".")[0] for key in keys.real} | set(keys.real)
     for name, task in family.tasks.items():
         if task.rows and all(row[0] in there or row[0].removeprefix(family.prefix) in there for row in task.rows):
             return name
+    if said:
+        wanted = f"known: {', '.join(named)}; or give the task"
+        refuse(Path(folder.path) / "config.json", "architectures", repr(said[0]), wanted)
     return "backbone"
 
 

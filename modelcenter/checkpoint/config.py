@@ -14,6 +14,8 @@ from ..errors import InputError, nearest, refuse
 
 C = TypeVar("C", bound="Config")
 BIGGEST = 2**31 - 1  # a size beyond this is a mistake or an attack; refused before anything is allocated
+DEEPEST = 1024  # layers, each of which is made, if only on the meta device; the deepest published model has 126
+LABELS = 2**20  # each has a name
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,14 @@ class Config:
 
 
 def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:
+    """See `Config.from_dict`."""
     found = values.get("model_type", cls.hf.model_type)
     if found != cls.hf.model_type:
         refuse(file, "model_type", repr(found), f"{cls.__name__} reads {cls.hf.model_type!r}")
     for name, wanted in cls.hf.fixed.items():
         if name in values and values[name] != wanted:
             refuse(file, name, repr(values[name]), f"only {wanted!r} is implemented here")
+    check_common(values, file)
     out: dict[str, Any] = {"file": dict(values), "labels": read_labels(values, file)}
     hints = get_type_hints(cls)
     for spelled, target in cls.hf.keys.items():
@@ -129,7 +133,7 @@ def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:
                 except (KeyError, TypeError):
                     refuse(file, key or spelled, repr(values.get(key or "")), nearest(values.get(key or ""), target.known))
         elif key is not None and (values[key] is not None or hints[target] is not float):
-            out[target] = check(values[key], hints[target], file, key)  # a rate of null is one that was never set
+            out[target] = check(values[key], hints[target], file, key, target)  # a rate of null is one that was never set
     config = cls(**out)
     with told(file):
         config.verify()
@@ -146,31 +150,49 @@ def told(file: Any) -> Iterator[None]:
         refuse(file, None, found, wanted)
 
 
+def check_common(values: Mapping[str, Any], file: Any) -> None:
+    """The keys that every family reads as they come."""
+    for key in ("initializer_range", "initializer_factor", "init_std"):
+        if key in values:
+            check(values[key], float, file, key)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = values.get(key)
+        for one in ids if isinstance(ids, list) and key == "eos_token_id" else [ids]:
+            if one is not None and not (type(one) is int and -1 <= one < BIGGEST):  # -1: none, in old files
+                refuse(file, key, repr(one), "the id of a token, or null")
+
+
 def read_labels(values: Mapping[str, Any], file: Any) -> tuple[str, ...]:
-    names = values.get("id2label")
-    if isinstance(names, dict) and names:
+    names = values.get("id2label") or {}
+    if not isinstance(names, dict):
+        refuse(file, "id2label", repr(names), "a name for each number from 0 on")
+    if names:
         wanted = {str(i) for i in range(len(names))}
         if {str(k) for k in names} != wanted or not all(isinstance(v, str) for v in names.values()):
             refuse(file, "id2label", f"keys {list(names)[:5]}", f"a name for each of 0 to {len(names) - 1}")
         return tuple({int(k): v for k, v in names.items()}[i] for i in range(len(names)))
-    count = check(values.get("num_labels", 2), int, file, "num_labels")
+    count = check(values.get("num_labels", 2), int, file, "num_labels", "labels")
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
-def check(value: Any, hint: Any, file: Any, key: str) -> Any:
-    """`value` as what the field's type says, or refused: a bool is no number, a float no size, a size is 1 to `BIGGEST`."""
+def check(value: Any, hint: Any, file: Any, key: str, field: str = "") -> Any:
+    """`value` as what the field's type says, or refused: a bool is no number, a float no size, a size is 1 to `BIGGEST`
+    (layers and labels fewer, by the field's name), a dropout at most 1."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
     if bool in options and isinstance(value, bool):
         return value
     if int in options and type(value) is int:
-        if not 1 <= value <= BIGGEST:
-            refuse(file, key, str(value), f"a size from 1 to {BIGGEST}")
+        most = DEEPEST if field.endswith("layers") else LABELS if field == "labels" else BIGGEST
+        if not 1 <= value <= most:
+            refuse(file, key, str(value), f"a size from 1 to {most}")
         return value
     if float in options and type(value) in (int, float):
         if not (math.isfinite(value) and value >= 0):
             refuse(file, key, str(value), "a finite number, not negative")
+        if field.endswith("dropout") and value > 1:
+            refuse(file, key, str(value), "a rate from 0 to 1")
         return float(value)
     names = " or ".join("null" if o is type(None) else {int: "whole number", float: "number"}.get(o, o.__name__) for o in options)
     refuse(file, key, f"{value!r} ({type(value).__name__})", f"a {names}")
@@ -220,7 +242,7 @@ def changed(config: C, changes: Mapping[str, Any]) -> C:
             refuse(None, f"config.{name}", "unknown field", nearest(name, known))
         options = get_args(hints[name]) or (hints[name],)
         if {int, float, bool} & set(options):
-            check(value, hints[name], None, f"config.{name}")
+            check(value, hints[name], None, f"config.{name}", name)
     out = replace(config, **changes)
     out.verify()
     return out

@@ -50,6 +50,9 @@ class GPTConfig(Config):
         fixed={"add_cross_attention": False},
     )  # fmt: skip
 
+    def verify(self) -> None:
+        self.divisible("dim", "heads")
+
 
 @register
 class GPT(Model):
