@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import refuse
 from ..layers import Attention, Block
 from .device import device_of
-from .machine import Machine
+from .machine import Machine, load_machine
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "column": ColwiseParallel,
@@ -31,8 +31,11 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def parallelize(model: nn.Module, machine: Machine) -> nn.Module:
-    """Shard `model` as `machine` says; works on the meta device too, before there is anything to move."""
+def parallelize(model: nn.Module, machine: Machine | str) -> nn.Module:
+    """Shard `model` as `machine` (a profile or its name) says, in place; a model on the meta device stays there."""
+    machine = load_machine(machine) if isinstance(machine, str) else machine
+    if not any(p.is_meta for p in model.parameters()):
+        model.to(device_of(machine))
     mesh = mesh_of(machine)
     if mesh is not None and machine.tensor_parallel > 1:
         tensor_parallel(model, mesh["tp"])

@@ -25,6 +25,8 @@ class Machine:
 
 
 def load_machine(name: str | Path) -> Machine:
-    """The packaged profile of that bare name, or the file at that path."""
+    """The packaged profile of that bare name, or the file at that path; `auto` is one process on the device found there."""
+    if name == "auto":
+        return Machine()
     file = find(name, "machine profile", packaged("machines"))
     return bind(Machine, read_recipe(file), file)
