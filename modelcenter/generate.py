@@ -1,5 +1,6 @@
 """Generation: greedy and sampling, with a cache of keys and values, for rows padded on the left."""
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +28,11 @@ def generate(
 
     `input_ids` b s, padded on the left with `attention_mask` 0. Options: max_new_tokens (20), do_sample (False), temperature
     (1.0), top_k (0: all), top_p (1.0), eos_token_id (an id or several), pad_token_id, seed. Those not given come from
-    `generation_config` (an object or a mapping with these names), then from the model's config. `streamer.put(ids)` is
-    called with every new column and `streamer.end()` at the end.
+    `generation_config` (an object or a mapping with these names), or else from the generation_config.json that came with the
+    weights, then from config.json. `streamer.put(ids)` is called with every new column and `streamer.end()` at the end.
     """
     choose = settings(model, generation_config, options)
+    check_ids(model, input_ids, choose["max_new_tokens"])
     was_training, cache, done = model.training, Cache(), torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     source = torch.Generator(input_ids.device)
     source.manual_seed(choose["seed"]) if choose["seed"] is not None else source.seed()
@@ -93,11 +95,15 @@ def pick(scores: Tensor, choose: dict[str, Any], source: torch.Generator) -> Ten
 
 
 def settings(model: "Model", given: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Every option: from the call, from `generation_config`, from the model's config, or the default."""
+    """Every option: from the call, from `generation_config` or the file of that name beside the weights, from config.json, or the
+    default."""
     for name in options:
         if name not in KNOWN:
             refuse(None, name, "unknown option of generate", nearest(name, KNOWN))
-    given = (given if isinstance(given, dict) else given.to_dict()) if given is not None else {}
+    if given is None:
+        given = json.loads(model.companions.get("generation_config.json", b"{}"))
+    elif not isinstance(given, dict):
+        given = given.to_dict()
     config = model.config.to_dict()
 
     def find(name: str, default: Any, *places: dict[str, Any]) -> Any:
@@ -118,13 +124,27 @@ def settings(model: "Model", given: Any, options: dict[str, Any]) -> dict[str, A
     }
     for name, good, wanted in (
         ("max_new_tokens", type(out["max_new_tokens"]) is int and out["max_new_tokens"] > 0, "a whole number from 1"),
-        ("temperature", out["temperature"] > 0, "a number above 0; do_sample=False for greedy"),
+        ("temperature", out["temperature"] >= 1e-6, "a number from 1e-6; do_sample=False for greedy"),
         ("top_p", 0 < out["top_p"] <= 1, "a number above 0 and at most 1"),
         ("top_k", type(out["top_k"]) is int and out["top_k"] >= 0, "a whole number from 0"),
         ("num_beams", find("num_beams", 1) == 1, "1: beam search is not implemented"),
     ):
         if not good:
             refuse(None, name, repr(find(name, None)), wanted)
-    if not isinstance(model.head, LMHead):
-        refuse(None, "generate", f"a model with the task {model.task!r}", "one with a language-model head")
+    if not isinstance(model.head, LMHead) or not (model.head.shift or model.encoder_decoder):
+        refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")
     return out
+
+
+def check_ids(model: "Model", ids: Tensor, new: int) -> None:
+    """Refuse what the model's tables do not hold: on an accelerator an index beyond them ends the whole process."""
+    if not ids.numel():
+        refuse(None, "input_ids", f"shape {list(ids.shape)}", "a prompt of at least one token")
+    vocab, positions = model.config.vocab, getattr(getattr(model, "embed", None), "positions", None)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        odd = ids.max() if ids.max() >= vocab else ids.min()
+        refuse(None, "input_ids", str(int(odd)), f"ids below {vocab}, the model's vocabulary; is this its tokenizer?")
+    room = len(positions.weight) - ids.size(1) if positions is not None else new
+    if new > room:
+        wanted = f"at most {room}: the model has {len(positions.weight)} positions" if room > 0 else "a shorter prompt"
+        refuse(None, "max_new_tokens", f"{new} after a prompt of {ids.size(1)} tokens", wanted)

@@ -172,6 +172,17 @@ def test_sampling_is_a_function_of_the_seed() -> None:
     assert draw(seed=3, top_k=1) == greedy == draw(seed=5, top_p=1e-9) == draw(seed=6, temperature=1e-6)
 
 
+def test_the_generation_config_beside_the_weights_counts(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    folder = rewritten(tmp_path / "x", lambda t: None)
+    ids = zoo.inputs(CASE)["input_ids"][:1]
+    third = mc.load(folder).generate(ids, max_new_tokens=3, eos_token_id=[])[0, -1].item()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": third, "pad_token_id": 0, "max_new_tokens": 9}))
+    wanted = GPT2LMHeadModel.from_pretrained(folder).generate(ids).tolist()
+    assert mc.load(folder).generate(ids).tolist() == wanted and len(wanted[0]) < ids.size(1) + 9
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [({"num_beams": 4}, "num_beams"), ({"temperature": 0.0}, "temperature"), ({"max_new_token": 3}, "max_new_tokens"),
