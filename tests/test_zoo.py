@@ -245,3 +245,64 @@ def test_embeddings_grow_and_shrink(case: Case) -> None:
 def test_presets_have_the_published_size(name: str) -> None:
     model = mc.build(name, device="meta")
     assert sum(p.numel() for p in model.parameters()) == presets()[name][1].parameters
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.task == "classify"], ids=str)
+def test_packed_sequences_are_classified_one_by_one(case: Case) -> None:
+    _, ours = pair(case)
+    row, alone = zoo.packed(case)
+    close(scores(ours(**row)), torch.cat([scores(ours(**a)) for a in alone]), 1e-10, str(case))
+
+
+@pytest.mark.parametrize("field", ["layers", "vocab"])
+@pytest.mark.parametrize("kind", sorted(families()))
+def test_a_config_that_asks_for_less_than_the_file_holds_is_refused(kind: str, field: str, tmp_path: Path) -> None:
+    """What `strict=False` hid from the predecessors' users: a file of three layers read as two."""
+    case = next(c for c in FIRST if c.kind == kind)
+    _, folder = zoo.reference(case)
+    key = next(k.split("|")[0] for k, f in case.family.Config.hf.keys.items() if f == field)
+    values = json.loads(Path(folder, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, key: values[key] - 1}))
+    (tmp_path / "model.safetensors").write_bytes(Path(folder, "model.safetensors").read_bytes())
+    with pytest.raises(mc.InputError, match={"layers": "unexpected", "vocab": "has shape"}[field]):
+        mc.load(tmp_path, task=case.task)
+
+
+def test_a_dtype_stays_what_it_is_in_the_file(tmp_path: Path) -> None:
+    for name in ("bf16", "fp16", "fp32", "fp64"):
+        ours = mc.load(zoo.reference(FIRST[0])[1], dtype=name)
+        ours.save_pretrained(tmp_path / name)
+        again = mc.load(tmp_path / name)
+        kind = next(ours.parameters()).dtype
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == str(kind).removeprefix("torch.")
+        for key, value in ours.named_parameters():
+            assert again.get_parameter(key).dtype == value.dtype == kind and torch.equal(again.get_parameter(key), value)
+
+
+def test_the_loss_of_more_tokens_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training the logits are made a chunk at a time; three chunks here, the last one short."""
+    _, ours = pair(Case("gpt2", "default", "lm"))
+    ids = inputs(Case("gpt2", "default", "lm"))["input_ids"]
+    whole = ours(ids, labels=ids).loss
+    wanted = torch.autograd.grad(whole, list(ours.parameters()))
+    monkeypatch.setattr("modelcenter.layers.head.CHUNK", 8)
+    for module in ours.train().modules():
+        for name in ("p", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    loss = ours(ids, labels=ids).loss
+    assert abs(loss - whole) < 1e-12
+    for a, b in zip(torch.autograd.grad(loss, list(ours.parameters())), wanted, strict=True):
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_initial_weights_follow_the_seed_and_the_name() -> None:
+    sizes = {"vocab": 20, "positions": 8, "dim": 16, "heads": 2}
+    shallow, deep, other = (mc.build("gpt2", config={**sizes, "layers": n}, seed=s) for n, s in ((1, 0), (2, 0), (1, 1)))
+    drawn = {n: p for n, p in shallow.named_parameters() if p.std() > 0}
+    assert len(drawn) == 8
+    for name, value in drawn.items():
+        if not name.endswith(("attn.o.weight", "ffn.down.weight")):  # their spread depends on the depth
+            assert torch.equal(deep.get_parameter(name), value), "another model's same parameter"
+        assert not torch.equal(other.get_parameter(name), value), "another seed"
+        assert not any(o is not value and o.shape == value.shape and torch.equal(o, value) for o in drawn.values())
