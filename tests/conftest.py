@@ -12,3 +12,10 @@ def denormals() -> Iterator[None]:
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_flush_denormal(False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many planted bugs (mutants.py) the tests noticed."""
+    reports = [r for kind in ("passed", "failed", "error") for r in terminalreporter.getreports(kind) if "::test_mutant[" in r.nodeid]
+    if reports:
+        terminalreporter.write_line(f"{sum(r.passed for r in reports)} of {len(reports)} mutants killed")

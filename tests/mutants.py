@@ -1,0 +1,381 @@
+"""Planted bugs. Each changes a line of a copy of the package as somebody, somewhere, once had it, and names the tests that must
+then fail, by what they assert. A test that a planted bug survives is no test.
+
+    python tests/mutants.py [NAME ...]     names may have wildcards; without any, all are planted
+
+Every mutant runs in a process forked from one that has imported torch and transformers but nothing of this package, so that it
+costs a second or two. The same tests are run on an unchanged copy too, where all must pass.
+"""
+
+import argparse
+import compileall
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.util import cache_from_source
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 200  # seconds a mutant may take: an endless loop is no verdict
+CLEAN = "clean"
+PARENT = (  # imported once, before the first fork
+    "torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.utils.checkpoint", "hypothesis", "pytest", "numpy",
+    "yaml", "safetensors.torch", "tokenizers", "huggingface_hub", "transformers.generation.utils",
+    *(f"transformers.models.{m}.modeling_{m}" for m in ("bert", "bloom", "cpmant", "gpt2", "llama", "t5")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In `file` of the package `old`, which stands there once, becomes `new`; each of `tests` must then fail with `error`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str  # ids within tests/, separated by semicolons
+    error: str = "AssertionError"
+
+
+def zoo(test: str, *cases: str) -> str:
+    return ";".join(f"test_zoo.py::test_{test}[{case}]" for case in cases)
+
+
+def parity(*cases: str) -> str:
+    return zoo("logits_and_gradients_in_double", *cases)
+
+
+GPT, BERT, LLAMA, T5, BLOOM = "gpt2-default-lm", "bert-default-mlm", "llama-default-lm", "t5-default-seq2seq", "bloom-default-lm"
+ATTEND = "            return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)"
+SOFTMAX = """            if mask is None:
+                return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
+            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+            return (q @ k.mT * (scale or q.size(-1) ** -0.5) + bias).softmax(-1) @ v"""
+
+# What the predecessors got wrong, as far as this code has a place for it, then what is easily got wrong.
+MUTANTS = (
+    # ---- attention and positions
+    Mutant("t5-attention-scaled", "models/t5.py", "bias=False, scale=1.0,", "bias=False,", parity(T5)),
+    Mutant("gpt-scale-by-layer-unwired", "models/gpt.py", "(i + 1 if c.scale_by_layer else 1)", "1", parity("gpt2-by-layer-lm")),
+    Mutant("rope-angles-in-half", "layers/position.py",
+           "kind = torch.promote_types(dtype, torch.float32)\n        angle", "kind = dtype\n        angle",
+           "test_rope.py::test_angles_stay_wide"),
+    Mutant("rope-interleaved", "layers/position.py", "interleaved: bool = False", "interleaved: bool = True", parity(LLAMA)),
+    Mutant("rope-of-queries-alone", "layers/attention.py", "            k = view.angles.rotate(k)", "            k = k.clone()",
+           parity(LLAMA)),
+    Mutant("cached-query-at-0", "generate.py", "positions[:, cache.length :]", "positions[:, : ids.size(1) - cache.length]",
+           zoo("greedy_generation_token_for_token", LLAMA)),
+    Mutant("cache-without-past-positions", "layers/output.py", "torch.arange(self.past, self.keys, device", "torch.arange(self.queries, device",
+           "test_generate.py::test_steps_with_a_cache_equal_one_forward[gpt2-default-lm]"),
+    Mutant("last-bucket-never-reached", "layers/position.py", ".clamp(max=n - 1)", ".clamp(max=n - 2)",
+           "test_t5.py::test_every_bucket_is_trained_the_last_one_too[False]"),
+    Mutant("bucket-off-by-one", "layers/position.py", "(distance > 0) * n", "(distance >= 0) * n", parity(T5)),
+    Mutant("decoder-bias-bidirectional", "models/t5.py", "bias(bidirectional=False)", "bias(bidirectional=True)", parity(T5)),
+    Mutant("alibi-slope-off-by-one", "layers/position.py", "(-8 * (i + 1) / n)", "(-8 * i / n)", parity(BLOOM)),
+    Mutant("additive-bias-dropped", "layers/view.py", 'return torch.where(seen, bias, float("-inf")), False', "return seen, False",
+           parity(T5, BLOOM)),
+    Mutant("causal-sees-the-next", "layers/view.py", "seen = at[None, :] <= at[keys - queries :, None]",
+           "seen = at[None, :] <= at[keys - queries :, None] + 1", zoo("padding", f"{GPT}-right")),
+    Mutant("causal-forgets-the-past", "layers/view.py", "seen = at[None, :] <= at[keys - queries :, None]",
+           "seen = at[None, :] <= at[:queries, None]",
+           "test_generate.py::test_steps_with_a_cache_equal_one_forward[gpt2-default-lm]"),
+    Mutant("padding-mask-ignored", "layers/output.py", "real = self.mask if self.packing is None else None", "real = None",
+           zoo("padding", f"{BERT}-right")),
+    Mutant("padded-source-seen", "layers/output.py", "mask = None if source.mask is None else source.mask[:, None, None, :]",
+           "mask = None", zoo("padding", f"{T5}-right")),
+    Mutant("hidden-row-is-nan", "layers/view.py", ATTEND, SOFTMAX, zoo("a_row_of_nothing_but_padding", BERT)),
+    Mutant("packing-leaks", "layers/view.py", "        if self.packing is None:\n", "        if self.packing is None or mask is None:\n",
+           zoo("packed_equals_alone", GPT)),
+    Mutant("packed-positions-run-on", "layers/output.py", "torch.arange(q.stop - q.start, device", "torch.arange(q.start, q.stop, device",
+           zoo("packed_equals_alone", GPT)),
+    Mutant("packed-classes-from-one-text", "layers/head.py", "x[0, [end - 1 for end in batch.packing.q[1:]]]",
+           "x[0, [end - 1 for end in batch.packing.q[:0:-1]]]", zoo("packed_sequences_are_classified_one_by_one", "gpt2-default-classify")),
+    # ---- norms, activations, dropout
+    Mutant("eps-unwired", "models/gpt.py", "partial(LayerNorm, c.dim, c.eps)", "partial(LayerNorm, c.dim, 1e-5)", parity(GPT)),
+    Mutant("rms-eps-unwired", "models/t5.py", "partial(RMSNorm, c.dim, c.eps)", "partial(RMSNorm, c.dim, 1e-6)", parity(T5)),
+    Mutant("rms-in-half", "ops/rms_norm.py", "h = wide(x)", "h = x", "test_ops.py::test_rms_norm_takes_large_half_precision_inputs"),
+    Mutant("gelu-tanh-is-erf", "ops/activation.py", 'return F.gelu(x, approximate="tanh")', "return F.gelu(x)", parity(GPT)),
+    Mutant("gelu-erf-is-tanh", "ops/activation.py", 'op("gelu", F.gelu, cases)', 'op("gelu", tanh_gelu, cases)',
+           parity("gpt2-erf-gelu-lm")),
+    Mutant("gate-and-up-swapped", "layers/ffn.py", "self.act(self.gate(x), self.up(x))", "self.act(self.up(x), self.gate(x))", parity(LLAMA)),
+    Mutant("dropout-of-the-stream-missing", "layers/block.py", "x + self.dropout(layer(norm(x)))", "x + layer(norm(x))",
+           zoo("dropout_has_their_places_and_rates", GPT)),
+    Mutant("dropout-of-attention-missing", "models/gpt.py", "scale=scale, dropout=c.attn_dropout)", "scale=scale)",
+           zoo("dropout_has_their_places_and_rates", GPT)),
+    Mutant("dropout-of-embeddings-missing", "models/t5.py", "Embedding(c.vocab, c.dim, dropout=c.dropout)", "Embedding(c.vocab, c.dim)",
+           zoo("dropout_has_their_places_and_rates", T5)),
+    Mutant("dropout-rates-swapped", "models/gpt.py", "dropout=c.embed_dropout)", "dropout=c.dropout)",
+           zoo("dropout_has_their_places_and_rates", GPT)),
+    Mutant("dropout-in-evaluation", "layers/attention.py", "self.dropout if self.training else 0.0", "self.dropout", parity(GPT)),
+    Mutant("dropout-redrawn-by-recompute", "parallel/apply.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)",
+           "test_parallel.py::test_recompute_replays_dropout"),
+    Mutant("segments-ignored", "models/bert.py", "torch.zeros_like(batch.at) if batch.segments is None else batch.segments",
+           "torch.zeros_like(batch.at)", "test_bert.py::test_segments"),
+    # ---- heads and losses
+    Mutant("tie-broken", "models/gpt.py", '{"head.out.weight": "embed.tokens.weight"} if c.tie else {}', "{}", parity(GPT)),
+    Mutant("head-in-half", "layers/head.py", "self.norm(self.act(self.dense(x)))", "self.norm(self.act(self.dense(x))).half().to(x.dtype)",
+           parity(BERT)),
+    Mutant("t5-head-unscaled", "models/t5.py", "scale=c.dim**-0.5 if c.scale else 1.0", "scale=1.0", parity(T5)),
+    Mutant("labels-not-shifted", "layers/head.py", "nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE)", "labels", zoo("losses", GPT)),
+    Mutant("all-ignored-is-nan", "layers/head.py", "(labels != IGNORE).sum().clamp(min=1)", "(labels != IGNORE).sum()", zoo("losses", GPT)),
+    Mutant("long-batch-cut-to-a-chunk", "layers/head.py", "zip(x.split(CHUNK), labels.split(CHUNK), strict=True)",
+           "[(x[:CHUNK], labels[:CHUNK])]", "test_zoo.py::test_the_loss_of_more_tokens_than_a_chunk"),
+    Mutant("loss-in-the-model's-dtype", "ops/cross_entropy.py", "F.cross_entropy(wide(logits)", "F.cross_entropy(logits",
+           "test_ops.py::test_values_and_gradients_are_the_formulas[torch.bfloat16-cross_entropy]"),
+    Mutant("last-token-is-padding", "layers/head.py", "(batch.mask * at).argmax(1)", "torch.full_like(at[: len(x)], -1)",
+           zoo("padding", "gpt2-default-classify-right")),
+    Mutant("sentence-mean-with-padding", "layers/head.py", "x.new_ones(x.shape[:2]) if batch.mask is None else", "x.new_ones(x.shape[:2]) if True else",
+           "test_bert.py::test_a_sentence_of_nothing_but_padding_has_a_finite_vector"),
+    Mutant("decoder-fed-unshifted", "layers/output.py", "pad(labels[:, :-1], (1, 0), value=start)", "pad(labels, (0, 0), value=start)",
+           "test_t5.py::test_labels_shifted_right_feed_the_decoder"),
+    # ---- checkpoints
+    Mutant("missing-tensor-drawn", "checkpoint/load.py", "    if fresh not in (set(), headed, headed - shared):", "    if False:",
+           "test_bert.py::test_half_a_head_is_refused[bert.encoder.layer.1.output.dense.bias-mlm]", "Failed"),
+    Mutant("unexpected-tensor-ignored", "checkpoint/load.py", "    if strange:", "    if False:",
+           "test_bert.py::test_a_tensor_that_nothing_reads_is_refused[cls.predictions.transform.dense.scale]", "Failed"),
+    Mutant("misshapen-tensor-cut", "checkpoint/load.py", "    if wrong:", "    if False:",
+           "test_zoo.py::test_a_config_that_asks_for_less_than_the_file_holds_is_refused[gpt2-vocab]", "Failed"),
+    Mutant("deeper-file-accepted", "checkpoint/load.py", "if key not in known]", "if key not in known and not any(c.isdigit() for c in key)]",
+           "test_zoo.py::test_a_config_that_asks_for_less_than_the_file_holds_is_refused[gpt2-layers]", "Failed"),
+    Mutant("gamma-and-beta-swapped", "checkpoint/load.py", '((".gamma", ".weight"), (".beta", ".bias"))',
+           '((".gamma", ".bias"), (".beta", ".weight"))', "test_bert.py::test_a_file_of_2018"),
+    Mutant("square-weight-not-transposed", "models/gpt.py", '"decoder.blocks.{}.attn.o", T', '"decoder.blocks.{}.attn.o"', parity(GPT)),
+    Mutant("qkv-order", "models/gpt.py", 'for p in "qkv"), T', 'for p in "kqv"), T', parity(GPT)),
+    Mutant("bloom-qkv-flat", "models/bloom.py", ", PerHead(c.heads)\n", "\n", parity(BLOOM)),
+    Mutant("heads-written-flat", "names.py", "parts], 1).flatten(0, 2)", "parts], 0).flatten(0, 2)", zoo("round_trip_is_bit_for_bit", BLOOM)),
+    Mutant("copy-not-compared", "checkpoint/load.py", "in keys and same(keys[key], keys[source]):", "in keys:",
+           "test_t5.py::test_an_embedding_of_its_own_is_refused[encoder.embed_tokens.weight]", "Failed"),
+    Mutant("saved-by-name", "checkpoint/write.py", "return -DTYPE_ORDER[DTYPE_NAMES[item.dtype]], item.name", "return 0, item.name",
+           "test_write.py::test_bytes_equal_save_file"),
+    Mutant("config-says-another-dtype", "checkpoint/save.py", 'str(kind).removeprefix("torch.")', '"float32"',
+           "test_zoo.py::test_a_dtype_stays_what_it_is_in_the_file"),
+    Mutant("always-loaded-wide", "registry.py", 'dtype_of(folder) if dtype == "auto"', 'torch.float32 if dtype == "auto"',
+           "test_zoo.py::test_a_dtype_stays_what_it_is_in_the_file"),
+    Mutant("initial-weights-by-part", "layers/initial.py",
+           "torch.empty(self.shape).normal_(0.0, self.std, generator=source)[region]",
+           "torch.empty([r.stop - r.start for r in region]).normal_(0.0, self.std, generator=source)",
+           "test_parallel.py::test_a_vocabulary_that_does_not_divide"),
+    Mutant("initial-weights-all-alike", "layers/initial.py", 'f"{self.seed}/{self.name}"', 'f"{self.seed}"',
+           "test_zoo.py::test_initial_weights_follow_the_seed_and_the_name"),
+    Mutant("temp-renamed-before-it-is-flushed", "checkpoint/atomic.py", "        sync_tree(temp)\n        os.rename(temp, final)",
+           "        os.rename(temp, final)\n        sync_tree(final)", "test_state.py::test_order_of_calls"),
+    Mutant("manifest-hash-unchecked", "checkpoint/state.py", '            if found != row["sha256"]:', "            if False:",
+           "test_state.py::test_load_verifies", "Failed"),
+    Mutant("pickles-run", "checkpoint/folder.py", "weights_only=True, mmap", "weights_only=False, mmap",
+           "test_folder.py::test_bin_refused[bare pickle];test_folder.py::test_bin_refused[runs code]"),
+    Mutant("another-computation-accepted", "checkpoint/config.py", "if name in values and values[name] != wanted:", "if False:",
+           "test_bert.py::test_another_computation_is_refused[is_decoder-True]", "Failed"),
+    # ---- data
+    Mutant("first-packed-label-kept", "data/collate.py", "(IGNORED, *row[1:])", "row",
+           "test_data_objective.py::test_packing_keeps_each_token_once_and_never_crosses"),
+    Mutant("packed-rows-count-on", "data/collate.py", "torch.cat([torch.arange(n) for n in lengths])[None]", "torch.arange(sum(lengths))[None]",
+           "test_data_objective.py::test_packing_keeps_each_token_once_and_never_crosses"),
+    Mutant("prompt-is-trained-on", "data/objective.py", "[IGNORED] * len(prompt) + response if prompt", "prompt + response if prompt",
+           "test_data_objective.py::test_only_responses_are_trained_on"),
+    Mutant("masks-as-in-the-first-epoch", "data/objective.py", "(self.seed, epoch, index, 2)", "(self.seed, 0, index, 2)",
+           "test_data_objective.py::test_masks_depend_on_epoch_and_index_alone"),
+    Mutant("examples-cannot-be-pickled", "data/objective.py", "self.seed, self.probability = seed, data.mlm_probability",
+           'self.seed, self.probability, self.lock = seed, data.mlm_probability, __import__("threading").Lock()',
+           "test_data_objective.py::test_masks_depend_on_epoch_and_index_alone", "TypeError"),
+    Mutant("shuffle-with-replacement", "data/loader.py", ".permutation(size)", ".integers(size, size=size)",
+           "test_data_loader.py::test_the_order_is_pinned"),
+    Mutant("evaluation-goes-round", "data/loader.py", "plain.batches(limit=len(self))", "plain.batches(limit=2 * len(self))",
+           "test_data_loader.py::test_an_evaluation_by_ranks_counts_every_sample_once"),
+    Mutant("ranks-read-the-same", "data/loader.py", "first = start + self.rank * each + min(self.rank, rest)", "first = start",
+           "test_data_loader.py::test_an_evaluation_by_ranks_counts_every_sample_once"),
+    # ---- training
+    Mutant("mean-over-micro-batches", "train/loop.py", "num_items_in_batch=max(1, targets))",
+           "num_items_in_batch=max(1, count_targets(batch, task)) * len(batches))", "test_train.py::test_accumulation_equals_one_batch[2]"),
+    Mutant("nan-step-applied", "train/loop.py", "sound = math.isfinite(loss) and bool(norm.isfinite())", "sound = math.isfinite(loss)",
+           "test_train.py::test_a_gradient_that_is_not_finite_changes_nothing[nan]"),
+    Mutant("clipping-skipped", "train/loop.py", "        if max_norm:\n", "        if False:\n",
+           "test_train.py::test_clipping_scales_the_gradient_to_the_norm"),
+    Mutant("gradients-kept", "train/loop.py", "    optimizer.zero_grad(set_to_none=True)\n", "",
+           "test_train.py::test_clipping_scales_the_gradient_to_the_norm"),
+    Mutant("schedule-off-by-one", "train/loop.py", "lr_factor(recipe.schedule, at.step, total)", "lr_factor(recipe.schedule, at.step + 1, total)",
+           "test_train.py::test_losses_equal_transformers"),
+    Mutant("warm-up-too-short", "optim/schedules.py", "float(step) / float(max(1, config.warmup_steps))",
+           "float(step + 1) / float(max(1, config.warmup_steps))", "test_optim.py::test_schedules_equal_transformers[5-17]"),
+    Mutant("decay-on-norms", "optim/optimizers.py", "parameter.ndim > 1 and not is_norm and", "parameter.ndim > 0 and",
+           "test_optim.py::test_weight_decay_is_for_matrices"),
+    Mutant("coupled-decay", "optim/optimizers.py", "        return optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)",
+           "        return optim.Adam(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)",
+           "test_optim.py::test_the_update_is_adamw"),
+    Mutant("moments-in-the-weights'-dtype", "checkpoint/state.py", "value.to(home, copy=True)", "value.to(home, parameter.dtype, copy=True)",
+           "test_state.py::test_moments_keep_their_dtype"),
+    Mutant("moments-not-restored", "train/state.py", '    restore_optimizer(optimizer, model, tensors["optimizer"], state["optimizer"])\n', "",
+           "test_train.py::test_resume_from_another_folder"),
+    Mutant("random-state-not-restored", "train/state.py", '    torch.set_rng_state(tensors["random"]["cpu"].clone())\n', "",
+           "test_train.py::test_resume_from_another_folder"),
+    Mutant("data-off-by-one-on-resume", "train/loop.py", "setup.loader.steps(at.sample,", "setup.loader.steps(at.sample + (start is not None),",
+           "test_train.py::test_resume_from_another_folder"),
+    Mutant("evaluation-mean-of-batches", "train/evaluate.py", "            total += float(out.loss)\n",
+           "            total += float(out.loss) / max(1, count_targets(here, task))\n",
+           "test_train.py::test_evaluation_is_a_mean_over_tokens"),
+    Mutant("left-in-evaluation-mode", "train/evaluate.py", "model.train(was_training)", "model.train(False)",
+           "test_train.py::test_evaluation_is_a_mean_over_tokens"),
+    # ---- generation
+    Mutant("ended-row-goes-on", "generate.py", "new = torch.where(done, choose[\"pad_token_id\"], new)", "new = new.clone()",
+           "test_generate.py::test_a_row_that_has_ended_is_padded_and_all_ended_stop"),
+    Mutant("top-p-drops-the-token-that-fills-it", "generate.py", "late = mass - ranked.softmax(-1) >=", "late = mass >=",
+           "test_generate.py::test_samples_are_drawn_from_what_is_kept[top-p]"),
+    Mutant("prompt-seen-past-its-padding", "generate.py", "positions = (mask.cumsum(1) - 1).clamp(min=0)",
+           "positions = torch.arange(mask.size(1), device=mask.device).expand_as(mask)",
+           zoo("greedy_generation_token_for_token", GPT)),
+    # ---- several processes
+    Mutant("slopes-of-the-first-rank-on-all", "parallel/apply.py", "part.chunk(ranks)[me]", "part.chunk(ranks)[0]",
+           "test_parallel.py::test_a_mesh_equals_one_process[tp2]"),
+    Mutant("padding-of-the-vocabulary-is-words", "layers/head.py", "if scores.size(-1) == self.vocab:", "if True:",
+           "test_parallel.py::test_a_vocabulary_that_does_not_divide"),
+)  # fmt: skip
+
+
+class Outcomes:
+    """A pytest plugin that notes how each test ended: "" passed, else the name of what was raised."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, str] = {}
+
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        name = item.nodeid.rpartition("tests/")[2]
+        if call.excinfo is not None:
+            self.rows[name] = kind(call.excinfo.value)
+        elif call.when == "call":
+            self.rows.setdefault(name, "")
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.rows[report.nodeid] = "an error of collection: " + str(report.longrepr)[-300:]
+
+
+def kind(error: BaseException) -> str:
+    """The name of an error; of one that another process reported, the name that its traceback ends in."""
+    text = str(error)
+    if re.match(r"rank \d+:\n", text) and (ends := re.findall(r"^(?:\w+\.)*(\w+)(?::|$)", text, re.MULTILINE)):
+        return str(ends[-1]) if "AssertionError" not in ends else "AssertionError"
+    return type(error).__name__
+
+
+def plant(mutant: Mutant | None, base: Path, place: Path) -> str:
+    """A copy of the package of `base` in `place`, with the bug in it; why that cannot be, or ""."""
+    shutil.copytree(base / "modelcenter", place / "modelcenter")
+    if mutant is not None:
+        file = place / "modelcenter" / mutant.file
+        text = file.read_text()
+        count = text.count(mutant.old)
+        if count != 1 or mutant.new == mutant.old:
+            return f"{mutant.file} holds {count} times {mutant.old!r}, to become {mutant.new!r}"
+        file.write_text(text.replace(mutant.old, mutant.new))
+        Path(cache_from_source(str(file))).unlink()  # whose time may be the same second
+    return ""
+
+
+def start(tests: Sequence[str], base: Path, place: Path) -> int:
+    """Fork a process that runs `tests` on the package in `place`; what came of them will be in outcomes.json there."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        signal.alarm(TIMEOUT)
+        log = os.open(place / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1), os.dup2(log, 2)
+        os.chdir(place)
+        os.environ["PYTHONPATH"] = str(place)  # for the processes that tests start
+        os.environ.pop("PYTEST_ADDOPTS", None)
+        sys.path[:0] = [str(place)]
+        import pytest
+
+        outcomes = Outcomes()
+        ids = [f"{base}/tests/{test}" for test in tests]
+        options = ["-c", f"{base}/pyproject.toml", "--rootdir", str(base), "-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        pytest.main([*options, "--basetemp", f"{place}/tmp", *ids], plugins=[outcomes])
+        from modelcenter import __file__ as imported
+
+        assert imported is not None and imported.startswith(str(place)), imported
+        (place / "outcomes.json").write_text(json.dumps(outcomes.rows))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+
+
+def judge(mutant: Mutant | None, tests: Sequence[str], place: Path) -> str:
+    """What is wrong with how the tests ended; "" if they ended as they must."""
+    file = place / "outcomes.json"
+    if not file.exists():
+        return "no verdict: " + (place / "log").read_text()[-1000:]
+    rows: dict[str, str] = json.loads(file.read_text())
+    wanted = "" if mutant is None else mutant.error
+    faults = [f"{test}: {rows.get(test, 'did not run')}" for test in tests if rows.get(test, "?") != wanted]
+    faults = [fault.replace(": ", ": survived", 1) if fault.endswith(": ") else fault for fault in faults]
+    return "; ".join(faults) if mutant is not None or not faults else "; ".join(faults) + (place / "log").read_text()[-3000:]
+
+
+@contextmanager
+def prepared() -> Iterator[Callable[[Mutant | None], str]]:
+    """How to try a mutant, or None: all their tests on an unchanged copy. The answer is what is wrong, "" for nothing."""
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    for module in PARENT:
+        importlib.import_module(module)
+    sys.modules["torch"].set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        base, left = Path(folder), shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "tests", base / "tests", ignore=left)
+        shutil.copytree(ROOT / "modelcenter", base / "modelcenter", ignore=left)
+        shutil.copy(ROOT / "pyproject.toml", base)
+        compileall.compile_dir(base / "modelcenter", quiet=1)
+
+        def attempt(mutant: Mutant | None) -> str:
+            tests = list(dict.fromkeys(test for m in ([mutant] if mutant else MUTANTS) for test in m.tests.split(";")))
+            place = base / "run" / (mutant.name if mutant else CLEAN)
+            fault = plant(mutant, base, place)
+            if not fault:
+                os.waitpid(start(tests, base, place), 0)
+                fault = judge(mutant, tests, place)
+            shutil.rmtree(place)
+            return fault
+
+        yield attempt
+
+
+def serve() -> None:
+    """Read names, a line each, and answer each with what is wrong, as JSON."""
+    by_name = {mutant.name: mutant for mutant in MUTANTS}
+    with prepared() as attempt:
+        for line in sys.stdin:
+            print(json.dumps(attempt(by_name.get(line.strip()))), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plant bugs in a copy of the package and see the tests fail.")
+    parser.add_argument("names", nargs="*", default=["*"])
+    names = parser.parse_args().names
+    chosen = [mutant for mutant in MUTANTS if any(fnmatchcase(mutant.name, name) for name in names)]
+    killed = 0
+    with prepared() as attempt:
+        for mutant in [*([None] if names == ["*"] else []), *chosen]:
+            began = time.monotonic()
+            fault = attempt(mutant)
+            killed += mutant is not None and not fault
+            print(f"{time.monotonic() - began:5.1f} s  {mutant.name if mutant else CLEAN}  {fault or 'ok'}", flush=True)
+    print(f"{killed} of {len(chosen)} mutants killed")
+    return int(killed < len(chosen))
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["--serve"] else sys.exit(main())

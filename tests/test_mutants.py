@@ -1,0 +1,37 @@
+"""Every bug planted in `mutants.py` must be noticed by the tests that it names."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import mutants
+import pytest
+from mutants import CLEAN, MUTANTS
+
+
+@pytest.fixture(scope="module")
+def fault() -> Iterator[Callable[[str], str]]:
+    """What is wrong with how a mutant ended, "" if it was killed. A process of its own: it forks, and has imported no mutant."""
+    with subprocess.Popen([sys.executable, mutants.__file__, "--serve"], stdin=-1, stdout=-1, text=True) as runner:
+        assert runner.stdin is not None and runner.stdout is not None
+
+        def ask(name: str) -> str:
+            print(name, file=runner.stdin, flush=True)
+            answer: str = json.loads(runner.stdout.readline())
+            return answer
+
+        yield ask
+
+
+def test_without_a_mutant_all_pass(fault: Callable[[str], str]) -> None:
+    assert fault(CLEAN) == ""
+
+
+@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS])
+def test_mutant(name: str, fault: Callable[[str], str]) -> None:
+    assert fault(name) == ""
+
+
+def test_names_are_unique() -> None:
+    assert len({mutant.name for mutant in MUTANTS} | {CLEAN}) == len(MUTANTS) + 1
