@@ -16,6 +16,7 @@ def denormals() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many planted bugs (mutants.py) the tests noticed."""
-    reports = [r for kind in ("passed", "failed", "error") for r in terminalreporter.getreports(kind) if "::test_mutant[" in r.nodeid]
-    if reports:
-        terminalreporter.write_line(f"{sum(r.passed for r in reports)} of {len(reports)} mutants killed")
+    ends = [r for kind in ("passed", "failed", "error") for r in terminalreporter.getreports(kind)]
+    mine = [r.passed for r in ends if "::test_mutant[" in r.nodeid]
+    if mine:
+        terminalreporter.write_line(f"{sum(mine)} of {len(mine)} mutants killed")
