@@ -1,6 +1,6 @@
 """The whole road in one go, on text that every machine already has: Python's own standard library.
 
-    python examples/quickstart.py [folder]
+    python examples/quickstart.py [folder] [--steps 600]
 
 Trains a tokenizer and a small GPT on the library's source code, saves it as a sharded Hugging Face folder and loads that back,
 fine-tunes it on the library's docstrings, opens what came out with transformers and compares the logits, and prints a sample.
@@ -16,6 +16,8 @@ import sysconfig
 import time
 from pathlib import Path
 from typing import Any
+
+from modelcenter.errors import InputError
 
 BYTES = 3_000_000  # of source code, enough for the minutes this takes
 
@@ -110,8 +112,7 @@ def main() -> None:
 
     section("3. save it in shards, as Hugging Face does, and load it back")
     shards = folder / "sharded"
-    if not shards.exists():
-        first.model.save_pretrained(shards, max_shard_size="4MB")
+    first.model.save_pretrained(shards, max_shard_size="4MB")
     model = mc.GPT.from_pretrained(shards)
     print(f"{sorted(f.name for f in shards.glob('*.safetensors'))}: {model.load_report}")
 
@@ -142,4 +143,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as problem:  # such as a folder that holds a run of other --steps
+        sys.exit(f"quickstart: {problem}")
