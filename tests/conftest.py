@@ -1,9 +1,13 @@
 """What every test file shares."""
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+# The suite runs on the CPU, whatever the host has: processes are forked, and torch's threads for a GPU do not survive that.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ HEADERS = {
     "leading space": (pack(b" {}"), "byte 8: a header that begins with b' {}'"),
     "byte-order mark": (pack(b"\xef\xbb\xbf{}"), "byte 8"),
     "two values": (pack(b"{}{}"), "line 1 column 3: Extra data"),
-    "deep": (pack(b'{"a":' * 5000 + b"1" + b"}" * 5000), "nested too deeply"),
+    "deep": (pack(b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "nested too deeply"),
     "duplicate tensor": (pack(b'{"a":%s,"a":1}' % EMPTY), "a: the key stands twice"),
     "duplicate field": (pack(b'{"a":{"dtype":"U8","dtype":"U8"}}'), "dtype: the key stands twice"),
     "NaN": (pack(b'{"a":NaN}'), "the number NaN"),

@@ -48,6 +48,7 @@ def theirs(rope: Plain, head_dim: int = R, **more: Any) -> LlamaConfig:
     return LlamaConfig.from_dict({"max_position_embeddings": POSITIONS, "head_dim": head_dim, **write(rope), **more})
 
 
+@pytest.mark.filterwarnings("ignore:`device` is deprecated:FutureWarning")  # transformers 5.17 says so of its own call
 @pytest.mark.parametrize("name", SCALINGS)
 def test_frequencies_are_theirs_bit_for_bit(name: str) -> None:
     rope = SCALINGS[name]

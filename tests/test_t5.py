@@ -141,7 +141,9 @@ def test_a_tied_file_may_hold_any_one_copy(name: str, tmp_path: Path) -> None:
 
 def test_without_shared_the_embedding_is_not_taken_from_another_head(tmp_path: Path) -> None:
     where = rewritten(UNTIED, tmp_path, lambda t: t.update({EMBED[1]: t.pop("shared.weight")}))
-    ours = agrees(where)
+    ours = mc.load(where)  # transformers before 5.23 takes the head for the embedding, silently
+    tensors = load_file(where / "model.safetensors")
+    assert torch.equal(ours.embed.tokens.weight, tensors[EMBED[1]]) and torch.equal(ours.head.out.weight, tensors["lm_head.weight"])
     assert not torch.equal(ours.head.out.weight, ours.embed.tokens.weight)
 
 
