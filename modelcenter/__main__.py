@@ -7,14 +7,17 @@ Torch-free until a verb needs it, so that help and refusals are immediate. A set
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from modelcenter import __version__
+from modelcenter.checkpoint.files import check_folder
 from modelcenter.config import COMMAND_LINE, KEY, bind, describe, find, names, override, packaged, to_dict
-from modelcenter.errors import InputError, nearest, printable, refuse
+from modelcenter.errors import LIMIT, InputError, nearest, printable, refuse
 
 if TYPE_CHECKING:
     from modelcenter.parallel.machine import Machine
@@ -47,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 2 for bad input, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        answer = run(take_apart(argv))
+        with warnings_in_a_line():
+            answer = run(take_apart(argv))
         print(answer.text if "--json" not in argv else json.dumps(answer.data, indent=2), flush=True)
         return 0
     except InputError as error:
@@ -62,6 +66,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `modelcenter list keys | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it ends
         return 0
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Each warning once, as one line without the source that raised it."""
+    said: set[str] = set()
+
+    def show(message: Warning | str, *_: Any) -> None:
+        text = printable(str(message))[:LIMIT]
+        if text not in said:
+            said.add(text)
+            print(f"modelcenter: warning: {text}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def take_apart(argv: Sequence[str]) -> Arguments:
@@ -148,6 +168,8 @@ def train(args: Arguments) -> Answer:
     modelcenter copy RECIPE puts the file here to be edited.
     """
     recipe, machine = run_of(args)
+    if recipe.init == "pretrained":
+        check_model(recipe.model)
     from modelcenter.train.loop import train
 
     run = train(recipe, machine)
@@ -171,6 +193,8 @@ def evaluate(args: Arguments) -> Answer:
         recipe, machine = run_of(args)
     if recipe.data.eval_path is None and not recipe.data.eval_fraction:
         refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")
+    if recipe.init == "pretrained":
+        check_model(recipe.model)
     from modelcenter.train.evaluate import evaluate
     from modelcenter.train.loop import autocast
     from modelcenter.train.prepare import prepare, resolve
@@ -196,6 +220,13 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     return recipe, bind(Machine, over, COMMAND_LINE, "machine.")
 
 
+def check_model(name: str) -> None:
+    """Refuse a broken local folder at once: its headers and JSON need no torch."""
+    folder = os.path.expanduser(name)
+    if os.path.isdir(folder):
+        check_folder(folder)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """What `generate` takes."""
@@ -217,6 +248,7 @@ def generate(args: Arguments) -> Answer:
     modelcenter generate MODEL PROMPT --do-sample [temperature=1.0] [top_k=0] [top_p=1.0] [seed=...]
     """
     asked = settings(Generation, args, ["model", "prompt"])
+    check_model(asked.model)
     import torch
 
     from modelcenter.checkpoint.hub import resolve
@@ -252,6 +284,13 @@ def convert(args: Arguments) -> Answer:
     modelcenter convert SOURCE OUT [--dtype bf16] [--max-shard-size 5GB] [task=...] [revision=...]
     """
     asked = settings(Conversion, args, ["source", "out"])
+    out = Path(asked.out)
+    try:
+        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+            refuse(out, None, "exists", "a new folder, or an empty one")
+    except OSError as error:
+        refuse(out, None, error.strerror or str(error), "a folder that can be written")
+    check_model(asked.source)
     from modelcenter.registry import load
 
     model = load(asked.source, dtype=asked.dtype, task=asked.task, revision=asked.revision)

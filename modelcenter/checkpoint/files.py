@@ -245,6 +245,30 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     refuse_missing(folder, None, found, " or ".join(WEIGHTS))
 
 
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of config.json; code from elsewhere and quantised saves are refused by name."""
+    path = Path(folder) / "config.json"
+    check_inside(path)
+    config = read_json(path)
+    if not isinstance(config, dict):
+        refuse(path, None, f"a {type(config).__name__}", "a JSON object")
+    if config.get("quantization_config"):
+        refuse(path, "quantization_config", "a quantised save", "a save in fp32, fp16 or bf16")
+    if config.get("auto_map"):
+        refuse(path, "auto_map", "a model with code of its own, which is never run here", "a known architecture")
+    return config
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuse what can be refused of a model's folder by its headers and JSON alone, before torch is imported."""
+    weights = find_weights(folder)
+    read_config(folder)
+    if weights.name.endswith(".safetensors"):
+        read_header(weights)
+    elif weights.name.endswith(".json"):
+        read_index(weights)
+
+
 def check_name(path: str | os.PathLike[str], name: str) -> None:
     """Refuse a tensor name that no writer of good faith makes and that could lead a careless reader astray."""
     if name.isascii() and name.isprintable() and 0 < len(name) <= NAME_LIMIT and name[0] != "/" and ".." not in name:

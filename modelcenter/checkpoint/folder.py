@@ -23,13 +23,12 @@ from torch import Tensor
 from modelcenter.checkpoint.files import (
     TENSOR_LIMIT,
     Entry,
-    check_inside,
     check_name,
     find_weights,
     open_regular,
+    read_config,
     read_header,
     read_index,
-    read_json,
     refuse_kind,
 )
 from modelcenter.errors import InputError, refuse
@@ -126,16 +125,7 @@ class Folder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The content of config.json; code from elsewhere and quantised saves are refused by name."""
-        path = self.path / "config.json"
-        check_inside(path)
-        config = read_json(path)
-        if not isinstance(config, dict):
-            refuse(path, None, f"a {type(config).__name__}", "a JSON object")
-        if config.get("quantization_config"):
-            refuse(path, "quantization_config", "a quantised save", "a save in fp32, fp16 or bf16")
-        if config.get("auto_map"):
-            refuse(path, "auto_map", "a model with code of its own, which is never run here", "a known architecture")
-        return config
+        return read_config(self.path)
 
     def close(self) -> None:
         """Close the files; slices read no more."""
