@@ -191,7 +191,7 @@ def test_bad_specifications(spec: str, said: str) -> None:
 
 def test_a_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(MissingError, match="nobody/nothing: tokenizer: no such folder; the hub says"):
+    with pytest.raises(MissingError, match="nobody/nothing: offline, and nobody/nothing is not in the cache; unset HF"):
         load_tokenizer("nobody/nothing")
 
 

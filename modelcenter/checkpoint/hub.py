@@ -71,6 +71,25 @@ def resolve(name: str | os.PathLike[str], *, revision: str | None = None, local_
         return folder
 
 
+def fetch(name: str, patterns: list[str]) -> Path:
+    """The folder with the files of hub id `name` that match `patterns`, from the cache where the hub is not to be had."""
+    _check_id(name, {})
+    _check_environment()
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        if constants.HF_HUB_OFFLINE:
+            reason: InputError | None = MissingError(message(
+                name, None, f"offline, and {name} is not in the cache", "unset HF_HUB_OFFLINE, or give a folder"))
+        else:
+            reason = _explain(error, name, name, None, {})
+        if reason is None:
+            raise
+        raise reason from None
+
+
 def say(line: str) -> None:
     """One line to stderr, from the first rank only."""
     if os.environ.get("RANK", "0") == "0":

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from modelcenter.checkpoint.files import read_json
+from modelcenter.checkpoint.hub import fetch
 from modelcenter.errors import InputError, message, nearest, refuse, refuse_missing
 
 T = TypeVar("T")
@@ -214,7 +216,7 @@ def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     if spec == "char":
         return CharTokenizer.train(texts)
     if kind in SPECIAL and not Path(spec).exists():
-        if not (size.isascii() and size.isdigit()):
+        if not (size.isascii() and size.isdigit() and len(size) < 10):
             refuse(None, "tokenizer", repr(spec), f"a size is wanted: {kind}:8000")
         return train_tokenizer(texts, int(size), kind)
     return load_tokenizer(spec)
@@ -309,14 +311,15 @@ def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> To
 
 
 def _from_transformers(folder: Path) -> Tokenizer:
-    if not any(f.is_file() and f.suffix in (".model", ".txt", ".json") for f in folder.iterdir()):
+    if not any(f.is_file() and fnmatchcase(f.name, kind) for f in folder.iterdir() for kind in FILES[:-1]):
         refuse_missing(folder, None, "no tokenizer file in it", "a folder with tokenizer.json is wanted")
     try:
         from transformers import AutoTokenizer
     except ImportError:
         refuse_missing(folder, None, "no tokenizer.json", "transformers, which reads other kinds, must be installed")
     try:
-        found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        with _quiet():  # it says on standard error what it will then raise
+            found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as e:  # every kind of error reaches us: a missing package, a broken file, an unknown class
         said = str(e).strip().split("\n")[0] or type(e).__name__
         refuse(folder, "tokenizer", f"transformers cannot read it ({said})", "a folder with tokenizer.json is wanted")
@@ -331,14 +334,7 @@ def _fetch(name: str) -> Path:
     """The folder of a hub id's tokenizer files."""
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         refuse_missing(name, "tokenizer", "no such folder", "a folder, a hub id, char or bpe:8000 is wanted")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
-    except Exception as e:  # the hub's client raises its own, requests' and ValueError; the first line says which
-        said = str(e).strip().split("\n")[0]
-        found = f"no such folder; the hub says: {said}"
-        refuse_missing(name, "tokenizer", found, "a folder, a hub id, char or bpe:8000 is wanted")
+    return fetch(name, FILES)
 
 
 def _special(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> dict[str, str]:
