@@ -1,7 +1,10 @@
 """What a family declares (`Model`), and how to get a model out of a name: `build` and `load`."""
 
 import importlib
+import math
+import os
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from .checkpoint import hub
 from .checkpoint.config import Config, changed
 from .checkpoint.folder import Folder
-from .checkpoint.load import Keys, LoadReport, bare, fill, match, same
+from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions, save_model
 from .errors import nearest, refuse
 from .generate import generate
@@ -65,6 +68,7 @@ class Model(nn.Module):
     aliases: ClassVar[Mapping[str, str]] = {}  # their name of a copy -> their name of the tensor it repeats
     ignored: ClassVar[tuple[str, ...]] = ()  # patterns of their names that hold nothing to load
     encoder_decoder: ClassVar[bool] = False
+    wide: ClassVar[bool] = False  # activations of the published weights overflow fp16
 
     config: Any  # a value of the family's own Config
     head: Head
@@ -122,6 +126,8 @@ class Model(nn.Module):
         (n + 1 cumulative lengths; in an encoder-decoder k counts the source, q the target). The summed loss is divided by
         `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None.
         """
+        if labels is not None and self.task == "classify":
+            self.config.single_label()
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
             decoder_input_ids = shift_right(labels, cu_seq_lens_q, self.config.start, self.config.file.get("pad_token_id") or 0)
         batch = batch_of(
@@ -215,8 +221,9 @@ def presets() -> dict[str, tuple[type[Model], Preset]]:
 
 def skeleton(family: type[Model], config: Any, task: str, dtype: torch.dtype) -> Model:
     """The model without storage: every parameter on the meta device."""
-    if task not in family.tasks:
-        refuse(None, "task", f"{task!r} is none of {family.__name__}'s", nearest(task, family.tasks))
+    check_task(family, task)
+    if family.wide and dtype == torch.float16:
+        warnings.warn(f"{family.__name__} in fp16: activations of the published weights overflow; use bf16 or fp32", stacklevel=3)
     try:
         with torch.device("meta"):
             model = family(config)
@@ -231,6 +238,12 @@ def skeleton(family: type[Model], config: Any, task: str, dtype: torch.dtype) ->
     model.tie()
     model.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return model
+
+
+def check_task(family: type[Model], task: str) -> None:
+    """Refuse a head that the family does not offer."""
+    if task not in family.tasks:
+        refuse(None, "task", f"{task!r} is none of {family.__name__}'s", nearest(task, family.tasks))
 
 
 def build(
@@ -297,6 +310,7 @@ def load(
         if id2label is not None or num_labels is not None:
             full = replace(full, labels=labels_of(num_labels, id2label))
         task = task_of(cls, folder) if task == "auto" else task
+        check_task(cls, task)
         full, untied = untie(cls, full, folder, task)
         model = skeleton(cls, full, task, dtype_of(folder) if dtype == "auto" else as_dtype(dtype))
         other = [f"{row[0].replace('{}', '*')}*" for t, head in cls.tasks.items() if t != task for row in head.rows]
@@ -326,8 +340,22 @@ def place(model: Model, device: str | torch.device | None, machine: str | Machin
         machine = machine if isinstance(machine, Machine) else load_machine(machine)
         parallelize(model, machine)
         device = device or device_of(machine)
+    check_memory(model, torch.device(device or "cpu"))
     model.to_empty(device=device or "cpu")
     model.tie()
+
+
+def check_memory(model: Model, device: torch.device) -> None:
+    """Refuse a model whose weights alone exceed the memory there, before any of it is allocated."""
+    if device.type == "cuda":
+        have = torch.cuda.mem_get_info(device)[1]
+    elif device.type == "cpu":
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    need = sum(math.prod(r.stop - r.start for r in local(p)[0]) * p.itemsize for p in model.parameters())
+    if need > have:
+        refuse(None, "model", f"{need / 1e9:,.0f} GB of weights", f"at most {have / 1e9:,.0f} GB, the memory of {device}")
 
 
 def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> type[Model]:

@@ -90,6 +90,14 @@ class Config:
             keys = {now: key.split("|")[0] for key, now in rows(self)}
             refuse(None, keys[field], str(a), f"a multiple of {keys[by]}, which is {b}")
 
+    def single_label(self) -> None:
+        """Refuse to train a classifier whose loss is not the cross entropy of one label among several."""
+        kind = self.file.get("problem_type")
+        if kind not in (None, "single_label_classification"):
+            refuse("config.json", "problem_type", repr(kind), "only single_label_classification is trained here")
+        if kind is None and self.num_labels == 1:
+            refuse("config.json", "num_labels", "1, which means a regression", "two at least: only classes are trained here")
+
     def to_dict(self) -> dict[str, Any]:
         """The Hugging Face config."""
         return write(self)
@@ -237,12 +245,25 @@ def changed(config: C, changes: Mapping[str, Any]) -> C:
     """`config` with fields replaced, each checked as if it came from a file."""
     hints = get_type_hints(type(config))
     known = [f.name for f in fields(config) if f.name not in ("file", "labels")]
+    new: dict[str, Any] = {}
     for name, value in changes.items():
         if name not in known:
             refuse(None, f"config.{name}", "unknown field", nearest(name, known))
         options = get_args(hints[name]) or (hints[name],)
         if {int, float, bool} & set(options):
-            check(value, hints[name], None, f"config.{name}", name)
-    out = replace(config, **changes)
+            new[name] = check(value, hints[name], None, f"config.{name}", name)
+        elif value is None or isinstance(value, str | int | float | list | Mapping):  # no mechanism, but perhaps its name
+            new[name] = spoken(config, name, value)
+    out = replace(config, **{**changes, **new})
     out.verify()
     return out
+
+
+def spoken(config: Config, field: str, value: Any) -> Any:
+    """The mechanism that `value` names in this family's config.json (`config.act=gelu`), or refused."""
+    for key, target in config.hf.keys.items():
+        if isinstance(target, Key) and target.field == field and target.known:
+            if isinstance(value, str) and value in target.known:
+                return target.read(value, {key: value})
+            refuse(None, f"config.{field}", repr(value), nearest(value, target.known))
+    refuse(None, f"config.{field}", repr(value), "give it in the model's config.json, or as an object in Python")

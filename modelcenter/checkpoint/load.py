@@ -124,6 +124,10 @@ def match(
         refuse(folder.path, f"{key}{more}", f"has shape {list(there)}", f"config.json gives {list(here)}")
 
     used = {found[e.theirs] for e in present}
+    for key in used & keys.real.keys():
+        kind = folder.dtype(keys.real[key])
+        if not kind.is_floating_point or kind.itemsize == 1:  # weights quantised without a word in config.json
+            refuse(folder.file(keys.real[key]), key, str(kind).removeprefix("torch."), "weights in fp16, bf16, fp32 or fp64")
     for key in keys.real:
         if key in used:
             report.loaded.append(key)

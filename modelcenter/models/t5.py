@@ -74,7 +74,7 @@ class T5Config(Config):
 class T5(Model):
     Config = T5Config
     default_task = "seq2seq"
-    encoder_decoder = True
+    encoder_decoder = wide = True
 
     def __init__(self, c: T5Config):
         super().__init__(c)

@@ -62,6 +62,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     tokenizer = find_tokenizer(recipe, records)
     names = label_names(records, recipe.data) if recipe.objective == "classify" else None
     model = find_model(recipe, tokenizer, names, machine, device)
+    if recipe.objective == "classify":
+        model.config.single_label()
     size = vars(model.config)  # `vocab` in every family, `positions` where they are learned
     if recipe.data.seq_len > (size.get("positions") or recipe.data.seq_len):
         refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {size['positions']}, the model's positions")
