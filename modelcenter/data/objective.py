@@ -38,7 +38,7 @@ def make_examples(objective: Objective, records: Sequence[Record], tokenizer: To
         refuse(None, "objective", repr(objective), nearest(objective, get_args(Objective)))
     if not records:
         refuse(None, "data.path", "no record", "data with at least one record is wanted")
-    read = Reader(tokenizer, vocab)
+    read = Reader(tokenizer, vocab, train)
     if objective == "mlm":
         return Masked(records, read, data, seed)
     if objective == "seq2seq":
@@ -70,8 +70,8 @@ def texts_of(objective: Objective, records: Sequence[Record], data: DataConfig) 
 class Reader:
     """A tokenizer that names the record when a text cannot be encoded for the model."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int | None) -> None:
-        self.tokenizer, self.vocab = tokenizer, vocab
+    def __init__(self, tokenizer: Tokenizer, vocab: int | None, train: bool = True) -> None:
+        self.tokenizer, self.vocab, self.train = tokenizer, vocab, train
         template = tokenizer.encode("") if tokenizer.bos_id is not None else []
         self.bos = template[:1] if template[:1] == [tokenizer.bos_id] else []
         self.eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -89,7 +89,7 @@ class Reader:
             return self.check(record, text, self.tokenizer.encode(text, special=False))
         except UnknownCharacter as e:
             where = f"character {e.offset}, " if record.line is not None else ""
-            found = f"{where}{e.character!r} is not in the vocabulary"
+            found = f"{where}{e.character!r}{'' if self.train else ' of the evaluation data'} is not in the vocabulary"
             record.refuse(found, "a character of the training text is wanted", e.offset)
 
     def encode_pair(self, record: Record, first: str, second: str | None, limit: int) -> tuple[list[int], list[int]]:

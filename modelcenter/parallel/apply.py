@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import refuse
 from ..layers import Attention, Block
-from .device import device_of
+from .device import device_of, variable
 from .machine import Machine, load_machine
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -66,10 +66,10 @@ def mesh_of(machine: Machine) -> DeviceMesh | None:
 
 def start(device: torch.device) -> None:
     """Join the process group that the launcher described in the environment."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        value = os.environ.get(name)
-        if value is None or (name != "MASTER_ADDR" and not value.isdigit()):
-            refuse("environment", name, "missing" if value is None else repr(value), "start with torchrun, one process a rank")
+    variable("RANK", 0, variable("WORLD_SIZE", 1, 2**20) - 1)
+    variable("MASTER_PORT", 1, 2**16 - 1)
+    if not os.environ.get("MASTER_ADDR"):
+        refuse("environment", "MASTER_ADDR", "missing", "start with torchrun, one process a rank")
     dist.init_process_group(dist.get_default_backend_for_device(device.type))
 
 

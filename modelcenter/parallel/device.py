@@ -1,11 +1,23 @@
 """Where a rank computes."""
 
 import os
+import re
 
 import torch
 
 from ..errors import refuse
 from .machine import Machine
+
+
+def variable(name: str, low: int, high: int, default: int | None = None) -> int:
+    """A number that the launcher put into the environment."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
+        wanted = f"a number from {low} to {high}; start with torchrun, one process a rank"
+        refuse("environment", name, "missing" if text is None else repr(text), wanted)
+    return int(text)
 
 
 def device_of(machine: Machine) -> torch.device:
@@ -15,4 +27,4 @@ def device_of(machine: Machine) -> torch.device:
         return torch.device("cpu")
     if found is None or machine.device not in ("auto", found.type):
         refuse(None, "machine.device", f"{machine.device}, which torch does not find here", "device=auto or device=cpu")
-    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device(found.type, variable("LOCAL_RANK", 0, torch.accelerator.device_count() - 1, default=0))
