@@ -120,6 +120,9 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                     saved = keep(folder, at, model, optimizer, recipe.save_total_limit, metrics, progress)
             if interrupt and at.step != saved:
                 keep(folder, at, model, optimizer, recipe.save_total_limit, metrics, progress)
+        except (MemoryError, RuntimeError) as error:
+            explain_memory(error, recipe, machine)
+            raise
         finally:
             metrics.close()
             progress.say(plot_loss(folder))
@@ -166,6 +169,15 @@ def update(model: nn.Module, optimizer: Optimizer, loss: float, lr: float, max_n
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(norm) if sound else math.nan
+
+
+def explain_memory(error: Exception, recipe: Recipe, machine: Machine) -> None:
+    """Refuse, naming the keys that help, if `error` says that memory ran out; torch has no class for that on the host."""
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    if isinstance(error, MemoryError) or any(word in str(error) for word in words):
+        ways = [*(["a smaller micro_batch"] if recipe.micro_batch != 1 else []), "a smaller data.seq_len",
+                *(["machine.recompute=true"] if not machine.recompute else [])]
+        refuse(None, "micro_batch", f"{recipe.micro_batch}: out of memory", " or ".join(ways))
 
 
 def due(step: int, every: int | None) -> bool:

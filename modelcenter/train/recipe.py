@@ -16,6 +16,9 @@ from modelcenter.errors import refuse
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 
 
+MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed
+
+
 def _is(help: str, **bounds: float) -> dict[str, Any]:
     return {"help": help, **bounds}
 
@@ -69,6 +72,8 @@ class Recipe:
             refuse(None, "data.path", "missing", "give data.path=FILE")
         if self.max_steps is None and self.num_epochs is None:
             refuse(None, "max_steps", "missing, and so is num_epochs", "give one of them, or the training never ends")
+        if self.batch > MOST:
+            refuse(None, "batch", str(self.batch), f"at most {MOST} sequences")
         if self.micro_batch is not None and self.batch % self.micro_batch:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
         if self.data.packing and self.objective != "lm":
