@@ -109,6 +109,17 @@ def odd(rank: int) -> None:
         mc.build("gpt2", config={**config, "heads": 1}, machine=mc.Machine(device="cpu", tensor_parallel=2))
 
 
+def few_keys(rank: int) -> None:
+    """Query heads that divide are not enough where several share a key head."""
+    config = {"vocab": 16, "dim": 16, "hidden": 16, "heads": 4, "kv_heads": 1, "layers": 1}
+    with pytest.raises(mc.InputError, match=r"1 heads.*over 2 ranks"):
+        mc.build("llama-7b", config=config, machine=mc.Machine(device="cpu", tensor_parallel=2))
+
+
+def test_key_heads_must_divide_too() -> None:
+    spawn(2, few_keys)
+
+
 def test_a_vocabulary_that_does_not_divide() -> None:
     spawn(2, odd)
 
@@ -124,13 +135,15 @@ def test_degrees_must_match_the_ranks() -> None:
 
 def test_recompute_replays_dropout() -> None:
     """What is computed again in the backward draws what the forward drew."""
-    grads = []
+    grads, runs = [], []
     for again in (False, True):
         machine = mc.Machine(device="cpu", recompute=again)
         sizes = {"vocab": 30, "positions": 16, "dim": 16, "heads": 2, "layers": 2, "dropout": 0.5, "attn_dropout": 0.5}
         model = mc.build("gpt2", config=sizes, dtype="fp64", machine=machine).train()
         torch.manual_seed(1)
         ids = torch.arange(12)[None]
+        model.decoder.blocks[0].attn.register_forward_hook(lambda *_, again=again: runs.append(again))
         model(ids, labels=ids).loss.backward()
         grads.append([p.grad for p in model.parameters()])
+    assert runs == [False, True, True], "once, and twice where it is recomputed"
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

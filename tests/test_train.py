@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from modelcenter.train.folder import WATCHING
 from modelcenter.train.loop import accumulate, train, update
 from modelcenter.train.metrics import TIMINGS, Metrics, Progress, read_rows
 from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.state import Position, restore, save
 
 MACHINE = Machine(device="cpu", threads=1)
 TINY = {"layers": 2, "dim": 32, "heads": 2, "positions": 32}
@@ -350,6 +352,17 @@ def test_resume_from_another_folder(tmp_path: Path, whole: Path) -> None:
     train(recipe, MACHINE)
     assert bytes_of(tmp_path / "out" / "step-20") == bytes_of(whole / "step-20")
     assert rows(tmp_path / "out")[1:] == [row for row in rows(whole)[1:] if row["step"] > 10]
+
+
+def test_the_random_states_of_torch_and_python_come_back(tmp_path: Path) -> None:
+    model = tiny()
+    optimizer = build_optimizer(model, OptimizerConfig())
+    torch.manual_seed(3), random.seed(4)
+    path = save(tmp_path, Position(step=1), model, optimizer, None)
+    wanted = torch.rand(3).tolist(), random.random(), random.gauss(0, 1)
+    torch.manual_seed(5), random.seed(6)
+    assert restore(path, model, optimizer) == Position(step=1)
+    assert (torch.rand(3).tolist(), random.random(), random.gauss(0, 1)) == wanted
 
 
 # ---------------------------------------------------------------------------------------------------------- the folder

@@ -279,6 +279,17 @@ def test_a_dtype_stays_what_it_is_in_the_file(tmp_path: Path) -> None:
             assert again.get_parameter(key).dtype == value.dtype == kind and torch.equal(again.get_parameter(key), value)
 
 
+def test_of_several_dtypes_in_a_file_the_widest_is_taken(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    _, folder = zoo.reference(FIRST[0])
+    tensors = load_file(Path(folder, "model.safetensors"))
+    first = min(tensors)
+    save_file({k: v if k == first else v.half() for k, v in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes(Path(folder, "config.json").read_bytes())
+    assert next(mc.load(tmp_path).parameters()).dtype == torch.float32
+
+
 def test_the_loss_of_more_tokens_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """In training the logits are made a chunk at a time; three chunks here, the last one short."""
     _, ours = pair(Case("gpt2", "default", "lm"))
@@ -301,6 +312,8 @@ def test_initial_weights_follow_the_seed_and_the_name() -> None:
     shallow, deep, other = (mc.build("gpt2", config={**sizes, "layers": n}, seed=s) for n, s in ((1, 0), (2, 0), (1, 1)))
     drawn = {n: p for n, p in shallow.named_parameters() if p.std() > 0}
     assert len(drawn) == 8
+    attn = deep.decoder.blocks[1].attn  # section 2.3 of GPT-2: what writes into the stream is 1 / sqrt(2 layers) as large
+    assert 0.4 < (attn.o.weight.std() / attn.q.weight.std()).item() < 0.6
     for name, value in drawn.items():
         if not name.endswith(("attn.o.weight", "ffn.down.weight")):  # their spread depends on the depth
             assert torch.equal(deep.get_parameter(name), value), "another model's same parameter"

@@ -1,0 +1,43 @@
+"""What CPM-Ant does where transformers' class does not: with labels the future is hidden, and the context before them is not."""
+
+import pytest
+import torch
+import zoo
+from zoo import Case
+
+CPM = Case("cpmant", "default", "lm")
+CONTEXT, AT = 4, 7  # tokens without a label; the token that is changed
+
+
+def losses(ids: torch.Tensor, context: int) -> torch.Tensor:
+    """The loss of each token (s - 1) of one row whose first `context` tokens have no label."""
+    _, ours = zoo.pair(CPM)
+    labels = ids.clone()
+    labels[:, :context] = -100
+    logits = ours(ids, labels=labels).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none").detach()
+
+
+@pytest.mark.parametrize("context", [0, CONTEXT])
+def test_no_label_is_predicted_from_itself_or_what_follows(context: int) -> None:
+    ids = zoo.inputs(CPM)["input_ids"][:1]
+    other = ids.clone()
+    other[0, AT] = ids[0, AT] % 100 + 1
+    changed = (losses(ids, context) - losses(other, context)).abs() > 1e-9
+    assert changed.tolist() == [i >= AT - 1 for i in range(10)], "the prediction of a token, and what follows it"
+
+
+def test_the_context_is_read_in_both_directions() -> None:
+    ids = zoo.inputs(CPM)["input_ids"][:1]
+    other = ids.clone()
+    other[0, CONTEXT - 1] = ids[0, CONTEXT - 1] % 100 + 1
+    assert ((losses(ids, CONTEXT) - losses(other, CONTEXT)).abs() > 1e-9).all()
+
+
+def test_packed_losses_are_those_of_each_sequence_alone() -> None:
+    _, ours = zoo.pair(CPM)
+    row, alone = zoo.packed(CPM, lengths=(5, 2, 9))
+    labels = row["input_ids"].clone()
+    labels[0, row["cu_seq_lens_q"][:-1].long()] = -100
+    apart = sum(ours(a["input_ids"], labels=a["input_ids"], num_items_in_batch=1).loss for a in alone)
+    assert abs(ours(**row, labels=labels, num_items_in_batch=1).loss - apart) < 1e-9
