@@ -5,7 +5,7 @@ from .errors import InputError as InputError
 from .layers import Cache as Cache
 from .layers import Output as Output
 from .models.bert import BERT as BERT
-from .models.bloom import Bloom as Bloom
+from .models.bloom import BLOOM as BLOOM
 from .models.cpm import CPM as CPM
 from .models.cpm_ant import CPMAnt as CPMAnt
 from .models.gpt import GPT as GPT

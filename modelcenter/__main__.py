@@ -73,7 +73,7 @@ def warnings_in_a_line() -> Iterator[None]:
     """Each warning once, as one line without the source that raised it."""
     said: set[str] = set()
 
-    def show(message: Warning | str, *_: Any) -> None:
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
         text = printable(str(message))[:LIMIT]
         if text not in said:
             said.add(text)

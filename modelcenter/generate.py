@@ -140,11 +140,12 @@ def check_ids(model: "Model", ids: Tensor, new: int) -> None:
     """Refuse what the model's tables do not hold: on an accelerator an index beyond them ends the whole process."""
     if not ids.numel():
         refuse(None, "input_ids", f"shape {list(ids.shape)}", "a prompt of at least one token")
-    vocab, positions = model.config.vocab, getattr(getattr(model, "embed", None), "positions", None)
+    vocab, table = model.config.vocab, getattr(getattr(model, "embed", None), "positions", None)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         odd = ids.max() if ids.max() >= vocab else ids.min()
         refuse(None, "input_ids", str(int(odd)), f"ids below {vocab}, the model's vocabulary; is this its tokenizer?")
-    room = len(positions.weight) - ids.size(1) if positions is not None else new
+    positions = ids.size(1) + new if table is None else len(table.weight)
+    room = positions - ids.size(1)
     if new > room:
-        wanted = f"at most {room}: the model has {len(positions.weight)} positions" if room > 0 else "a shorter prompt"
+        wanted = f"at most {room}: the model has {positions} positions" if room > 0 else "a shorter prompt"
         refuse(None, "max_new_tokens", f"{new} after a prompt of {ids.size(1)} tokens", wanted)

@@ -17,7 +17,9 @@ import modelcenter as mc
 CASE = Case("gpt2", "default", "lm")
 
 
-def rewritten(where: Path, change: Callable[[dict[str, Tensor]], Any], config: Callable[[dict[str, Any]], Any] | None = None) -> Path:
+def rewritten(
+    where: Path, change: Callable[[dict[str, Tensor]], Any], config: Callable[[dict[str, Any]], Any] | None = None
+) -> Path:
     """The reference folder with its tensors and its config changed."""
     source = Path(zoo.reference(CASE)[1])
     tensors, values = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
@@ -96,7 +98,8 @@ def test_optional_keys_may_be_absent(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "a layer too many": (lambda t: t.update({n.replace(".h.0.", ".h.2."): v + 1 for n, v in t.items() if ".h.0." in n}), "h.2.*unexpected"),
+    "a layer too many": (lambda t: t.update({n.replace(".h.0.", ".h.2."): v + 1 for n, v in t.items() if ".h.0." in n}),
+                         "h.2.*unexpected"),
     "a layer too few": (lambda t: [t.pop(n) for n in list(t) if ".h.1." in n], "h.1.*missing"),
     "a tensor missing": (lambda t: t.pop("transformer.ln_f.bias"), "transformer.ln_f.bias.*missing"),
     "a wrong shape": (lambda t: t.update({"transformer.wpe.weight": torch.zeros(63, 32)}), r"wpe.weight.*\[63, 32\].*\[64, 32\]"),
@@ -156,7 +159,7 @@ def test_freezing(tmp_path: Path) -> None:
     _, ours = zoo.pair(CASE)
     frozen = ours.freeze("embed", "decoder.blocks.0")
     assert {n.split(".")[0] for n in frozen} == {"embed", "decoder"} and not ours.embed.tokens.weight.requires_grad
-    with pytest.raises(mc.InputError, match="'decoder.block' matches no parameter"):
+    with pytest.raises(mc.InputError, match=r"'decoder\.block' matches no parameter"):
         ours.freeze("decoder.block")
 
 

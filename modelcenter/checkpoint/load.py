@@ -123,7 +123,7 @@ def match(
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         refuse(folder.path, f"{key}{more}", f"has shape {list(there)}", f"config.json gives {list(here)}")
 
-    used = {found[e.theirs] for e in present}
+    used = {found[e.theirs] or e.theirs for e in present}
     for key in used & keys.real.keys():
         kind = folder.dtype(keys.real[key])
         if not kind.is_floating_point or kind.itemsize == 1:  # weights quantised without a word in config.json
@@ -138,8 +138,8 @@ def match(
     known = {*report.loaded, *report.aliased, *report.ignored}
     strange = [key for key in keys.real if key not in known]
     if strange:
-        kind = "differs from the tensor it must equal" if strange[0] in aliases else "unexpected"
-        refuse(folder.path, strange[0], others(kind, strange), "config.json describes a model without")
+        what = "differs from the tensor it must equal" if strange[0] in aliases else "unexpected"
+        refuse(folder.path, strange[0], others(what, strange), "config.json describes a model without")
     return table, report
 
 

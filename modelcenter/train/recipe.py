@@ -15,7 +15,6 @@ from modelcenter.data.config import DataConfig
 from modelcenter.errors import refuse
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 
-
 MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed
 
 
