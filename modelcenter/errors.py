@@ -28,10 +28,13 @@ def refuse_missing(file: str | PathLike[str] | None, key: str | None, found: str
 
 def message(file: str | PathLike[str] | None, key: str | None, found: str, wanted: str) -> str:
     """The line itself: control characters escaped, at most `LIMIT` characters, the remedy always whole."""
-    head = ": ".join(printable(str(part)) for part in (file, key, found) if part is not None)
+    parts = [printable(str(part)) for part in (file, key, found) if part is not None]
     tail = printable(wanted)[: LIMIT // 2]
     room = LIMIT - len(tail) - 2
-    return f"{head if len(head) <= room else head[: room - 3] + '...'}; {tail}"
+    while (over := len(": ".join(parts)) - room) > 0:  # the longest part gives way, so that the others stay readable
+        longest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        parts[longest] = parts[longest][: max(len(parts[longest]) - over - 3, 20)] + "..."
+    return f"{': '.join(parts)}; {tail}"
 
 
 def printable(text: str) -> str:

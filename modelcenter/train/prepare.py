@@ -106,7 +106,8 @@ def find_tokenizer(recipe: Recipe, records: list[Record]) -> Tokenizer:
     if recipe.tokenizer is not None:
         return open_tokenizer(recipe.tokenizer, texts_of(recipe.objective, records, recipe.data))
     hubs = {name: preset.hub for name, (_, preset) in presets().items()}
-    return load_tokenizer(hubs.get(recipe.model) or recipe.model)
+    folder = Path(recipe.model).expanduser()  # which wins over a preset of its name, as for the weights
+    return load_tokenizer(folder if folder.is_dir() else hubs.get(recipe.model) or recipe.model)
 
 
 def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | None, machine: Machine,
