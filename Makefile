@@ -6,7 +6,7 @@ JOBS ?= 2
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install -c constraints.txt
 # a process a job with one thread each: the tests' tensors are too small to share
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 NEED = import sys; sys.exit("modelcenter needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)
 
 .PHONY: venv quickstart check test test-all wheel clean
