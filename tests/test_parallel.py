@@ -4,6 +4,7 @@ initial weights. One spawn a mesh carries all families."""
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,31 @@ def test_recompute_replays_dropout() -> None:
         grads.append([p.grad for p in model.parameters()])
     assert runs == [False, True, True], "once, and twice where it is recomputed"
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler looks
+@pytest.mark.parametrize(
+    ("backend", "kinds"),
+    [
+        ("aot_eager", [c.kind for c in CASES]),
+        pytest.param("inductor", ["gpt2", "t5"], marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")]),
+    ],
+)
+def test_compiled_blocks_equal_eager(backend: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    for case in (c for c in CASES if c.kind in kinds):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        folder, args = zoo.reference(case)[1], inputs(case)
+        eager, compiled = mc.load(folder), mc.load(folder, machine=mc.Machine(device="cpu", compile=True))
+        wanted, found = scores(eager(**args)), scores(compiled(**args))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+        assert (found - wanted).abs().max() <= 2e-5 * wanted.std(), case
+        everything = torch.ones(wanted.shape[:2], dtype=torch.bool)
+        weighted(wanted, everything).backward()
+        weighted(found, everything).backward()
+        largest = max(p.grad.abs().max() for p in eager.parameters())
+        for name in eager.shapes:
+            gap = (eager.get_parameter(name).grad - compiled.get_parameter(name).grad).abs().max()
+            assert gap <= 2e-5 * largest, f"{case} {name}"
+    torch._dynamo.reset()

@@ -30,11 +30,6 @@ class Cache:
         self.pairs[layer] = (k, v)
         return k, v
 
-    def reorder(self, rows: Tensor) -> None:
-        """Keep the given rows of the batch, in that order."""
-        self.pairs = {layer: (k[rows], v[rows]) for layer, (k, v) in self.pairs.items()}
-        self.memory = None if self.memory is None else self.memory[rows]
-
 
 @dataclass(frozen=True)
 class Packing:
