@@ -3,8 +3,11 @@
 Everything is derived from the registry; `variants.py` adds what a family wants tried beyond its default.
 """
 
+import atexit
 import functools
 import itertools
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -128,8 +131,15 @@ def reference(case: Case) -> tuple[Any, str]:
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
     folder = tempfile.mkdtemp(prefix="zoo-")
+    atexit.register(remove, folder, os.getpid())
     model.save_pretrained(folder)
     return model, folder
+
+
+def remove(folder: str, owner: int) -> None:
+    """Clean up, unless this is a forked child that happens to exit."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pair(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Any, Model]:
