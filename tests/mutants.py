@@ -371,11 +371,12 @@ def prepared() -> Iterator[Callable[[Mutant | None], str]]:
 
 
 def serve() -> None:
-    """Read names, a line each, and answer each with what is wrong, as JSON."""
+    """Read names, a line each, and answer each with itself and what is wrong, as JSON."""
     by_name = {mutant.name: mutant for mutant in MUTANTS}
     with prepared() as attempt:
         for line in sys.stdin:
-            print(json.dumps(attempt(by_name.get(line.strip()))), flush=True)
+            name = line.strip()
+            print(json.dumps([name, attempt(by_name.get(name))]), flush=True)
 
 
 def main() -> int:
