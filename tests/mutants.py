@@ -311,13 +311,14 @@ def start(tests: Sequence[str], base: Path, place: Path) -> int:
         os.chdir(place)
         os.environ["PYTHONPATH"] = str(place)  # for the processes that tests start
         os.environ.pop("PYTEST_ADDOPTS", None)
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed: pytest-benchmark ends under xdist
         os.environ.pop("CI", None)  # there pytest prints whole differences, for minutes where they are large
         sys.path[:0] = [str(place)]
         import pytest
 
         outcomes = Outcomes()
         ids = [f"{base}/tests/{test}" for test in tests]
-        options = ["-c", f"{base}/pyproject.toml", "--rootdir", str(base), "-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        options = ["-c", f"{base}/pyproject.toml", "--rootdir", str(base), "-p", "no:cacheprovider", "-p", "pytest_timeout", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         pytest.main([*options, "--basetemp", f"{place}/tmp", *ids], plugins=[outcomes])
         from modelcenter import __file__ as imported
 

@@ -248,7 +248,7 @@ REFUSED = {
     "extra dots": (None, {"extra_files": {"..": b""}}, "'..': the name of an extra file"),
     "extra weight": (None, {"extra_files": {"model.safetensors": b""}}, "'model.safetensors': the name of an extra"),
     "space": (None, {"tensors": [("w", (10**15,), torch.float32, None)]}, "4000000.00 GB needed; free space or"),
-    "too long": (None, {"path": "x" * 300}, "...; nothing was changed"),
+    "too long": (None, {"path": "x" * 300}, "...: File name too long; nothing was changed"),
 }  # fmt: skip
 
 
