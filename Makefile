@@ -26,6 +26,7 @@ quickstart: venv
 	$(BIN)/python examples/quickstart.py
 
 check: venv
+	$(BIN)/python tests/stub.py
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
