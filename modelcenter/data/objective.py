@@ -187,7 +187,7 @@ class Rows:
         return self.rows[index]
 
     def collate(self, examples: list[tuple[Row, Row]]) -> Batch:
-        """input_ids, attention_mask, labels: (b, s)."""
+        """input_ids, attention_mask, labels: (b, s); the labels of `Pairs` are targets (b, t)."""
         ids, labels = zip(*examples, strict=True)
         return {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
 
@@ -270,7 +270,7 @@ class Masked:
         return {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
 
 
-class Pairs:
+class Pairs(Rows):
     """seq2seq: a source and a target, each ending in the end of text; the model makes the decoder's input of labels."""
 
     def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig) -> None:
@@ -285,18 +285,6 @@ class Pairs:
             if ids[-1:] != read.eos:
                 ids = ids[: wide - 1] + read.eos
             self.rows.append((ids, target[: long - 1] + read.eos))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def at(self, epoch: int, index: int) -> tuple[Row, Row]:
-        """(source ids, target ids)."""
-        return self.rows[index]
-
-    def collate(self, examples: list[tuple[Row, Row]]) -> Batch:
-        """input_ids, attention_mask: (b, s) of the sources; labels: (b, t) of the targets."""
-        ids, labels = zip(*examples, strict=True)
-        return {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
 
 
 class Labelled:
