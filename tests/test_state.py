@@ -452,9 +452,10 @@ def tear_down(out: Path, step: int, keep: int) -> Path:
 
 def early_word(out: Path, step: int, keep: int) -> Path:
     """A mutant: say "saved" and rename later."""
-    if step > 1 and (out / f".late-{step - 1}").exists():
+    late = put(out, step, None).rename(out / f".late-{step}")
+    if (out / f".late-{step - 1}").exists():  # after the next one's writing: the word is early for as long as that takes
         (out / f".late-{step - 1}").rename(out / f"step-{step - 1}")
-    return put(out, step, None).rename(out / f".late-{step}")
+    return late
 
 
 @pytest.mark.parametrize("mutant", [in_place, prune_first, tear_down, early_word])
