@@ -1,5 +1,149 @@
-"""Builds the wheel; everything is in pyproject.toml."""
+"""Builds modelcenter._C, the fused kernels, out of csrc/; everything else about the package is in pyproject.toml.
 
-from setuptools import setup
+No install can fail here. With nvcc there are CUDA and CPU kernels, with a C++ compiler alone CPU kernels, without one none, and
+the package then computes with its references; `modelcenter doctor` says which of the three it is. torch is not needed: the
+kernels take plain pointers, so one build serves every torch.
 
-setup()
+    MODELCENTER_CUDA=0              leave CUDA out, though nvcc is there
+    MODELCENTER_CUDA_ARCHS="90"     only these architectures (default: 75 80 86 89 90 100 120, as far as nvcc knows them, and PTX)
+    CUDA_HOME, CXX, CFLAGS, NVCCFLAGS, LDFLAGS, MAX_JOBS      as everywhere
+"""
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+ARCHITECTURES = "75 80 86 89 90 100 120"
+LEVELS = {  # MC_LEVEL: the flags of an instruction set; module.cpp asks the processor for the same ones
+    0: [],
+    1: ["-mavx2", "-mfma", "-mf16c"],
+    2: ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"],
+}
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall",
+         "-Wno-psabi", "-Wno-maybe-uninitialized", f"-ffile-prefix-map={ROOT}=."]  # fmt: skip
+
+
+def output(*command: str) -> str:
+    """What a command prints, or nothing if it cannot be run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def find_nvcc() -> str | None:
+    """An nvcc that answers; on the PATH it may be a wrapper script, so it is asked and not looked at."""
+    if os.environ.get("MODELCENTER_CUDA", "1") == "0":
+        return None
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda", "/opt/cuda"]
+    found = [str(Path(home, "bin", "nvcc")) for home in homes if home]
+    found.insert(2, shutil.which("nvcc") or "")
+    return next((nvcc for nvcc in found if nvcc and "release" in output(nvcc, "--version")), None)
+
+
+def architectures(nvcc: str) -> list[str]:
+    """Those wanted that this nvcc knows, rising."""
+    known = set(re.findall(r"compute_(\d+)", output(nvcc, "--list-gpu-arch")))
+    wanted = re.split(r"[ ,;]+", os.environ.get("MODELCENTER_CUDA_ARCHS", ARCHITECTURES).strip())
+    return sorted(known.intersection(wanted), key=int)
+
+
+def libraries(nvcc: str) -> Path | None:
+    """The folder of libcudart_static.a, from where this nvcc says its own files are."""
+    steps = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True)
+    tops = [Path(top) for top in re.findall(r"^#\$ TOP=(.*)$", steps.stderr, re.M)]
+    for top in [*tops, Path(nvcc).resolve().parent.parent]:
+        for folder in (top / "lib64", top / "targets" / f"{platform.machine()}-linux" / "lib", top / "lib"):
+            if (folder / "libcudart_static.a").exists():
+                return folder
+    return None
+
+
+class BuildExtension(build_ext):
+    """Compile each kernel file once for each instruction set, the .cu files for all architectures, and link."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self.build(Path(self.get_ext_fullpath(ext.name)))
+        except (OSError, ImportError, subprocess.SubprocessError) as error:
+            print(f"modelcenter: no compiled kernels, the references will do the work: {error}", file=sys.stderr)
+
+    def build(self, target: Path) -> None:
+        import pybind11
+
+        cxx = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or "c++"]
+        if not output(*cxx, "--version"):
+            raise OSError(f"no C++ compiler: {cxx[0]} does not run")
+        nvcc = find_nvcc()
+        archs = architectures(nvcc) if nvcc else []
+        runtime = libraries(nvcc) if nvcc and archs else None
+        temp = Path(self.build_temp).resolve()
+        temp.mkdir(parents=True, exist_ok=True)
+        extra = shlex.split(os.environ.get("CFLAGS", ""))
+        version = f'-DMC_VERSION="{self.distribution.get_version()}"'
+        headers = ["-I", self.get_python_include(), "-I", pybind11.get_include()]
+        cuda = ["-DMC_CUDA"] if runtime else []
+
+        steps: list[tuple[Path, list[str], Path]] = []  # source, command, object
+        module = temp / "module.o"
+        steps.append((CSRC / "module.cpp", [*cxx, *FLAGS, *cuda, version, *headers, *extra, "-c"], module))
+        levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {0: []}
+        for source in sorted(CSRC.glob("*.cpp")):
+            if source.name != "module.cpp":
+                for level, flags in levels.items():
+                    command = [*cxx, *FLAGS, *flags, f"-DMC_LEVEL={level}", *extra, "-c"]
+                    steps.append((source, command, temp / f"{source.stem}.{level}.o"))
+        if nvcc and runtime:
+            targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+            targets.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")  # later chips compile this
+            names = f'-DMC_ARCHITECTURES="{" ".join(archs)}"'
+            flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DMC_LEVEL=100"]
+            command = [nvcc, *flags, *targets, names, *shlex.split(os.environ.get("NVCCFLAGS", "")), "-c"]
+            for source in sorted(CSRC.glob("*.cu")):
+                steps.append((source, command, temp / f"{source.stem}.cu.o"))
+
+        newest = max(path.stat().st_mtime for path in [*CSRC.glob("*.h"), ROOT / "setup.py"])
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:
+            list(pool.map(lambda step: compile_one(*step, newest), steps))
+        link = [*cxx, "-shared", *(str(made) for _, _, made in steps), *extra, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        if runtime:
+            link += [f"-L{runtime}", "-lcudart_static", "-lpthread", "-lrt"]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run([*link, "-ldl", "-o", str(target)])
+
+    def get_python_include(self) -> str:
+        import sysconfig
+
+        return sysconfig.get_paths()["include"]
+
+
+def compile_one(source: Path, command: list[str], made: Path, newest: float) -> None:
+    """Compile unless the object is newer than what it is made of, and made by the same command."""
+    said = made.with_suffix(".txt")
+    line = shlex.join(command)
+    if made.exists() and made.stat().st_mtime > max(newest, source.stat().st_mtime) and said.exists() and said.read_text() == line:
+        return
+    run([*command, str(source), "-o", str(made)])
+    said.write_text(line)
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{shlex.join(command)}\n{done.stderr[-4000:]}")
+    if done.stderr.strip():
+        print(done.stderr, file=sys.stderr)
+
+
+setup(ext_modules=[Extension("modelcenter._C", [], optional=True)], cmdclass={"build_ext": BuildExtension})

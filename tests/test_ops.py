@@ -58,6 +58,25 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return total
 
 
+def philox(counter: int, seed: int) -> list[int]:
+    """Philox4x32 with 7 rounds, as the paper writes it (Salmon et al., 2011)."""
+    a, b, c, d = counter % 2**32, counter >> 32, 0, 0
+    k, l = seed % 2**32, seed % 2**64 >> 32
+    for _ in range(7):
+        p, q = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (q >> 32) ^ b ^ k, q % 2**32, (p >> 32) ^ d ^ l, p % 2**32
+        k, l = (k + 0x9E3779B9) % 2**32, (l + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
+def dropped(x: Tensor, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
+    drop = round(p * 65536)
+    halves = [w >> shift & 0xFFFF for i in range(-(-x.numel() // 8)) for w in philox(i, int(seed)) for shift in (0, 16)]
+    keep = torch.tensor([h >= drop for h in halves[: x.numel()]]).view(x.shape)
+    out = x * keep * (65536 / (65536 - drop) if drop < 65536 else 0)
+    return out if residual is None else out + residual
+
+
 FORMULAS: dict[str, Callable[..., Tensor]] = {
     "gelu": erf_gelu,
     "gelu_tanh": tanh_gelu,
@@ -70,6 +89,7 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
     "swiglu": lambda gate, up: silu(gate) * up,
     "layer_norm": layer_norm,
     "rms_norm": lambda x, weight, eps: normed(x, eps) * weight,
+    "dropout": dropped,
     "rotary": turned,
     "cross_entropy": cross_entropy,
 }

@@ -82,7 +82,8 @@ class LMHead(Head):
         return total
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        return ops.cross_entropy(self.logits(x), labels)
+        total: Tensor = ops.cross_entropy(self.logits(x), labels)
+        return total
 
 
 class Transform(nn.Module):

@@ -15,7 +15,8 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+        out: Tensor = ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return out
 
 
 class RMSNorm(nn.Module):
@@ -27,4 +28,5 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        out: Tensor = ops.rms_norm(x, self.weight, self.eps)
+        return out

@@ -23,7 +23,8 @@ class Angles:
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate the first r channels of x (b h s d)."""
-        return ops.rotary(x, self.cos, self.sin, self.interleaved)
+        turned: Tensor = ops.rotary(x, self.cos, self.sin, self.interleaved)
+        return turned
 
 
 class Rotary(nn.Module):

@@ -1,0 +1,136 @@
+// What the CUDA kernels share: 16-byte packs of elements, conversions, reductions within a block, the size of a grid.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "kernel.h"
+
+namespace {
+
+using mc::Array;
+using mc::BF16;
+using mc::BOOL;
+using mc::Call;
+using mc::Dtype;
+using mc::F16;
+using mc::F32;
+using mc::FLOATS;
+using mc::I32;
+using mc::I64;
+using mc::I8;
+using mc::Shape;
+using mc::U8;
+
+using bf16 = __nv_bfloat16;
+using fp16 = __half;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(fp16 x) { return __half2float(x); }
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+    return x;
+}
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) {
+    return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __forceinline__ fp16 from_float<fp16>(float x) {
+    return __float2half_rn(x);
+}
+
+// Eight elements of one thread: 16 bytes of bf16 or fp16, twice that of fp32.
+template <class T>
+struct alignas(16) Pack {
+    T at[8];
+};
+
+// VECTOR: `p` is aligned to 16 bytes and whole packs are moved at once; the rest, and misaligned arrays, go element by element.
+template <bool VECTOR, class T>
+__device__ __forceinline__ Pack<T> load8(const T* p, int count = 8) {
+    Pack<T> pack;
+    if (VECTOR && count == 8) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(Pack<T>) / 16); i++)
+            reinterpret_cast<uint4*>(&pack)[i] = reinterpret_cast<const uint4*>(p)[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) pack.at[i] = i < count ? p[i] : from_float<T>(0.0f);
+    }
+    return pack;
+}
+template <bool VECTOR, class T>
+__device__ __forceinline__ void store8(T* p, const Pack<T>& pack, int count = 8) {
+    if (VECTOR && count == 8) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(Pack<T>) / 16); i++)
+            reinterpret_cast<uint4*>(p)[i] = reinterpret_cast<const uint4*>(&pack)[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (i < count) p[i] = pack.at[i];
+    }
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lane);
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, lane));
+    return x;
+}
+
+// Multiprocessors of the current device.
+inline int multiprocessors() {
+    static int found[64] = {};
+    int device = 0;
+    cudaGetDevice(&device);
+    if (device < 64 && found[device]) return found[device];
+    int count = 1;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    if (device < 64) found[device] = count;
+    return count;
+}
+
+// Blocks for a loop over `items` with a grid stride: enough to fill the chip, not more than there is to do.
+inline int grid(int64_t items, int threads, int waves = 16) {
+    const int64_t wanted = (items + threads - 1) / threads, most = int64_t{multiprocessors()} * waves;
+    return static_cast<int>(wanted < most ? (wanted ? wanted : 1) : most);
+}
+
+}  // namespace
+
+#define MC_FOR_FLOAT(dtype, T, ...)      \
+    switch (dtype) {                     \
+        case mc::F32: {                  \
+            using T = float;             \
+            __VA_ARGS__;                 \
+            break;                       \
+        }                                \
+        case mc::BF16: {                 \
+            using T = bf16;              \
+            __VA_ARGS__;                 \
+            break;                       \
+        }                                \
+        default: {                       \
+            using T = fp16;              \
+            __VA_ARGS__;                 \
+            break;                       \
+        }                                \
+    }
+
+#define MC_FOR_BOOL(condition, NAME, ...)   \
+    if (condition) {                        \
+        constexpr bool NAME = true;         \
+        __VA_ARGS__;                        \
+    } else {                                \
+        constexpr bool NAME = false;        \
+        __VA_ARGS__;                        \
+    }

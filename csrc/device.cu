@@ -1,0 +1,28 @@
+// What the module asks of the CUDA runtime itself. The runtime is linked statically and shares torch's primary context.
+#include <cuda_runtime.h>
+
+namespace mc::cuda {
+
+int devices() {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;  // 35: no driver here
+}
+
+int enter(int device) {
+    int before = 0;
+    cudaGetDevice(&before);
+    if (before != device) cudaSetDevice(device);
+    return before;
+}
+
+const char* leave(int before) {
+    const cudaError_t error = cudaGetLastError();
+    int now = 0;
+    cudaGetDevice(&now);
+    if (now != before) cudaSetDevice(before);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+const char* built_for() { return MC_ARCHITECTURES; }
+
+}  // namespace mc::cuda

@@ -1,0 +1,53 @@
+// Dropout masks on the CPU: philox.h for 128 elements at a time.
+#pragma once
+#include "philox.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int BLOCK = 128;  // elements whose bits are drawn together: 16 counters of 8
+
+struct Rate {
+    uint32_t threshold;  // of 65536
+    float scale;
+    explicit Rate(double p)
+        : threshold(static_cast<uint32_t>(std::lrint(p * 65536))), scale(threshold >= 65536 ? 0.0f : 65536.0f / (65536 - threshold)) {}
+};
+
+// the high and the low words of 16 products of 32 bits
+MC_INLINE void multiply(vu a, uint32_t m, vu& high, vu& low) {
+    low = a * m;
+#if defined(__AVX512F__)
+    const __m512i x = reinterpret_cast<__m512i>(a), y = _mm512_set1_epi32(static_cast<int>(m));
+    const __m512i even = _mm512_mul_epu32(x, y), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), y);
+    high = reinterpret_cast<vu>(_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd));
+#else
+    for (int i = 0; i < LANES; i++) high[i] = static_cast<uint32_t>(uint64_t{a[i]} * m >> 32);
+#endif
+}
+
+// The 16 random bits of each of the elements [128 block, 128 block + 128).
+MC_INLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
+    vu a, b, c{}, d{};
+    for (int i = 0; i < LANES; i++) a[i] = static_cast<uint32_t>(block * 16 + i), b[i] = static_cast<uint32_t>((block * 16 + i) >> 32);
+    uint32_t k = static_cast<uint32_t>(seed), l = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < 7; round++) {
+        vu ph, pl, qh, ql;
+        multiply(a, 0xD2511F53u, ph, pl);
+        multiply(c, 0xCD9E8D57u, qh, ql);
+        a = qh ^ b ^ k, b = ql;
+        c = ph ^ d ^ l, d = pl;
+        k += 0x9E3779B9u, l += 0xBB67AE85u;
+    }
+    uint32_t words[BLOCK / 2];
+    for (int i = 0; i < LANES; i++) words[4 * i] = a[i], words[4 * i + 1] = b[i], words[4 * i + 2] = c[i], words[4 * i + 3] = d[i];
+    for (int i = 0; i < BLOCK / 2; i++) random[2 * i] = static_cast<uint16_t>(words[i]), random[2 * i + 1] = static_cast<uint16_t>(words[i] >> 16);
+}
+
+// x where the element is kept, 0 where it is dropped
+MC_INLINE vf masked(vf x, const uint16_t* random, uint32_t threshold) {
+    const vu r = __builtin_convertvector(*reinterpret_cast<const vh_any*>(random), vu);
+    return r >= threshold ? x : vf{};
+}
+
+}  // namespace
