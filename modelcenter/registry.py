@@ -21,7 +21,7 @@ from .checkpoint.folder import Folder
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions, save_model
 from .errors import nearest, refuse
-from .generate import generate
+from .generate import generate as generate_tokens
 from .layers import Batch, Cache, Head, LMHead, Output
 from .layers.initial import initial
 from .layers.output import batch_of, recorded, shift_right
@@ -172,7 +172,7 @@ class Model(nn.Module):
         """Write a folder that `transformers` and `from_pretrained` open: safetensors, config.json, the tokenizer it came with."""
         save_model(self, Path(folder), self.table, max_shard_size)
 
-    generate = generate
+    generate = generate_tokens  # type: ignore[has-type]  # mypy meets the decorated function in an import cycle
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.get_submodule("embed.tokens")  # type: ignore[return-value]

@@ -5,6 +5,7 @@ from .block import Block, Parallel, PostNorm, PreNorm, Stack
 from .embedding import Embedding
 from .ffn import FFN, GatedFFN
 from .head import ClassifyHead, EmbedHead, Head, LMHead, PoolHead, SpanHead, TagHead, Transform, first_token, last_token
+from .linear import Linear
 from .norm import LayerNorm, RMSNorm
 from .output import Batch, Output
 from .position import ALiBi, Angles, RelativeBias, Rotary, SegmentBias
@@ -12,6 +13,6 @@ from .view import Cache, Packing, View
 
 __all__ = [
     "FFN", "ALiBi", "Angles", "Attention", "Batch", "Block", "Cache", "ClassifyHead", "EmbedHead", "Embedding", "GatedFFN",
-    "Head", "LMHead", "LayerNorm", "Output", "Packing", "Parallel", "PoolHead", "PostNorm", "PreNorm", "RMSNorm",
+    "Head", "LMHead", "LayerNorm", "Linear", "Output", "Packing", "Parallel", "PoolHead", "PostNorm", "PreNorm", "RMSNorm",
     "RelativeBias", "Rotary", "SegmentBias", "SpanHead", "Stack", "TagHead", "Transform", "View", "first_token", "last_token",
 ]  # fmt: skip

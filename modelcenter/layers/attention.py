@@ -5,6 +5,7 @@ Head counts are read off the tensors, never stored, so a tensor-parallel shard n
 
 from torch import Tensor, nn
 
+from .linear import Linear
 from .view import View
 
 
@@ -29,10 +30,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = head_dim or dim // heads
         self.scale, self.dropout = scale, dropout
-        self.q = nn.Linear(dim, heads * self.head_dim, bias=bias)
-        self.k = nn.Linear(dim, (kv_heads or heads) * self.head_dim, bias=bias)
-        self.v = nn.Linear(dim, (kv_heads or heads) * self.head_dim, bias=bias)
-        self.o = nn.Linear(heads * self.head_dim, dim, bias=bias if out_bias is None else out_bias)
+        self.q = Linear(dim, heads * self.head_dim, bias=bias)
+        self.k = Linear(dim, (kv_heads or heads) * self.head_dim, bias=bias)
+        self.v = Linear(dim, (kv_heads or heads) * self.head_dim, bias=bias)
+        self.o = Linear(heads * self.head_dim, dim, bias=bias if out_bias is None else out_bias)
 
     def forward(self, x: Tensor, view: View) -> Tensor:
         q = self.split(self.q(x))

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from ..ops import Op
+from .linear import Linear
 
 
 class FFN(nn.Module):
@@ -13,8 +14,8 @@ class FFN(nn.Module):
     def __init__(self, dim: int, hidden: int, act: Op, *, bias: bool = True, dropout: float = 0.0):
         super().__init__()
         self.act = act
-        self.up = nn.Linear(dim, hidden, bias=bias)
-        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.up = Linear(dim, hidden, bias=bias)
+        self.down = Linear(hidden, dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,9 +31,9 @@ class GatedFFN(nn.Module):
     def __init__(self, dim: int, hidden: int, act: Op, *, bias: bool = False, dropout: float = 0.0):
         super().__init__()
         self.act = act
-        self.gate = nn.Linear(dim, hidden, bias=bias)
-        self.up = nn.Linear(dim, hidden, bias=bias)
-        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.gate = Linear(dim, hidden, bias=bias)
+        self.up = Linear(dim, hidden, bias=bias)
+        self.down = Linear(hidden, dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..ops.cross_entropy import IGNORE
+from .linear import Linear
 from .output import Batch, Output
 
 CHUNK = 1024  # rows of logits alive at a time in training: 1024 x 50257 in fp32 are 206 MB
@@ -50,7 +51,7 @@ class LMHead(Head):
         super().__init__()
         self.vocab, self.shift, self.scale = vocab, shift, scale
         self.transform = transform
-        self.out = nn.Linear(dim, vocab, bias=bias)
+        self.out = Linear(dim, vocab, bias=bias)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         labels = batch.labels
@@ -92,7 +93,7 @@ class Transform(nn.Module):
     def __init__(self, dim: int, act: ops.Op, norm: nn.Module):
         super().__init__()
         self.act = act
-        self.dense = nn.Linear(dim, dim)
+        self.dense = Linear(dim, dim)
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,9 +119,9 @@ class ClassifyHead(Head):
     ):
         super().__init__()
         self.pick = pick
-        self.pooler = nn.Linear(dim, dim) if pooler else None
+        self.pooler = Linear(dim, dim) if pooler else None
         self.dropout = nn.Dropout(dropout)
-        self.out = nn.Linear(dim, labels, bias=bias)
+        self.out = Linear(dim, labels, bias=bias)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         h = self.pick(x, batch)
@@ -138,7 +139,7 @@ class TagHead(Head):
     def __init__(self, dim: int, labels: int, *, dropout: float = 0.0):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
-        self.out = nn.Linear(dim, labels)
+        self.out = Linear(dim, labels)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         logits = self.out(self.dropout(x))
@@ -153,7 +154,7 @@ class SpanHead(Head):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.out = nn.Linear(dim, 2)
+        self.out = Linear(dim, 2)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         logits = self.out(x)
@@ -171,7 +172,7 @@ class PoolHead(Head):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.pooler = nn.Linear(dim, dim)
+        self.pooler = Linear(dim, dim)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         return Output(last_hidden_state=x, pooler_output=torch.tanh(self.pooler(first_token(x, batch))))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from ..checkpoint.config import Config, Table, choice
-from ..layers import FFN, Attention, Batch, Embedding, LayerNorm, PostNorm, Stack, Transform, first_token
+from ..layers import FFN, Attention, Batch, Embedding, LayerNorm, Linear, PostNorm, Stack, Transform, first_token
 from ..layers.head import ClassifyHead, EmbedHead, LMHead, PoolHead, SpanHead, TagHead
 from ..names import Row
 from ..ops import Op
@@ -121,7 +121,7 @@ class BERT(Model):
         "tag": Task("BertForTokenClassification", lambda c: TagHead(c.dim, c.num_labels, dropout=rate(c)), (LABELS,)),
         "qa": Task("BertForQuestionAnswering", lambda c: SpanHead(c.dim), (("qa_outputs", "head.out"),)),
         "backbone": Task("BertModel", lambda c: PoolHead(c.dim), (POOLER,)),
-        "embed": Task("BertModel", lambda c: EmbedHead(nn.Linear(c.dim, c.dim)), (POOLER,)),
+        "embed": Task("BertModel", lambda c: EmbedHead(Linear(c.dim, c.dim)), (POOLER,)),
     }  # fmt: skip
 
     prefix = "bert."
