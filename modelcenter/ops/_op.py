@@ -82,9 +82,9 @@ class Kernel:
     """The fast way to an op's values and gradients.
 
     `forward`'s first `results` tensors are the op's, any further ones are for the backward. `saved(args, outs)` is what the
-    backward reads, tensors or not; `backward(*grads, *saved)` returns a gradient or None for each argument. `takes(*args)`:
-    whether the kernel can do this call, beyond devices and floating dtypes. `devices`: where it beats the reference; `compiled`:
-    where it also beats what torch.compile makes of the reference.
+    backward reads, tensors or not; `backward(*grads, *saved)` returns a gradient or None for each argument, and of several results
+    those not used have a gradient of None. `takes(*args)`: whether the kernel can do this call, beyond devices and floating
+    dtypes. `devices`: where it beats the reference; `compiled`: where it also beats what torch.compile makes of the reference.
     """
 
     forward: Raw
@@ -145,6 +145,7 @@ def differentiable(name: str, kernel: Kernel) -> type[torch.autograd.Function]:
         saved = kernel.saved(inputs, (output,) if isinstance(output, Tensor) else output)
         ctx.save_for_backward(*(a for a in saved if isinstance(a, Tensor)))
         ctx.rest = [None if isinstance(a, Tensor) else (a,) for a in saved]
+        ctx.set_materialize_grads(False)  # a result that is not used has no gradient, rather than one of zeros
 
     def gradients(ctx: Any, *grads: Tensor) -> Any:
         tensors = iter(ctx.saved_tensors)

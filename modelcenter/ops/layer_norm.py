@@ -1,23 +1,83 @@
-"""Layer norm: (x - mean) / sqrt(var + eps) * weight + bias over the last axis. Ba et al., 2016."""
+"""Layer norm: (x - mean) / sqrt(var + eps) * weight + bias over the last axis. Ba et al., 2016.
 
-from collections.abc import Iterator
+`add_layer_norm` norms residual + dropout(x), and gives that total too. `dtype` is that of the norm, where it should not be x's or
+the residual's: under autocast the matrix products read it in half precision, and a pass is saved by writing it so.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import op
+from . import _norm
+from ._norm import Forward
+from ._op import Kernel, op, raw, wide
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, eps)  # torch accumulates in fp32 for fp16 and bf16
+def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    return F.layer_norm(wide(x), weight.shape, wide(weight), wide(bias), eps).to(dtype or x.dtype)
+
+
+@raw("(Tensor x, Tensor weight, Tensor bias, float eps, ScalarType? dtype=None) -> (Tensor, Tensor)")
+def layer_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    return _norm.forward(x, None, weight, bias, eps, None, 0.0, dtype)[::2]
+
+
+def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    return args[0], args[1], outs[1]
+
+
+def backward(grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor) -> Sequence[Tensor | None]:
+    _, dx, dweight, dbias = _norm.backward(grad, None, x, weight, stats, True, None, 0.0, x.dtype)
+    return dx, dweight, dbias, None, None
+
+
+def add_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, seed: Tensor | None, p: float,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    total = _norm.add(x, residual, seed, p)
+    return reference(total, weight, bias, eps, dtype), total
+
+
+@raw(
+    "(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps, Tensor? seed, float p, ScalarType? dtype=None)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+def add_layer_norm_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, seed: Tensor | None, p: float,
+    dtype: torch.dtype | None = None,
+) -> Forward:  # fmt: skip
+    return _norm.forward(x, residual, weight, bias, eps, seed, p, dtype)
+
+
+def add_saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    x, _, weight, _, _, seed, p, *_ = args
+    return outs[1], weight, outs[2], seed, p, x.dtype
+
+
+def add_backward(
+    grad: Tensor | None, more: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor, seed: Tensor | None, p: float,
+    branch: torch.dtype,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    dx, dresidual, dweight, dbias = _norm.backward(grad, more, total, weight, stats, True, seed, p, branch)
+    return dx, dresidual, dweight, dbias, None, None, None, None
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shape in ((1, 1), (3, 7), (2, 5, 64), (4, 4096)):
-        weight, bias = (torch.rand(shape[-1], device=device, dtype=dtype) + 0.5 for _ in range(2))
-        yield torch.randn(shape, device=device, dtype=dtype), weight, bias, 1e-5
+    for args in _norm.cases(device, dtype, True):
+        yield *args, 1e-5
 
 
-layer_norm = op("layer_norm", reference, cases)
+def add_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    return _norm.add_cases(device, dtype, True, 1e-5)
+
+
+layer_norm = op("layer_norm", reference, cases, Kernel(layer_norm_forward, saved, backward, devices=("cpu",)))
+add_layer_norm = op(
+    "add_layer_norm", add_reference, add_cases, Kernel(add_layer_norm_forward, add_saved, add_backward, results=2, devices=("cpu",))
+)

@@ -1,22 +1,78 @@
-"""RMS norm: x / sqrt(mean(x^2) + eps) * weight over the last axis. Zhang & Sennrich, 2019."""
+"""RMS norm: x / sqrt(mean(x^2) + eps) * weight over the last axis. Zhang & Sennrich, 2019.
 
-from collections.abc import Iterator
+`add_rms_norm` norms residual + dropout(x), and gives that total too. `dtype` is that of the norm, as for layer_norm.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._op import op, wide
+from . import _norm
+from ._norm import Forward
+from ._op import Kernel, op, raw, wide
 
 
-def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def reference(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     h = wide(x)
-    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight).to(dtype or x.dtype)
+
+
+@raw("(Tensor x, Tensor weight, float eps, ScalarType? dtype=None) -> (Tensor, Tensor)")
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    return _norm.forward(x, None, weight, None, eps, None, 0.0, dtype)[::2]
+
+
+def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    return args[0], args[1], outs[1]
+
+
+def backward(grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor) -> Sequence[Tensor | None]:
+    _, dx, dweight, _ = _norm.backward(grad, None, x, weight, stats, False, None, 0.0, x.dtype)
+    return dx, dweight, None, None
+
+
+def add_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, seed: Tensor | None, p: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    total = _norm.add(x, residual, seed, p)
+    return reference(total, weight, eps, dtype), total
+
+
+@raw(
+    "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor? seed, float p, ScalarType? dtype=None)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+def add_rms_norm_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, seed: Tensor | None, p: float, dtype: torch.dtype | None = None
+) -> Forward:
+    return _norm.forward(x, residual, weight, None, eps, seed, p, dtype)
+
+
+def add_saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    x, _, weight, _, seed, p, *_ = args
+    return outs[1], weight, outs[2], seed, p, x.dtype
+
+
+def add_backward(
+    grad: Tensor | None, more: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor, seed: Tensor | None, p: float,
+    branch: torch.dtype,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    dx, dresidual, dweight, _ = _norm.backward(grad, more, total, weight, stats, False, seed, p, branch)
+    return dx, dresidual, dweight, None, None, None, None
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shape in ((1, 1), (3, 7), (2, 5, 64), (4, 4096)):
-        yield torch.randn(shape, device=device, dtype=dtype), torch.rand(shape[-1], device=device, dtype=dtype) + 0.5, 1e-6
+    for args in _norm.cases(device, dtype, False):
+        yield *args, 1e-6
 
 
-rms_norm = op("rms_norm", reference, cases)
+def add_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    return _norm.add_cases(device, dtype, False, 1e-6)
+
+
+rms_norm = op("rms_norm", reference, cases, Kernel(rms_norm_forward, saved, backward, devices=("cpu",)))
+add_rms_norm = op(
+    "add_rms_norm", add_reference, add_cases, Kernel(add_rms_norm_forward, add_saved, add_backward, results=2, devices=("cpu",))
+)

@@ -1,0 +1,189 @@
+// LayerNorm and RMSNorm over the last axis, each with an optional residual add and dropout before it:
+//
+//     total = residual + dropout(x)           (rounded to the residual's dtype; without a residual it is x itself)
+//     out = (total - mean) * rstd * weight + bias,  rstd = 1 / sqrt(mean((total - mean)^2) + eps)
+//
+// RMSNorm has no mean and no bias. Sums are fp32 over 16 lanes, the variance is of the centred row, which is in the first cache by
+// then. `stats` holds the means, then the rstds. The backward cuts the rows into as many chunks as `partial` has, whatever the
+// number of threads, and adds the chunks' sums for weight and bias in their order.
+#include "random.h"
+
+namespace {
+
+// f(offset, lanes) summed over a row; f gives 0 in the lanes it has no element for
+template <class F>
+MC_INLINE vf summed(int64_t dim, F f) {
+    vf a{}, b{}, c{}, d{};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) {
+        a += f(i, LANES);
+        b += f(i + LANES, LANES);
+        c += f(i + 2 * LANES, LANES);
+        d += f(i + 3 * LANES, LANES);
+    }
+    for (; i + LANES <= dim; i += LANES) a += f(i, LANES);
+    if (i < dim) b += f(i, static_cast<int>(dim - i));
+    return (a + b) + (c + d);
+}
+
+// Random bits in the order of the elements: a block of 128 is drawn once where neighbouring rows share it.
+struct Drawn {
+    const uint64_t seed;
+    const Rate rate;
+    int64_t block = -1;
+    uint16_t random[BLOCK + LANES] = {};  // the rest of a row may be read 16 at a time
+
+    // f(offset in the row, lanes, their bits) for the row that begins at element `at`
+    template <class F>
+    MC_INLINE void row(int64_t at, int64_t dim, F f) {
+        for (int64_t i = 0; i < dim;) {
+            const int64_t within = (at + i) % BLOCK, left = BLOCK - within < dim - i ? BLOCK - within : dim - i;
+            if (block != (at + i) / BLOCK) draw(random, block = (at + i) / BLOCK, seed);
+            each(left, [&](int64_t j, int lanes) { f(i + j, lanes, random + within + j); });
+            i += left;
+        }
+    }
+};
+
+// out = residual + x * mask / (1 - p) for one row; without a seed nothing is dropped, without a residual it is 0
+template <class T, class R>
+void add(const T* x, const R* residual, R* out, int64_t at, int64_t dim, Drawn* drawn) {
+    const auto write = [=](int64_t i, int lanes, vf value) {
+        store_n(out + i, residual ? value + load_n(residual + i, lanes) : value, lanes);
+    };
+    if (drawn)
+        drawn->row(at, dim, [&](int64_t i, int lanes, const uint16_t* random) {
+            write(i, lanes, masked(load_n(x + i, lanes) * drawn->rate.scale, random, drawn->rate.threshold));
+        });
+    else
+        each(dim, [&](int64_t i, int lanes) { write(i, lanes, load_n(x + i, lanes)); });
+}
+
+template <class R, class O>
+void norm_row(const R* x, const float* weight, const float* bias, O* out, int64_t dim, float eps, bool centred, float& mean, float& rstd) {
+    const float n = static_cast<float>(dim);
+    mean = centred ? sum(summed(dim, [=](int64_t i, int lanes) { return load_n(x + i, lanes); })) / n : 0.0f;
+    const float m = mean;
+    const float square = sum(summed(dim, [=](int64_t i, int lanes) {
+        const vf h = (lanes == LANES ? load(x + i) : load_some(x + i, lanes, m)) - m;
+        return h * h;
+    }));
+    const float r = rstd = 1.0f / std::sqrt(square / n + eps);
+    if (bias)
+        each(dim, [=](int64_t i, int lanes) {
+            store_n(out + i, (load_n(x + i, lanes) - m) * r * load_n(weight + i, lanes) + load_n(bias + i, lanes), lanes);
+        });
+    else
+        each(dim, [=](int64_t i, int lanes) { store_n(out + i, (load_n(x + i, lanes) - m) * r * load_n(weight + i, lanes), lanes); });
+}
+
+// With g = grad * weight and h the normalised row: stream = rstd * (g - mean(g) - h * mean(g * h)) + more; RMSNorm: no mean(g).
+template <class R, class O>
+void gradient_row(const O* grad, const R* more, const R* x, const float* weight, R* stream, float* dweight, float* dbias, int64_t dim,
+                  float mean, float rstd) {
+    const float n = static_cast<float>(dim);
+    vf plain{};
+    const float skewed = sum(summed(dim, [&](int64_t i, int lanes) {
+        const vf d = load_n(grad + i, lanes), g = d * load_n(weight + i, lanes), h = (load_n(x + i, lanes) - mean) * rstd;
+        store_n(dweight + i, load_n(dweight + i, lanes) + d * h, lanes);
+        if (dbias) {
+            store_n(dbias + i, load_n(dbias + i, lanes) + d, lanes);
+            plain += g;
+        }
+        return g * h;
+    })) / n;
+    const float shift = dbias ? sum(plain) / n : 0.0f;
+    each(dim, [&](int64_t i, int lanes) {
+        const vf g = load_n(grad + i, lanes) * load_n(weight + i, lanes), h = (load_n(x + i, lanes) - mean) * rstd;
+        const vf d = (g - shift - h * skewed) * rstd;
+        store_n(stream + i, more ? d + load_n(more + i, lanes) : d, lanes);
+    });
+}
+
+constexpr int64_t GRAIN = 16384;  // elements that are worth a thread
+
+int64_t grain(int64_t dim) { return dim < GRAIN ? GRAIN / dim : 1; }
+
+}  // namespace
+
+MC_KERNEL(norm) {
+    const Array x = call.in("x", FLOATS);
+    const Shape rows{x.shape.rows()}, columns{x.shape.last()};
+    const Array residual = call.maybe("residual", FLOATS, x.shape);
+    const Array weight = call.in("weight", F32, columns);
+    const Array bias = call.maybe("bias", F32, columns);
+    const float eps = static_cast<float>(call.real("eps"));
+    const bool centred = call.flag("centred");
+    const Array seed = call.maybe("seed", I64, Shape{1});
+    const double p = call.real("p");
+    const Array out = call.out("out", FLOATS, x.shape);
+    const Array total = call.maybe_out("total", residual ? residual.dtype : x.dtype, x.shape);
+    const Array stats = call.out("stats", F32, Shape{2, rows.at[0]});
+    if (static_cast<bool>(residual) != static_cast<bool>(total)) call.refuse("a residual needs a place for the total, and nothing else does");
+    call.ready();
+    const int64_t n = rows.at[0], dim = columns.at[0];
+    if (!dim) return;
+    const float *w = weight.as<float>(), *b = bias.as<float>();
+    float *mean = stats.as<float>(), *rstd = mean + n;
+    const Array source = total ? total : x;
+    MC_FOR_FLOAT(x.dtype, T, MC_FOR_FLOAT(source.dtype, R, MC_FOR_FLOAT(out.dtype, O,
+        mc::parallel(n, grain(dim), [=](int64_t begin, int64_t end) {
+            Drawn drawn{seed ? *seed.as<uint64_t>() : 0, Rate(p)};
+            for (int64_t row = begin; row < end; row++) {
+                const int64_t at = row * dim;
+                if (total) add(x.as<T>() + at, residual.as<R>() + at, total.as<R>() + at, at, dim, seed ? &drawn : nullptr);
+                norm_row(source.as<R>() + at, w, b, out.as<O>() + at, dim, eps, centred, mean[row], rstd[row]);
+            }
+        }))))
+}
+
+// `total`: what was normalised; `more`: the gradient that reaches it by another way. Gives `stream`, its gradient, and where
+// wanted `branch`, that of what was dropped and added.
+MC_KERNEL(norm_backward) {
+    const Array grad = call.in("grad", FLOATS);
+    const Shape columns{grad.shape.last()};
+    const Array total = call.in("total", FLOATS, grad.shape);
+    const Array more = call.maybe("more", total.dtype, grad.shape);
+    const Array weight = call.in("weight", F32, columns);
+    const Array stats = call.in("stats", F32, Shape{2, grad.shape.rows()});
+    const Array seed = call.maybe("seed", I64, Shape{1});
+    const double p = call.real("p");
+    const Array stream = call.out("stream", total.dtype, grad.shape);
+    const Array branch = call.maybe_out("branch", FLOATS, grad.shape);
+    const Array dweight = call.out("dweight", F32, columns);
+    const Array dbias = call.maybe_out("dbias", F32, columns);  // none for RMSNorm
+    const Array partial = call.inout("partial", F32);           // chunks x (1 or 2) x dim
+    call.ready();
+    const int64_t n = grad.shape.rows(), dim = columns.at[0], each_chunk = dbias ? 2 * dim : dim;
+    if (!dim) return;
+    const int64_t chunks = partial.shape.at[0];
+    float* sums = partial.as<float>();
+    const float *w = weight.as<float>(), *mean = stats.as<float>(), *rstd = mean + n;
+    MC_FOR_FLOAT(grad.dtype, O, MC_FOR_FLOAT(total.dtype, R,
+        mc::parallel(chunks, (grain(dim) * chunks + n) / (n + 1), [=](int64_t first, int64_t last) {
+            Drawn drawn{seed ? *seed.as<uint64_t>() : 0, Rate(p)};
+            for (int64_t chunk = first; chunk < last; chunk++) {
+                float *dw = sums + chunk * each_chunk, *db = dbias ? dw + dim : nullptr;
+                memset(dw, 0, each_chunk * sizeof(float));
+                for (int64_t row = chunk * n / chunks; row < (chunk + 1) * n / chunks; row++) {
+                    const int64_t at = row * dim;
+                    R* to = stream.as<R>() + at;
+                    gradient_row(grad.as<O>() + at, more ? more.as<R>() + at : nullptr, total.as<R>() + at, w, to, dw, db, dim, mean[row], rstd[row]);
+                    if (branch) {
+                        MC_FOR_FLOAT(branch.dtype, T, add<R, T>(to, nullptr, branch.as<T>() + at, at, dim, seed ? &drawn : nullptr))
+                    }
+                }
+            }
+        })))
+    const auto reduce = [=](const float* from, float* to) {
+        mc::parallel(dim, GRAIN / chunks + 1, [=](int64_t begin, int64_t end) {
+            each(end - begin, [=](int64_t i, int lanes) {
+                vf total{};
+                for (int64_t chunk = 0; chunk < chunks; chunk++) total += load_n(from + chunk * each_chunk + begin + i, lanes);
+                store_n(to + begin + i, total, lanes);
+            });
+        });
+    };
+    reduce(sums, dweight.as<float>());
+    if (dbias) reduce(sums + dim, dbias.as<float>());
+}

@@ -1,0 +1,91 @@
+"""What the norms share: the calls of csrc/norm.cpp and norm.cu, and inputs to try.
+
+Each norm may first add a residual: total = residual + dropout(x), in the residual's dtype, and out is the norm of that. Both are
+results: the total is the stream that the next layer adds to. A seed of None adds x as it is.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._op import call, raw
+from .dropout import draw, dropout
+
+ROWS, CHUNKS = 32, 64  # of the partial sums for weight and bias: rows each, and how many at most
+Forward = tuple[Tensor, Tensor, Tensor]
+
+
+def add(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    """The total, by the references."""
+    return (residual + x).to(residual.dtype) if seed is None else dropout.reference(x, residual, seed, p)
+
+
+def forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float,
+            dtype: torch.dtype | None) -> Forward:  # fmt: skip
+    """The norm (centred where there is a bias) in `dtype` or that of what is normed; the total, empty without a residual; and the
+    rows' means and reciprocal deviations (2 rows)."""
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    total = None if residual is None else torch.empty_like(residual)
+    normed = x if total is None else total
+    out = torch.empty_like(normed, dtype=dtype or normed.dtype)
+    stats = x.new_empty((2, x.numel() // max(x.size(-1), 1)), dtype=torch.float32)
+    weight, bias = narrow(weight), None if bias is None else narrow(bias)
+    call("norm", x, residual, weight, bias, eps, bias is not None, seed, p, out, total, stats)
+    return out, x.new_empty(0) if total is None else total, stats
+
+
+def narrow(parameter: Tensor) -> Tensor:
+    """Weights as the kernel reads them: on the CPU in fp32."""
+    return parameter.contiguous() if parameter.is_cuda else parameter.float().contiguous()
+
+
+@raw(
+    "(Tensor grad, Tensor total, Tensor? more, Tensor weight, Tensor stats, bool centred, Tensor? seed, float p,"
+    " ScalarType? branch) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def norm_backward(
+    grad: Tensor, total: Tensor, more: Tensor | None, weight: Tensor, stats: Tensor, centred: bool, seed: Tensor | None, p: float,
+    branch: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the total, of the branch in that dtype, of weight and bias; empty where there is none."""
+    total = total.contiguous()
+    stream = torch.empty_like(total)
+    apart = None if branch is None else torch.empty_like(total, dtype=branch)
+    scale = narrow(weight)
+    dweight, dbias = torch.empty_like(scale), torch.empty_like(scale) if centred else None
+    chunks = min(max(stats.size(1) // ROWS, 1), CHUNKS)
+    partial = scale.new_empty((chunks, 2 if centred else 1, len(weight)), dtype=torch.float32)
+    more = None if more is None else more.contiguous()
+    call("norm_backward", grad.contiguous(), total, more, scale, stats, seed, p, stream, apart, dweight, dbias, partial)
+    none = total.new_empty(0)
+    dweight = dweight.to(weight.dtype)
+    return stream, none if apart is None else apart, dweight, none.clone() if dbias is None else dbias.to(weight.dtype)
+
+
+def backward(
+    grad: Tensor | None, more: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor, centred: bool, seed: Tensor | None,
+    p: float, branch: torch.dtype,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Gradients of the branch (in its dtype), the total, weight and bias, from those of the norm and of the total."""
+    grad = torch.zeros_like(total) if grad is None else grad
+    same = seed is None and branch == total.dtype
+    found = norm_backward(grad, total, more, weight, stats, centred, seed, p, None if same else branch)
+    stream, apart, dweight, dbias = found
+    return stream if same else apart, stream, dweight, dbias if centred else None
+
+
+def cases(device: str, dtype: torch.dtype, biased: bool) -> Iterator[tuple[Any, ...]]:
+    """x, weight, perhaps bias; the eps is each norm's own."""
+    for shape in ((1, 1), (3, 7), (2, 5, 64), (0, 8), (40, 130), (4, 4096)):
+        weights = (torch.rand(shape[-1], device=device, dtype=dtype) + 0.5 for _ in range(2 if biased else 1))
+        yield torch.randn(shape, device=device, dtype=dtype) + 0.5, *weights
+
+
+def add_cases(device: str, dtype: torch.dtype, biased: bool, eps: float) -> Iterator[tuple[Any, ...]]:
+    for x, *weights in cases(device, dtype, biased):
+        yield x, torch.randn_like(x), *weights, eps, None, 0.0
+        yield x, torch.randn_like(x), *weights, eps, draw(x.device), 0.1
+    yield x, torch.randn_like(x), *weights, eps, draw(x.device), 1.0
