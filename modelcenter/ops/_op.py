@@ -4,8 +4,11 @@ A layer calls the op and never asks what runs. The kernel does, where there is o
 a plain autograd.Function (the cheapest road: benchmarks/README.md has the figures), and through an operator registered with
 torch.library under torch.compile, under a dispatch mode (selective recompute, fake tensors) and for DTensors. The reference does
 everything else: float64, other devices, functorch's transforms, an installation without compiled kernels.
+
+MODELCENTER_KERNELS=0 leaves the kernels out; MODELCENTER_CPU=base or avx2 keeps those for the CPU to an older instruction set.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from .. import __version__
 
+WANTED = os.environ.get("MODELCENTER_KERNELS", "1") != "0"
 try:
     import modelcenter._C as _C
 except ImportError:
     _C = None
+_C = _C if WANTED else None
 if _C is not None and _C.version != __version__:
     warnings.warn(f"modelcenter's kernels were built for {_C.version} and not for {__version__}: install it again", stacklevel=1)
     _C = None
@@ -27,9 +34,12 @@ if _C is not None:
     _C.connect(torch, getattr(torch._C, "_cuda_getCurrentRawStream", None))
 
 OPS: dict[str, "Op"] = {}
+RAWS: dict[str, "Raw"] = {}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-PLAIN = (Tensor, torch.nn.Parameter)  # what has memory of its own; a subclass may not
+DTYPES = frozenset((*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.bool))  # what kernels may take
+PLAIN = (Tensor, Parameter)  # what has memory of its own; a subclass may not
 LIBRARY = torch.library.Library("modelcenter", "DEF")
+HOLE = object()  # stands for a tensor that autograd keeps
 
 Cases = Callable[[str, torch.dtype], Iterable[tuple[Any, ...]]]
 
@@ -39,7 +49,7 @@ def call(name: str, *args: Any) -> None:
     not fit is a ValueError that names the argument. Fake tensors have no memory and are left alone: so a function that allocates
     its results and calls kernels is its own fake kernel."""
     tensor = args[0]
-    if isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta:
+    if tensor.is_meta or (type(tensor) not in PLAIN and isinstance(tensor, torch._subclasses.FakeTensor)):
         return
     getattr(_C.cuda if tensor.is_cuda else _C.cpu, name)(*args)
 
@@ -53,7 +63,7 @@ class Raw:
     operator: Any
 
     def __call__(self, *args: Any) -> Any:
-        return (self.direct if straight(args) else self.operator)(*args)
+        return (self.direct if unseen() and look(args)[1] else self.operator)(*args)
 
 
 def raw(schema: str, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[Callable[..., Any]], Raw]:
@@ -65,16 +75,43 @@ def raw(schema: str, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[Call
         for device in devices:
             LIBRARY.impl(name, function, device.upper())
         torch.library.register_fake(f"modelcenter::{name}", function, lib=LIBRARY)
-        return Raw(name, function, getattr(torch.ops.modelcenter, name).default)
+        RAWS[name] = Raw(name, function, getattr(torch.ops.modelcenter, name).default)
+        return RAWS[name]
 
     return wrap
 
 
-def straight(args: Sequence[Any]) -> bool:
-    """Whether nothing wants to see the call: no compiler, no dispatch mode, no tensor subclass."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return all(type(a) in PLAIN for a in args if isinstance(a, Tensor))
+def unseen() -> bool:
+    """Whether nothing watches what is called: no compiler, no dispatch mode."""
+    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+
+
+def transformed() -> bool:
+    """Whether a call must be made of torch's own functions: under vmap, forward-mode differentiation, torch.jit's tracer."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
+    )
+
+
+def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool]:
+    """What decides how a call is done, read in one pass: the device of the first tensor; whether no tensor is of a subclass, none
+    of a dtype that no kernel has; whether one of them wants a gradient."""
+    device, plain, known, grad = "", True, True, False
+    for a in args:
+        kind = type(a)
+        if kind is not Tensor and kind is not Parameter:
+            if not isinstance(a, Tensor):
+                continue
+            plain = False
+        if not device:
+            device = "cpu" if a.is_cpu else "cuda" if a.is_cuda else a.device.type
+        if a.dtype not in DTYPES:
+            known = False
+        if a.requires_grad:
+            grad = True
+    return device, plain, known, grad
 
 
 @dataclass(frozen=True)
@@ -91,9 +128,13 @@ class Kernel:
     saved: Callable[[Sequence[Any], Sequence[Tensor]], Sequence[Any]]
     backward: Callable[..., Sequence[Tensor | None]]
     results: int = 1
-    takes: Callable[..., bool] = lambda *args: True
+    takes: Callable[..., bool] | None = None
     devices: Sequence[str] = ("cpu", "cuda")
     compiled: Sequence[str] = ("cpu", "cuda")
+
+    def of(self, outs: Any) -> Any:
+        """The op's own results."""
+        return outs if isinstance(outs, Tensor) else outs[0] if self.results == 1 else outs[: self.results]
 
 
 @dataclass(frozen=True)
@@ -104,32 +145,27 @@ class Op:
     reference: Callable[..., Any]
     cases: Cases
     kernel: Kernel | None = None
-    function: Any = field(init=False, default=None)  # the autograd.Function straight to the kernel
+    straight: Any = field(init=False, default=None)  # an autograd.Function's `apply`: to the kernel and never to the dispatcher
 
     def __post_init__(self) -> None:
         if self.kernel is not None:
-            object.__setattr__(self, "function", differentiable(self.name, self.kernel))
+            object.__setattr__(self, "straight", differentiable(self.name, self.kernel))
 
     def __call__(self, *args: Any) -> Any:
         kernel = self.kernel
-        if kernel is None or not self.fits(args):
+        if kernel is None:
             return self.reference(*args)
-        if straight(args):
-            return self.function.apply(*args)
-        if torch.compiler.is_compiling() and device_of(args) not in kernel.compiled:
+        device, plain, known, grad = look(args)
+        fits = known and device in kernel.devices and available(device) and not transformed()
+        if not fits or (kernel.takes is not None and not kernel.takes(*args)):
             return self.reference(*args)
-        outs = kernel.forward.operator(*args)
-        return outs if isinstance(outs, Tensor) else outs[0] if kernel.results == 1 else outs[: kernel.results]
-
-    def fits(self, args: Sequence[Any]) -> bool:
-        """Whether the kernel can do this call."""
-        assert self.kernel is not None
-        device = device_of(args)
-        if device not in self.kernel.devices or not available(device) or torch._C._are_functorch_transforms_active():
-            return False
-        if any(isinstance(a, Tensor) and a.is_floating_point() and a.dtype not in FLOATS for a in args):
-            return False
-        return self.kernel.takes(*args)
+        if plain and unseen():
+            if grad and torch.is_grad_enabled():
+                return self.straight(*args)
+            return kernel.of(kernel.forward.direct(*args))
+        if torch.compiler.is_compiling() and device not in kernel.compiled:
+            return self.reference(*args)
+        return kernel.of(kernel.forward.operator(*args))
 
 
 def op(name: str, reference: Callable[..., Any], cases: Cases, kernel: Kernel | None = None) -> Op:
@@ -138,39 +174,41 @@ def op(name: str, reference: Callable[..., Any], cases: Cases, kernel: Kernel | 
     return OPS[name]
 
 
-def differentiable(name: str, kernel: Kernel) -> type[torch.autograd.Function]:
+def differentiable(name: str, kernel: Kernel) -> Callable[..., Any]:
     """Give the kernel's operator its gradient, and return the same as an autograd.Function that the dispatcher never sees."""
 
     def keep(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         saved = kernel.saved(inputs, (output,) if isinstance(output, Tensor) else output)
-        ctx.save_for_backward(*(a for a in saved if isinstance(a, Tensor)))
-        ctx.rest = [None if isinstance(a, Tensor) else (a,) for a in saved]
+        ctx.save_for_backward(*[a for a in saved if isinstance(a, Tensor)])
+        ctx.rest = [HOLE if isinstance(a, Tensor) else a for a in saved]
         ctx.set_materialize_grads(False)  # a result that is not used has no gradient, rather than one of zeros
 
     def gradients(ctx: Any, *grads: Tensor) -> Any:
         tensors = iter(ctx.saved_tensors)
-        return tuple(kernel.backward(*grads[: kernel.results], *(next(tensors) if a is None else a[0] for a in ctx.rest)))
+        return tuple(kernel.backward(*grads[: kernel.results], *[next(tensors) if a is HOLE else a for a in ctx.rest]))
 
     def forward(ctx: Any, *args: Any) -> Any:
         outs = kernel.forward.direct(*args)
         keep(ctx, args, outs)
-        return outs if isinstance(outs, Tensor) else outs[0] if kernel.results == 1 else outs[: kernel.results]
+        return kernel.of(outs)
+
+    once = torch.autograd.function.once_differentiable(gradients)
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # only what makes a graph of the gradient needs to hear that there is none
+        return (once if torch.is_grad_enabled() else gradients)(ctx, *grads)
 
     operator = kernel.forward.operator
     torch.library.register_autograd(operator.name(), gradients, setup_context=keep, lib=LIBRARY)
-    once = torch.autograd.function.once_differentiable(gradients)
-    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(once)})
-
-
-def device_of(args: Sequence[Any]) -> str:
-    """The kind of device that an op's first tensor is on."""
-    return str(next(a for a in args if isinstance(a, Tensor)).device.type)
+    function = type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    # The apply beneath Function.apply, which would look for functorch's transforms once more.
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 def available(device: str) -> bool:
     """Whether this installation has kernels for a kind of device; says so once where it has none at all."""
     if _C is None:
-        warn_once()
+        if WANTED:
+            warn_once()
         return False
     return device == "cpu" or (device == "cuda" and bool(_C.cuda_architectures))
 
