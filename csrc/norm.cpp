@@ -3,9 +3,12 @@
 //     total = residual + dropout(x)           (rounded to the residual's dtype; without a residual it is x itself)
 //     out = (total - mean) * rstd * weight + bias,  rstd = 1 / sqrt(mean((total - mean)^2) + eps)
 //
-// RMSNorm has no mean and no bias. Sums are fp32 over 16 lanes, the variance is of the centred row, which is in the first cache by
-// then. `stats` holds the means, then the rstds. The backward cuts the rows into as many chunks as `partial` has, whatever the
-// number of threads, and adds the chunks' sums for weight and bias in their order.
+// RMSNorm has no mean and no bias. The normalised row is (total - mean) * rstd + shift: `mean` is a first one, in fp32; the mean of
+// what is then left makes up for its rounding, which counts where a mean is large beside the deviation. `stats` holds mean, rstd
+// and shift, each for all rows. The row is in the first cache when it is read again.
+//
+// The backward cuts the rows into as many chunks as `partial` has, whatever the number of threads, and adds the chunks' sums for
+// weight and bias in their order.
 #include "random.h"
 
 namespace {
@@ -59,32 +62,42 @@ void add(const T* x, const R* residual, R* out, int64_t at, int64_t dim, Drawn* 
         each(dim, [&](int64_t i, int lanes) { write(i, lanes, load_n(x + i, lanes)); });
 }
 
+struct Stats {
+    float mean, rstd, shift;
+    MC_INLINE vf normal(vf x) const { return (x - mean) * rstd + shift; }
+};
+
 template <class R, class O>
-void norm_row(const R* x, const float* weight, const float* bias, O* out, int64_t dim, float eps, bool centred, float& mean, float& rstd) {
-    const float n = static_cast<float>(dim);
-    mean = centred ? sum(summed(dim, [=](int64_t i, int lanes) { return load_n(x + i, lanes); })) / n : 0.0f;
-    const float m = mean;
-    const float square = sum(summed(dim, [=](int64_t i, int lanes) {
-        const vf h = (lanes == LANES ? load(x + i) : load_some(x + i, lanes, m)) - m;
+Stats norm_row(const R* x, const float* weight, const float* bias, O* out, int64_t dim, double eps, bool centred) {
+    Stats s{};
+    vf left{};
+    if (centred) s.mean = sum(summed(dim, [=](int64_t i, int lanes) { return load_n(x + i, lanes); })) / static_cast<float>(dim);
+    const float mean = s.mean;
+    const float squares = sum(summed(dim, [&](int64_t i, int lanes) {
+        const vf h = (lanes == LANES ? load(x + i) : load_some(x + i, lanes, mean)) - mean;
+        left += h;
         return h * h;
     }));
-    const float r = rstd = 1.0f / std::sqrt(square / n + eps);
+    const double more = centred ? static_cast<double>(sum(left)) / static_cast<double>(dim) : 0.0;
+    const double rstd = 1 / std::sqrt(static_cast<double>(squares) / static_cast<double>(dim) - more * more + eps);
+    s.rstd = static_cast<float>(rstd), s.shift = static_cast<float>(-more * rstd);
     if (bias)
         each(dim, [=](int64_t i, int lanes) {
-            store_n(out + i, (load_n(x + i, lanes) - m) * r * load_n(weight + i, lanes) + load_n(bias + i, lanes), lanes);
+            store_n(out + i, s.normal(load_n(x + i, lanes)) * load_n(weight + i, lanes) + load_n(bias + i, lanes), lanes);
         });
     else
-        each(dim, [=](int64_t i, int lanes) { store_n(out + i, (load_n(x + i, lanes) - m) * r * load_n(weight + i, lanes), lanes); });
+        each(dim, [=](int64_t i, int lanes) { store_n(out + i, load_n(x + i, lanes) * s.rstd * load_n(weight + i, lanes), lanes); });
+    return s;
 }
 
 // With g = grad * weight and h the normalised row: stream = rstd * (g - mean(g) - h * mean(g * h)) + more; RMSNorm: no mean(g).
 template <class R, class O>
 void gradient_row(const O* grad, const R* more, const R* x, const float* weight, R* stream, float* dweight, float* dbias, int64_t dim,
-                  float mean, float rstd) {
+                  Stats s) {
     const float n = static_cast<float>(dim);
     vf plain{};
     const float skewed = sum(summed(dim, [&](int64_t i, int lanes) {
-        const vf d = load_n(grad + i, lanes), g = d * load_n(weight + i, lanes), h = (load_n(x + i, lanes) - mean) * rstd;
+        const vf d = load_n(grad + i, lanes), g = d * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
         store_n(dweight + i, load_n(dweight + i, lanes) + d * h, lanes);
         if (dbias) {
             store_n(dbias + i, load_n(dbias + i, lanes) + d, lanes);
@@ -92,10 +105,10 @@ void gradient_row(const O* grad, const R* more, const R* x, const float* weight,
         }
         return g * h;
     })) / n;
-    const float shift = dbias ? sum(plain) / n : 0.0f;
+    const float level = dbias ? sum(plain) / n : 0.0f;
     each(dim, [&](int64_t i, int lanes) {
-        const vf g = load_n(grad + i, lanes) * load_n(weight + i, lanes), h = (load_n(x + i, lanes) - mean) * rstd;
-        const vf d = (g - shift - h * skewed) * rstd;
+        const vf g = load_n(grad + i, lanes) * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
+        const vf d = (g - level - h * skewed) * s.rstd;
         store_n(stream + i, more ? d + load_n(more + i, lanes) : d, lanes);
     });
 }
@@ -112,19 +125,19 @@ MC_KERNEL(norm) {
     const Array residual = call.maybe("residual", FLOATS, x.shape);
     const Array weight = call.in("weight", F32, columns);
     const Array bias = call.maybe("bias", F32, columns);
-    const float eps = static_cast<float>(call.real("eps"));
+    const double eps = call.real("eps");
     const bool centred = call.flag("centred");
     const Array seed = call.maybe("seed", I64, Shape{1});
     const double p = call.real("p");
     const Array out = call.out("out", FLOATS, x.shape);
     const Array total = call.maybe_out("total", residual ? residual.dtype : x.dtype, x.shape);
-    const Array stats = call.out("stats", F32, Shape{2, rows.at[0]});
+    const Array stats = call.out("stats", F32, Shape{3, rows.at[0]});
     if (static_cast<bool>(residual) != static_cast<bool>(total)) call.refuse("a residual needs a place for the total, and nothing else does");
     call.ready();
     const int64_t n = rows.at[0], dim = columns.at[0];
     if (!dim) return;
     const float *w = weight.as<float>(), *b = bias.as<float>();
-    float *mean = stats.as<float>(), *rstd = mean + n;
+    float* s = stats.as<float>();
     const Array source = total ? total : x;
     MC_FOR_FLOAT(x.dtype, T, MC_FOR_FLOAT(source.dtype, R, MC_FOR_FLOAT(out.dtype, O,
         mc::parallel(n, grain(dim), [=](int64_t begin, int64_t end) {
@@ -132,7 +145,8 @@ MC_KERNEL(norm) {
             for (int64_t row = begin; row < end; row++) {
                 const int64_t at = row * dim;
                 if (total) add(x.as<T>() + at, residual.as<R>() + at, total.as<R>() + at, at, dim, seed ? &drawn : nullptr);
-                norm_row(source.as<R>() + at, w, b, out.as<O>() + at, dim, eps, centred, mean[row], rstd[row]);
+                const Stats found = norm_row(source.as<R>() + at, w, b, out.as<O>() + at, dim, eps, centred);
+                s[row] = found.mean, s[n + row] = found.rstd, s[2 * n + row] = found.shift;
             }
         }))))
 }
@@ -145,7 +159,7 @@ MC_KERNEL(norm_backward) {
     const Array total = call.in("total", FLOATS, grad.shape);
     const Array more = call.maybe("more", total.dtype, grad.shape);
     const Array weight = call.in("weight", F32, columns);
-    const Array stats = call.in("stats", F32, Shape{2, grad.shape.rows()});
+    const Array stats = call.in("stats", F32, Shape{3, grad.shape.rows()});
     const Array seed = call.maybe("seed", I64, Shape{1});
     const double p = call.real("p");
     const Array stream = call.out("stream", total.dtype, grad.shape);
@@ -158,7 +172,7 @@ MC_KERNEL(norm_backward) {
     if (!dim) return;
     const int64_t chunks = partial.shape.at[0];
     float* sums = partial.as<float>();
-    const float *w = weight.as<float>(), *mean = stats.as<float>(), *rstd = mean + n;
+    const float *w = weight.as<float>(), *s = stats.as<float>();
     MC_FOR_FLOAT(grad.dtype, O, MC_FOR_FLOAT(total.dtype, R,
         mc::parallel(chunks, (grain(dim) * chunks + n) / (n + 1), [=](int64_t first, int64_t last) {
             Drawn drawn{seed ? *seed.as<uint64_t>() : 0, Rate(p)};
@@ -168,7 +182,8 @@ MC_KERNEL(norm_backward) {
                 for (int64_t row = chunk * n / chunks; row < (chunk + 1) * n / chunks; row++) {
                     const int64_t at = row * dim;
                     R* to = stream.as<R>() + at;
-                    gradient_row(grad.as<O>() + at, more ? more.as<R>() + at : nullptr, total.as<R>() + at, w, to, dw, db, dim, mean[row], rstd[row]);
+                    gradient_row(grad.as<O>() + at, more ? more.as<R>() + at : nullptr, total.as<R>() + at, w, to, dw, db, dim,
+                                 Stats{s[row], s[n + row], s[2 * n + row]});
                     if (branch) {
                         MC_FOR_FLOAT(branch.dtype, T, add<R, T>(to, nullptr, branch.as<T>() + at, at, dim, seed ? &drawn : nullptr))
                     }

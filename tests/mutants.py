@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant("gelu-erf-is-tanh", "ops/activation.py", 'op("gelu", F.gelu, cases)', 'op("gelu", tanh_gelu, cases)',
            parity("gpt2-erf-gelu-lm")),
     Mutant("gate-and-up-swapped", "layers/ffn.py", "self.act(self.gate(x), self.up(x))", "self.act(self.up(x), self.gate(x))", parity(LLAMA)),
-    Mutant("dropout-of-the-stream-missing", "layers/block.py", "x + self.dropout(layer(norm(x)))", "x + layer(norm(x))",
+    Mutant("dropout-of-the-stream-missing", "layers/block.py", "return self.dropout.add(self.ffn(h), x)", "return x + self.ffn(h)",
            zoo("dropout_has_their_places_and_rates", GPT)),
     Mutant("dropout-of-attention-missing", "models/gpt.py", "scale=scale, dropout=c.attn_dropout)", "scale=scale)",
            zoo("dropout_has_their_places_and_rates", GPT)),

@@ -2,6 +2,7 @@
 
 from .attention import Attention
 from .block import Block, Parallel, PostNorm, PreNorm, Stack
+from .dropout import Dropout
 from .embedding import Embedding
 from .ffn import FFN, GatedFFN
 from .head import ClassifyHead, EmbedHead, Head, LMHead, PoolHead, SpanHead, TagHead, Transform, first_token, last_token
@@ -12,7 +13,8 @@ from .position import ALiBi, Angles, RelativeBias, Rotary, SegmentBias
 from .view import Cache, Packing, View
 
 __all__ = [
-    "FFN", "ALiBi", "Angles", "Attention", "Batch", "Block", "Cache", "ClassifyHead", "EmbedHead", "Embedding", "GatedFFN",
-    "Head", "LMHead", "LayerNorm", "Linear", "Output", "Packing", "Parallel", "PoolHead", "PostNorm", "PreNorm", "RMSNorm",
-    "RelativeBias", "Rotary", "SegmentBias", "SpanHead", "Stack", "TagHead", "Transform", "View", "first_token", "last_token",
+    "FFN", "ALiBi", "Angles", "Attention", "Batch", "Block", "Cache", "ClassifyHead", "Dropout", "EmbedHead", "Embedding",
+    "GatedFFN", "Head", "LMHead", "LayerNorm", "Linear", "Output", "Packing", "Parallel", "PoolHead", "PostNorm", "PreNorm",
+    "RMSNorm", "RelativeBias", "Rotary", "SegmentBias", "SpanHead", "Stack", "TagHead", "Transform", "View", "first_token",
+    "last_token",
 ]  # fmt: skip

@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterable
 from torch import Tensor, nn
 
 from .attention import Attention
+from .dropout import Dropout
+from .norm import LayerNorm, RMSNorm, factors
 from .view import View
 
 
 class Block(nn.Module, ABC):
     """Attention, optional cross-attention and feed-forward around a residual stream: the unit that is sharded, recomputed and
-    compiled. Subclasses say where the norms stand; dropout acts on what is added to the stream."""
+    compiled. Subclasses say where the norms stand; dropout acts on what is added to the stream. A norm and the addition before it
+    are one op."""
 
     def __init__(
         self,
-        norm: Callable[[], nn.Module],
+        norm: Callable[[], LayerNorm | RMSNorm],
         attn: Attention,
         ffn: nn.Module,
         *,
@@ -26,48 +29,47 @@ class Block(nn.Module, ABC):
         self.attn, self.attn_norm = attn, norm()
         self.cross, self.cross_norm = cross, norm() if cross is not None else None
         self.ffn, self.ffn_norm = ffn, norm()
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
-        """x and the result: b s dim; `view` for self-attention, `cross` for cross-attention."""
-        x = self.residual(x, self.attn_norm, lambda h: self.attn(h, view))
-        if self.cross is not None and self.cross_norm is not None:
-            attend = self.cross
-            x = self.residual(x, self.cross_norm, lambda h: attend(h, cross))
-        return self.residual(x, self.ffn_norm, self.ffn)
+        self.dropout = Dropout(dropout)
 
     @abstractmethod
-    def residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add what `layer` makes of the stream to the stream."""
+    def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
+        """x and the result: b s dim; `view` for self-attention, `cross` for cross-attention."""
 
 
 class PreNorm(Block):
-    """x + layer(norm(x)), as GPT-2, T5, LLaMA."""
+    """x + layer(norm(x)) for each layer, as GPT-2, T5, LLaMA."""
 
-    def residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        out: Tensor = x + self.dropout(layer(norm(x)))
-        return out
+    def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
+        dtype = factors(x)
+        h = self.attn(self.attn_norm(x, dtype), view)
+        if self.cross is not None and self.cross_norm is not None:
+            h, x = self.cross_norm.add(h, x, self.dropout, dtype)
+            h = self.cross(h, cross)
+        h, x = self.ffn_norm.add(h, x, self.dropout, dtype)
+        return self.dropout.add(self.ffn(h), x)
 
 
 class PostNorm(Block):
-    """norm(x + layer(x)), as the original transformer and BERT."""
+    """norm(x + layer(x)) for each layer, as the original transformer and BERT."""
 
-    def residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        out: Tensor = norm(x + self.dropout(layer(x)))
-        return out
+    def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
+        x, _ = self.attn_norm.add(self.attn(x, view), x, self.dropout)
+        if self.cross is not None and self.cross_norm is not None:
+            x, _ = self.cross_norm.add(self.cross(x, cross), x, self.dropout)
+        x, _ = self.ffn_norm.add(self.ffn(x), x, self.dropout)
+        return x
 
 
 class Parallel(PreNorm):
     """x + attn(norm(x)) + ffn(norm(x)) with one norm, as GPT-J."""
 
-    def __init__(self, norm: Callable[[], nn.Module], attn: Attention, ffn: nn.Module, *, dropout: float = 0.0):
+    def __init__(self, norm: Callable[[], LayerNorm | RMSNorm], attn: Attention, ffn: nn.Module, *, dropout: float = 0.0):
         super().__init__(norm, attn, ffn, dropout=dropout)
         del self.ffn_norm
 
     def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
-        h = self.attn_norm(x)
-        out: Tensor = x + self.dropout(self.attn(h, view)) + self.dropout(self.ffn(h))
-        return out
+        h = self.attn_norm(x, factors(x))
+        return self.dropout.add(self.ffn(h), self.dropout.add(self.attn(h, view), x))
 
 
 class Stack(nn.Module):

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from .dropout import Dropout
+
 
 class Embedding(nn.Module):
     """Sum of a token table and optional position and segment tables, then an optional norm and dropout."""
@@ -27,7 +29,7 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(positions, dim) if positions else None
         self.segments = nn.Embedding(segments, dim) if segments else None
         self.norm = norm
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """`x`: token ids (b s) or vectors ready made (b s dim); `positions` and `segments` (1|b s). Returns b s dim."""

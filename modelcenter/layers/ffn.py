@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from ..ops import Op
+from .dropout import Dropout
 from .linear import Linear
 
 
@@ -16,7 +17,7 @@ class FFN(nn.Module):
         self.act = act
         self.up = Linear(dim, hidden, bias=bias)
         self.down = Linear(hidden, dim, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.dropout(self.act(self.up(x))))
@@ -34,7 +35,7 @@ class GatedFFN(nn.Module):
         self.gate = Linear(dim, hidden, bias=bias)
         self.up = Linear(dim, hidden, bias=bias)
         self.down = Linear(hidden, dim, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.dropout(self.act(self.gate(x), self.up(x))))

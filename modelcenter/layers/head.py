@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..ops.cross_entropy import IGNORE
+from .dropout import Dropout
 from .linear import Linear
 from .output import Batch, Output
 
@@ -120,7 +121,7 @@ class ClassifyHead(Head):
         super().__init__()
         self.pick = pick
         self.pooler = Linear(dim, dim) if pooler else None
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.out = Linear(dim, labels, bias=bias)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
@@ -138,7 +139,7 @@ class TagHead(Head):
 
     def __init__(self, dim: int, labels: int, *, dropout: float = 0.0):
         super().__init__()
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.out = Linear(dim, labels)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:

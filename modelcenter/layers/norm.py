@@ -1,9 +1,13 @@
-"""Normalisation over the last axis."""
+"""Normalisation over the last axis, alone and after the addition to the residual stream.
+
+`dtype` is that of the norm, where it should not be that of what is normed.
+"""
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from .dropout import Dropout
 
 
 class LayerNorm(nn.Module):
@@ -14,9 +18,14 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = ops.layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        out: Tensor = ops.layer_norm(x, self.weight, self.bias, self.eps, dtype)
         return out
+
+    def add(self, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The norm of residual + dropout(x), and that sum."""
+        out, total = ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps, dropout.seed(x), dropout.p, dtype)
+        return out, total
 
 
 class RMSNorm(nn.Module):
@@ -27,6 +36,19 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = ops.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        out: Tensor = ops.rms_norm(x, self.weight, self.eps, dtype)
         return out
+
+    def add(self, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The norm of residual + dropout(x), and that sum."""
+        out, total = ops.add_rms_norm(x, residual, self.weight, self.eps, dropout.seed(x), dropout.p, dtype)
+        return out, total
+
+
+def factors(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast multiplies matrices: a norm that only they read is written in it, once and not by each reader."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)

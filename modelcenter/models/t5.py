@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from ..checkpoint.config import Config, Key, Table, choice, token
-from ..layers import FFN, Attention, Batch, Embedding, GatedFFN, LMHead, PreNorm, RelativeBias, RMSNorm, Stack
+from ..layers import FFN, Attention, Batch, Dropout, Embedding, GatedFFN, LMHead, PreNorm, RelativeBias, RMSNorm, Stack
 from ..names import Row, Shape
 from ..ops import Op
 from ..registry import Model, Preset, Task, register
@@ -88,7 +88,7 @@ class T5(Model):
         deep = c.decoder_layers or c.layers
         self.decoder = Stack((block(attn(), ffn(), cross=attn()) for _ in range(deep)), norm=norm())
         self.encoder_bias, self.decoder_bias = bias(bidirectional=True), bias(bidirectional=False)
-        self.dropout = nn.Dropout(c.dropout)
+        self.dropout = Dropout(c.dropout)
 
     def body(self, batch: Batch) -> Tensor:
         target, memory = batch.decoder, batch.decoder.memory

@@ -56,8 +56,13 @@ def factor(p: float) -> float:
     return 65536 / left if left else 0.0
 
 
+def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Dropout alone, in at least fp32."""
+    return torch.where(kept(x.shape, seed, p), wide(x) * factor(p), 0)
+
+
 def reference(x: Tensor, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
-    out = torch.where(kept(x.shape, seed, p), wide(x) * factor(p), 0)
+    out = dropped(x, seed, p)
     return out.to(x.dtype) if residual is None else (out + wide(residual)).to(residual.dtype)
 
 
