@@ -89,6 +89,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, seed: 
     return normed(total, eps) * weight, total
 
 
+def nf4_weight(codes: Tensor, scales: Tensor, cols: int) -> Tensor:
+    level = (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    )  # fmt: skip
+    rows = [[level[row[k // 2] >> 4 if k % 2 == 0 else row[k // 2] % 16] for k in range(cols)] for row in codes.tolist()]
+    return torch.tensor(rows).to(scales).view(len(rows), cols) * scales[:, torch.arange(cols) // 64]
+
+
 FORMULAS: dict[str, Callable[..., Any]] = {  # a tensor, or a tuple of them
     "gelu": erf_gelu,
     "gelu_tanh": tanh_gelu,
@@ -104,6 +114,8 @@ FORMULAS: dict[str, Callable[..., Any]] = {  # a tensor, or a tuple of them
     "add_layer_norm": add_layer_norm,
     "add_rms_norm": add_rms_norm,
     "dropout": dropped,
+    "linear_nf4": lambda x, codes, scales, bias: x @ nf4_weight(codes, scales, x.shape[-1]).t() + (0 if bias is None else bias),
+    "linear_int8": lambda x, codes, scales, bias: x @ (codes * scales[:, None] / 127).t() + (0 if bias is None else bias),
     "rotary": turned,
     "cross_entropy": cross_entropy,
 }

@@ -1,0 +1,299 @@
+// Weights in 4 bits (NF4) and 8 bits: quantise, dequantise, and the product with a few rows of activations, which reads the codes
+// themselves. codes (.. cols/2) hold the earlier weight of a pair in the high half of a byte; scales (.. cols/64) are fp32. For
+// int8, codes (.. cols) and scales (..). A row is never shared between threads, so their number changes nothing.
+#include "quantize.h"
+
+#include "simd.h"
+
+namespace {
+
+constexpr int FEW = 8;  // rows of activations that a product takes
+
+struct Rows {
+    int64_t rows, cols, bytes, groups;  // of a matrix in NF4
+    Rows(const Shape& shape, int64_t cols) : rows(shape.rows()), cols(cols), bytes((cols + 1) / 2), groups((cols + GROUP - 1) / GROUP) {}
+};
+
+Shape ending(Shape shape, int64_t last) {
+    shape.at[shape.rank - 1] = last;
+    return shape;
+}
+Shape without_last(Shape shape) {
+    shape.rank--;
+    return shape;
+}
+
+// ---- NF4
+
+// Entries of a table of 16, chosen by the 16 halves of 8 bytes.
+#if defined(__AVX512F__)
+MC_INLINE vf lookup(vf table, const uint8_t* p) {
+    const __m512i half = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m512i shift = _mm512_setr_epi32(4, 0, 12, 8, 20, 16, 28, 24, 4, 0, 12, 8, 20, 16, 28, 24);
+    const __m512i both = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m512i index = _mm512_srlv_epi32(_mm512_permutexvar_epi32(half, both), shift);  // its low 4 bits are read
+    return reinterpret_cast<vf>(_mm512_permutexvar_ps(index, reinterpret_cast<__m512>(table)));
+}
+#elif defined(__AVX2__)
+MC_INLINE vf lookup(vf table, const uint8_t* p) {
+    union {
+        vf all;
+        __m256 half[2];
+    } from = {table}, to;
+    const __m256i shift = _mm256_setr_epi32(4, 0, 12, 8, 20, 16, 28, 24);
+    for (int i = 0; i < 2; i++) {
+        int32_t word;
+        memcpy(&word, p + 4 * i, 4);
+        const __m256i index = _mm256_srlv_epi32(_mm256_set1_epi32(word), shift);  // its low 3 bits are read
+        const __m256 low = _mm256_permutevar8x32_ps(from.half[0], index), high = _mm256_permutevar8x32_ps(from.half[1], index);
+        to.half[i] = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));  // by bit 3
+    }
+    return to.all;
+}
+#else
+MC_INLINE vf lookup(vf table, const uint8_t* p) {
+    float from[LANES], to[LANES];
+    memcpy(from, &table, sizeof from);
+    for (int i = 0; i < LANES / 2; i++) to[2 * i] = from[p[i] >> 4], to[2 * i + 1] = from[p[i] & 15];
+    return load(to);
+}
+#endif
+MC_INLINE vf lookup_n(vf table, const uint8_t* p, int n) {
+    if (n == LANES) return lookup(table, p);
+    uint8_t some[LANES / 2] = {};
+    memcpy(some, p, (n + 1) / 2);
+    return lookup(table, some);
+}
+
+// The largest magnitude of up to 64 elements. Magnitudes compare as integers, and a NaN is then the largest of all.
+template <class T>
+MC_INLINE float most(const T* x, int64_t n) {
+    vu top{};
+    each(n, [&](int64_t i, int lanes) {
+        const vu u = float_to_bits(load_n(x + i, lanes)) & 0x7FFFFFFFu;
+        top = u > top ? u : top;
+    });
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits = top[i] > bits ? top[i] : bits;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return scale < TINY ? 0.0f : scale;
+}
+
+template <class T>
+void quantize_group(const T* x, uint8_t* codes, float* scale, int64_t n) {
+    static const float middles[] = {MC_NF4_MIDDLES};
+    *scale = most(x, n);
+    const float by = *scale == 0 ? 1.0f : *scale;
+    each(n, [&](int64_t i, int lanes) {
+        const vf level = load_n(x + i, lanes) / by;
+        vi code{};
+        for (float middle : middles) code -= level > middle;  // a comparison that holds is -1; none holds for a NaN
+        uint8_t half[LANES];
+        for (int j = 0; j < LANES; j++) half[j] = static_cast<uint8_t>(code[j]);
+        if (lanes % 2) half[lanes] = ZERO_CODE;
+        for (int j = 0; j < (lanes + 1) / 2; j++) codes[i / 2 + j] = static_cast<uint8_t>(half[2 * j] << 4 | half[2 * j + 1]);
+    });
+}
+
+// f(row, group, weights in it) for every group of every row
+template <class F>
+void each_group(const Rows& m, int64_t grain, F f) {
+    mc::parallel(m.rows * m.groups, grain, [&m, f](int64_t begin, int64_t end) {
+        int64_t row = begin / m.groups, group = begin % m.groups;
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t left = m.cols - group * GROUP;
+            f(row, group, left < GROUP ? left : GROUP);
+            if (++group == m.groups) group = 0, row++;
+        }
+    });
+}
+
+template <class T>
+void quantize_all(const Rows& m, const T* x, uint8_t* codes, float* scales) {
+    each_group(m, 64, [=, &m](int64_t row, int64_t group, int64_t n) {
+        quantize_group(x + row * m.cols + group * GROUP, codes + row * m.bytes + group * GROUP / 2, scales + row * m.groups + group, n);
+    });
+}
+
+template <class T>
+void dequantize_all(const Rows& m, const uint8_t* codes, const float* scales, T* y) {
+    const vf levels = {MC_NF4_LEVELS};
+    each_group(m, 256, [=, &m](int64_t row, int64_t group, int64_t n) {
+        const vf table = levels * scales[row * m.groups + group];
+        const uint8_t* from = codes + row * m.bytes + group * GROUP / 2;
+        T* to = y + row * m.cols + group * GROUP;
+        each(n, [&](int64_t i, int lanes) { store_n(to + i, lookup_n(table, from + i / 2, lanes), lanes); });
+    });
+}
+
+// y (N rows) = x (N cols) @ W^T + bias, a row of W at a time: its codes are read once
+template <int N>
+void product(const Rows& m, const float* x, const uint8_t* codes, const float* scales, const float* bias, float* y) {
+    const vf levels = {MC_NF4_LEVELS};
+    mc::parallel(m.rows, 1 + 65536 / (1 + m.cols), [=, &m](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            vf sums[N][2] = {};
+            for (int64_t group = 0; group < m.groups; group++) {
+                const vf table = levels * scales[row * m.groups + group];
+                const uint8_t* from = codes + row * m.bytes + group * GROUP / 2;
+                const int64_t left = m.cols - group * GROUP;
+                each(left < GROUP ? left : GROUP, [&](int64_t i, int lanes) {
+                    const vf w = lookup_n(table, from + i / 2, lanes);
+                    for (int n = 0; n < N; n++) sums[n][i / LANES % 2] += w * load_n(x + n * m.cols + group * GROUP + i, lanes);
+                });
+            }
+            for (int n = 0; n < N; n++) y[n * m.rows + row] = sum(sums[n][0] + sums[n][1]) + (bias ? bias[row] : 0.0f);
+        }
+    });
+}
+
+// ---- int8
+
+typedef int8_t vb __attribute__((vector_size(16)));
+typedef int8_t vb_any __attribute__((vector_size(16), aligned(1), may_alias));
+
+MC_INLINE vf load(const int8_t* p) { return __builtin_convertvector(*reinterpret_cast<const vb_any*>(p), vf); }
+MC_INLINE vf load_n(const int8_t* p, int n) {
+    if (n == LANES) return load(p);
+    int8_t some[LANES] = {};
+    memcpy(some, p, n);
+    return load(some);
+}
+
+template <class T>
+void quantize_rows(const T* x, int8_t* codes, float* scales, int64_t rows, int64_t cols) {
+    mc::parallel(rows, 1 + 16384 / (1 + cols), [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            const T* from = x + row * cols;
+            const float scale = most(from, cols), step = scale == 0 ? 1.0f : scale / 127.0f;
+            scales[row] = scale;
+            each(cols, [&](int64_t i, int lanes) {
+                const vf level = load_n(from + i, lanes) / step;
+                const vf shifted = level + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits, ties to even
+                const vi q = reinterpret_cast<vi>(float_to_bits(shifted) - 0x4B400000u);
+                int8_t some[LANES];
+                for (int j = 0; j < LANES; j++) some[j] = static_cast<int8_t>(level[j] == level[j] ? q[j] : 0);
+                memcpy(codes + row * cols + i, some, lanes);
+            });
+        }
+    });
+}
+
+template <class T>
+void dequantize_rows(const int8_t* codes, const float* scales, T* y, int64_t rows, int64_t cols) {
+    mc::parallel(rows, 1 + 16384 / (1 + cols), [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            const float scale = scales[row];
+            each(cols, [&](int64_t i, int lanes) {
+                const vf q = load_n(codes + row * cols + i, lanes);
+                store_n(y + row * cols + i, (q * HIGH + q * LOW) * scale, lanes);
+            });
+        }
+    });
+}
+
+template <int N>
+void product(const int8_t* codes, const float* scales, const float* x, const float* bias, float* y, int64_t rows, int64_t cols) {
+    mc::parallel(rows, 1 + 65536 / (1 + cols), [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            vf sums[N][2] = {};
+            each(cols, [&](int64_t i, int lanes) {
+                const vf q = load_n(codes + row * cols + i, lanes);
+                for (int n = 0; n < N; n++) sums[n][i / LANES % 2] += q * load_n(x + n * cols + i, lanes);
+            });
+            for (int n = 0; n < N; n++)
+                y[n * rows + row] = sum(sums[n][0] + sums[n][1]) * (scales[row] / 127.0f) + (bias ? bias[row] : 0.0f);
+        }
+    });
+}
+
+template <int N>
+struct Number {
+    static constexpr int value = N;
+};
+template <int N = FEW, class F>
+void with_constant(int64_t n, F f) {  // f(Number<n>), 1 <= n <= N
+    if constexpr (N > 1)
+        if (n < N) return with_constant<N - 1>(n, f);
+    f(Number<N>{});
+}
+
+// the arguments that the products share, and their shapes
+struct Product {
+    Array x, codes, scales, bias, y;
+    int64_t n, rows, cols;
+    Product(Call& call, bool four) {
+        x = call.in("x", F32);
+        if (x.shape.rank != 2 || x.shape.at[0] > FEW) call.refuse("x: wanted (n, cols), n at most %d", FEW);
+        n = x.shape.at[0], cols = x.shape.at[1];
+        codes = call.in("codes", four ? U8 : I8);
+        const int64_t bytes = four ? (cols + 1) / 2 : cols;
+        if (codes.shape.rank != 2 || codes.shape.at[1] != bytes) call.refuse("codes: wanted (rows, %lld)", static_cast<long long>(bytes));
+        rows = codes.shape.at[0];
+        scales = call.in("scales", F32, four ? Shape{rows, (cols + GROUP - 1) / GROUP} : Shape{rows});
+        bias = call.maybe("bias", F32, Shape{rows});
+        y = call.out("y", F32, Shape{n, rows});
+        call.ready();
+    }
+};
+
+}  // namespace
+
+MC_KERNEL(quantize_nf4) {
+    const Array x = call.in("x", FLOATS);
+    if (!x.shape.rank) call.refuse("x: a number; wanted a tensor");
+    const Rows m(x.shape, x.shape.last());
+    const Array codes = call.out("codes", U8, ending(x.shape, m.bytes));
+    const Array scales = call.out("scales", F32, ending(x.shape, m.groups));
+    call.ready();
+    MC_FOR_FLOAT(x.dtype, T, quantize_all(m, x.as<T>(), codes.as<uint8_t>(), scales.as<float>()))
+}
+
+MC_KERNEL(dequantize_nf4) {
+    const Array codes = call.in("codes", U8);
+    const int64_t cols = call.integer("cols", 0, INT64_MAX / 4);
+    if (!codes.shape.rank || codes.shape.last() != (cols + 1) / 2) call.refuse("codes: wanted (.., cols / 2), rounded up");
+    const Rows m(codes.shape, cols);
+    const Array scales = call.in("scales", F32, ending(codes.shape, m.groups));
+    const Array y = call.out("y", FLOATS, ending(codes.shape, cols));
+    call.ready();
+    MC_FOR_FLOAT(y.dtype, T, dequantize_all(m, codes.as<uint8_t>(), scales.as<float>(), y.as<T>()))
+}
+
+MC_KERNEL(product_nf4) {
+    const Product p(call, true);
+    const Rows m(Shape{p.rows, p.cols}, p.cols);
+    if (p.n)
+        with_constant(p.n, [&](auto n) {
+            product<decltype(n)::value>(m, p.x.as<float>(), p.codes.as<uint8_t>(), p.scales.as<float>(), p.bias.as<float>(), p.y.as<float>());
+        });
+}
+
+MC_KERNEL(quantize_int8) {
+    const Array x = call.in("x", FLOATS);
+    if (!x.shape.rank) call.refuse("x: a number; wanted a tensor");
+    const Array codes = call.out("codes", I8, x.shape);
+    const Array scales = call.out("scales", F32, without_last(x.shape));
+    call.ready();
+    MC_FOR_FLOAT(x.dtype, T, quantize_rows(x.as<T>(), codes.as<int8_t>(), scales.as<float>(), x.shape.rows(), x.shape.last()))
+}
+
+MC_KERNEL(dequantize_int8) {
+    const Array codes = call.in("codes", I8);
+    if (!codes.shape.rank) call.refuse("codes: a number; wanted a tensor");
+    const Array scales = call.in("scales", F32, without_last(codes.shape));
+    const Array y = call.out("y", FLOATS, codes.shape);
+    call.ready();
+    MC_FOR_FLOAT(y.dtype, T,
+        dequantize_rows(codes.as<int8_t>(), scales.as<float>(), y.as<T>(), codes.shape.rows(), codes.shape.last()))
+}
+
+MC_KERNEL(product_int8) {
+    const Product p(call, false);
+    if (p.n)
+        with_constant(p.n, [&](auto n) {
+            product<decltype(n)::value>(
+                p.codes.as<int8_t>(), p.scales.as<float>(), p.x.as<float>(), p.bias.as<float>(), p.y.as<float>(), p.rows, p.cols);
+        });
+}

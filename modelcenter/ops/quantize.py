@@ -1,0 +1,252 @@
+"""Weights in 4 or 8 bits, and the linear layer on them, whose weight is frozen: what QLoRA trains an adapter on.
+
+A code stands for a level between -1 and 1; a weight is its level times the scale of its group, the group's largest magnitude.
+
+NF4 (Dettmers et al., 2023, "QLoRA", appendix E): 16 levels, the quantiles of a normal distribution, a scale for every 64 weights of
+a row. Two codes a byte, the earlier weight in the high half; where rows are a multiple of 64 long these are bitsandbytes' bytes.
+4.5 bits a weight. Groups end with their row, so a matrix can be cut by rows anywhere, and by columns at multiples of 64.
+
+int8 (Dettmers et al., 2022, "LLM.int8()"): the levels q / 127, -127 <= q <= 127, a scale for every row. Finer scales gain 8 bits
+little, and one for a row leaves the sum of a product as it is: it is multiplied by the scale at the end.
+
+A code is that of the nearest level; a tie takes the lower level (NF4) or the even code (int8). A group whose scale would be below
+2^-119 is all zeros. A group with a NaN or an infinity has that as its scale and no finite weight. Quantising what was dequantised
+to fp32, or to the dtype that the weights had, gives the same codes and scales.
+
+A product with up to 8 rows (decoding) reads the codes alone, a quarter or a half of the bytes of a bf16 weight, and rounds no
+weight. Any other dequantises the weight into a buffer, once in the forward and once in the backward, and multiplies with torch's:
+the extra memory is that of one weight in the dtype of the product, for as long as the product takes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._op import FLOATS, Kernel, available, call, op, raw, wide
+from .linear import LOW, has_low_units
+
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+GROUP = 64  # NF4 weights to a scale
+TINY = 2.0**-119  # a smaller scale is 0: 1/127 of it would be subnormal
+ZERO = 7  # NF4's code of 0
+FEW = 8  # rows of activations for which the codes are read in the product itself
+
+
+def scales_of(groups: Tensor) -> Tensor:
+    """The largest magnitude along the last axis."""
+    most = groups.abs().amax(-1) if groups.shape[-1] else groups.new_zeros(groups.shape[:-1])
+    return torch.where(most < TINY, 0.0, most)
+
+
+def divisor(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 1.0, scales).unsqueeze(-1)
+
+
+def quantize_nf4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    cols = x.shape[-1]
+    groups = F.pad(x.float(), (0, -cols % GROUP)).unflatten(-1, (-(-cols // GROUP), GROUP))
+    scales = scales_of(groups)
+    levels = torch.tensor(LEVELS, dtype=torch.float64, device=x.device)
+    relative = (groups / divisor(scales)).double().nan_to_num(nan=-1.0)  # double: the middle of two levels is no fp32 number
+    codes = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2).flatten(-2)[..., : cols + cols % 2].to(torch.uint8)
+    if cols % 2:
+        codes[..., -1] = ZERO
+    return codes[..., ::2] << 4 | codes[..., 1::2], scales
+
+
+def dequantize_nf4_reference(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    levels = torch.tensor(LEVELS, dtype=scales.dtype, device=codes.device)
+    index = torch.stack((codes >> 4, codes & 15), -1).flatten(-2)[..., :cols]
+    return (levels[index.int()] * scales.repeat_interleave(GROUP, -1)[..., :cols]).to(dtype)
+
+
+def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.float()
+    scales = scales_of(x)
+    codes = torch.round(x / torch.where(scales == 0, 1.0, scales / 127).unsqueeze(-1)).nan_to_num(nan=0.0)
+    return codes.to(torch.int8), scales
+
+
+def dequantize_int8_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes.to(scales.dtype) / 127 * scales.unsqueeze(-1)).to(dtype)
+
+
+@raw("(Tensor x) -> (Tensor, Tensor)")
+def quantize_nf4_forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    *rows, cols = x.shape
+    codes = x.new_empty((*rows, (cols + 1) // 2), dtype=torch.uint8)
+    scales = x.new_empty((*rows, (cols + GROUP - 1) // GROUP), dtype=torch.float32)
+    call("quantize_nf4", x.contiguous(), codes, scales)
+    return codes, scales
+
+
+@raw("(Tensor codes, Tensor scales, SymInt cols, ScalarType dtype) -> Tensor")
+def dequantize_nf4_forward(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    out = codes.new_empty((*codes.shape[:-1], cols), dtype=dtype)
+    call("dequantize_nf4", codes.contiguous(), cols, scales.contiguous(), out)
+    return out
+
+
+@raw("(Tensor x) -> (Tensor, Tensor)")
+def quantize_int8_forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty(x.shape, dtype=torch.int8)
+    scales = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    call("quantize_int8", x.contiguous(), codes, scales)
+    return codes, scales
+
+
+@raw("(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor")
+def dequantize_int8_forward(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    out = codes.new_empty(codes.shape, dtype=dtype)
+    call("dequantize_int8", codes.contiguous(), scales.contiguous(), out)
+    return out
+
+
+def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (.. cols) as codes (.. cols/2, uint8) and scales (.. cols/64, fp32), sizes rounded up."""
+    x = x.detach() if x.dtype in FLOATS else x.detach().float()
+    made: tuple[Tensor, Tensor] = (quantize_nf4_forward if available(x.device.type) else quantize_nf4_reference)(x)
+    return made
+
+
+def dequantize_nf4(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    """The weights (.. cols) in `dtype`, rounded once."""
+    fast = available(codes.device.type) and dtype in FLOATS
+    weight: Tensor = (dequantize_nf4_forward if fast else dequantize_nf4_reference)(codes, scales, cols, dtype)
+    return weight
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (.. cols) as codes (.. cols, int8) and scales (.., fp32)."""
+    x = x.detach() if x.dtype in FLOATS else x.detach().float()
+    made: tuple[Tensor, Tensor] = (quantize_int8_forward if available(x.device.type) else quantize_int8_reference)(x)
+    return made
+
+
+def dequantize_int8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights (.. cols) in `dtype`, rounded once."""
+    fast = available(codes.device.type) and dtype in FLOATS
+    weight: Tensor = (dequantize_int8_forward if fast else dequantize_int8_reference)(codes, scales, dtype)
+    return weight
+
+
+def linear_nf4_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    weight = dequantize_nf4_reference(codes, wide(scales), x.shape[-1], product_dtype(x))
+    return linear(x, weight, bias)
+
+
+def linear_int8_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(x, dequantize_int8_reference(codes, wide(scales), product_dtype(x)), bias)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What to multiply `x` in: fp32 on a CPU without units for lower precision, else its own dtype."""
+    return torch.float32 if x.dtype in LOW and x.device.type == "cpu" and not has_low_units(x.dtype) else x.dtype
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight^T + bias in the dtype of the weight and the result in that of x, whatever autocast would have."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).to(x.dtype)
+
+
+def few(name: str, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """The product that reads the codes. The kernel of a CPU reads and writes fp32."""
+    kind = torch.float32 if x.device.type == "cpu" else x.dtype
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).to(kind).contiguous()
+    out = flat.new_empty(flat.shape[0], codes.shape[0])
+    call(name, flat, codes.contiguous(), scales.contiguous(), None if bias is None else bias.to(kind).contiguous(), out)
+    return out.to(x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+
+
+@raw("(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
+def linear_nf4_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    if math.prod(x.shape[:-1]) <= FEW:
+        return few("product_nf4", x, codes, scales, bias)
+    return linear(x, dequantize_nf4_forward.direct(codes, scales, x.shape[-1], product_dtype(x)), bias)
+
+
+@raw("(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
+def linear_int8_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    if math.prod(x.shape[:-1]) <= FEW:
+        return few("product_int8", x, codes, scales, bias)
+    return linear(x, dequantize_int8_forward.direct(codes, scales, product_dtype(x)), bias)
+
+
+@raw("(Tensor grad, Tensor codes, Tensor scales, SymInt cols) -> Tensor")
+def linear_nf4_backward(grad: Tensor, codes: Tensor, scales: Tensor, cols: int) -> Tensor:
+    return linear(grad, dequantize_nf4_forward.direct(codes, scales, cols, product_dtype(grad)).t(), None)
+
+
+@raw("(Tensor grad, Tensor codes, Tensor scales, SymInt cols) -> Tensor")
+def linear_int8_backward(grad: Tensor, codes: Tensor, scales: Tensor, cols: int) -> Tensor:
+    return linear(grad, dequantize_int8_forward.direct(codes, scales, product_dtype(grad)).t(), None)
+
+
+def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    x, codes, scales, bias = args
+    wanted = bias is not None and bias.requires_grad
+    return codes, scales, x.shape[-1], bias.dtype if wanted else None, x if scales.requires_grad else None
+
+
+def summed(grad: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """The gradient of the bias."""
+    return None if dtype is None else grad.flatten(0, -2).sum(0, dtype=torch.float32).to(dtype)
+
+
+def of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.reshape(-1, grad.shape[-1]).t().float() @ x.reshape(-1, x.shape[-1]).float()
+
+
+def nf4_backward(
+    grad: Tensor, codes: Tensor, scales: Tensor, cols: int, bias: torch.dtype | None, x: Tensor | None
+) -> Sequence[Tensor | None]:
+    of_scales = None
+    if x is not None:  # for who trains the scales: rare, so in steps
+        parts = of_weight(grad, x) * dequantize_nf4_forward(codes, torch.ones_like(scales), cols, torch.float32)
+        of_scales = F.pad(parts, (0, -cols % GROUP)).unflatten(-1, (scales.shape[-1], GROUP)).sum(-1)
+    return linear_nf4_backward(grad, codes, scales, cols), None, of_scales, summed(grad, bias)
+
+
+def int8_backward(
+    grad: Tensor, codes: Tensor, scales: Tensor, cols: int, bias: torch.dtype | None, x: Tensor | None
+) -> Sequence[Tensor | None]:
+    of_scales = None
+    if x is not None:
+        of_scales = (of_weight(grad, x) * dequantize_int8_forward(codes, torch.ones_like(scales), torch.float32)).sum(-1)
+    return linear_int8_backward(grad, codes, scales, cols), None, of_scales, summed(grad, bias)
+
+
+def takes(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
+    return x.dim() > 0 and codes.dim() == 2 and scales.dtype == torch.float32
+
+
+SHAPES = (((1,), 1, 1), ((3,), 5, 7), ((2, 5), 9, 65), ((8,), 33, 192), ((17,), 24, 130), ((4, 64), 64, 256))  # of x, rows, cols
+
+
+def nf4_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape, rows, cols in SHAPES:
+        codes, scales = quantize_nf4(torch.randn(rows, cols, device=device))
+        x, bias = torch.randn(*shape, cols, device=device, dtype=dtype), torch.randn(rows, device=device, dtype=dtype)
+        yield x, codes, scales, bias
+        yield x, codes, scales, None
+
+
+def int8_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape, rows, cols in SHAPES:
+        codes, scales = quantize_int8(torch.randn(rows, cols, device=device))
+        x, bias = torch.randn(*shape, cols, device=device, dtype=dtype), torch.randn(rows, device=device, dtype=dtype)
+        yield x, codes, scales, bias
+        yield x, codes, scales, None
+
+
+linear_nf4 = op("linear_nf4", linear_nf4_reference, nf4_cases, Kernel(linear_nf4_forward, saved, nf4_backward, takes=takes))
+linear_int8 = op("linear_int8", linear_int8_reference, int8_cases, Kernel(linear_int8_forward, saved, int8_backward, takes=takes))

@@ -1,0 +1,255 @@
+"""NF4 and int8: which code a weight gets, what comes back, and the products that read codes, on every device there is."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelcenter import ops
+from modelcenter.ops import quantize as q
+from modelcenter.ops._op import available
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = ((1, 1), (3, 5), (7, 64), (2, 3, 65), (5, 191), (33, 256), (0, 9), (4, 0), (300,), (2, 4097))
+LEVELS = torch.tensor(q.LEVELS, dtype=torch.float64)
+MIDDLES = (LEVELS[1:] + LEVELS[:-1]) / 2
+
+
+def weights(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    loud = torch.exp2(torch.randint(-8, 8, (*shape[:-1], 1), generator=generator).float())
+    return (torch.randn(shape, generator=generator) * loud).to(device, dtype)
+
+
+def apart(x: Tensor) -> Tensor:
+    """The same numbers where no 16 bytes begin."""
+    place = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
+    return place.copy_(x)
+
+
+def roads(kind: str) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """To codes and back: by what is installed, and by the references."""
+    if kind == "nf4":
+        return [(ops.quantize_nf4, ops.dequantize_nf4), (q.quantize_nf4_reference, q.dequantize_nf4_reference)]
+    return [
+        (ops.quantize_int8, lambda codes, scales, cols, dtype: ops.dequantize_int8(codes, scales, dtype)),
+        (q.quantize_int8_reference, lambda codes, scales, cols, dtype: q.dequantize_int8_reference(codes, scales, dtype)),
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernels_and_references_agree_to_the_bit(kind: str, dtype: torch.dtype, device: str) -> None:
+    (to, back), (slow_to, slow_back) = roads(kind)
+    for shape in SHAPES:
+        x = weights(shape, dtype, device)
+        codes, scales = to(x)
+        for found in (slow_to(x), to(apart(x)), to(x.t().contiguous().t() if x.dim() == 2 else x)):
+            assert torch.equal(found[0], codes) and torch.equal(found[1], scales)
+        for out in DTYPES:
+            wanted = slow_back(codes, scales, shape[-1], out)
+            assert wanted.dtype == out and wanted.shape == x.shape
+            assert torch.equal(back(codes, scales, shape[-1], out), wanted)
+            assert torch.equal(back(apart(codes), apart(scales), shape[-1], out), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nf4_takes_the_nearest_level(dtype: torch.dtype, device: str) -> None:
+    for shape in SHAPES:
+        x = weights(shape, dtype, device)
+        codes, scales = (t.cpu() for t in ops.quantize_nf4(x))
+        x = x.cpu().double()
+        halves = torch.stack((codes >> 4, codes & 15), -1).flatten(-2).long()
+        assert (halves[..., shape[-1] :] == 7).all()  # what no weight uses is 0
+        scale = scales.double().repeat_interleave(64, -1)[..., : shape[-1]]
+        relative = (x.float() / scale.float()).double()
+        nearest = (relative[..., None] - LEVELS).abs().amin(-1)
+        assert ((relative - LEVELS[halves[..., : shape[-1]]]).abs() == nearest).all()
+        off = (ops.dequantize_nf4(codes, scales, shape[-1], torch.float32).double() - x).abs()
+        assert (off <= (nearest + 1e-6) * scale).all() and (nearest <= LEVELS.diff().max() / 2).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nf4_ties_take_the_lower_level(device: str) -> None:
+    """The middles themselves are no fp32 numbers: the floats on both sides of each."""
+    below = MIDDLES.float()
+    below = torch.where(below.double() > MIDDLES, torch.nextafter(below, torch.tensor(-2.0)), below)
+    above = torch.nextafter(below, torch.tensor(2.0))
+    for x, wanted in ((below, torch.arange(15)), (above, torch.arange(1, 16))):
+        for sign in (1.0, -1.0):  # what sets the scale
+            codes, _ = ops.quantize_nf4(torch.cat((torch.tensor([sign]), x)).to(device))
+            found = torch.stack((codes >> 4, codes & 15), -1).flatten().cpu()
+            assert found.tolist() == [15 if sign > 0 else 0, *wanted.tolist()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_rounds_to_nearest(dtype: torch.dtype, device: str) -> None:
+    for shape in SHAPES:
+        x = weights(shape, dtype, device)
+        codes, scales = ops.quantize_int8(x)
+        assert codes.numel() == 0 or codes.abs().max() <= 127
+        back = ops.dequantize_int8(codes, scales, torch.float32).double()
+        assert ((back - x.double()).abs() <= scales[..., None].double() / 254 * (1 + 1e-5)).all()
+    codes, _ = ops.quantize_int8(torch.tensor([127.0, 0.5, 1.5, -0.5, -1.5, 2.5], device=device))
+    assert codes.tolist() == [127, 0, 2, 0, -2, 2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_quantised_once_is_not_changed_again(kind: str, dtype: torch.dtype, device: str) -> None:
+    to, back = roads(kind)[0]
+    for shape in SHAPES:
+        codes, scales = to(weights(shape, dtype, device))
+        for out in {dtype, torch.float32}:
+            again = to(back(codes, scales, shape[-1], out))
+            assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_groups_of_zeros_tiny_numbers_and_none(kind: str, device: str) -> None:
+    """Zeros stay zeros, what is too small to have a scale becomes zero, what is not finite is not hidden."""
+    for to, back in roads(kind):
+        for value in (0.0, -0.0, 1e-45, 1e-38, 1.4e-36):
+            codes, scales = to(torch.full((2, 70), value, device=device))
+            assert scales.eq(0).all() and back(codes, scales, 70, torch.float32).eq(0).all()
+        for value in (1e-35, 3e38, -3e38):
+            x = torch.full((2, 70), value, device=device)
+            assert torch.equal(back(*to(x), 70, torch.float32), x)
+        for value in (float("nan"), float("inf"), -float("inf")):
+            x = torch.ones(2, 70, device=device)
+            x[1, 3] = value
+            codes, scales = to(x)
+            out = back(codes, scales, 70, torch.float32)
+            sick = out[1, :64] if kind == "nf4" else out[1]
+            assert not sick.isfinite().any() and out[0].eq(1).all() and (kind == "int8" or out[1, 64:].eq(1).all())
+    (to, _), (slow, _) = roads(kind)
+    x = torch.tensor([[1.0, float("inf"), -float("inf"), float("nan"), -2.0]], device=device)
+    for row in (x, x[:, :3], x[:, 4:]):
+        assert torch.equal(to(row)[0], slow(row)[0]) and torch.equal(to(row)[1].isnan(), slow(row)[1].isnan())
+
+
+def test_nf4_bytes_are_those_of_bitsandbytes() -> None:
+    """A digest of what bitsandbytes 0.50.2 makes of these 65536 weights in groups of 64 without double quantisation."""
+    x = ((torch.arange(65536) * 2654435761) % 2**32).double().div(2**31).sub(1).float().pow(3).view(256, 256)
+    codes, scales = ops.quantize_nf4(x)
+    assert hashlib.sha256(codes.numpy().tobytes()).hexdigest()[:16] == "e5d2fc2c51591e52"
+    assert hashlib.sha256(scales.numpy().tobytes()).hexdigest()[:16] == "459a343b1db91bc5"
+
+
+def packed(kind: str, rows: int, cols: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales, and the weight they stand for in double."""
+    to, back = roads(kind)[0]
+    codes, scales = to(weights((rows, cols), torch.float32, device))
+    return codes, scales, back(codes, scales, cols, torch.float32).double()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_any_size(kind: str, dtype: torch.dtype, device: str) -> None:
+    """Of up to 8 rows no weight is rounded, so the result's rounding is all there is; more rows are torch's product."""
+    linear = getattr(ops, f"linear_{kind}")
+    for rows, cols in ((1, 1), (5, 64), (3, 77), (9, 200), (130, 1031), (4, 4096), (0, 8), (6, 0)):
+        codes, scales, weight = packed(kind, rows, cols, device)
+        for n in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 40):
+            x, bias = weights((n, cols), torch.float32, device) / 2**12, weights((1, rows), dtype, device).view(rows)
+            x = x.to(dtype)  # small: the results must be within fp16
+            wanted = F.linear(x.double(), weight, bias.double())
+            size = F.linear(x.double().abs(), weight.abs(), bias.double().abs())
+            found = linear(x, codes, scales, bias)
+            assert found.dtype == dtype and found.shape == (n, rows)
+            rounding = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+            if n <= 8:
+                assert ((found.double() - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + 2e-6 * size).all()
+                assert torch.equal(linear(apart(x), apart(codes), apart(scales), apart(bias)), found)
+                spread = torch.stack((x, x), -1)[..., 0]
+                assert torch.equal(linear(spread, codes, scales, bias), found)
+            assert ((found.double() - wanted).abs() <= rounding * size).all()
+            without = linear(x, codes, scales, None)
+            assert ((without.double() - F.linear(x.double(), weight)).abs() <= rounding * size).all()
+    assert linear(torch.ones(2, 3, 4, device=device, dtype=dtype), *packed(kind, 5, 4, device)[:2], None).shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_threads_change_nothing(kind: str) -> None:
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            codes, scales, weight = packed(kind, 257, 640, "cpu")
+            out = getattr(ops, f"linear_{kind}")(weights((3, 640), torch.float32, "cpu"), codes, scales, None)
+            found.append((codes, scales, weight, out))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_autocast_does_not_reach_inside(kind: str) -> None:
+    codes, scales, _ = packed(kind, 6, 64, "cpu")
+    linear = getattr(ops, f"linear_{kind}")
+    for n in (2, 20):
+        x = weights((n, 64), torch.float32, "cpu").requires_grad_()
+        plain = linear(x, codes, scales, None)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = linear(x, codes, scales, None)
+            (grad,) = torch.autograd.grad(found.sum(), x)
+        assert torch.equal(found, plain) and torch.equal(grad, torch.autograd.grad(plain.sum(), x)[0])
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_only_what_asks_has_a_gradient(kind: str) -> None:
+    codes, scales, _ = packed(kind, 6, 64, "cpu")
+    linear, bias = getattr(ops, f"linear_{kind}"), torch.zeros(6)
+    for n in (3, 20):
+        x = torch.randn(n, 64, requires_grad=True)
+        linear(x, codes, scales, bias).sum().backward()
+        assert x.grad is not None and scales.grad is None and bias.grad is None
+    assert not linear(torch.randn(3, 64), codes, scales, bias).requires_grad
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_compiler_sees_one_operator_each(kind: str, device: str) -> None:
+    if not available(device):
+        pytest.skip("no kernels here")
+    to, back = roads(kind)[0]
+
+    def both(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = to(w)
+        return back(codes, scales, 65, torch.bfloat16), getattr(ops, f"linear_{kind}")(x, codes, scales, None)
+
+    w, x = weights((7, 65), torch.float32, device), weights((12, 65), torch.float32, device)
+    for found, wanted in zip(torch.compile(both, fullgraph=True, backend="aot_eager")(w, x), both(w, x), strict=True):
+        assert torch.equal(found, wanted)
+    codes, scales = to(w)
+    forward = getattr(q, f"dequantize_{kind}_forward").operator
+    torch.library.opcheck(getattr(q, f"quantize_{kind}_forward").operator, (w,))
+    torch.library.opcheck(forward, (codes, scales, 65, torch.float16) if kind == "nf4" else (codes, scales, torch.float16))
+    torch.library.opcheck(getattr(q, f"linear_{kind}_backward").operator, (torch.randn(3, 7, device=device), codes, scales, 65))
+    for n in (2, 12):
+        args = (weights((n, 65), torch.float32, device).requires_grad_(), codes, scales, torch.randn(7, device=device))
+        torch.library.opcheck(getattr(q, f"linear_{kind}_forward").operator, args)
+
+
+def test_wrong_shapes_are_said() -> None:
+    if not available("cpu"):
+        pytest.skip("no kernels here")
+    codes, scales, _ = packed("nf4", 6, 64, "cpu")
+    for n in (3, 20):
+        with pytest.raises(ValueError, match="codes"):
+            ops.linear_nf4(torch.randn(n, 70), codes, scales, None)
+    with pytest.raises(ValueError, match="scales"):
+        ops.dequantize_nf4(codes, scales[:5], 64, torch.float32)
+    with pytest.raises(ValueError, match="scales"):
+        ops.dequantize_int8(codes.view(torch.int8), scales, torch.float32)
