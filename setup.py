@@ -32,6 +32,7 @@ LEVELS = {  # MC_LEVEL: the flags of an instruction set; module.cpp asks the pro
 }
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall",
          "-Wno-psabi", "-Wno-maybe-uninitialized", f"-ffile-prefix-map={ROOT}=."]  # fmt: skip
+EXACT = {"adamw": (["-ffp-contract=off"], ["-fmad=false"])}  # agree with their reference to the last bit: no a * b + c in one
 
 
 def output(*command: str) -> str:
@@ -102,7 +103,8 @@ class BuildExtension(build_ext):
         for source in sorted(CSRC.glob("*.cpp")):
             if source.name != "module.cpp":
                 for level, flags in levels.items():
-                    command = [*cxx, *FLAGS, *flags, f"-DMC_LEVEL={level}", *extra, "-c"]
+                    exact = EXACT.get(source.stem, ([], []))[0]
+                    command = [*cxx, *FLAGS, *flags, *exact, f"-DMC_LEVEL={level}", *extra, "-c"]
                     steps.append((source, command, temp / f"{source.stem}.{level}.o"))
         if nvcc and runtime:
             targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
@@ -111,7 +113,8 @@ class BuildExtension(build_ext):
             flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DMC_LEVEL=100"]
             command = [nvcc, *flags, *targets, names, *shlex.split(os.environ.get("NVCCFLAGS", "")), "-c"]
             for source in sorted(CSRC.glob("*.cu")):
-                steps.append((source, command, temp / f"{source.stem}.cu.o"))
+                exact = EXACT.get(source.stem, ([], []))[1]
+                steps.append((source, [*command[:-1], *exact, "-c"], temp / f"{source.stem}.cu.o"))
 
         newest = max(path.stat().st_mtime for path in [*CSRC.glob("*.h"), ROOT / "setup.py"])
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:

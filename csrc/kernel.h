@@ -58,6 +58,18 @@ struct Array {
     bool given = false;
 };
 
+// Contiguous tensors of one dtype.
+struct List {
+    struct Piece {
+        void* data;
+        int64_t count;  // elements
+    };
+    const Piece* at = nullptr;  // as long as the call
+    int64_t n = 0;
+    Dtype dtype = F32;
+    const Piece& operator[](int64_t i) const { return at[i]; }
+};
+
 // The arguments of one call, read in order. Every reader checks, names the argument in its message and throws std::invalid_argument.
 class Call {
 public:
@@ -70,6 +82,7 @@ public:
     Array maybe_out(const char* name, uint32_t dtypes, const Shape& shape);
     Array inout(const char* name, uint32_t dtypes, const Shape& shape);
     Array inout(const char* name, uint32_t dtypes);
+    List list(const char* name, uint32_t dtypes, bool written);  // a Python list of tensors of one dtype; it may be empty
     int64_t integer(const char* name, int64_t low = INT64_MIN, int64_t high = INT64_MAX);
     double real(const char* name);  // finite
     bool flag(const char* name);

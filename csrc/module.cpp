@@ -5,6 +5,7 @@
 // known dtype, on the right device.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
@@ -13,6 +14,7 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <vector>
 #ifndef _WIN32
 #include <dlfcn.h>
 #endif
@@ -139,6 +141,8 @@ struct Call::State {
         const char* name;
     } ranges[32];
     int ranged = 0;
+    std::vector<std::vector<List::Piece>> lists;
+    std::vector<Range> many;            // the ranges of the tensors in lists
     PyThreadState* released = nullptr;  // the interpreter runs on while a CPU kernel computes
     int before = -1;                    // the CUDA device that was current
 
@@ -156,10 +160,9 @@ struct Call::State {
     }
 };
 
-Array Call::next(const char* name, uint32_t allowed, const Shape* shape, bool written, bool optional) {
-    PyObject* object = state.take(name);
+// What is behind a tensor, when it is one that a kernel may touch.
+static Array look(Call::State& state, const char* name, PyObject* object, uint32_t allowed) {
     Array array;
-    if (optional && object == Py_None) return array;
     PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (type != tensor_type && type != parameter_type)
         state.wrong(name, std::string("a ") + Py_TYPE(object)->tp_name + "; a torch.Tensor and no subclass is wanted");
@@ -178,18 +181,48 @@ Array Call::next(const char* name, uint32_t allowed, const Shape* shape, bool wr
     if (rank > 8) state.wrong(name, std::to_string(rank) + " dimensions; at most 8");
     array.shape.rank = static_cast<int>(rank);
     for (Py_ssize_t i = 0; i < rank; i++) array.shape.at[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
-    if (shape && !(*shape == array.shape)) state.wrong(name, "shape " + shown(array.shape) + "; wanted " + shown(*shape));
     if (ask(object, names().is_contiguous).ptr() != Py_True) state.wrong(name, "not contiguous");
     array.data = PyLong_AsVoidPtr(ask(object, names().data_ptr).ptr());
     array.dtype = static_cast<Dtype>(1u << kind);
     array.given = true;
-    const int64_t bytes = array.shape.count() * dtype_bytes[kind];
-    if (!array.data && bytes) state.wrong(name, "no memory behind it");
+    if (!array.data && array.shape.count()) state.wrong(name, "no memory behind it");
     if (reinterpret_cast<uintptr_t>(array.data) % dtype_bytes[kind]) state.wrong(name, "not aligned to its elements");
-    if (state.ranged == 32) state.wrong(name, "too many tensors");
-    const char* begin = static_cast<const char*>(array.data);
-    state.ranges[state.ranged++] = {begin, begin + bytes, written, name};
     return array;
+}
+
+static Call::State::Range range_of(const Array& array, bool written, const char* name) {
+    int kind = 0;
+    while (!(array.dtype >> kind & 1)) kind++;
+    const char* begin = static_cast<const char*>(array.data);
+    return {begin, begin + array.shape.count() * dtype_bytes[kind], written, name};
+}
+
+Array Call::next(const char* name, uint32_t allowed, const Shape* shape, bool written, bool optional) {
+    PyObject* object = state.take(name);
+    if (optional && object == Py_None) return {};
+    const Array array = look(state, name, object, allowed);
+    if (shape && !(*shape == array.shape)) state.wrong(name, "shape " + shown(array.shape) + "; wanted " + shown(*shape));
+    if (state.ranged == 32) state.wrong(name, "too many tensors");
+    state.ranges[state.ranged++] = range_of(array, written, name);
+    return array;
+}
+
+List Call::list(const char* name, uint32_t allowed, bool written) {
+    PyObject* object = state.take(name);
+    if (!PyList_CheckExact(object)) state.wrong(name, std::string("a ") + Py_TYPE(object)->tp_name + "; wanted a list of tensors");
+    std::vector<List::Piece> pieces(PyList_GET_SIZE(object));
+    List list;
+    for (size_t i = 0; i < pieces.size(); i++) {
+        if (PyList_GET_SIZE(object) != static_cast<Py_ssize_t>(pieces.size())) state.wrong(name, "a list that changes");
+        const Array array = look(state, name, PyList_GET_ITEM(object, i), allowed);
+        if (i && array.dtype != list.dtype) state.wrong(name, "tensors of several dtypes");
+        list.dtype = array.dtype;
+        pieces[i] = {array.data, array.shape.count()};
+        state.many.push_back(range_of(array, written, name));
+    }
+    state.lists.push_back(std::move(pieces));
+    list.at = state.lists.back().data(), list.n = static_cast<int64_t>(state.lists.back().size());
+    return list;
 }
 
 Array Call::in(const char* name, uint32_t dtypes) { return next(name, dtypes, nullptr, false, false); }
@@ -234,6 +267,19 @@ void Call::ready() {
             if (i != j && a.written && a.begin < b.end && b.begin < a.end && a.begin < a.end && b.begin < b.end)
                 state.wrong(a.name, std::string("is written and overlaps ") + b.name);
         }
+    if (!state.many.empty()) {  // too many for pairs: in the order of memory, each against what reaches furthest before it
+        std::vector<State::Range>& all = state.many;
+        all.insert(all.end(), state.ranges, state.ranges + state.ranged);
+        all.erase(std::remove_if(all.begin(), all.end(), [](const State::Range& r) { return r.begin == r.end; }), all.end());
+        std::sort(all.begin(), all.end(), [](const State::Range& a, const State::Range& b) { return a.begin < b.begin; });
+        const State::Range *any = nullptr, *written = nullptr;
+        for (const State::Range& r : all) {
+            if (written && r.begin < written->end) state.wrong(written->name, std::string("is written and overlaps ") + r.name);
+            if (any && r.written && r.begin < any->end) state.wrong(r.name, std::string("is written and overlaps ") + any->name);
+            if (!any || r.end > any->end) any = &r;
+            if (r.written && (!written || r.end > written->end)) written = &r;
+        }
+    }
     if (state.device >= 0) {
         PyObject* number = PyLong_FromLong(state.device);
         PyObject* found = stream_of ? PyObject_CallOneArg(stream_of, number) : nullptr;

@@ -164,19 +164,15 @@ def test_tokens_read_leave_out_padding() -> None:
 
 
 def test_clipping_scales_the_gradient_to_the_norm() -> None:
-    norms = {}
     for limit in (0.0, 0.01):
         model = tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = build_optimizer(model, OptimizerConfig())
         loss, _ = accumulate(model, [uneven()], "lm")
-        wanted = gradients(model).norm()
-        assert update(model, optimizer, loss, 1.0, limit) == pytest.approx(float(wanted))  # before clipping
-        step = torch.cat([(b - p).flatten() for b, p in zip(before, model.parameters(), strict=True)])
-        norms[limit] = float(step.detach().norm() / wanted)
+        wanted = float(gradients(model).norm())
+        assert update(model, optimizer, loss, 1e-2, limit) == pytest.approx(wanted)  # before clipping
+        moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()])
+        assert float(moments.norm()) == pytest.approx(0.1 * (limit or wanted), rel=1e-3)  # 1 - beta1 of what was used
         assert all(p.grad is None for p in model.parameters())
-    assert norms[0.0] == pytest.approx(1.0, rel=1e-4)
-    assert norms[0.01] == pytest.approx(0.01 / float(wanted), rel=1e-3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -15,6 +15,9 @@ class OptimizerConfig:
     )
     eps: float = field(default=1e-8, metadata={"above": 0, "help": "added to the root of the second moment"})
     weight_decay: float = field(default=0.01, metadata={"min": 0, "help": "decoupled decay; norms and biases have none"})
+    moments: Literal["fp32", "bf16", "int8"] = field(
+        default="fp32", metadata={"help": "how the two moments are kept: 8, 4 or 2 bytes a parameter"}
+    )
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
-"""From a model and a recipe's section to a torch optimizer."""
+"""From a model and a recipe's section to an optimizer."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from ..errors import nearest, refuse
+from .adamw import AdamW
 from .config import OptimizerConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2017: decay decoupled from the gradient) over the parameters that train, in at most
-    two groups: matrices with `config.weight_decay`, norms and biases without. Parameters carry their names into the
-    optimizer's state. Refuses a model in which nothing trains."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
+    """AdamW (Loshchilov and Hutter, 2017: decay decoupled from the gradient; optim/adamw.py) over the parameters that
+    train, in at most two groups: matrices with `config.weight_decay`, norms and biases without. Parameters carry their
+    names into the optimizer's state. Refuses a model in which nothing trains."""
     if config.name != "adamw":
         refuse(None, "optimizer.name", repr(config.name), nearest(config.name, ["adamw"]))
     parameters = list(trainable(model))
@@ -23,10 +24,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimize
         if members := [(name, parameter) for name, parameter, decays in parameters if decays == decay]:
             groups.append({"params": members, "weight_decay": config.weight_decay if decay else 0.0})
     beta1, beta2 = config.betas
-    try:
-        return optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
-    except RuntimeError:  # torch's constructor says so where a device has no fused kernel: the same update, slower
-        return optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps)
+    return AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, moments=config.moments)
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ..checkpoint.state import SaveError
 from ..errors import refuse
+from ..optim.adamw import AdamW
 from ..optim.optimizers import build_optimizer
 from ..optim.schedules import lr_factor
 from ..parallel.machine import Machine, load_machine
@@ -155,20 +155,18 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     return sum(map(float, losses)), targets
 
 
-def update(model: nn.Module, optimizer: Optimizer, loss: float, lr: float, max_norm: float) -> float:
+def update(model: nn.Module, optimizer: AdamW, loss: float, lr: float, max_norm: float) -> float:
     """Clip the gradients to `max_norm` (0: never), step at the rate `lr` and drop them; their norm before clipping.
     Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    sound = math.isfinite(loss) and bool(norm.isfinite())
-    if sound:
-        if max_norm:
-            clip_grads_with_norm_(parameters, max_norm, norm)
+    norm = math.nan
+    if math.isfinite(loss):
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()
+        clip = optimizer.clip(max_norm)
+        optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
+        norm = float(clip[0])
     optimizer.zero_grad(set_to_none=True)
-    return float(norm) if sound else math.nan
+    return norm if math.isfinite(norm) else math.nan
 
 
 def explain_memory(error: Exception, recipe: Recipe, machine: Machine) -> None:

@@ -1,0 +1,193 @@
+// AdamW on the CPU: unscale, clip, update and cast in one pass over all tensors of a call; the squared norm in another. What a
+// chunk holds depends on the tensors alone, so that results do not depend on the number of threads.
+#include "random.h"
+#include "simd.h"
+
+namespace {
+
+MC_INLINE vf square_root(vf x) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vf>(_mm512_sqrt_ps(reinterpret_cast<__m512>(x)));
+#else
+    for (int i = 0; i < LANES; i++) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+#endif
+}
+
+}  // namespace
+
+#include "adamw.h"
+
+namespace {
+
+// 32 random bits for each of 64 elements from 64 * group on: word e % 4 of counter e / 4.
+MC_INLINE void draw_words(vu out[4], uint64_t group, uint64_t key) {
+    vu a, b = vu{} + static_cast<uint32_t>(group >> 28), c{}, d{};
+#if defined(__AVX512F__)
+    a = vu{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};  // the order that the 4 x 4 transposes below put right
+#else
+    a = vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#endif
+    a += static_cast<uint32_t>(group << 4);
+    uint32_t k = static_cast<uint32_t>(key), l = static_cast<uint32_t>(key >> 32);
+    for (int round = 0; round < 7; round++) {
+        vu ph, pl, qh, ql;
+        multiply(a, 0xD2511F53u, ph, pl);
+        multiply(c, 0xCD9E8D57u, qh, ql);
+        a = qh ^ b ^ k, b = ql;
+        c = ph ^ d ^ l, d = pl;
+        k += 0x9E3779B9u, l += 0xBB67AE85u;
+    }
+#if defined(__AVX512F__)
+    const auto x = [](vu v) { return reinterpret_cast<__m512i>(v); };
+    const __m512i ab = _mm512_unpacklo_epi32(x(a), x(b)), cd = _mm512_unpacklo_epi32(x(c), x(d));
+    const __m512i ef = _mm512_unpackhi_epi32(x(a), x(b)), gh = _mm512_unpackhi_epi32(x(c), x(d));
+    out[0] = reinterpret_cast<vu>(_mm512_unpacklo_epi64(ab, cd)), out[1] = reinterpret_cast<vu>(_mm512_unpackhi_epi64(ab, cd));
+    out[2] = reinterpret_cast<vu>(_mm512_unpacklo_epi64(ef, gh)), out[3] = reinterpret_cast<vu>(_mm512_unpackhi_epi64(ef, gh));
+#else
+    uint32_t words[64];
+    for (int i = 0; i < LANES; i++) words[4 * i] = a[i], words[4 * i + 1] = b[i], words[4 * i + 2] = c[i], words[4 * i + 3] = d[i];
+    memcpy(out, words, sizeof words);
+#endif
+}
+
+// bf16, up or down with the probability that makes it right in the mean: by adding 16 random bits below its last place.
+MC_INLINE vh round_at_random(vf x, vu random) {
+    const vu u = float_to_bits(x), nan = (u >> 16) | 0x40u;
+    return __builtin_convertvector(x != x ? nan : (u + random) >> 16, vh);
+}
+
+template <bool STOCHASTIC, class T>
+MC_INLINE void put(T* p, vf x, vu random, int n) {
+    if constexpr (STOCHASTIC && sizeof(T) == 2) {
+        const vh rounded = round_at_random(x, random);
+        if (n == LANES) *reinterpret_cast<vh_any*>(p) = rounded;
+        else memcpy(p, &rounded, n * sizeof(T));
+    } else {
+        store_n(p, x, n);
+    }
+}
+
+template <class P, class G, class M, class C, bool STOCHASTIC>
+void update_some(const Item& item, int64_t begin, int64_t end, float factor, const Numbers& c) {
+    P* const p = static_cast<P*>(item.p);
+    const G* const g = static_cast<const G*>(item.g);
+    M *const m = static_cast<M*>(item.m), *const v = static_cast<M*>(item.v);
+    C* const copy = static_cast<C*>(item.copy);
+    for (int64_t block = begin; block < end; block += 4 * LANES) {  // begin is a multiple of CHUNK
+        vu random[4] = {}, other[4] = {};
+        if (STOCHASTIC && sizeof(M) == 2) draw_words(random, block / 64, item.key);
+        if (STOCHASTIC && sizeof(P) == 2) draw_words(other, block / 64, item.key ^ OTHER);
+        const auto some = [&](int k, int n) {
+            const int64_t i = block + k * LANES;
+            vf x = load_n(p + i, n), y = load_n(m + i, n), z = load_n(v + i, n);
+            update(x, y, z, load_n(g + i, n), factor, c, item);
+            put<STOCHASTIC>(p + i, x, other[k] & 0xFFFFu, n);
+            put<STOCHASTIC>(m + i, y, random[k] & 0xFFFFu, n);
+            put<STOCHASTIC>(v + i, z, random[k] >> 16, n);
+            if (copy) store_n(copy + i, x, n);
+        };
+        const int64_t left = end - block;
+        if (left >= 4 * LANES)
+            for (int k = 0; k < 4; k++) some(k, LANES);
+        else
+            for (int k = 0; k * LANES < left; k++) some(k, left - k * LANES < LANES ? static_cast<int>(left - k * LANES) : LANES);
+    }
+}
+
+// f(number of the chunk, number of its tensor, its first element, its last + 1) for every chunk of tensors of `count(i)` elements
+template <class Count, class F>
+void each_chunk(int64_t chunks, Count count, F f) {
+    mc::parallel(chunks, 1, [&](int64_t begin, int64_t end) {
+        int64_t tensor = 0, first = 0;  // first: the number of the tensor's first chunk
+        for (int64_t chunk = begin; chunk < end; chunk++) {
+            int64_t here;
+            while (chunk >= first + (here = (count(tensor) + CHUNK - 1) / CHUNK)) first += here, tensor++;
+            const int64_t at = (chunk - first) * CHUNK, n = count(tensor);
+            f(chunk, tensor, at, at + CHUNK < n ? at + CHUNK : n);
+        }
+    });
+}
+
+typedef float half_vf __attribute__((vector_size(32)));
+typedef double vd __attribute__((vector_size(64)));
+
+// In fp64, which costs nothing beside the memory and which no square overflows.
+template <class G>
+double squares(const G* g, int64_t n) {
+    vd sums[2] = {};
+    each(n, [&](int64_t i, int lanes) {
+        const vf x = load_n(g + i, lanes);
+        half_vf halves[2];
+        memcpy(halves, &x, sizeof x);
+        for (int k = 0; k < 2; k++) {
+            const vd wide = __builtin_convertvector(halves[k], vd);
+            sums[k] += wide * wide;
+        }
+    });
+    double total = 0;
+    const vd both = sums[0] + sums[1];
+    for (int i = 0; i < 8; i++) total += both[i];
+    return total;
+}
+
+}  // namespace
+
+MC_KERNEL(adamw_squares) {
+    const Array total = call.out("total", F64, Shape{1});
+    const List grads = call.list("grads", FLOATS, false);
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < grads.n; i++) chunks += (grads[i].count + CHUNK - 1) / CHUNK;
+    const Array partial = call.out("partial", F64, Shape{chunks});
+    call.ready();
+    double* const sums = partial.as<double>();
+    MC_FOR_FLOAT(grads.dtype, G, each_chunk(chunks, [&](int64_t i) { return grads[i].count; },
+        [&](int64_t chunk, int64_t tensor, int64_t begin, int64_t end) {
+            sums[chunk] = squares(static_cast<const G*>(grads[tensor].data) + begin, end - begin);
+        }))
+    double sum = 0;
+    for (int64_t i = 0; i < chunks; i++) sum += sums[i];
+    *total.as<double>() = sum;
+}
+
+MC_KERNEL(adamw_clip) {
+    const Array clip = call.out("clip", F32, Shape{2});
+    const Array totals = call.in("totals", F64);
+    const Array scale = call.maybe("scale", F32, Shape{1});
+    const double most = call.real("max_norm");
+    call.ready();
+    verdict(clip.as<float>(), totals.as<double>(), totals.shape.count(), scale.as<float>(), static_cast<float>(most));
+}
+
+MC_KERNEL(adamw) {
+    Arguments given(call, F32 | BF16);
+    call.ready();
+    const float factor = given.clip.as<float>()[1];
+    if (factor != factor) return;
+    const Numbers c = given.numbers;
+    Item* const items = given.table.as<Item>();
+    for (int64_t i = 0, first = 0; i < given.p.n; i++) {
+        items[i] = given.item(i, first);
+        first += (items[i].n + CHUNK - 1) / CHUNK;
+        tick(items[i], c, i);
+    }
+    const auto run = [&](auto update_one) {
+        each_chunk(given.chunks, [&](int64_t i) { return items[i].n; },
+                   [&](int64_t, int64_t tensor, int64_t begin, int64_t end) { update_one(items[tensor], begin, end, factor, c); });
+    };
+    const auto rounded = [&](auto plain, auto stochastic) { c.stochastic ? run(stochastic) : run(plain); };
+    MC_FOR_FLOAT(given.g.dtype, G,
+        if (given.p.dtype == BF16 && given.m.dtype == BF16)
+            rounded(update_some<bf16, G, bf16, bf16, false>, update_some<bf16, G, bf16, bf16, true>);
+        else if (given.p.dtype == BF16)
+            rounded(update_some<bf16, G, float, bf16, false>, update_some<bf16, G, float, bf16, true>);
+        else if (given.m.dtype == BF16 && given.copy.dtype == F16)
+            rounded(update_some<float, G, bf16, fp16, false>, update_some<float, G, bf16, fp16, true>);
+        else if (given.m.dtype == BF16)
+            rounded(update_some<float, G, bf16, bf16, false>, update_some<float, G, bf16, bf16, true>);
+        else if (given.copy.dtype == F16)
+            run(update_some<float, G, float, fp16, false>);
+        else
+            run(update_some<float, G, float, bf16, false>);
+    )
+}

@@ -1,0 +1,285 @@
+"""AdamW in one pass over memory: unscale, clip, update and cast, or nothing at all where a gradient is not finite.
+
+Loshchilov and Hutter, 2017, as torch.optim.AdamW computes it. At step t, of a gradient g that was unscaled and clipped:
+
+    p = p (1 - lr decay)
+    m = m + (1 - beta1) (g - m)
+    v = beta2 v + (1 - beta2) g^2
+    p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+What is kept for a parameter has torch's names: `step`, `exp_avg`, `exp_avg_sq`. The moments are held as `moments` says:
+
+    fp32   8 bytes a parameter
+    bf16   4 bytes, rounded at random so that they are right in the mean: rounded to the nearest (`stochastic` False) v does not
+           decay, for a step by 1 - beta2 = 0.001 is less than half of bf16's last place
+    int8   2 bytes and for each 128 elements a scale, their largest magnitude: m = scale sign(c) (c / 127)^2 with c from -127 to
+           127, v = scale (c / 255)^4 with c from 0 to 255, both rounded at random. A v above 0 has a code of at least 2, whose
+           root is the smallest m above 0: so no step is longer than the rate, however small an element is beside its neighbours
+
+A parameter in bf16 is rounded at random as well; with `master`, and always in fp16, an fp32 copy of it is kept (`master`) and the
+parameter is that copy, rounded. The random bits are a function of (seed, step, place of the parameter, element): csrc/philox.h.
+
+The kernels (csrc/adamw.cpp, csrc/adamw.cu) and `reference` agree to the last bit; the reference serves float64 and what has no
+kernel.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..ops._op import FLOATS, PLAIN, available, call
+from ..ops.dropout import bits
+
+CHUNK, BLOCK, WORDS = 8192, 128, 12  # csrc/adamw.h
+MASK = 2**64 - 1
+KINDS = {"fp32": (torch.float32, torch.float32), "bf16": (torch.bfloat16, torch.bfloat16), "int8": (torch.int8, torch.uint8)}
+
+
+class AdamW(Optimizer):
+    """`clip` gives the gradients' norm and what to multiply them by, on their device; `step` does the rest in one pass.
+
+        clip = optimizer.clip(max_norm)
+        optimizer.step(clip=clip)
+        norm = float(clip[0])        # the device is waited for here, and nowhere before
+
+    Without `clip`, gradients are taken as they are, as torch's are. State dicts are torch's. A DTensor is updated by its local
+    part; its moments are DTensors too, the scales of 8-bit moments local.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 1e-2, *, moments: Literal["fp32", "bf16", "int8"] = "fp32", master: bool = False,
+                 stochastic: bool = True, seed: int = 0) -> None:
+        for name, value, sound in (("lr", lr, lr >= 0), ("betas", betas, all(0 <= b < 1 for b in betas)), ("eps", eps, eps >= 0),
+                                   ("weight_decay", weight_decay, weight_decay >= 0), ("moments", moments, moments in KINDS)):
+            if not sound:
+                raise ValueError(f"AdamW: {name}: {value!r}; wanted numbers from 0, betas below 1, moments {' or '.join(KINDS)}")
+        fused = True  # what torch, and checkpoint/state.py, know a step by that is kept on the parameter's device
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments,
+                                  "master": master, "stochastic": stochastic, "seed": seed, "fused": fused})
+
+    def squares(self) -> Tensor:
+        """The sum of all squared gradients of this process (float64, 1): over a mesh, to be summed by who knows the mesh."""
+        lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and (g := local(p.grad)).numel():
+                    lists.setdefault((g.device, g.dtype), []).append(g.contiguous())
+        if not lists:
+            return torch.zeros(1, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
+        found = [squares(grads) for grads in lists.values()]
+        return found[0] if len(found) == 1 else torch.cat([total.to(found[0].device) for total in found]).sum(0, True)
+
+    def clip(self, max_norm: float = 0.0, scale: Tensor | None = None, squares: Tensor | None = None) -> Tensor:
+        """(norm, factor), float32: the norm of the gradients times `scale` (a number on the device, 1 / loss scale), and what
+        unscales them and clips them to `max_norm` (0: never), or NaN where the norm is not finite: `step` then leaves all as it
+        is."""
+        totals = self.squares() if squares is None else squares
+        if usable(totals):
+            clip = torch.empty(2, device=totals.device)
+            call("adamw_clip", clip, totals, scale if scale is None else scale.detach().float().view(1), float(max_norm))
+            return clip
+        return reference_clip(totals, scale, max_norm)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
+        """Update every parameter that has a gradient. `clip` is what the method of that name gave."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = 0  # of parameters before
+        for group in self.param_groups:
+            if group.get("amsgrad") or group.get("maximize"):
+                raise ValueError("AdamW: amsgrad and maximize are not offered")
+            batches: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    row = self.row(p, group)
+                    batches.setdefault(tuple((t.device, t.dtype) if t is not None else None for t in row), []).append(row)
+            for rows in batches.values():
+                update([list(column) for column in zip(*rows, strict=True)], group, number, clip)
+                number += len(rows)
+        return loss
+
+    def row(self, p: Tensor, group: dict[str, Any]) -> tuple[Any, ...]:
+        """(parameter, gradient, m, v, their scales, half-precision copy, step) of one parameter; the state is made if missing."""
+        if p.grad is not None and p.grad.is_sparse:
+            raise ValueError("AdamW: a sparse gradient; dense ones are wanted")
+        state = self.state[p]
+        double = p.dtype == torch.float64
+        kinds = (torch.float64, torch.float64) if double else KINDS[group["moments"]]
+        step = state.get("step", 0.0)
+        if not isinstance(step, Tensor) or step.device != p.device or step.dtype != torch.float32:
+            state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
+        if "master" not in state and (p.dtype == torch.float16 or (group["master"] and p.dtype == torch.bfloat16)):
+            state["master"] = p.detach().float()
+        n = local(p).numel()
+        for name, kind in zip(("exp_avg", "exp_avg_sq"), kinds, strict=True):
+            if name not in state or state[name].dtype != kind:  # new, or saved by another kind of AdamW
+                old = widened(state, name, p) if name in state else None
+                state[name] = torch.zeros_like(p, dtype=kind)
+                state.pop(f"{name}_scale", None)
+                if not kind.is_floating_point:
+                    state[f"{name}_scale"] = torch.zeros(-(-n // BLOCK), device=p.device)
+                if old is not None:
+                    narrow(state, name, old)
+        main, grad = state.get("master", p), p.grad
+        assert grad is not None
+        scales = state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")
+        tensors = [local(t) for t in (main, grad, state["exp_avg"], state["exp_avg_sq"])]
+        return *tensors, *scales, local(p) if main is not p else None, state["step"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, and torch's own are taken, but moments keep the dtype that they were saved in."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.update({key: value for key, value in self.defaults.items() if key not in group})
+        theirs = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(theirs, mine, strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][name] = value.detach().to(p.device, copy=True)
+
+
+def local(x: Tensor) -> Tensor:
+    """What of a tensor is in this process's memory."""
+    while type(x) not in PLAIN:
+        x = x.wait() if hasattr(x, "wait") else x.to_local()  # type: ignore[attr-defined]
+    return x
+
+
+def usable(x: Tensor) -> bool:
+    """Whether there is a kernel for tensors like `x`."""
+    return x.device.type in ("cpu", "cuda") and available(x.device.type)
+
+
+def squares(grads: list[Tensor]) -> Tensor:
+    """The sum of the squares of contiguous tensors of one device and dtype, float64; the same however many threads there are."""
+    if grads[0].dtype not in FLOATS or not usable(grads[0]):
+        return torch.stack([g.double().square().sum() for g in grads]).sum(0, True)
+    total = torch.empty(1, dtype=torch.float64, device=grads[0].device)
+    partial = torch.empty(sum(-(-g.numel() // CHUNK) for g in grads), dtype=torch.float64, device=grads[0].device)
+    call("adamw_squares", total, grads, partial)
+    return total
+
+
+def reference_clip(totals: Tensor, scale: Tensor | None, max_norm: float) -> Tensor:
+    unscale = torch.ones((), device=totals.device) if scale is None else scale.float().view(())
+    norm = totals.sum().sqrt().float() * unscale.abs()
+    factor = unscale * (max_norm / (norm + 1e-6)).clamp(max=1) if max_norm else unscale
+    return torch.stack((norm, torch.where(norm.isfinite() & factor.isfinite(), factor, math.nan)))
+
+
+def update(columns: list[list[Any]], group: dict[str, Any], number: int, clip: Tensor | None) -> None:
+    """One step of tensors that are alike, by the kernel if it can. `columns`: what `AdamW.row` gives, for each of them."""
+    params, grads, m, v = columns[:4]
+    one = params[0]
+    factor = torch.ones(2, device=one.device) if clip is None else clip.to(one.device)
+    dtypes = one.dtype in (torch.float32, torch.bfloat16) and grads[0].dtype in FLOATS
+    kernel = dtypes and usable(one) and (m[0].dtype != torch.int8 or one.is_cuda)
+    if not kernel or not all(t.is_contiguous() for column in (params, m, v, columns[6]) for t in column if t is not None):
+        if not factor[1].isnan():
+            for index, row in enumerate(zip(*columns, strict=True)):
+                reference(row, factor[1], group, number + index)
+        return
+    table = torch.empty(WORDS * len(params), dtype=torch.int64, device=one.device)
+    columns = [params, [g.contiguous() for g in grads], *columns[2:]]
+    call("adamw", factor, *([t for t in column if t is not None] for column in columns), table, float(group["lr"]), *group["betas"],
+         group["eps"], group["weight_decay"], group["seed"], number, group["stochastic"])
+
+
+def reference(row: tuple[Any, ...], factor: Tensor, group: dict[str, Any], number: int) -> None:
+    """One step of one parameter in plain torch, in place: the meaning of the kernels, operation by operation."""
+    p, g, m, v, m_scale, v_scale, copy, step = row
+    step += 1
+    t, (beta1, beta2), lr = float(step), group["betas"], float(group["lr"])
+    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+    random = other = None
+    if group["stochastic"] and (torch.bfloat16 in (p.dtype, m.dtype) or m_scale is not None):
+        key = mix(group["seed"], number, int(t))
+        random, other = (bits(2 * p.numel(), signed(k, p.device)).view(-1, 2).to(torch.int32) for k in (key, key ^ OTHER))
+    moments = {"exp_avg": m, "exp_avg_sq": v, "exp_avg_scale": m_scale, "exp_avg_sq_scale": v_scale}
+    g = g.to(wide) * factor.to(wide)
+    x = p.to(wide) * (1 - lr * group["weight_decay"])
+    y, z = (widened(moments, name, p).to(wide) for name in ("exp_avg", "exp_avg_sq"))
+    y = y + (g - y) * (1 - beta1)
+    z = z * beta2 + (g * g) * (1 - beta2)
+    size, root = (torch.tensor(n, dtype=wide, device=p.device) for n in (lr / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)))
+    x = x - (y * size) / (exact_root(z) * root + group["eps"])
+    store(p, x, None if other is None else other[:, 0])
+    narrow(moments, "exp_avg", y, None if random is None else random[:, 0])
+    narrow(moments, "exp_avg_sq", z, None if random is None else random[:, 1])
+    if copy is not None:
+        copy.copy_(x)
+
+
+OTHER = 0x6A09E667F3BCC908  # csrc/adamw.h
+
+
+def mix(seed: int, number: int, step: int) -> int:
+    """The key of a parameter's random bits in one step: SplitMix64 (Steele et al., 2014) of the three."""
+    z = (seed + 0x9E3779B97F4A7C15 * (number + 1) + 0xD1B54A32D192ED03 * step) & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def signed(key: int, device: torch.device) -> Tensor:
+    return torch.tensor([key - 2**64 if key >> 63 else key], device=device)
+
+
+def store(into: Tensor, x: Tensor, random: Tensor | None) -> None:
+    """x in the dtype of `into`: to the nearest, or, in bf16 with 16 random bits an element, up or down, right in the mean."""
+    if random is None or into.dtype != torch.bfloat16:
+        into.copy_(x)
+        return
+    raised = (x.contiguous().view(torch.int32) + random.view(x.shape)) & -0x10000  # truncation of what was raised
+    into.copy_(torch.where(x.isnan(), x, raised.view(torch.float32)))
+
+
+def exact_root(x: Tensor) -> Tensor:
+    """The square root to the last bit; torch's of float32 is MKL's where the tensor is large, which is not."""
+    return x.double().sqrt().to(x.dtype)
+
+
+def widened(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
+    """A moment as numbers."""
+    codes, scale = local(state[name]), state.get(f"{name}_scale")
+    if codes.dtype.is_floating_point:
+        return codes
+    assert scale is not None
+    x = decoded(codes.float().abs().flatten(), codes.dtype == torch.uint8)
+    x = x * scale.repeat_interleave(BLOCK)[: x.numel()]
+    return torch.where(codes.flatten() < 0, -x, x).view(codes.shape)
+
+
+def decoded(c: Tensor, fourth: bool) -> Tensor:
+    """From a code's magnitude to a number between 0 and 1."""
+    x = c * (1 / 255) if fourth else c * (1 / 127)
+    x = x * x
+    return x * x if fourth else x
+
+
+def narrow(state: dict[str, Any], name: str, x: Tensor, random: Tensor | None = None) -> None:
+    """Store `x` as the moment `name`; without random bits to the nearest."""
+    codes = local(state[name])
+    if codes.dtype.is_floating_point:
+        store(codes, x, random)
+        return
+    fourth, n = codes.dtype == torch.uint8, codes.numel()
+    scale = state[f"{name}_scale"]
+    size = torch.nn.functional.pad(x.abs().flatten(), (0, -n % BLOCK)).view(-1, BLOCK)
+    scale.copy_(size.amax(1))
+    part = torch.where(scale[:, None] > 0, size / scale[:, None], 0.0).flatten()[:n]
+    low = (exact_root(exact_root(part)) * 255 if fourth else exact_root(part) * 127).floor()
+    below, above = decoded(low, fourth), decoded(low + 1, fourth)
+    chance = 32768.0 if random is None else random.flatten() + 0.5
+    code = low + ((part - below) * 65536 > (above - below) * chance)
+    code = code.clamp(max=255 if fourth else 127)
+    code = torch.where(part > 0, code.clamp(min=2), code) if fourth else torch.where(x.flatten() < 0, -code, code)
+    codes.copy_(code.view(codes.shape))
