@@ -76,7 +76,8 @@ public:
     // A tensor that is read; `dtypes` is a set of Dtype bits; a shape, where given, must be this one.
     Array in(const char* name, uint32_t dtypes);
     Array in(const char* name, uint32_t dtypes, const Shape& shape);
-    Array maybe(const char* name, uint32_t dtypes, const Shape& shape);  // or None
+    Array maybe(const char* name, uint32_t dtypes);  // or None
+    Array maybe(const char* name, uint32_t dtypes, const Shape& shape);
     // A tensor that is written, or (`inout`) read and written.
     Array out(const char* name, uint32_t dtypes, const Shape& shape);
     Array maybe_out(const char* name, uint32_t dtypes, const Shape& shape);

@@ -227,6 +227,7 @@ List Call::list(const char* name, uint32_t allowed, bool written) {
 
 Array Call::in(const char* name, uint32_t dtypes) { return next(name, dtypes, nullptr, false, false); }
 Array Call::in(const char* name, uint32_t dtypes, const Shape& shape) { return next(name, dtypes, &shape, false, false); }
+Array Call::maybe(const char* name, uint32_t dtypes) { return next(name, dtypes, nullptr, false, true); }
 Array Call::maybe(const char* name, uint32_t dtypes, const Shape& shape) { return next(name, dtypes, &shape, false, true); }
 Array Call::out(const char* name, uint32_t dtypes, const Shape& shape) { return next(name, dtypes, &shape, true, false); }
 Array Call::maybe_out(const char* name, uint32_t dtypes, const Shape& shape) { return next(name, dtypes, &shape, true, true); }

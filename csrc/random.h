@@ -28,9 +28,12 @@ MC_INLINE void multiply(vu a, uint32_t m, vu& high, vu& low) {
 
 // The 16 random bits of each of the elements [128 block, 128 block + 128).
 MC_INLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
-    vu a, b, c{}, d{};
-    for (int i = 0; i < LANES; i++) a[i] = static_cast<uint32_t>(block * 16 + i), b[i] = static_cast<uint32_t>((block * 16 + i) >> 32);
+    // lane 4 i + j holds counter 4 j + i: then words that belong together meet by exchanges within groups of four lanes
+    const vu order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const uint64_t counter = block * 16;  // its low half does not overflow within a block
+    vu a = order + static_cast<uint32_t>(counter), b = vu{} + static_cast<uint32_t>(counter >> 32), c{}, d{};
     uint32_t k = static_cast<uint32_t>(seed), l = static_cast<uint32_t>(seed >> 32);
+#pragma GCC unroll 7
     for (int round = 0; round < 7; round++) {
         vu ph, pl, qh, ql;
         multiply(a, 0xD2511F53u, ph, pl);
@@ -39,9 +42,13 @@ MC_INLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
         c = ph ^ d ^ l, d = pl;
         k += 0x9E3779B9u, l += 0xBB67AE85u;
     }
-    uint32_t words[BLOCK / 2];
-    for (int i = 0; i < LANES; i++) words[4 * i] = a[i], words[4 * i + 1] = b[i], words[4 * i + 2] = c[i], words[4 * i + 3] = d[i];
-    for (int i = 0; i < BLOCK / 2; i++) random[2 * i] = static_cast<uint16_t>(words[i]), random[2 * i + 1] = static_cast<uint16_t>(words[i] >> 16);
+    const vi low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}, high = low + 2;
+    const vi left = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, right = left + 2;
+    const vu ab = __builtin_shuffle(a, b, low), cd = __builtin_shuffle(c, d, low);
+    const vu ef = __builtin_shuffle(a, b, high), gh = __builtin_shuffle(c, d, high);
+    const vu words[4] = {__builtin_shuffle(ab, cd, left), __builtin_shuffle(ab, cd, right), __builtin_shuffle(ef, gh, left),
+                         __builtin_shuffle(ef, gh, right)};
+    memcpy(random, words, sizeof words);  // the low half of a word first, as on every machine that this is built for
 }
 
 // x where the element is kept, 0 where it is dropped

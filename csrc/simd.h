@@ -43,7 +43,7 @@ struct fp16 {
     uint16_t bits;
 };
 
-MC_INLINE vf all(float x) { return vf{} + x; }
+MC_INLINE vf all(float x) { return x - vf{}; }  // x + 0 would be an addition, for the sake of -0
 MC_INLINE vf bits_to_float(vu x) { return reinterpret_cast<vf>(x); }
 MC_INLINE vu float_to_bits(vf x) { return reinterpret_cast<vu>(x); }
 MC_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }

@@ -1,5 +1,6 @@
 """Every op: its reference on its own cases against the formula written out here in double precision, values and gradients."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -99,6 +100,33 @@ def nf4_weight(codes: Tensor, scales: Tensor, cols: int) -> Tensor:
     return torch.tensor(rows).to(scales).view(len(rows), cols) * scales[:, torch.arange(cols) // 64]
 
 
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Tensor | None, lengths_k: Tensor | None,
+    scale: float, causal: bool, seed: Tensor | None, p: float,
+) -> Tensor:  # fmt: skip
+    """One query and one head at a time."""
+    (b, s, h), (t, kv) = q.shape[:3], k.shape[1:3]
+    ends = [([0, n] if x is None else x.tolist()) for x, n in ((lengths_q, s), (lengths_k, t))]
+    lengths = [[b - a for a, b in itertools.pairwise(e)] for e in ends]
+    span = -(-max(lengths[1]) // 128) * 128
+    keep = None if seed is None else dropped(q.new_ones(b, h, s, span), None, seed, p)
+    out = torch.zeros_like(q) + sum(x.sum() * 0 for x in (q, k, v, mask) if x is not None and x.dtype != torch.bool)
+    for one, head, sequence in itertools.product(range(b), range(h), range(len(lengths[0]))):
+        (q0, k0), (queries, keys) = [e[sequence] for e in ends], [n[sequence] for n in lengths]
+        own = head // (h // kv)
+        for i in range(queries):
+            see = torch.arange(keys) <= (i + keys - queries if causal else keys)
+            score = (k[one, k0 : k0 + keys, own] * q[one, q0 + i, head]).sum(-1) * scale
+            if mask is not None:
+                row = mask[one % len(mask), head % mask.shape[1], i % mask.shape[2], :keys]
+                see, score = (see & row, score) if mask.dtype == torch.bool else (see, score + row)
+            if see.any():
+                weight = torch.exp(score[see] - score[see].max().detach())
+                weight = weight / weight.sum() * (1 if keep is None else keep[one, head, q0 + i, :keys][see])
+                out[one, q0 + i, head] += (weight[:, None] * v[one, k0 : k0 + keys, own][see]).sum(0)
+    return out
+
+
 FORMULAS: dict[str, Callable[..., Any]] = {  # a tensor, or a tuple of them
     "gelu": erf_gelu,
     "gelu_tanh": tanh_gelu,
@@ -117,6 +145,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {  # a tensor, or a tuple of them
     "linear_nf4": lambda x, codes, scales, bias: x @ nf4_weight(codes, scales, x.shape[-1]).t() + (0 if bias is None else bias),
     "linear_int8": lambda x, codes, scales, bias: x @ (codes * scales[:, None] / 127).t() + (0 if bias is None else bias),
     "rotary": turned,
+    "attention": attended,
     "cross_entropy": cross_entropy,
 }
 

@@ -1,0 +1,546 @@
+// Attention on the CPU, forward and backward: softmax(q k^T scale + mask) v in tiles that stay in cache (Dao, 2023, "FlashAttention-2").
+//
+// Sequences are runs of rows of q (s h d) and of k, v (t kv d), d innermost, and a task is one sequence and one head of k and v with
+// all the heads of q that share it; so nothing is summed across tasks and results do not depend on the number of threads. A task
+// copies its keys and values once into fp32 tiles: then every product is one register-blocked loop, whatever the dtype, the strides
+// and the head dim. Of the probabilities only the logarithm of each row's sum is kept; the backward computes them again.
+//
+// Element (row, key) of the dropout mask has the number row * span + key, where rows count through (b h s), keys within a sequence,
+// and span is the longest sequence's keys rounded up to 128.
+#include <cstdlib>
+
+#include "random.h"
+
+namespace {
+
+// ---- products of tiles: c (m x n) = or += a (m x k) b (k x n), with registers of the processor's own width
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16, ACROSS = 4;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8, ACROSS = 2;
+#else
+constexpr int WIDTH = 4, ACROSS = 2;
+#endif
+constexpr int DOWN = 6;  // DOWN x ACROSS sums, ACROSS of b and one of a: all but a few of the registers
+typedef float vn __attribute__((vector_size(4 * WIDTH)));
+typedef float vn_any __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+// DOWN rows and N registers of c; a is DOWN x k, or, TURNED, k x DOWN
+template <int N, bool TURNED>
+void tile(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+    vn sums[DOWN][N];
+    const float* rows[DOWN];
+#pragma GCC unroll 8
+    for (int i = 0; i < DOWN; i++) {
+        rows[i] = a + i * lda;
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) sums[i][j] = add ? *reinterpret_cast<const vn_any*>(c + i * ldc + j * WIDTH) : vn{};
+    }
+    for (int64_t at = 0; at < k; at++, b += ldb, a += lda) {
+        vn right[N];
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) right[j] = *reinterpret_cast<const vn_any*>(b + j * WIDTH);
+#pragma GCC unroll 8
+        for (int i = 0; i < DOWN; i++) {
+            const vn left = (TURNED ? a[i] : rows[i][at]) - vn{};
+#pragma GCC unroll 4
+            for (int j = 0; j < N; j++) sums[i][j] += left * right[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < DOWN; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) *reinterpret_cast<vn_any*>(c + i * ldc + j * WIDTH) = sums[i][j];
+}
+
+// n is a multiple of 16; of a and c there are as many rows as make m a multiple of DOWN
+template <bool TURNED>
+void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+    for (int64_t j = 0; j < n; j += ACROSS * WIDTH)
+        for (int64_t i = 0; i < m; i += DOWN) {
+            const float* from = TURNED ? a + i : a + i * lda;
+            float* to = c + i * ldc + j;
+            switch ((n - j) / WIDTH) {
+                case 1: tile<1, TURNED>(k, from, lda, b + j, ldb, to, ldc, add); break;
+                case 2: tile<2, TURNED>(k, from, lda, b + j, ldb, to, ldc, add); break;
+                case 3: tile<ACROSS == 4 ? 3 : 2, TURNED>(k, from, lda, b + j, ldb, to, ldc, add); break;
+                default: tile<ACROSS, TURNED>(k, from, lda, b + j, ldb, to, ldc, add);
+            }
+        }
+}
+
+// ---- tiles: ROWS queries against up to KEYS keys; keys turned (d x keys) lie in panels of PANEL
+
+constexpr int ROWS = 48, KEYS = 512, PANEL = 64;
+constexpr int64_t LINE = KEYS + LANES;  // floats from a row of scores to the next; what lies past a row's keys is zero
+
+MC_INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+MC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+MC_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// rows of d at a distance, times scale, to rows of `wide` (d rounded up to 16, the rest zero)
+template <class T>
+void gather(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
+    for (int64_t i = 0; i < rows; i++)
+        each(d, [&](int64_t c, int n) { store(to + i * wide + c, load_n(from + i * step + c, n) * scale); });
+}
+
+template <class T>
+void scatter(T* to, const float* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
+    for (int64_t i = 0; i < rows; i++)
+        each(d, [&](int64_t c, int n) { store_n(to + i * step + c, load(from + i * wide + c) * scale, n); });
+}
+
+// rows of d at a distance to panels of d x PANEL, the rows past the last zero
+template <class T>
+void turn(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
+    for (int64_t j = 0; j < up(rows, PANEL); j += LANES) {
+        float* panel = to + j / PANEL * PANEL * d + j % PANEL;
+        each(d, [&](int64_t c, int n) {
+            vf x[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) x[i] = j + i < rows ? load_n(from + (j + i) * step + c, n) : vf{};
+#pragma GCC unroll 4
+            for (int half = LANES / 2; half; half /= 2) {  // exchange blocks of this size across the diagonal
+                vi upper, lower;
+#pragma GCC unroll 16
+                for (int l = 0; l < LANES; l++) upper[l] = l & half ? LANES + (l ^ half) : l, lower[l] = l & half ? LANES + l : l ^ half;
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++)
+                    if (!(i & half)) {
+                        const vf a = x[i], b = x[i + half];
+                        x[i] = __builtin_shuffle(a, b, upper), x[i + half] = __builtin_shuffle(a, b, lower);
+                    }
+            }
+            for (int i = 0; i < n; i++) store(panel + (c + i) * PANEL, x[i]);
+        });
+    }
+}
+
+// e^x where x is not above 0 by more than rounding: to 1 unit in the last place, and 0 from -104 down
+MC_INLINE vf below(vf x) {
+#if defined(__AVX512F__)
+    const vf low = reinterpret_cast<vf>(_mm512_max_ps(reinterpret_cast<__m512>(all(-104.0f)), reinterpret_cast<__m512>(x)));
+    const vf shifted = low * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;
+    vf r = low - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.0f);
+    return reinterpret_cast<vf>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
+#else
+    return vexp(x);
+#endif
+}
+
+MC_INLINE vf first(vf x, int64_t n, float rest) {  // the first n lanes of x
+    vi lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    return lane < vi{} + static_cast<int32_t>(n) ? x : all(rest);
+}
+
+struct Problem {
+    const void *q, *k, *v, *out, *grad, *mask;
+    void *to, *dq, *dk, *dv;  // to: the forward's out
+    float *lse, *dmask;
+    Dtype mask_dtype;
+    int64_t b, s, t, heads, kv, d, wide, sequences, span;
+    int64_t mask_b, mask_h, mask_s, mask_t;
+    Array lengths_q, lengths_k;
+    float scale;
+    bool causal, drop;
+    uint64_t seed;
+    Rate rate{0.0};
+
+    int64_t length(const Array& lengths, int64_t i) const {
+        return lengths.dtype == mc::I64 ? lengths.as<int64_t>()[i] : lengths.as<int32_t>()[i];
+    }
+    int64_t group() const { return heads / kv; }
+    bool packed() const { return lengths_q.given; }
+};
+
+// One sequence and one head of the queries: where its rows are and what they see.
+struct Head {
+    const Problem& p;
+    int64_t batch, head, q0, k0, s, t;
+    Head(const Problem& p, int64_t sequence, int64_t head) : p(p), batch(p.packed() ? 0 : sequence), head(head) {
+        q0 = p.packed() ? p.length(p.lengths_q, sequence) : sequence * p.s;
+        k0 = p.packed() ? p.length(p.lengths_k, sequence) : sequence * p.t;
+        s = p.packed() ? p.length(p.lengths_q, sequence + 1) - q0 : p.s;
+        t = p.packed() ? p.length(p.lengths_k, sequence + 1) - k0 : p.t;
+    }
+    int64_t row(int64_t i) const { return (batch * p.heads + head) * p.s + (p.packed() ? q0 : 0) + i; }  // of b h s
+    int64_t queries(int64_t i) const { return ((q0 + i) * p.heads + head) * p.d; }                        // in q and out
+    int64_t keys() const { return (k0 * p.kv + head / p.group()) * p.d; }                                // in k and v
+    int64_t sees(int64_t i) const { return p.causal ? most(0, least(t, i + 1 + t - s)) : t; }            // keys of row i, without a mask
+    int64_t hidden(int64_t i) const {                                                                    // the offset of row i of the mask
+        const int64_t b = p.mask_b == 1 ? 0 : batch, h = p.mask_h == 1 ? 0 : head;
+        return ((b * p.mask_h + h) * p.mask_s + (p.mask_s == 1 ? 0 : i)) * p.mask_t;
+    }
+    MC_INLINE vf bias(int64_t at, int n) const {  // 16 of the mask: 0 or -inf, or what is to be added
+        switch (p.mask_dtype) {
+            case mc::F32: return load_n(static_cast<const float*>(p.mask) + at, n);
+            case mc::BF16: return load_n(static_cast<const bf16*>(p.mask) + at, n);
+            case mc::F16: return load_n(static_cast<const fp16*>(p.mask) + at, n);
+            default: {
+                uint8_t seen[LANES] = {};
+                memcpy(seen, static_cast<const uint8_t*>(p.mask) + at, n);
+                vi x;
+                for (int i = 0; i < LANES; i++) x[i] = seen[i];
+                return x != 0 ? vf{} : all(-INFINITY);
+            }
+        }
+    }
+    bool any(int64_t i, int64_t rows, int64_t key, int n) const {  // does the mask show any of these keys to any of these rows?
+        for (int64_t at = 0; at < (p.mask_s == 1 ? 1 : rows); at++) {
+            const vi seen = first(bias(hidden(i + at) + key, n), n, -INFINITY) > all(-INFINITY);
+            for (int l = 0; l < LANES; l++)
+                if (seen[l]) return true;
+        }
+        return false;
+    }
+    // The keys that rows [i, i + rows) see lie in [begin, end), begin at the edge of a panel and of a block of random bits.
+    void seen(int64_t i, int64_t rows, int64_t& begin, int64_t& end) const {
+        begin = 0, end = sees(i + rows - 1);
+        if (!p.mask) return;
+        while (end > 0) {
+            const int64_t at = (end - 1) / LANES * LANES;
+            if (any(i, rows, at, static_cast<int>(end - at))) break;
+            end = at;
+        }
+        int64_t at = 0;
+        while (at < end && !any(i, rows, at, static_cast<int>(least(LANES, end - at)))) at += LANES;
+        begin = at / BLOCK * BLOCK;
+    }
+    // Scores of row i and keys [from, from + n): the mask is added; returns the largest.
+    float hide(float* x, int64_t i, int64_t from, int64_t n) const {
+        vf top = all(-INFINITY);
+        const int64_t offset = p.mask ? hidden(i) + from : 0;
+        each(n, [&](int64_t j, int lanes) {
+            vf score = load(x + j);
+            if (p.mask) score += bias(offset + j, lanes);
+            if (lanes < LANES) score = first(score, lanes, -INFINITY);
+            if (p.mask || lanes < LANES) store(x + j, score);
+            top = vmax(top, score);
+        });
+        return largest(top);
+    }
+    void bits(uint16_t* random, int64_t i, int64_t from, int64_t n) const {
+        const uint64_t at = (static_cast<uint64_t>(row(i)) * p.span + from) / BLOCK;
+        for (int64_t j = 0; j < n; j += BLOCK) draw(random + j, at + j / BLOCK, p.seed);
+    }
+};
+
+MC_INLINE void clear(float* x, int64_t from, int64_t to) {  // from a multiple of 16
+    for (; from < to; from += LANES) store(x + from, vf{});
+}
+
+// scores of `rows` queries and the keys [from, from + n) of the panels
+MC_INLINE void scores(float* x, const float* q, int64_t rows, int64_t ldq, const float* panels, int64_t d, int64_t from, int64_t n) {
+    for (int64_t j = 0; j < n; j += PANEL)
+        product<false>(rows, least(PANEL, up(n - j, LANES)), d, q, ldq, panels + (from + j) * d, PANEL, x + j, LINE, false);
+}
+
+struct Scratch {  // floats at multiples of 64 bytes, taken one after the other out of one block
+    char *block, *at;
+    explicit Scratch(int64_t floats) : block(static_cast<char*>(malloc(floats * 4 + 64 * 32))), at(block) {}
+    ~Scratch() { free(block); }
+    float* take(int64_t floats) {
+        at += -reinterpret_cast<uintptr_t>(at) & 63;
+        float* taken = reinterpret_cast<float*>(at);
+        at += floats * 4;
+        return taken;
+    }
+};
+
+// Run f(task, scratch) for every task, each thread taking the next one that is left. False: no memory.
+template <class F>
+bool tasks(int64_t n, int64_t floats, F f) {
+    int64_t next = 0, failed = 0;
+    mc::parallel(least(n, mc::threads()), 1, [&](int64_t, int64_t) {
+        Scratch scratch(floats);
+        if (!scratch.block) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+        if (scratch.block)
+            for (int64_t task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < n;) {
+                scratch.at = scratch.block;
+                f(task, scratch);
+            }
+    });
+    return !failed;
+}
+
+// ---- forward
+
+// Rows [i, i + rows) of one head.
+template <class T>
+void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const float* values, float* q, float* x, float* sums) {
+    const Problem& p = h.p;
+    const int64_t wide = p.wide;
+    float top[ROWS], total[ROWS];
+    int64_t begin, end;
+    h.seen(i, rows, begin, end);
+    for (int64_t r = 0; r < rows; r++) top[r] = -INFINITY, total[r] = 0;
+    gather(q, static_cast<const T*>(p.q) + h.queries(i), rows, p.heads * p.d, p.d, wide, p.scale);
+    clear(sums, 0, ROWS * wide);
+    for (int64_t from = begin; from < end; from += KEYS) {
+        const int64_t keys = least(KEYS, end - from);
+        scores(x, q, rows, wide, panels, p.d, from, keys);
+        for (int64_t r = 0; r < rows; r++) {
+            float* row = x + r * LINE;
+            const int64_t n = most(0, least(keys, h.sees(i + r) - from));
+            const float high = h.hide(row, i + r, from, n), now = high > top[r] || high != high ? high : top[r];
+            if (now == -INFINITY) {
+                clear(row, 0, keys);
+                continue;
+            }
+            if (now != top[r] && total[r] != 0) {
+                const float less = std::exp(top[r] - now);
+                total[r] *= less;
+                for (int64_t c = 0; c < wide; c += LANES) store(sums + r * wide + c, load(sums + r * wide + c) * less);
+            }
+            top[r] = now;
+            vf all_of = vf{};
+            for (int64_t j = 0; j < n; j += LANES) {
+                const vf e = below(load(row + j) - now);
+                all_of += e;
+                store(row + j, e);
+            }
+            total[r] += sum(all_of);
+            if (p.drop) {
+                uint16_t random[KEYS];
+                h.bits(random, i + r, from, n);
+                for (int64_t j = 0; j < n; j += LANES) store(row + j, masked(load(row + j), random + j, p.rate.threshold));
+            }
+            clear(row, up(n, LANES), keys);
+        }
+        product<false>(rows, wide, keys, x, LINE, values + from * wide, wide, sums, wide, true);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const float part = total[r] == 0 ? 0 : (p.drop ? p.rate.scale : 1.0f) / total[r];
+        scatter(static_cast<T*>(p.to) + h.queries(i + r), sums + r * wide, 1, 0, p.d, wide, part);
+        p.lse[h.row(i + r)] = total[r] == 0 ? INFINITY : top[r] + std::log(total[r]);  // a row that sees nothing: e^(x - inf) is 0
+    }
+}
+
+template <class T>
+bool forward(const Problem& p, int64_t longest_q, int64_t longest_k) {
+    // the queries of a task in parts where there are fewer tasks than would keep all threads busy; a part copies the keys again
+    const int64_t blocks = (longest_q + ROWS - 1) / ROWS, whole = p.sequences * p.kv;
+    const int64_t parts = most(1, least(blocks, mc::threads() == 1 ? 1 : (4 * mc::threads() + whole - 1) / whole));
+    const int64_t each_part = (blocks + parts - 1) / parts * ROWS;
+    const int64_t floats = up(longest_k, PANEL) * (p.d + p.wide) + ROWS * (2 * p.wide + LINE);
+    return tasks(whole * parts, floats, [&](int64_t task, Scratch& scratch) {
+        const int64_t part = task % parts, kv = task / parts % p.kv, sequence = task / parts / p.kv;
+        const Head one(p, sequence, kv * p.group());
+        const int64_t begin = part * each_part, end = least(one.s, begin + each_part);
+        if (begin >= end) return;
+        float* panels = scratch.take(up(one.t, PANEL) * p.d);
+        float* values = scratch.take(one.t * p.wide);
+        float* q = scratch.take(ROWS * p.wide);
+        float* sums = scratch.take(ROWS * p.wide);
+        float* x = scratch.take(ROWS * LINE);
+        clear(q, 0, ROWS * p.wide);  // rows past the last are computed and not read; what they hold must be no subnormals
+        turn(panels, static_cast<const T*>(p.k) + one.keys(), one.t, p.kv * p.d, p.d);
+        gather(values, static_cast<const T*>(p.v) + one.keys(), one.t, p.kv * p.d, p.d, p.wide, 1.0f);
+        for (int64_t g = 0; g < p.group(); g++) {
+            const Head head(p, sequence, kv * p.group() + g);
+            for (int64_t i = begin; i < end; i += ROWS) attend<T>(head, i, least(ROWS, end - i), panels, values, q, x, sums);
+        }
+    });
+}
+
+// ---- backward: with P the probabilities, M the dropout mask over 1 - p, dP = M * (dO V^T) and D = sum(dO * O) of each row,
+// dS = P * (dP - D), dV = (M * P)^T dO, dQ = dS K scale, dK = dS^T Q scale, dmask = dS
+
+template <class T>
+void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratch) {
+    const Head one(p, sequence, kv * p.group());
+    const int64_t s = one.s, t = one.t, d = p.d, wide = p.wide, step = p.heads * d;
+    scratch.at = scratch.block;
+    float* k_panels = scratch.take(up(t, PANEL) * d);
+    float* v_panels = scratch.take(up(t, PANEL) * d);
+    float* k = scratch.take(t * wide);
+    float* dk = scratch.take((t + 2 * LANES) * wide);
+    float* dv = scratch.take((t + 2 * LANES) * wide);
+    float* q = scratch.take((s + DOWN) * wide);
+    float* grad = scratch.take((s + DOWN) * wide);
+    float* dq = scratch.take((s + DOWN) * wide);
+    float* inner = scratch.take(s);
+    float* x = scratch.take(ROWS * LINE);
+    float* dx = scratch.take(ROWS * LINE);
+    turn(k_panels, static_cast<const T*>(p.k) + one.keys(), t, p.kv * d, d);
+    turn(v_panels, static_cast<const T*>(p.v) + one.keys(), t, p.kv * d, d);
+    gather(k, static_cast<const T*>(p.k) + one.keys(), t, p.kv * d, d, wide, 1.0f);
+    clear(dk, 0, t * wide);
+    clear(dv, 0, t * wide);
+    for (int64_t g = 0; g < p.group(); g++) {
+        const Head h(p, sequence, kv * p.group() + g);
+        gather(q, static_cast<const T*>(p.q) + h.queries(0), s, step, d, wide, p.scale);
+        gather(grad, static_cast<const T*>(p.grad) + h.queries(0), s, step, d, wide, 1.0f);
+        clear(dq, 0, s * wide);
+        for (int64_t i = 0; i < s; i++) {
+            vf both = vf{};
+            each(d, [&](int64_t c, int n) { both += load(grad + i * wide + c) * load_n(static_cast<const T*>(p.out) + h.queries(i) + c, n); });
+            inner[i] = sum(both);
+        }
+        for (int64_t from = 0; from < t; from += KEYS)
+            for (int64_t i = 0; i < s; i += ROWS) {
+                const int64_t rows = least(ROWS, s - i);
+                int64_t begin, end;
+                h.seen(i, rows, begin, end);
+                begin = most(begin, from), end = least(end, from + KEYS);
+                if (begin >= end) continue;
+                const int64_t keys = end - begin, clean = least(up(keys, LANES) + LANES, LINE);
+                scores(x, q + i * wide, rows, wide, k_panels, d, begin, keys);
+                scores(dx, grad + i * wide, rows, wide, v_panels, d, begin, keys);
+                for (int64_t r = 0; r < rows; r++) {
+                    float *row = x + r * LINE, *drow = dx + r * LINE;
+                    const int64_t n = most(0, least(keys, h.sees(i + r) - begin));
+                    const float lse = p.lse[h.row(i + r)], mean = inner[i + r], scale = p.rate.scale;
+                    const int64_t hidden = p.mask ? h.hidden(i + r) + begin : 0;
+                    uint16_t random[KEYS];
+                    if (p.drop) h.bits(random, i + r, begin, n);
+                    each(n, [&](int64_t j, int lanes) {
+                        vf score = load(row + j), change = load(drow + j);
+                        if (p.mask) score += h.bias(hidden + j, lanes);
+                        if (lanes < LANES) score = first(score, lanes, -INFINITY);
+                        const vf e = below(score - lse);
+                        if (p.drop) {
+                            store(row + j, masked(e * scale, random + j, p.rate.threshold));
+                            change = masked(change * scale, random + j, p.rate.threshold);
+                        } else {
+                            store(row + j, e);
+                        }
+                        store(drow + j, e * (change - mean));
+                    });
+                    if (p.dmask) {
+                        float* to = p.dmask + hidden;
+                        each(n, [&](int64_t j, int lanes) { store_n(to + j, load_n(to + j, lanes) + load(drow + j), lanes); });
+                    }
+                    clear(row, up(n, LANES), clean);
+                    clear(drow, up(n, LANES), clean);
+                }
+                product<true>(keys, wide, rows, x, LINE, grad + i * wide, wide, dv + begin * wide, wide, true);
+                product<true>(keys, wide, rows, dx, LINE, q + i * wide, wide, dk + begin * wide, wide, true);
+                product<false>(rows, wide, keys, dx, LINE, k + begin * wide, wide, dq + i * wide, wide, true);
+            }
+        scatter(static_cast<T*>(p.dq) + h.queries(0), dq, s, step, d, wide, p.scale);
+    }
+    scatter(static_cast<T*>(p.dk) + one.keys(), dk, t, p.kv * d, d, wide, 1.0f);
+    scatter(static_cast<T*>(p.dv) + one.keys(), dv, t, p.kv * d, d, wide, 1.0f);
+}
+
+template <class T>
+bool backward(const Problem& p, int64_t longest_q, int64_t longest_k) {
+    // what shares an element of the mask's gradient is one task, in a fixed order
+    const int64_t sequences = p.dmask && p.mask_b == 1 ? 1 : p.sequences, kvs = p.dmask && p.mask_h == 1 ? 1 : p.kv;
+    const int64_t floats = up(longest_k, PANEL) * 2 * p.d + (3 * longest_k + 4 * LANES) * p.wide +
+                           3 * (longest_q + DOWN) * p.wide + longest_q + 2 * ROWS * LINE;
+    return tasks(sequences * kvs, floats, [&](int64_t task, Scratch& scratch) {
+        const int64_t a = task / kvs, b = task % kvs;
+        for (int64_t sequence = a; sequence < p.sequences; sequence += sequences)
+            for (int64_t kv = b; kv < p.kv; kv += kvs) backward_of<T>(p, sequence, kv, scratch);
+    });
+}
+
+// The arguments that both directions have.
+Problem read(Call& call, Array& q, int64_t& longest_q, int64_t& longest_k) {
+    q = call.in("q", FLOATS);
+    const Array k = call.in("k", q.dtype);
+    if (q.shape.rank != 4 || k.shape.rank != 4) call.refuse("q and k have %d and %d dimensions; wanted 4", q.shape.rank, k.shape.rank);
+    const Array v = call.in("v", q.dtype, k.shape);
+    Problem p{};
+    p.q = q.data, p.k = k.data, p.v = v.data;
+    p.b = q.shape.at[0], p.s = q.shape.at[1], p.heads = q.shape.at[2], p.d = q.shape.at[3], p.wide = up(p.d, LANES);
+    p.t = k.shape.at[1], p.kv = k.shape.at[2];
+    if (k.shape.at[0] != p.b || k.shape.at[3] != p.d) call.refuse("q and k differ in their batch or head dim");
+    if (p.kv ? p.heads % p.kv != 0 : p.heads != 0) call.refuse("%lld heads are no multiple of %lld", (long long)p.heads, (long long)p.kv);
+    return p;
+}
+
+void read_rest(Call& call, Problem& p, const Array& mask, int64_t& longest_q, int64_t& longest_k) {
+    p.sequences = p.b, longest_q = p.s, longest_k = p.t;
+    if (p.packed()) {
+        p.sequences = p.lengths_q.shape.count() - 1, longest_q = longest_k = 0;
+        if (p.b != 1) call.refuse("packed sequences are one row; this is a batch of %lld", (long long)p.b);
+        for (int which = 0; which < 2; which++) {
+            const Array& lengths = which ? p.lengths_k : p.lengths_q;
+            int64_t& longest = which ? longest_k : longest_q;
+            if (lengths.shape.rank != 1 || p.sequences < 0 || lengths.shape.count() != p.sequences + 1)
+                call.refuse("lengths_q and lengths_k: one more than there are sequences, in both");
+            for (int64_t i = 0; i < p.sequences; i++) {
+                const int64_t n = p.length(lengths, i + 1) - p.length(lengths, i);
+                if (n < 0) call.refuse("cumulative lengths must not fall");
+                longest = most(longest, n);
+            }
+            if (p.length(lengths, 0) != 0 || p.length(lengths, p.sequences) != (which ? p.t : p.s))
+                call.refuse("cumulative lengths must go from 0 to %lld", (long long)(which ? p.t : p.s));
+        }
+    }
+    p.span = up(longest_k, BLOCK);
+    if (mask) {
+        const Shape& shape = mask.shape;
+        if (shape.rank != 4) call.refuse("the mask has %d dimensions; wanted 4", shape.rank);
+        p.mask = mask.data, p.mask_dtype = mask.dtype;
+        p.mask_b = shape.at[0], p.mask_h = shape.at[1], p.mask_s = shape.at[2], p.mask_t = shape.at[3];
+        const bool rows = p.packed() ? p.mask_s >= longest_q && p.mask_t >= longest_k : p.mask_s == p.s && p.mask_t == p.t;
+        if ((p.mask_b != 1 && p.mask_b != p.b) || (p.mask_h != 1 && p.mask_h != p.heads) ||
+            !(rows || (p.mask_s == 1 && (p.packed() ? p.mask_t >= longest_k : p.mask_t == p.t))))
+            call.refuse("the mask does not fit: wanted (1|b, 1|heads, 1|s, t)");
+        if (!mask.shape.count()) p.mask = nullptr;
+    }
+}
+
+Array read_mask(Call& call, Problem& p) {
+    const Array mask = call.maybe("mask", FLOATS | BOOL);
+    p.lengths_q = call.maybe("lengths_q", I32 | I64);
+    p.lengths_k = call.maybe("lengths_k", I32 | I64);
+    if (p.lengths_q.given != p.lengths_k.given) call.refuse("lengths_q and lengths_k go together");
+    p.scale = static_cast<float>(call.real("scale"));
+    p.causal = call.flag("causal");
+    const Array seed = call.maybe("seed", I64, Shape{1});
+    const double rate = call.real("p");
+    if (seed) p.drop = true, p.seed = *seed.as<uint64_t>(), p.rate = Rate(rate);
+    return mask;
+}
+
+}  // namespace
+
+MC_KERNEL(attention) {
+    Array q;
+    int64_t longest_q, longest_k;
+    Problem p = read(call, q, longest_q, longest_k);
+    const Array mask = read_mask(call, p);
+    p.to = call.out("out", q.dtype, q.shape).data;
+    p.lse = call.out("lse", F32, Shape{p.b, p.heads, p.s}).as<float>();
+    read_rest(call, p, mask, longest_q, longest_k);
+    call.ready();
+    if (!q.shape.count()) return;
+    bool done = false;
+    MC_FOR_FLOAT(q.dtype, T, done = forward<T>(p, longest_q, longest_k))
+    if (!done) call.refuse("no memory");
+}
+
+MC_KERNEL(attention_backward) {
+    Array q;
+    int64_t longest_q, longest_k;
+    Problem p = read(call, q, longest_q, longest_k);
+    const Array mask = read_mask(call, p);
+    p.out = call.in("out", q.dtype, q.shape).data;
+    p.lse = call.in("lse", F32, Shape{p.b, p.heads, p.s}).as<float>();
+    p.grad = call.in("grad", q.dtype, q.shape).data;
+    p.dq = call.out("dq", q.dtype, q.shape).data;
+    p.dk = call.out("dk", q.dtype, Shape{p.b, p.t, p.kv, p.d}).data;
+    p.dv = call.out("dv", q.dtype, Shape{p.b, p.t, p.kv, p.d}).data;
+    p.dmask = call.maybe_out("dmask", F32, mask.shape).as<float>();
+    read_rest(call, p, mask, longest_q, longest_k);
+    call.ready();
+    bool done = false;
+    MC_FOR_FLOAT(q.dtype, T, done = backward<T>(p, longest_q, longest_k))
+    if (!done) call.refuse("no memory");
+}

@@ -1,0 +1,149 @@
+"""Attention: softmax(q k^T scale + mask) v (Vaswani et al., 2017), in tiles that keep no score (FlashAttention-2, Dao, 2023).
+
+Shapes: b batch, s queries, t keys, h heads, d head dim. q is b s h d, k and v are b t kv d, kv dividing h (Ainslie et al., 2023),
+as projections leave them. The mask (1|b 1|h 1|s t) is boolean, true where a key is seen, or a bias to be added, with a gradient.
+The queries are the last s of the t positions; `causal` hides what lies behind each. `lengths_q` and `lengths_k` (n + 1 cumulative
+lengths, on the CPU) lay n sequences end to end in one row (b = 1): each sees itself alone, and the mask is indexed by the position
+within the sequence. A row that sees nothing gives zero. With a seed, probabilities are dropped: the one of row r of b h s and of
+key j has the number r * span + j, span being the longest sequence's keys rounded up to 128.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._op import Kernel, call, op, raw, wide
+from .dropout import draw, factor, kept
+
+Lengths = Tensor | None
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
+    scale: float, causal: bool, seed: Tensor | None, p: float,
+) -> Tensor:  # fmt: skip
+    ends_q = [0, q.shape[1]] if lengths_q is None else lengths_q.tolist()
+    ends_k = [0, k.shape[1]] if lengths_k is None else lengths_k.tolist()
+    longest = max((b - a for a, b in pairwise(ends_k)), default=0)
+    span = -(-longest // 128) * 128
+    keep = kept(torch.Size((q.shape[0], q.shape[2], q.shape[1], span)), seed, p) if seed is not None else None
+    parts = [q[:, :0]]
+    for i in range(len(ends_q) - 1):
+        rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+        s, t = rows.stop - rows.start, keys.stop - keys.start
+        part = mask[:, :, : s if mask.shape[2] > 1 else 1, :t] if mask is not None else None
+        left = keep[:, :, rows, :t] if keep is not None else None
+        parts.append(one(q[:, rows], k[:, keys], v[:, keys], part, scale, causal, left, p))
+    return torch.cat(parts, 1)
+
+
+def one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, keep: Tensor | None, p: float) -> Tensor:
+    """Attention without packing; what is kept of the probabilities is known."""
+    group = q.shape[2] // max(1, k.shape[2])
+    q_, k_, v_ = (wide(x).transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+    score = q_ @ k_.mT * scale
+    s, t = score.shape[-2:]
+    if mask is not None:
+        score = score.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else score + mask
+    if causal:
+        score = score.masked_fill(torch.ones(s, t, dtype=torch.bool, device=q.device).triu(1 + t - s), float("-inf"))
+    blind = (score == float("-inf")).all(-1, keepdim=True)
+    weight = score.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    if keep is not None:
+        weight = torch.where(keep, weight * factor(p), 0)
+    return (weight @ v_).transpose(1, 2).to(q.dtype)
+
+
+ARGS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? lengths_q, Tensor? lengths_k, "
+    "float scale, bool causal, Tensor? seed, float p"
+)
+
+
+@raw(
+    f"({ARGS}) -> (Tensor, Tensor)",
+    devices=("cpu",),
+)
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
+    scale: float, causal: bool, seed: Tensor | None, p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    mask = mask.contiguous() if mask is not None else None
+    out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    call("attention", q, k, v, mask, lengths_q, lengths_k, scale, causal, seed, p, out, lse)
+    return out, lse
+
+
+@raw(
+    f"({ARGS}, Tensor out, Tensor lse, Tensor grad, bool wanted) -> (Tensor, Tensor, Tensor, Tensor)",
+    devices=("cpu",),
+)
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
+    scale: float, causal: bool, seed: Tensor | None, p: float, out: Tensor, lse: Tensor, grad: Tensor, wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the mask, in fp32."""
+    q, k, v, grad = q.contiguous(), k.contiguous(), v.contiguous(), grad.contiguous()
+    mask = mask.contiguous() if mask is not None else None
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    dmask = q.new_zeros(mask.shape if wanted and mask is not None else (0,), dtype=torch.float32)
+    sum_of_mask = dmask if wanted else None
+    call("attention_backward", q, k, v, mask, lengths_q, lengths_k, scale, causal, seed, p, out, lse, grad, dq, dk, dv, sum_of_mask)
+    return dq, dk, dv, dmask
+
+
+def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    mask = args[3]
+    return *args, *outs, mask is not None and mask.requires_grad, None if mask is None else mask.dtype
+
+
+def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
+    *args, out, lse, wanted, dtype = rest
+    dq, dk, dv, dmask = attention_backward(*args, out, lse, grad, wanted)
+    return dq, dk, dv, dmask.to(dtype) if wanted else None, *(None,) * 6
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> bool:
+    if mask is not None and (mask.dim() != 4 or mask.shape[3] == 1 != k.shape[1]):
+        return False  # the kernel does not spread one key's mask over all
+    return q.dtype == k.dtype == v.dtype
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def qkv(b: int, s: int, t: int, h: int, kv: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+        return some(b, s, h, d), some(b, t, kv, d), some(b, t, kv, d)
+
+    def seen(*shape: int) -> Tensor:
+        return torch.rand(shape, device=device) < 0.6
+
+    seed = draw(torch.device(device))
+    whole: tuple[Any, ...] = (None, None, None)
+    yield *qkv(1, 1, 1, 1, 1, 1), *whole, 1.0, False, None, 0.0
+    yield *qkv(2, 3, 5, 2, 1, 3), *whole, 0.4, True, None, 0.0
+    yield *qkv(2, 3, 4, 2, 2, 2), some(1, 2, 3, 4), None, None, 1.0, False, seed, 0.3
+    yield *qkv(2, 0, 3, 2, 2, 4), *whole, 1.0, False, None, 0.0
+    yield *qkv(2, 3, 0, 2, 2, 4), *whole, 1.0, False, None, 0.0
+    yield *qkv(1, 5, 3, 2, 2, 17), *whole, 0.3, True, None, 0.0  # more queries than keys: the first see nothing
+    yield *qkv(2, 50, 50, 4, 2, 40), *whole, 0.1, True, None, 0.0
+    yield *qkv(2, 7, 131, 2, 2, 20), seen(2, 1, 1, 131), None, None, 0.2, False, seed, 0.1
+    yield *qkv(2, 9, 9, 2, 2, 8), seen(2, 1, 9, 9) & seen(2, 1, 9, 1), None, None, 0.4, False, seed, 1.0
+    yield *qkv(2, 9, 20, 4, 2, 8), seen(1, 4, 9, 20), None, None, 0.4, True, None, 0.0
+    yield *qkv(3, 7, 19, 4, 2, 8), some(3, 1, 7, 19), None, None, 0.4, False, None, 0.0
+    yield *qkv(2, 7, 19, 4, 2, 8), some(1, 4, 1, 19), None, None, 0.4, True, None, 0.0
+    yield *qkv(1, 3, 1100, 2, 1, 24), *whole, 0.2, False, None, 0.0
+    yield *qkv(1, 50, 600, 1, 1, 128), *whole, 0.1, True, None, 0.0
+    ends_q, ends_k = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in ((5, 0, 1, 9), (7, 2, 1, 20)))
+    yield *qkv(1, 15, 30, 4, 2, 16), None, ends_q, ends_k, 0.25, False, seed, 0.2
+    yield *qkv(1, 15, 15, 4, 2, 16), some(1, 4, 9, 9), ends_q.long(), ends_q.long(), 0.25, True, None, 0.0
+    yield *qkv(2, 70, 70, 3, 3, 64), *whole, 0.125, True, None, 0.0
+
+
+kernel = Kernel(attention_forward, saved, backward, takes=takes, devices=("cpu",), compiled=("cpu",))
+attention = op("attention", reference, cases, kernel)
