@@ -26,6 +26,10 @@ def tanh_gelu(x: Tensor, constant: float = math.sqrt(2 / math.pi)) -> Tensor:
     return x * (1 + torch.tanh(constant * (x + 0.044715 * x**3))) / 2
 
 
+def biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
 def relu(x: Tensor) -> Tensor:
     return x * (x > 0)
 
@@ -128,11 +132,11 @@ def attended(
 
 
 FORMULAS: dict[str, Callable[..., Any]] = {  # a tensor, or a tuple of them
-    "gelu": erf_gelu,
-    "gelu_tanh": tanh_gelu,
-    "gelu_cut": lambda x: tanh_gelu(x, 0.79788456),
-    "relu": relu,
-    "silu": silu,
+    "gelu": lambda x, bias: erf_gelu(biased(x, bias)),
+    "gelu_tanh": lambda x, bias: tanh_gelu(biased(x, bias)),
+    "gelu_cut": lambda x, bias: tanh_gelu(biased(x, bias), 0.79788456),
+    "relu": lambda x, bias: relu(biased(x, bias)),
+    "silu": lambda x, bias: silu(biased(x, bias)),
     "geglu": lambda gate, up: erf_gelu(gate) * up,
     "geglu_tanh": lambda gate, up: tanh_gelu(gate) * up,
     "reglu": lambda gate, up: relu(gate) * up,
@@ -219,7 +223,8 @@ def test_torch_agrees(name: str) -> None:
     witness: dict[str, Callable[..., Tensor]] = {
         "rms_norm": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
         "layer_norm": lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps),
-        "gelu": F.gelu, "silu": F.silu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "gelu": lambda x, bias: F.gelu(biased(x, bias)), "silu": lambda x, bias: F.silu(biased(x, bias)),
+        "relu": lambda x, bias: F.relu(biased(x, bias)), "gelu_tanh": lambda x, bias: F.gelu(biased(x, bias), approximate="tanh"),
     }  # fmt: skip
     for args in cases(name, torch.float32):
         torch.testing.assert_close(OPS[name](*args), witness[name](*args), rtol=1e-5, atol=1e-6)

@@ -1,18 +1,24 @@
-"""Activations of a feed-forward layer, plain and gated.
+"""Activations of a feed-forward layer: act(x + bias), and gated ones, act(gate) * up; in at least fp32, rounded once.
 
 gelu(x) = x * Phi(x) (Hendrycks & Gimpel, 2016); gelu_tanh is the same paper's tanh approximation, which GPT-2 and T5
 v1.1 use, and gelu_cut is Megatron-LM's spelling of that, which BLOOM uses. A gated activation is act(gate) * up
 (Shazeer, 2020: "GLU Variants Improve Transformer").
+
+The bias, of the last axis, is added before: so a linear layer can leave its own out, and neither x + bias nor anything else but x
+is kept. The backward computes the activation again from x and adds up the gradient of the bias, in fp32 and in an order that
+depends on the shape alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import Op, op
+from ._op import Kernel, Op, Raw, call, op, raw, wide
+
+KINDS = {"gelu": 0, "gelu_tanh": 1, "gelu_cut": 1, "silu": 2, "relu": 3}  # csrc/activation.h; below fp64 the cut shows in no digit
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
@@ -26,27 +32,118 @@ def tanh_gelu_cut(x: Tensor) -> Tensor:
     return x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
+def parts(rows: int) -> int:
+    """Into how many runs of rows the sum of the bias's gradient is cut."""
+    return max(min(rows // 16, 64), 1)
+
+
+@raw("(Tensor grad, Tensor x, Tensor? bias, Tensor? like, int kind) -> (Tensor, Tensor)")
+def activation_backward(grad: Tensor, x: Tensor, bias: Tensor | None, like: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
+    """The gradients of x and, if there is a `like`, of the bias that it has the shape and dtype of; otherwise that is empty."""
+    grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous() if bias is not None else None
+    dx = torch.empty_like(x)
+    if like is None:
+        call("activation_backward", grad, x, bias, kind, 1, dx, None, None)
+        return dx, x.new_empty(0)
+    cut = parts(x.numel() // max(x.size(-1), 1))
+    partial = x.new_empty((cut, x.size(-1)), dtype=torch.float32)
+    dbias = torch.empty_like(like, memory_format=torch.contiguous_format)
+    call("activation_backward", grad, x, bias, kind, cut, dx, partial, dbias)
+    return dx, dbias
+
+
+def plain(name: str, act: Callable[[Tensor], Tensor]) -> Op:
+    """The op and the kernel of one activation."""
+    kind = KINDS[name]
+
+    def reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return act(x) if bias is None else act(wide(x) + bias).to(x.dtype)
+
+    def forward(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        x, bias = x.contiguous(), bias.contiguous() if bias is not None else None
+        y = torch.empty_like(x)
+        call("activation", x, bias, kind, y)
+        return y
+
+    def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+        x, bias = args if len(args) == 2 else (*args, None)
+        # relu's slope is read off its result, which the next layer keeps anyway
+        return (outs[0], None, bias) if name == "relu" else (x, bias, bias)
+
+    def backward(grad: Tensor, x: Tensor, bias: Tensor | None, like: Tensor | None) -> Sequence[Tensor | None]:
+        dx, dbias = activation_backward(grad, x, bias, like, kind)
+        return dx, None if like is None else dbias
+
+    def takes(x: Tensor, bias: Tensor | None = None) -> bool:
+        if bias is None:
+            return name != "relu"  # torch's own is one pass too, and keeps the result alone
+        fits = bias.dim() == 1 and x.dim() > 0 and bias.size(0) == x.size(-1)
+        return fits and bias.dtype in (x.dtype, torch.float32)
+
+    kernel = named(f"{name}_forward", "(Tensor x, Tensor? bias=None) -> Tensor", forward)
+    return op(name, reference, cases, Kernel(kernel, saved, backward, takes=takes, devices=("cpu",)))
+
+
+def named(name: str, schema: str, function: Callable[..., Any]) -> Raw:
+    function.__name__ = name
+    return raw(schema)(function)
+
+
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shape in ((1, 1), (3, 7), (2, 5, 64), (4, 4096)):
-        yield (torch.randn(shape, device=device, dtype=dtype),)
+    for shape in ((1, 1), (3, 7), (2, 5, 64), (0, 8), (70, 33), (4, 4096)):
+        x = torch.randn(shape, device=device, dtype=dtype) * 2
+        yield x, None
+        yield x, torch.randn(shape[-1], device=device, dtype=dtype)
+
+
+@raw("(Tensor grad, Tensor gate, Tensor up, int kind) -> (Tensor, Tensor)")
+def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    call("gated_backward", grad, gate, up, kind, dgate, dup)
+    return dgate, dup
+
+
+def gated(name: str, act: Op) -> Op:
+    """The op and the kernel of one gated activation."""
+    kind = KINDS[act.name]
+
+    def reference(gate: Tensor, up: Tensor) -> Tensor:
+        out: Tensor = act.reference(wide(gate)) * up
+        return out.to(gate.dtype)
+
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        y = torch.empty_like(gate)
+        call("gated", gate, up, kind, y)
+        return y
+
+    def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+        return args
+
+    def backward(grad: Tensor, gate: Tensor, up: Tensor) -> Sequence[Tensor | None]:
+        dgate, dup = gated_backward(grad, gate, up, kind)
+        return dgate, dup
+
+    def takes(gate: Tensor, up: Tensor) -> bool:
+        return gate.dtype == up.dtype and gate.shape == up.shape
+
+    kernel = named(f"{name}_forward", "(Tensor gate, Tensor up) -> Tensor", forward)
+    return op(name, reference, gated_cases, Kernel(kernel, saved, backward, takes=takes, devices=("cpu",)))
 
 
 def gated_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shape in ((1, 1), (3, 7), (2, 5, 64), (4, 4096)):
-        gate, up = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    for shape in ((1, 1), (3, 7), (2, 5, 64), (0, 8), (4, 4096)):
+        gate, up = (torch.randn(shape, device=device, dtype=dtype) * 2 for _ in range(2))
         yield gate, up
 
 
-def gated(name: str, act: Callable[[Tensor], Tensor]) -> Op:
-    return op(name, lambda gate, up: act(gate) * up, gated_cases)
-
-
-gelu = op("gelu", F.gelu, cases)
-gelu_tanh = op("gelu_tanh", tanh_gelu, cases)
-gelu_cut = op("gelu_cut", tanh_gelu_cut, cases)
-relu = op("relu", F.relu, cases)
-silu = op("silu", F.silu, cases)
-geglu = gated("geglu", F.gelu)
-geglu_tanh = gated("geglu_tanh", tanh_gelu)
-reglu = gated("reglu", F.relu)
-swiglu = gated("swiglu", F.silu)
+gelu = plain("gelu", F.gelu)
+gelu_tanh = plain("gelu_tanh", tanh_gelu)
+gelu_cut = plain("gelu_cut", tanh_gelu_cut)
+relu = plain("relu", F.relu)
+silu = plain("silu", F.silu)
+geglu = gated("geglu", gelu)
+geglu_tanh = gated("geglu_tanh", gelu_tanh)
+reglu = gated("reglu", relu)
+swiglu = gated("swiglu", silu)
