@@ -151,6 +151,9 @@ class Op:
         if self.kernel is not None:
             object.__setattr__(self, "straight", differentiable(self.name, self.kernel))
 
+    def __reduce__(self) -> tuple[Any, ...]:  # a module that holds an op is copied and pickled with the op's name
+        return find, (self.name,)
+
     def __call__(self, *args: Any) -> Any:
         kernel = self.kernel
         if kernel is None:
@@ -174,6 +177,10 @@ def op(name: str, reference: Callable[..., Any], cases: Cases, kernel: Kernel | 
     return OPS[name]
 
 
+def find(name: str) -> Op:
+    return OPS[name]
+
+
 def differentiable(name: str, kernel: Kernel) -> Callable[..., Any]:
     """Give the kernel's operator its gradient, and return the same as an autograd.Function that the dispatcher never sees."""
 
@@ -192,13 +199,16 @@ def differentiable(name: str, kernel: Kernel) -> Callable[..., Any]:
         keep(ctx, args, outs)
         return kernel.of(outs)
 
-    once = torch.autograd.function.once_differentiable(gradients)
-
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # only what makes a graph of the gradient needs to hear that there is none
-        return (once if torch.is_grad_enabled() else gradients)(ctx, *grads)
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return gradients(ctx, *grads)
+        with torch.no_grad():  # a graph of the gradient is wanted: one whose use is an error, rather than a wrong number
+            found = gradients(ctx, *grads)
+        stop: Any = torch._C._functions.DelayedError(f"{name}: the kernel's gradient has no gradient".encode(), len(found))
+        return stop(*(None if g is None else g.detach().requires_grad_() for g in found))
 
     operator = kernel.forward.operator
-    torch.library.register_autograd(operator.name(), gradients, setup_context=keep, lib=LIBRARY)
+    torch.library.register_autograd(operator.name(), backward, setup_context=keep, lib=LIBRARY)
     function = type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     # The apply beneath Function.apply, which would look for functorch's transforms once more.
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]

@@ -85,7 +85,7 @@ def backward(grad: Tensor, seed: Tensor, p: float, dtype: torch.dtype, residual:
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shape in ((1, 1), (3, 7), (2, 5, 64), (4, 4096)):
+    for shape in ((1, 1), (0, 3), (3, 7), (2, 5, 64), (4, 4096)):
         x, residual = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         for p in (0.0, 0.1, 1.0):
             yield x, residual, draw(x.device), p

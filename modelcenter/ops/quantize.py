@@ -229,7 +229,8 @@ def takes(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> bool
     return x.dim() > 0 and codes.dim() == 2 and scales.dtype == torch.float32
 
 
-SHAPES = (((1,), 1, 1), ((3,), 5, 7), ((2, 5), 9, 65), ((8,), 33, 192), ((17,), 24, 130), ((4, 64), 64, 256))  # of x, rows, cols
+# of x, rows, cols
+SHAPES = (((1,), 1, 1), ((0,), 5, 7), ((3,), 5, 7), ((2, 5), 9, 65), ((8,), 33, 192), ((17,), 24, 130), ((4, 64), 64, 256))
 
 
 def nf4_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
