@@ -95,16 +95,15 @@ void update_some(const Item& item, int64_t begin, int64_t end, float factor, con
     }
 }
 
-// f(number of the chunk, number of its tensor, its first element, its last + 1) for every chunk of tensors of `count(i)` elements
-template <class Count, class F>
-void each_chunk(int64_t chunks, Count count, F f) {
-    mc::parallel(chunks, 1, [&](int64_t begin, int64_t end) {
-        int64_t tensor = 0, first = 0;  // first: the number of the tensor's first chunk
-        for (int64_t chunk = begin; chunk < end; chunk++) {
-            int64_t here;
-            while (chunk >= first + (here = (count(tensor) + CHUNK - 1) / CHUNK)) first += here, tensor++;
-            const int64_t at = (chunk - first) * CHUNK, n = count(tensor);
-            f(chunk, tensor, at, at + CHUNK < n ? at + CHUNK : n);
+// f(number of the piece, its item, its first element, its last + 1) for every piece of `size` elements of the items in a table
+template <class F>
+void each_piece(const Item* items, int64_t pieces, int64_t size, F f) {
+    mc::parallel(pieces, 1, [=](int64_t begin, int64_t end) {
+        const Item* item = items;
+        for (int64_t piece = begin; piece < end; piece++) {
+            while (piece >= item->first + (item->n + size - 1) / size) item++;
+            const int64_t at = (piece - item->first) * size;
+            f(piece, *item, at, at + size < item->n ? at + size : item->n);
         }
     });
 }
@@ -134,20 +133,21 @@ double squares(const G* g, int64_t n) {
 }  // namespace
 
 MC_KERNEL(adamw_squares) {
-    const Array total = call.out("total", F64, Shape{1});
-    const List grads = call.list("grads", FLOATS, false);
-    int64_t chunks = 0;
-    for (int64_t i = 0; i < grads.n; i++) chunks += (grads[i].count + CHUNK - 1) / CHUNK;
-    const Array partial = call.out("partial", F64, Shape{chunks});
+    const SquaresArguments given(call);
     call.ready();
-    double* const sums = partial.as<double>();
-    MC_FOR_FLOAT(grads.dtype, G, each_chunk(chunks, [&](int64_t i) { return grads[i].count; },
-        [&](int64_t chunk, int64_t tensor, int64_t begin, int64_t end) {
-            sums[chunk] = squares(static_cast<const G*>(grads[tensor].data) + begin, end - begin);
+    Item* const items = given.table.as<Item>();
+    for (int64_t i = 0, first = 0; i < given.grads.n; i++) {
+        items[i] = given.item(i, first);
+        first += (items[i].n + PIECE - 1) / PIECE;
+    }
+    double* const partial = given.partial.as<double>();
+    MC_FOR_FLOAT(given.grads.dtype, G,
+        each_piece(items, given.pieces, PIECE, [=](int64_t piece, const Item& item, int64_t begin, int64_t end) {
+            partial[piece] = squares(static_cast<const G*>(item.g) + begin, end - begin);
         }))
     double sum = 0;
-    for (int64_t i = 0; i < chunks; i++) sum += sums[i];
-    *total.as<double>() = sum;
+    for (int64_t i = 0; i < given.pieces; i++) sum += partial[i];
+    *given.total.as<double>() = sum;
 }
 
 MC_KERNEL(adamw_clip) {
@@ -160,7 +160,7 @@ MC_KERNEL(adamw_clip) {
 }
 
 MC_KERNEL(adamw) {
-    Arguments given(call, F32 | BF16);
+    const Arguments given(call, F32 | BF16);
     call.ready();
     const float factor = given.clip.as<float>()[1];
     if (factor != factor) return;
@@ -172,8 +172,9 @@ MC_KERNEL(adamw) {
         tick(items[i], c, i);
     }
     const auto run = [&](auto update_one) {
-        each_chunk(given.chunks, [&](int64_t i) { return items[i].n; },
-                   [&](int64_t, int64_t tensor, int64_t begin, int64_t end) { update_one(items[tensor], begin, end, factor, c); });
+        each_piece(items, given.chunks, CHUNK, [=](int64_t, const Item& item, int64_t begin, int64_t end) {
+            update_one(item, begin, end, factor, c);
+        });
     };
     const auto rounded = [&](auto plain, auto stochastic) { c.stochastic ? run(stochastic) : run(plain); };
     MC_FOR_FLOAT(given.g.dtype, G,

@@ -12,8 +12,9 @@ namespace {
 using mc::F64;
 using mc::List;
 
-constexpr int64_t CHUNK = 8192;  // elements; optim/adamw.py has the same number, and the next two
-constexpr int64_t BLOCK8 = 128;  // elements of an 8-bit moment that share a scale
+constexpr int64_t CHUNK = 8192;   // elements that are updated together; optim/adamw.py has the same numbers
+constexpr int64_t PIECE = 32768;  // elements whose squares are added together
+constexpr int64_t BLOCK8 = 128;   // elements of an 8-bit moment that share a scale
 
 // A parameter in the table of a call, a buffer of 64-bit words that Python allocates on the device.
 struct Item {
@@ -71,6 +72,7 @@ struct Arguments {
                 call.refuse("scales: a number for each %lld elements is wanted", static_cast<long long>(BLOCK8));
             chunks += (p[i].count + CHUNK - 1) / CHUNK;
         }
+        if (chunks > INT32_MAX) call.refuse("more than 2^44 elements");
     }
     Item item(int64_t i, int64_t first) const {
         Item item{};
@@ -86,6 +88,27 @@ private:
         if (list.n != (wanted ? p.n : 0)) call.refuse("%s: another number of tensors than params", name);
         for (int64_t i = 0; i < list.n; i++)
             if (list[i].count != p[i].count) call.refuse("%s: another number of elements than its parameter", name);
+    }
+};
+
+// The arguments of `adamw_squares`.
+struct SquaresArguments {
+    Array total, partial, table;
+    List grads;
+    int64_t pieces = 0;
+
+    explicit SquaresArguments(Call& call) {
+        total = call.out("total", F64, Shape{1});
+        grads = call.list("grads", FLOATS, false);
+        for (int64_t i = 0; i < grads.n; i++) pieces += (grads[i].count + PIECE - 1) / PIECE;
+        if (pieces > INT32_MAX) call.refuse("more than 2^46 elements");
+        partial = call.out("partial", F64, Shape{pieces});
+        table = call.out("table", I64, Shape{grads.n * WORDS});
+    }
+    Item item(int64_t i, int64_t first) const {
+        Item item{};
+        item.g = grads[i].data, item.n = grads[i].count, item.first = first;
+        return item;
     }
 };
 

@@ -392,5 +392,5 @@ def test_the_boundary_refuses_lists_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match=message):
             kernel("adamw", clip, *lists(**changes), *rest)
     with pytest.raises(ValueError, match="partial"):
-        kernel("adamw_squares", torch.empty(1).double(), [x], torch.empty(0).double())
+        kernel("adamw_squares", torch.empty(1).double(), [x], torch.empty(0).double(), table)
     assert not x.any()

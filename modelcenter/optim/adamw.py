@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from ..ops._op import FLOATS, PLAIN, available, call
 from ..ops.dropout import bits
 
-CHUNK, BLOCK, WORDS = 8192, 128, 12  # csrc/adamw.h
+CHUNK, PIECE, BLOCK, WORDS = 8192, 32768, 128, 12  # csrc/adamw.h
 MASK = 2**64 - 1
 KINDS = {"fp32": (torch.float32, torch.float32), "bf16": (torch.bfloat16, torch.bfloat16), "int8": (torch.int8, torch.uint8)}
 
@@ -162,9 +162,9 @@ def squares(grads: list[Tensor]) -> Tensor:
     """The sum of the squares of contiguous tensors of one device and dtype, float64; the same however many threads there are."""
     if grads[0].dtype not in FLOATS or not usable(grads[0]):
         return torch.stack([g.double().square().sum() for g in grads]).sum(0, True)
-    total = torch.empty(1, dtype=torch.float64, device=grads[0].device)
-    partial = torch.empty(sum(-(-g.numel() // CHUNK) for g in grads), dtype=torch.float64, device=grads[0].device)
-    call("adamw_squares", total, grads, partial)
+    device, pieces = grads[0].device, sum(-(-g.numel() // PIECE) for g in grads)
+    total, partial = (torch.empty(n, dtype=torch.float64, device=device) for n in (1, pieces))
+    call("adamw_squares", total, grads, partial, torch.empty(WORDS * len(grads), dtype=torch.int64, device=device))
     return total
 
 
