@@ -1,7 +1,9 @@
-# make venv | quickstart | check | test | test-all | wheel | clean, with PYTHON=python3.12 VENV=folder DIST=folder JOBS=8 as you like
+# make venv | quickstart | check | test | test-all | bench | gpu | wheel | clean
+# with PYTHON=python3.12 VENV=folder DIST=folder BENCH=folder JOBS=8 as you like
 PYTHON ?= python3
 VENV ?= .venv
 DIST ?= dist
+BENCH ?= .bench
 JOBS ?= 2
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install -c constraints.txt
@@ -9,12 +11,12 @@ PIP = $(BIN)/python -m pip install -c constraints.txt
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 NEED = import sys; sys.exit("modelcenter needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)
 
-.PHONY: venv quickstart check test test-all wheel clean
+.PHONY: venv quickstart check test test-all bench gpu wheel clean
 
 venv: $(VENV)/installed
 
 # torch first and alone, as pinned: named with the rest, or in another spelling, it brings gigabytes of CUDA to a CPU machine.
-$(VENV)/installed: pyproject.toml setup.py constraints.txt
+$(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@$(PYTHON) -c '$(NEED)'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $$(grep '^torch==' constraints.txt)
@@ -36,6 +38,20 @@ test: venv
 test-all: venv
 	$(PYTEST) -m "not gpu"
 
+# Times every op on the device that is there; the table is printed, and in $(BENCH) with a picture and the figures.
+bench: venv
+	$(BIN)/python benchmarks/ops.py --out $(BENCH)
+
+# On a machine whose own python3 has torch with CUDA and pytest, needing no network and no environment: kernels for the GPU that is
+# there, the tests that want one, a table.
+gpu:
+	MODELCENTER_CUDA_ARCHS=$$($(PYTHON) -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())') \
+		$(PYTHON) setup.py -q build_ext --inplace
+	PYTHONPATH=. $(PYTHON) -m pytest -p no:benchmark -m gpu
+	PYTHONPATH=. $(PYTHON) benchmarks/ops.py --device cuda --quick --out $(BENCH)
+
+# The same commit gives the same bytes, wherever it is built with the same compilers.
+wheel: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 wheel: venv
 	rm -rf build
 	$(BIN)/python -m build --no-isolation --outdir $(DIST)

@@ -7,6 +7,7 @@ kernels take plain pointers, so one build serves every torch.
     MODELCENTER_CUDA=0              leave CUDA out, though nvcc is there
     MODELCENTER_CUDA_ARCHS="90"     only these architectures (default: 75 80 86 89 90 100 120, as far as nvcc knows them, and PTX)
     CUDA_HOME, CXX, CFLAGS, NVCCFLAGS, LDFLAGS, MAX_JOBS      as everywhere
+    SOURCE_DATE_EPOCH=seconds       also keep out of the kernels what differs from build to build (make wheel)
 """
 
 import os
@@ -93,7 +94,7 @@ class BuildExtension(build_ext):
         temp.mkdir(parents=True, exist_ok=True)
         extra = shlex.split(os.environ.get("CFLAGS", ""))
         version = f'-DMC_VERSION="{self.distribution.get_version()}"'
-        headers = ["-I", self.get_python_include(), "-I", pybind11.get_include()]
+        headers = ["-I", self.get_python_include(), "-I", pybind11.get_include(), f"-ffile-prefix-map={pybind11.get_include()}=."]
         cuda = ["-DMC_CUDA"] if runtime else []
 
         steps: list[tuple[Path, list[str], Path]] = []  # source, command, object
@@ -114,12 +115,15 @@ class BuildExtension(build_ext):
             command = [nvcc, *flags, *targets, names, *shlex.split(os.environ.get("NVCCFLAGS", "")), "-c"]
             for source in sorted(CSRC.glob("*.cu")):
                 exact = EXACT.get(source.stem, ([], []))[1]
-                steps.append((source, [*command[:-1], *exact, "-c"], temp / f"{source.stem}.cu.o"))
+                # nvcc puts a number of the process into file names and a digest of the source's folder into symbols
+                fixed = ["-objtemp", "-Xcudafe", f"--orig_src_path_name,csrc/{source.name}"] if "SOURCE_DATE_EPOCH" in os.environ else []
+                steps.append((source, [*command[:-1], *exact, *fixed, "-c"], temp / f"{source.stem}.cu.o"))
 
         newest = max(path.stat().st_mtime for path in [*CSRC.glob("*.h"), ROOT / "setup.py"])
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:
             list(pool.map(lambda step: compile_one(*step, newest), steps))
-        link = [*cxx, "-shared", *(str(made) for _, _, made in steps), *extra, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-s", "-Wl,--build-id=none"]
+        link = [*cxx, *shared, *(str(made) for _, _, made in steps), *extra, *shlex.split(os.environ.get("LDFLAGS", ""))]
         if runtime:
             link += [f"-L{runtime}", "-lcudart_static", "-lpthread", "-lrt"]
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -137,12 +141,12 @@ def compile_one(source: Path, command: list[str], made: Path, newest: float) -> 
     line = shlex.join(command)
     if made.exists() and made.stat().st_mtime > max(newest, source.stat().st_mtime) and said.exists() and said.read_text() == line:
         return
-    run([*command, str(source), "-o", str(made)])
+    run([*command, str(source.relative_to(ROOT)), "-o", str(made)])
     said.write_text(line)
 
 
 def run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise OSError(f"{shlex.join(command)}\n{done.stderr[-4000:]}")
     if done.stderr.strip():

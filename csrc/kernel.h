@@ -119,7 +119,10 @@ struct Kernel {
 
 }  // namespace mc
 
-#define MC_KERNEL(name)                                                              \
-    static void run_##name(mc::Call& call);                                          \
-    static const mc::Kernel kernel_##name{#name, MC_LEVEL, run_##name};              \
-    static void run_##name(mc::Call& call)
+// The function is not static: nvcc names a file's anonymous namespace after its first public function, or else after the process.
+#define MC_RUN_(name, level) run_##name##_##level
+#define MC_RUN(name, level) MC_RUN_(name, level)
+#define MC_KERNEL(name)                                                                        \
+    void MC_RUN(name, MC_LEVEL)(mc::Call & call);                                              \
+    static const mc::Kernel kernel_##name{#name, MC_LEVEL, MC_RUN(name, MC_LEVEL)};            \
+    void MC_RUN(name, MC_LEVEL)(mc::Call & call)
