@@ -149,7 +149,7 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
             passes(rows, dim, 2, 3),
             {"torch": lambda x, w, eps: F.rms_norm(x, w.shape, w, eps),
              **on_cuda(device, liger=lambda x, w, eps: liger("rms_norm")(x, w, eps, in_place=False),
-                       cudnn=lambda x, w, eps: cudnn("rms_norm")(x, w.shape, w, None, eps))},
+                       cudnn=lambda x, w, eps: cudnn("rms_norm")(x, w, None, eps))},
             quick=name in ("LLaMA-8B", "T5-small"),
         )  # fmt: skip
 
