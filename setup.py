@@ -116,13 +116,16 @@ class BuildExtension(build_ext):
             for source in sorted(CSRC.glob("*.cu")):
                 exact = EXACT.get(source.stem, ([], []))[1]
                 # nvcc puts a number of the process into file names and a digest of the source's folder into symbols
-                fixed = ["-objtemp", "-Xcudafe", f"--orig_src_path_name,csrc/{source.name}"] if "SOURCE_DATE_EPOCH" in os.environ else []
-                steps.append((source, [*command[:-1], *exact, *fixed, "-c"], temp / f"{source.stem}.cu.o"))
+                fixed = ["-objtemp", "-Xcudafe", f"--orig_src_path_name,csrc/{source.name}"]
+                same = fixed if "SOURCE_DATE_EPOCH" in os.environ else []
+                steps.append((source, [*command[:-1], *exact, *same, "-c"], temp / f"{source.stem}.cu.o"))
 
         newest = max(path.stat().st_mtime for path in [*CSRC.glob("*.h"), ROOT / "setup.py"])
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:
             list(pool.map(lambda step: compile_one(*step, newest), steps))
-        shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-s", "-Wl,--build-id=none"]
+        shared = ["-shared", "-s", "-Wl,--build-id=none"]
+        if sys.platform == "darwin":
+            shared = ["-bundle", "-undefined", "dynamic_lookup"]
         link = [*cxx, *shared, *(str(made) for _, _, made in steps), *extra, *shlex.split(os.environ.get("LDFLAGS", ""))]
         if runtime:
             link += [f"-L{runtime}", "-lcudart_static", "-lpthread", "-lrt"]
