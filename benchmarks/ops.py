@@ -45,10 +45,10 @@ Function = Callable[..., Any]
 class Bench:
     """One line: an op at a size. `args` makes fresh random arguments; a floating tensor with requires_grad gets a gradient.
 
-    `bytes`: what the forward and the backward must move. `flops` instead, where arithmetic is the floor. `whole`: forward and
-    backward are one time, for losses that form their gradient early. `step`: the arguments are written, there is no backward.
-    `peers`: by contender's name, a function of the same arguments; `torch` is torch's own fused op. `ours`, `reference`: in place
-    of the op of that name. `own`: contenders that overwrite their arguments, and so get their own.
+    `bytes`: what the forward and the backward must move. `flops` instead, where arithmetic is the floor. `directions`: ("whole",)
+    times forward and backward as one, for losses that form their gradient early; ("step",) is for what has no arguments, and
+    `peers` and `ours` then make the function to time. `peers`: by contender's name, a function of the same arguments; `torch` is
+    torch's own fused op. `reference`: in place of the op's. `own`: contenders that overwrite their arguments, and so get their own.
     """
 
     op: str
@@ -56,13 +56,11 @@ class Bench:
     args: Callable[[], tuple[Any, ...]]
     bytes: tuple[float, float] = (0, 0)
     peers: dict[str, Function] = field(default_factory=dict)
-    flops: float = 0
+    flops: tuple[float, float] = (0, 0)
     ours: Function | None = None
     reference: Function | None = None
     quick: bool = False
-    whole: bool = False
-    step: bool = False
-    compiled: bool = True
+    directions: Sequence[str] = ("forward", "backward")
     own: Sequence[str] = ("liger",)
 
 
@@ -266,7 +264,7 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
             (2 * rows * vocab * each, 0),
             {"torch": lambda x, y: F.cross_entropy(x, y, reduction="sum"),
              **on_cuda(device, liger=lambda x, y: liger("cross_entropy")(x, y, reduction="sum"))},
-            quick=vocab == 50257, whole=True,
+            quick=vocab == 50257, directions=("whole",),
         )  # fmt: skip
     heads = [("LLaMA-8B", 8192, 4096, 131072), ("GPT-2 XL, odd", 16384, 1600, 50257)] if gpu else [("GPT-2", 256, 768, 50257)]
     for name, rows, dim, vocab in heads:
@@ -283,10 +281,102 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
             return F.cross_entropy((x @ w.t()).float(), y, reduction="sum")
 
         yield Bench(
-            "linear_cross_entropy", f"{name} {rows} x {dim} x {vocab}", args, flops=6 * rows * dim * vocab,
+            "linear_cross_entropy", f"{name} {rows} x {dim} x {vocab}", args, flops=(6 * rows * dim * vocab, 0),
             peers={"torch": lambda x, w, y: F.cross_entropy(x @ w.t(), y, reduction="sum"), **on_cuda(device, **fused)},
-            reference=whole_logits, quick=name in ("LLaMA-8B", "GPT-2"), whole=True,
+            reference=whole_logits, quick=name in ("LLaMA-8B", "GPT-2"), directions=("whole",),
         )  # fmt: skip
+
+
+    # attention: two products forward and five backward, half of each where causal
+    if not gpu:
+        b, s, h, d = 2, 512, 12, 64
+        for name, causal, p in (("BERT", False, 0.0), ("GPT-2", True, 0.0), ("GPT-2", True, 0.1)):
+
+            def args(causal: bool = causal, p: float = p) -> tuple[Any, ...]:
+                q, k, v = (new(b, s, h, d) for _ in range(3))
+                return q, k, v, None, None, None, d**-0.5, causal, seed() if p else None, p
+
+            def fused(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+                heads, (scale, causal, _, p) = (x.transpose(1, 2) for x in (q, k, v)), rest[3:]
+                return F.scaled_dot_product_attention(*heads, dropout_p=p, is_causal=causal, scale=scale).transpose(1, 2)
+
+            product = 2 * b * h * s * s * d / (1 + causal)
+            yield Bench(
+                "attention", f"{name} {b} x {s} x {h} x {d} p={p}", args, peers={"torch": fused}, flops=(2 * product, 5 * product),
+                quick=name == "GPT-2",
+            )  # fmt: skip
+
+    # frozen weights in 4 and 8 bits: a product of many tokens is arithmetic, of few it reads the codes
+    rows, cols = (14336, 4096) if gpu else (3072, 768)
+    for name, bits in (("nf4", 4), ("int8", 8)):
+        for tokens in (8192, 4) if gpu else (512, 4):
+
+            def args(name: str = name, tokens: int = tokens) -> tuple[Any, ...]:
+                codes, scales = getattr(ops, f"quantize_{name}")(torch.randn(rows, cols, device=device))
+                return new(tokens, cols), codes, scales, None
+
+            product = 2.0 * tokens * rows * cols
+            floor: dict[str, Any] = {"flops": (product, product)} if tokens > 64 else {"bytes": (rows * cols * bits / 8, 0)}
+            yield Bench(
+                f"linear_{name}", f"{tokens} x {cols} x {rows}", args, quick=tokens > 64,
+                directions=("forward", "backward") if tokens > 64 else ("forward",), **floor,
+            )  # fmt: skip
+
+    # AdamW: the gradients' norm, clip, update and cast. Half: bf16 parameters and gradients with an fp32 master
+    count = 1_000_000_000 if gpu else 32_000_000
+    for half, moments in ((True, "fp32"), (True, "bf16"), (True, "int8"), (False, "fp32")):
+        if not gpu and half != (dtype == torch.bfloat16):
+            continue
+        each_moment = {"fp32": 4, "bf16": 2, "int8": 1}[moments]
+        moved = count * (8 + 4 * each_moment + (2 * 2 + 2 if half else 2 * 4))
+        name = "bf16 + master" if half else "fp32"
+        yield Bench(
+            "adamw", f"{count / 1e6:.0f} M, {name}, {moments} moments, clip", tuple, (moved, 0),
+            {"torch": partial(torch_adamw, count, device, half)}, ours=partial(our_adamw, count, device, half, moments),
+            directions=("step",), quick=moments != "int8" and (half or not gpu),
+        )  # fmt: skip
+
+
+def shapes_of(count: int) -> list[tuple[int, ...]]:
+    """Matrices, a remainder and some vectors: together `count` parameters."""
+    vectors = [(4096,)] * 32
+    matrices, left = divmod(count - 4096 * 32, 4096 * 4096)
+    return [*[(4096, 4096)] * matrices, (left,), *vectors]
+
+
+def our_adamw(count: int, device: str, half: bool, moments: str) -> Function:
+    from modelcenter.optim.adamw import AdamW
+
+    dtype = torch.bfloat16 if half else torch.float32
+    params = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes_of(count)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = AdamW(params, lr=1e-4, moments=moments, master=half)
+
+    def step() -> None:
+        optimizer.step(clip=optimizer.clip(1.0))
+
+    return step
+
+
+def torch_adamw(count: int, device: str, half: bool) -> Function:
+    """The same in torch's passes: gradients to fp32, clip, fused update, parameters to bf16; its moments are fp32."""
+    params = [torch.randn(shape, device=device).requires_grad_() for shape in shapes_of(count)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
+    copies = [p.detach().bfloat16() for p in params] if half else []
+    grads = [torch.randn_like(copy) for copy in copies]
+
+    def step() -> None:
+        if half:
+            torch._foreach_copy_([p.grad for p in params], grads)
+        torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+        optimizer.step()
+        if half:
+            torch._foreach_copy_(copies, [p.detach() for p in params])
+
+    return step
 
 
 def words(count: int, vocab: int, device: str) -> Tensor:
@@ -372,6 +462,8 @@ class Contender:
 
         return clock(device, work) / len(taken)
 
+    step = forward
+
     def fresh(self) -> None:
         """Random numbers again where a contender writes over its arguments."""
         if self.refill:
@@ -413,51 +505,56 @@ def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
 
 def contenders(bench: Bench, device: str, notes: list[str]) -> list[Contender]:
     """All that run, with their arguments: the same sets, but for those that write over theirs."""
-    op = OPS.get(bench.op)
-    first = bench.args()
+    op, first = OPS.get(bench.op), bench.args()
     functions: dict[str, Function] = {}
     if bench.ours is not None:
         functions["ours"] = bench.ours
     elif op is not None and op.kernel is not None and _op.available(device):
-        functions["ours"] = op if op.fits(first) else op.function.apply
-        if not op.fits(first):
-            notes.append(f"{bench.op} {bench.size}: the kernel is measured but not selected here")
+        fits = op.kernel.takes is None or op.kernel.takes(*first)
+        functions["ours"] = op if fits and device in op.kernel.devices else op.straight
+        if functions["ours"] is not op:
+            notes.append(f"{bench.op} {bench.size}: the kernel is not selected here")
     else:
-        notes.append(f"{bench.op} {bench.size}: no kernel for {device}")
+        notes.append(f"{bench.op}: no kernel for {device}")
         return []
-    reference = bench.reference or (op.reference if op is not None else None)
-    if reference is not None:
-        functions["reference"] = reference
-        if bench.compiled:
-            functions["compile"] = torch.compile(reference, dynamic=False)
+    if "step" not in bench.directions:
+        reference = bench.reference or (op.reference if op is not None else None)
+        if reference is not None:
+            functions |= {"reference": reference, "compile": torch.compile(reference, dynamic=False)}
     functions.update(bench.peers)
     size = sum(a.numel() * a.element_size() for a in first if isinstance(a, Tensor))
-    number = max(1, min(64, CACHE[device] // size if size < CACHE[device] else 2 if size < 4 << 30 else 1))
+    number = max(1, min(64, CACHE[device] // size if size < CACHE[device] else 2 if size < 4 << 30 else 1)) if size else 1
     shared = [first, *(bench.args() for _ in range(number - 1))]
     found = []
     for name in CONTENDERS:
         if name in functions:
             sets = [bench.args() for _ in range(number)] if name in bench.own else shared
-            contender = Contender(name, functions[name], sets, refill=name in bench.own)
             try:
+                if "step" in bench.directions:
+                    functions[name] = functions[name]()
+                contender = Contender(name, functions[name], sets, refill=name in bench.own)
                 for args in sets[:2]:  # compile, load, tune
-                    out = results(functions[name](*args))
-                    if not bench.step:
+                    made = functions[name](*args)
+                    if bench.directions[-1] in ("backward", "whole"):
+                        out = results(made)
                         torch.autograd.grad(out, leaves(args), [torch.ones_like(o) for o in out], allow_unused=True)
                         del out
+                    del made
                 sync(device)
                 found.append(contender)
             except Absent as error:
                 notes.append(f"{name}: {error}")
             except Exception as error:
                 notes.append(f"{bench.op} {bench.size}, {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                if name == "ours":
+                    return []
     return found
 
 
 def apart(found: list[Contender], bench: Bench) -> dict[str, float]:
     """Each contender's distance from the reference, |theirs - its| / |its|, on the first result."""
     it = next((c for c in found if c.name == "reference"), None)
-    if it is None or bench.op == "dropout" or "p=0.1" in bench.size:
+    if it is None or "p=0.1" in bench.size:
         return {}
     seen = {}
     for c in found:
@@ -478,7 +575,7 @@ def measure(bench: Bench, device: str, rounds: int, notes: list[str]) -> Iterato
     for name, distance in different.items():
         if not distance < 0.05:
             notes.append(f"{bench.op} {bench.size}: {name} differs from the reference by {distance:.2g}")
-    for direction in ("whole",) if bench.whole else ("forward",) if bench.step else ("forward", "backward"):
+    for direction in bench.directions:
         times: dict[str, list[float]] = {c.name: [] for c in found}
         began = time.perf_counter()
         for turn in range(rounds + 1):
@@ -499,8 +596,9 @@ def measure(bench: Bench, device: str, rounds: int, notes: list[str]) -> Iterato
             yield {
                 "op": bench.op, "size": bench.size, "direction": direction, "contender": contender.name, "seconds": middle,
                 "spread": (max(measured) - min(measured)) / middle, "times": measured, "sets": len(contender.sets),
-                "bytes": bench.bytes[direction == "backward"], "flops": bench.flops, "distance": different.get(contender.name),
-                **({"extra_mib": extra(contender)} if bench.whole and device == "cuda" else {}),
+                "bytes": bench.bytes[direction == "backward"], "flops": bench.flops[direction == "backward"],
+                "distance": different.get(contender.name),
+                **({"extra_mib": extra(contender)} if direction == "whole" and device == "cuda" else {}),
             }  # fmt: skip
 
 
