@@ -55,12 +55,19 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((out, x[..., 2 * pairs :]), -1)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> Tensor:
     total = logits.sum() * 0
     for row, label in zip(logits, labels.tolist(), strict=True):
         if label != IGNORE:
-            total = total - torch.log(torch.exp(row[label]) / torch.exp(row).sum())
+            whole = torch.exp(row).sum()
+            nats = -torch.log(torch.exp(row) / whole)
+            total = total + (1 - smoothing) * nats[label] + smoothing * nats.sum() / len(row) + z * torch.log(whole) ** 2
     return total
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float = 1.0, *how: float) -> Tensor:
+    logits = (x[:, None] * weight * scale).sum(-1)
+    return cross_entropy(logits if bias is None else logits + bias, labels, *how)
 
 
 def philox(counter: int, seed: int) -> list[int]:
@@ -131,6 +138,8 @@ def attended(
     return out
 
 
+LOSSES = ("cross_entropy", "linear_cross_entropy")  # in fp32 whatever goes in
+
 FORMULAS: dict[str, Callable[..., Any]] = {  # a tensor, or a tuple of them
     "gelu": lambda x, bias: erf_gelu(biased(x, bias)),
     "gelu_tanh": lambda x, bias: tanh_gelu(biased(x, bias)),
@@ -151,6 +160,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {  # a tensor, or a tuple of them
     "rotary": turned,
     "attention": attended,
     "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
 }
 
 
@@ -192,7 +202,7 @@ def test_values_and_gradients_are_the_formulas(name: str, dtype: torch.dtype) ->
         direction = [torch.rand(shape, dtype=torch.float64) + 0.5 for shape in shapes]
         wanted, wanted_grads = run(FORMULAS[name], leaves(args, torch.float64), direction)
         found, found_grads = run(OPS[name], leaves(args, torch.float64 if dtype == torch.float64 else None), direction)
-        assert {out.dtype for out in found} == {torch.float32 if name == "cross_entropy" and dtype == torch.bfloat16 else dtype}
+        assert {out.dtype for out in found} == {torch.float32 if name in LOSSES and dtype == torch.bfloat16 else dtype}
         for ours, theirs in zip((*found, *found_grads), (*wanted, *wanted_grads), strict=True):
             assert ours.shape == theirs.shape and ours.isfinite().all()
             if not ours.numel():
@@ -208,7 +218,7 @@ def test_gradients_are_differences(name: str) -> None:
             assert torch.autograd.gradcheck(OPS[name], leaves(args, torch.float64))
 
 
-@pytest.mark.parametrize("name", [n for n in FORMULAS if n != "cross_entropy"])
+@pytest.mark.parametrize("name", [n for n in FORMULAS if n not in LOSSES])
 def test_low_precision_is_computed_high(name: str) -> None:
     """In bf16 the only rounding is the result's (and where a product is formed last, one more)."""
     for args in cases(name, torch.bfloat16):

@@ -305,7 +305,7 @@ def test_the_loss_of_more_tokens_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -
     ids = inputs(Case("gpt2", "default", "lm"))["input_ids"]
     whole = ours(ids, labels=ids).loss
     wanted = torch.autograd.grad(whole, list(ours.parameters()))
-    monkeypatch.setattr("modelcenter.layers.head.CHUNK", 8)
+    monkeypatch.setattr("modelcenter.ops.linear_cross_entropy.CHUNK", 8)
     for module in ours.train().modules():
         for name in ("p", "dropout"):
             if isinstance(getattr(module, name, None), float):

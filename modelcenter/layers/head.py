@@ -8,15 +8,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .. import ops
+from ..ops._op import PLAIN
 from ..ops.cross_entropy import IGNORE
+from ..ops.linear_cross_entropy import chunked
 from .dropout import Dropout
 from .linear import Linear
 from .output import Batch, Output
-
-CHUNK = 1024  # rows of logits alive at a time in training: 1024 x 50257 in fp32 are 206 MB
 
 
 def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
@@ -34,10 +33,13 @@ class Head(nn.Module):
 class LMHead(Head):
     """Scores over the vocabulary: out(transform(x) * scale). `shift`: position i predicts token i + 1.
 
-    In training with labels whole logits are never materialised: labelled rows only, a chunk at a time, recomputed in the backward.
+    In training with labels whole logits are never materialised (ops.linear_cross_entropy). `smoothing` of the labels and the
+    z-loss' factor `z` are for training alone: set them on the head.
     """
 
     tp = {"out": "logits"}
+    smoothing = 0.0
+    z = 0.0
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class LMHead(Head):
         if self.shift:
             labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE)
         if self.training:
-            return Output(loss=mean(self.chunked(x, labels), labels, items), logits=None, last_hidden_state=x)
+            return Output(loss=mean(self.total(x, labels), labels, items), logits=None, last_hidden_state=x)
         logits = self.logits(x)
         total = ops.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return Output(loss=mean(total, labels, items), logits=logits, last_hidden_state=x)
@@ -74,18 +76,26 @@ class LMHead(Head):
             return scores
         return scores[..., : self.vocab].clone()  # rows that only pad the vocabulary are no words; FSDP wants no view
 
-    def chunked(self, x: Tensor, labels: Tensor) -> Tensor:
+    def total(self, x: Tensor, labels: Tensor) -> Tensor:
         """The summed loss of x (b s dim) against labels (b s)."""
-        kept = labels != IGNORE
-        x, labels = x[kept], labels[kept]
-        total = self.loss(x[:0], labels[:0])  # ties the graph together where nothing is labelled
-        for rows, targets in zip(x.split(CHUNK), labels.split(CHUNK), strict=True):
-            total = total + checkpoint(self.loss, rows, targets, use_reentrant=False, preserve_rng_state=False)
-        return total
+        x, labels = x.flatten(0, -2), labels.flatten()
+        if not self.shift:  # where few positions have a label the others are left out, though a GPU must be waited for to know them
+            rows = (labels != IGNORE).nonzero().squeeze(1)
+            x, labels = x.index_select(0, rows), labels[rows]
+        if not plain(self.out):  # its rows are on several devices, or something is added to it
+            return chunked(self.logits, x, labels, self.smoothing, self.z)
+        if self.transform is not None:
+            x = self.transform(x)
+        loss: Tensor = ops.linear_cross_entropy(x, self.out.weight, self.out.bias, labels, self.scale, self.smoothing, self.z)
+        return loss
 
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        total: Tensor = ops.cross_entropy(self.logits(x), labels)
-        return total
+
+def plain(module: nn.Module) -> bool:
+    """Whether a linear layer is what its weight and bias say, and calling it would do nothing else."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if type(module) not in (Linear, nn.Linear) or any(hooks) or "forward" in vars(module):
+        return False
+    return type(module.weight) in PLAIN and (module.bias is None or type(module.bias) in PLAIN)
 
 
 class Transform(nn.Module):

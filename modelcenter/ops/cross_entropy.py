@@ -1,29 +1,76 @@
 """Cross entropy of logits against labels, summed over the labels that are not `IGNORE`; in at least fp32.
 
-loss = sum_i (logsumexp(logits_i) - logits_i[label_i]). No label at all gives zero and a zero gradient, never NaN.
+loss_i = lse_i - (1 - smoothing) * logits_i[label_i] - smoothing * mean_j(logits_ij) + z * lse_i^2,  lse_i = logsumexp(logits_i):
+label smoothing is torch's (Szegedy et al., 2016), the z-loss PaLM's (Chowdhery et al., 2022, section 5). No label at all gives zero
+and a zero gradient, never NaN. A label that is neither in the vocabulary nor `IGNORE` is an error on the CPU, before anything is
+written; on CUDA, where nobody waits to know, it makes the loss NaN.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import op, wide
+from ._op import Kernel, call, op, raw, wide
 
 IGNORE = -100  # as torch and transformers
 
 
-def reference(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(wide(logits), labels, ignore_index=IGNORE, reduction="sum")
+def reference(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> Tensor:
+    logits = wide(logits)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    if z:
+        loss = loss + z * logits.logsumexp(1).square().masked_fill(labels == IGNORE, 0).sum()
+    return loss
+
+
+@raw("(Tensor logits, Tensor labels, float smoothing=0.0, float z=0.0) -> (Tensor, Tensor)")
+def cross_entropy_forward(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The loss, and the logsumexp of every row."""
+    losses, lse = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+    call("cross_entropy", logits.contiguous(), labels.contiguous(), logits.size(1), smoothing, z, losses, lse)
+    return summed(losses), lse
+
+
+@raw("(Tensor grad, Tensor logits, Tensor labels, Tensor lse, float smoothing, float z) -> Tensor")
+def cross_entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, smoothing: float, z: float) -> Tensor:
+    logits = logits.contiguous()
+    out = torch.empty_like(logits)
+    call("cross_entropy_backward", logits, labels.contiguous(), lse, grad, smoothing, z, out)
+    return out
+
+
+def summed(losses: Tensor) -> Tensor:
+    """The sum (fp32, no dimensions), in an order that depends on neither threads nor launch."""
+    loss = torch.empty((), dtype=torch.float32, device=losses.device)
+    call("total", losses, loss)
+    return loss
+
+
+def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    logits, labels, smoothing, z, *_ = (*args, 0.0, 0.0)
+    return logits, labels, outs[1], smoothing, z
+
+
+def backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, smoothing: float, z: float) -> Sequence[Tensor | None]:
+    return cross_entropy_backward(grad, logits, labels, lse, smoothing, z), None, None, None
+
+
+def takes(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> bool:
+    """Whatever else torch's takes goes there, and so does what it refuses."""
+    return labels.dtype == torch.int64 and logits.dim() == 2 and labels.shape == logits.shape[:1] and logits.size(1) > 0
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for n, vocab in ((1, 1), (3, 7), (64, 1000)):
+    for n, vocab in ((1, 1), (0, 3), (3, 7), (5, 129), (64, 1000)):
         labels = torch.randint(vocab, (n,), device=device)
-        yield torch.randn(n, vocab, device=device, dtype=dtype), labels
-        yield torch.randn(n, vocab, device=device, dtype=dtype), labels.masked_fill(labels % 2 == 0, IGNORE)
+        logits = torch.randn(n, vocab, device=device, dtype=dtype)
+        yield logits, labels
+        yield logits, labels.masked_fill(labels % 2 == 0, IGNORE)
+        yield logits, labels, 0.1, 1e-3
+    yield torch.randn(33, 40, device=device, dtype=dtype)[:, 3:], torch.randint(37, (33,), device=device), 0.0, 1e-2
 
 
-cross_entropy = op("cross_entropy", reference, cases)
+cross_entropy = op("cross_entropy", reference, cases, Kernel(cross_entropy_forward, saved, backward, takes=takes))

@@ -1,0 +1,190 @@
+"""The cross entropy of x @ weight^T * scale + bias, without ever holding those logits whole.
+
+A chunk of rows at a time: its logits are formed, turned into their own gradient in place (csrc/cross_entropy), and multiplied into
+the gradients of x and of the weight at once, in the forward; so nothing is computed twice and nothing of the size of the logits is
+kept (Hsu et al., 2024: "Liger Kernel"). The backward only multiplies by the gradient of the loss: in place, in fp32, and where that
+is 1 without touching memory; the device alone knows its value. Labels as in ops/cross_entropy.
+
+Gradients: of those inputs that want one. That of the weight is summed over the chunks in fp32, but for a bf16 weight on CUDA, whose
+own dtype holds it between chunks (an fp32 sum of a vocabulary of 131072 x 4096 would take 2.1 GB). In fp16 the gradient of the
+logits is held 256 times too large, or the small probabilities of a large vocabulary vanish. Under autocast the products are formed
+in its dtype, and a weight is cast once for all chunks; on a CPU without units for low precision they are formed in fp32.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ._op import OPS, Kernel, Op, call, look, raw, unseen
+from .cross_entropy import IGNORE, cross_entropy, summed
+from .linear import LOW, has_low_units
+
+CHUNK = 1024  # rows of logits that the reference holds at a time: 1024 x 50257 in fp32 are 206 MB
+X, WEIGHT, BIAS = 1, 2, 4  # bits of `grads`
+BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # a chunk's logits
+SUM_IN_FP32 = False  # also of a bf16 weight on CUDA
+
+
+def chunked(scores: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, smoothing: float, z: float) -> Tensor:
+    """The summed loss of scores(x) (n vocab), a chunk of rows at a time and each again in the backward."""
+
+    def part(x: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(scores(x), labels, smoothing, z)  # type: ignore[no-any-return]
+
+    if len(x) <= CHUNK:
+        return part(x, labels)
+    parts = zip(x.split(CHUNK), labels.split(CHUNK), strict=True)
+    return torch.stack([checkpoint(part, *both, use_reentrant=False, preserve_rng_state=False) for both in parts]).sum()
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float = 1.0, smoothing: float = 0.0,
+              z: float = 0.0, grads: int = 7, dtype: torch.dtype | None = None) -> Tensor:
+    """What the last two arguments say is a matter of speed, and not of this one's."""
+    return chunked(lambda x: F.linear(x if scale == 1.0 else x * scale, weight, bias), x, labels, smoothing, z)
+
+
+@raw("(Tensor x, Tensor weight, Tensor? bias, Tensor labels, float scale=1.0, float smoothing=0.0, float z=0.0, "
+     "int grads=7, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor, Tensor)")
+def linear_cross_entropy_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float = 1.0, smoothing: float = 0.0, z: float = 0.0,
+    grads: int = 7, dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss and the gradients of x, weight and bias for a gradient of 1; one that is not in `grads` is empty. A gradient may be
+    wider than what it is of."""
+    cuda, vocab = x.is_cuda, weight.size(0)
+    kind = dtype or x.dtype
+    if not cuda and kind in LOW and not has_low_units(kind):
+        kind = torch.float32
+    own = kind if cuda else torch.float32  # the dtype of dx: on a CPU memory is not worth a rounding
+    of_weight = weight.dtype if cuda and weight.dtype == kind == torch.bfloat16 and not SUM_IN_FP32 else torch.float32
+    chunk, stride = rows_of_a_chunk(x, vocab, kind)
+    dx = x.new_empty(x.shape if grads & X else 0, dtype=own)
+    dweight = x.new_empty(weight.shape if grads & WEIGHT else 0, dtype=of_weight)
+    dbias = x.new_zeros(vocab if grads & BIAS and bias is not None else 0, dtype=torch.float32)
+    losses = x.new_empty(len(x), dtype=torch.float32)
+    if isinstance(x, torch._subclasses.FakeTensor) or x.is_meta:
+        return summed(losses), dx, dweight, dbias
+
+    into, kept = dx, labels
+    if not cuda:  # where it costs nothing to know them, the rows that have a label
+        kept = (labels != IGNORE).nonzero().squeeze(1)
+        if len(kept) < len(x):
+            x, labels, losses = x[kept], labels[kept], losses[: len(kept)]
+            dx = dx.new_empty(x.shape if grads & X else 0)
+    w, b, labels = weight.to(kind).contiguous(), None if bias is None else bias.to(kind), labels.contiguous()
+    up = 256.0 if kind == torch.float16 else 1.0
+    room = x.new_empty(min(chunk, len(x)), stride, dtype=kind)
+    for start in range(0, len(x), chunk):
+        rows = slice(start, min(start + chunk, len(x)))
+        part, held = x[rows].to(kind), room[: rows.stop - start]
+        logits = held[:, :vocab]
+        if b is None:
+            multiply(logits, part, w.t(), 0.0, scale)
+        else:
+            torch.addmm(b, part, w.t(), alpha=scale, out=logits)
+        if not grads:
+            call("cross_entropy", held, labels[rows], vocab, smoothing, z, losses[rows], None)
+            continue
+        call("cross_entropy_both", held, labels[rows], vocab, smoothing, z, up, losses[rows])
+        if grads & X:
+            multiply(dx[rows], logits, w, 0.0, scale / up)
+        if grads & WEIGHT:
+            multiply(dweight, logits.t(), part, 1.0 if start else 0.0, scale / up)
+        if len(dbias):
+            dbias.add_(logits.sum(0, dtype=torch.float32), alpha=1 / up)
+    if not len(x):
+        dweight.zero_()
+    if dx is not into and grads & X:
+        dx = into.zero_().index_copy_(0, kept, dx)
+    return summed(losses), dx, dweight, dbias
+
+
+def rows_of_a_chunk(x: Tensor, vocab: int, kind: torch.dtype) -> tuple[int, int]:
+    """Rows of logits held at a time, and the elements from one to the next: so many that every row is aligned for the matrix units,
+    which an odd vocabulary is not."""
+    stride = -(-vocab // 64) * 64
+    rows = max(1, BYTES["cuda" if x.is_cuda else "cpu"] // (stride * kind.itemsize))
+    return rows // 128 * 128 or rows, stride
+
+
+def multiply(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
+    """out = out * beta + a @ b * alpha. Autocast has no part in products into a given tensor."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+    elif out.is_cuda:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
+    else:
+        part = torch.addmm(out.new_empty(out.shape, dtype=a.dtype), a, b, beta=0.0, alpha=alpha)
+        out.copy_(part) if beta == 0 else out.add_(part)
+
+
+@raw("(Tensor x, Tensor factor) -> Tensor")
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x * factor (fp32, no dimensions), formed in fp32. torch would round the factor to x's dtype first."""
+    out = x.clone()
+    call("scale", out, factor)
+    return out
+
+
+def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    x, weight, bias, *_ = args
+    _, dx, dweight, dbias = outs
+    grads = args[7] if len(args) > 7 else X | WEIGHT | BIAS
+    return dx, dweight, dbias, grads, x.dtype, weight.dtype, None if bias is None else bias.dtype
+
+
+def backward(grad: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, grads: int, of_x: torch.dtype, of_weight: torch.dtype,
+             of_bias: torch.dtype | None) -> Sequence[Tensor | None]:
+    def times(total: Tensor, dtype: torch.dtype) -> Tensor:
+        if unseen() and look((grad, total))[1] and not torch._C._autograd._get_current_graph_task_keep_graph():
+            call("scale", total, grad)  # nobody reads it again: no second tensor of the weight's size
+            return total.detach().to(dtype)
+        out: Tensor = scaled(total, grad)
+        return out.to(dtype)
+
+    return (
+        times(dx, of_x) if grads & X else None,
+        times(dweight, of_weight) if grads & WEIGHT else None,
+        times(dbias, of_bias) if grads & BIAS and of_bias is not None else None,
+        *[None] * 6,
+    )
+
+
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float = 1.0, smoothing: float = 0.0,
+          z: float = 0.0, grads: int = 7, dtype: torch.dtype | None = None) -> bool:
+    """Whatever else torch's would take goes there, and so does what it refuses."""
+    same = dtype is not None or (x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype))
+    shaped = x.dim() == weight.dim() == 2 and x.size(1) == weight.size(1) and labels.shape == x.shape[:1] and weight.size(0) > 0
+    return same and shaped and labels.dtype == torch.int64 and (bias is None or bias.shape == weight.shape[:1])
+
+
+class LinearCrossEntropy(Op):
+    """Called without the last two arguments, which follow from what surrounds the call."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: float) -> Any:
+        scale, smoothing, z = (*rest, *(1.0, 0.0, 0.0)[len(rest) :])
+        grads, device = 0, x.device.type
+        if torch.is_grad_enabled():
+            grads = X * x.requires_grad + WEIGHT * weight.requires_grad + BIAS * (bias is not None and bias.requires_grad)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return super().__call__(x, weight, bias, labels, scale, smoothing, z, grads, dtype)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for n, dim, vocab in ((1, 1, 1), (0, 4, 3), (3, 5, 7), (40, 64, 129)):
+        x, weight, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in ((n, dim), (vocab, dim), (vocab,)))
+        weight /= dim**0.5
+        labels = torch.randint(vocab, (n,), device=device)
+        yield x, weight, None, labels
+        yield x, weight, bias, labels.masked_fill(labels % 3 == 0, IGNORE)
+        yield x, weight, bias, labels, 0.5, 0.1, 1e-3
+        yield x, weight, None, torch.full_like(labels, IGNORE)
+
+
+linear_cross_entropy = OPS["linear_cross_entropy"] = LinearCrossEntropy(
+    "linear_cross_entropy", reference, cases, Kernel(linear_cross_entropy_forward, saved, backward, takes=takes)
+)

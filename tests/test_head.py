@@ -1,0 +1,277 @@
+"""The language-model head's loss: the fused op in chunks against whole logits in double precision, and when the head uses it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelcenter import ops
+from modelcenter.layers import Batch, Linear, LMHead
+from modelcenter.ops import linear_cross_entropy as op
+from modelcenter.ops._op import available
+from modelcenter.ops.cross_entropy import IGNORE
+
+module = __import__("modelcenter.ops.linear_cross_entropy", fromlist=["op"])
+compiled = pytest.mark.skipif(not available("cpu"), reason="no compiled kernels here")
+HOW = {"plain": (1.0, 0.0, 0.0), "all": (0.3, 0.1, 1e-2)}
+
+
+def made(n: int, dim: int, vocab: int, dtype: torch.dtype = torch.float32, ignored: int = 4) -> list[Any]:
+    """x, weight, bias and labels, every `ignored`-th of which is none."""
+    torch.manual_seed(n + vocab)
+    x, weight, bias = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((n, dim), (vocab, dim), (vocab,)))
+    labels = torch.randint(vocab, (n,))
+    labels[::ignored] = IGNORE
+    return [x, weight, bias, labels]
+
+
+def exact(args: list[Any], how: tuple[float, ...] = HOW["plain"], factor: float = 1.0) -> tuple[Tensor, list[Tensor]]:
+    """The loss from whole logits in double precision by torch, and the gradients of its product with `factor`."""
+    x, weight, bias = (a.detach().double().requires_grad_() for a in args[:3])
+    logits = F.linear(x * how[0], weight, bias)
+    loss = F.cross_entropy(logits, args[3], ignore_index=IGNORE, label_smoothing=how[1], reduction="sum")
+    loss = loss + how[2] * (logits.logsumexp(1) ** 2 * (args[3] != IGNORE)).sum()
+    return loss.detach(), list(torch.autograd.grad(loss * factor, (x, weight, bias)))
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
+    assert found.shape == wanted.shape
+    assert (found.double() - wanted).abs().max() <= tolerance * max(1.0, wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("size", [(50, 16, 37), (9, 8, 1), (129, 24, 65), (1, 1, 1030)], ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_chunks_are_whole_logits(monkeypatch: pytest.MonkeyPatch, rows: int, size: tuple[int, int, int], how: str) -> None:
+    monkeypatch.setattr(module, "rows_of_a_chunk", lambda x, vocab, kind: (rows, vocab + 3))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+        args = made(*size, dtype)
+        loss = op(*args, *HOW[how])
+        wanted, grads = exact(args, HOW[how], 3.7)
+        (loss * 3.7).backward()
+        assert loss.dtype == torch.float32
+        close(loss.detach(), wanted, tolerance)
+        for a, grad in zip(args[:3], grads, strict=True):
+            assert a.grad.dtype == dtype
+            close(a.grad, grad, tolerance)
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_no_label_is_no_loss(n: int) -> None:
+    args = made(n, 4, 7, ignored=1)
+    loss = op(*args)
+    loss.backward()
+    assert loss.item() == 0 and all(torch.equal(a.grad, torch.zeros_like(a)) for a in args[:3])
+
+
+@compiled
+def test_only_gradients_that_are_wanted_are_formed() -> None:
+    x, weight, bias, labels = made(6, 4, 7)
+    whole = exact([x, weight, bias, labels])[1]
+    for wanted in range(1, 8):
+        for i, a in enumerate((x, weight, bias)):
+            a.requires_grad_(bool(wanted >> i & 1)).grad = None
+        with torch.no_grad():
+            outs = module.linear_cross_entropy_forward(x, weight, bias, labels, 1.0, 0.0, 0.0, wanted, None)
+        assert [out.numel() > 0 for out in outs[1:]] == [bool(wanted >> i & 1) for i in range(3)]
+        op(x, weight, bias, labels).backward()
+        for i, a in enumerate((x, weight, bias)):
+            assert (a.grad is not None) == a.requires_grad
+            if a.grad is not None:
+                close(a.grad, whole[i])
+    with torch.no_grad():
+        assert not op(x, weight, bias, labels).requires_grad
+
+
+def test_backward_twice_and_accumulated() -> None:
+    args = made(12, 5, 9)
+    _, grads = exact(args)
+    loss = op(*args)
+    loss.backward(retain_graph=True)
+    kept = [a.grad for a in args[:3]]
+    loss.backward()  # adds to the gradients that the first one handed over
+    op(*args).backward(torch.tensor(0.5))
+    for a, first, grad in zip(args[:3], kept, grads, strict=True):
+        assert a.grad is first
+        close(a.grad, 2.5 * grad)
+
+
+@compiled
+def test_the_gradient_of_the_weight_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, scaled, call = made(12, 5, 9), [], module.call
+
+    def watched(name: str, *rest: Any) -> None:
+        call(name, *rest)
+        if name == "scale":
+            scaled.append(rest[0].data_ptr())
+
+    monkeypatch.setattr(module, "call", watched)
+    op(*args).backward()
+    assert [a.grad.data_ptr() for a in args[:3]] == scaled
+
+
+def test_a_tied_table_gets_both_gradients() -> None:
+    _, table, bias, labels = made(10, 6, 11)
+    ids = torch.arange(10) % 11
+    op(F.embedding(ids, table), table, bias, labels).backward()
+    wide = table.detach().double().requires_grad_()
+    F.cross_entropy(F.linear(wide[ids], wide, bias.detach().double()), labels, reduction="sum").backward()
+    close(table.grad, wide.grad)
+
+
+@compiled
+@pytest.mark.parametrize("label", [-1, 7, 2**40])
+def test_a_label_out_of_the_vocabulary(label: int) -> None:
+    x, weight, bias, labels = made(6, 4, 7)
+    labels[3] = label
+    for call in (lambda: op(x, weight, bias, labels), lambda: ops.cross_entropy(F.linear(x, weight), labels)):
+        with pytest.raises(ValueError, match=rf"labels\[\d\] is {label}; wanted 0 to 6"):
+            call()
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("units", [False, True])
+def test_autocast(monkeypatch: pytest.MonkeyPatch, low: torch.dtype, units: bool) -> None:
+    monkeypatch.setattr(module, "has_low_units", lambda dtype: units)
+    for kind in (torch.float32, low):
+        args = made(40, 16, 37)
+        args[0] = args[0].detach().to(kind).requires_grad_()
+        with torch.autocast("cpu", low):
+            loss = op(*args)
+        loss.backward()
+        wanted, grads = exact(args)
+        close(loss.detach(), wanted, 1e-2)
+        for a, grad in zip(args[:3], grads, strict=True):
+            assert a.grad.dtype == a.dtype
+            close(a.grad, grad, 1e-2)
+        if not units:  # then nothing but x was rounded
+            close(args[1].grad, grads[1], 1e-2 if kind == torch.float32 else 1e-5)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_one_operator_in_a_graph(low: bool) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    args = made(12, 5, 9)
+    counter = CompileCounter()
+
+    def loss(*args: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            return op(*args, 0.5, 0.1, 1e-3)  # type: ignore[no-any-return]
+
+    wanted = torch.autograd.grad(loss(*args), args[:3])
+    torch._dynamo.reset()
+    torch.compile(loss, backend=counter, fullgraph=True)(*args)
+    assert counter.frame_count == 1
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*args), args[:3])
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@compiled
+def test_operators_are_what_they_say() -> None:
+    for args in (*op.cases("cpu", torch.float32), *op.cases("cpu", torch.bfloat16)):
+        floating = [a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+        torch.library.opcheck(op.kernel.forward.operator, floating)
+
+
+@compiled
+def test_threads_change_nothing() -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.manual_seed(0)
+    logits, labels = torch.randn(300, 513), torch.randint(513, (300,))
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            logits.requires_grad_().grad = None
+            loss = ops.cross_entropy(logits, labels, 0.1, 1e-3)
+            loss.backward()
+            seen.append((loss.detach(), logits.grad))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_the_reference_computes_high() -> None:
+    logits, labels = torch.randn(8, 99, dtype=torch.bfloat16), torch.arange(8)
+    loss = ops.OPS["cross_entropy"].reference(logits, labels)
+    assert loss.dtype == torch.float32
+    close(loss, F.cross_entropy(logits.double(), labels, reduction="sum"), 1e-6)
+
+
+# ---- the head
+
+
+def head(shift: bool = True, **options: Any) -> LMHead:
+    torch.manual_seed(0)
+    return LMHead(8, 31, shift=shift, **options).train()
+
+
+def batch(labels: Tensor) -> Batch:
+    return Batch(labels, labels=labels)
+
+
+def changed(out: Linear) -> dict[str, Callable[[], Any]]:
+    """Ways in which a layer is more than its weight."""
+    return {
+        "a hook": lambda: out.register_forward_hook(lambda module, args, y: 2 * y),
+        "a hook before": lambda: out.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+        "a forward of its own": lambda: setattr(out, "forward", lambda x: 2 * F.linear(x, out.weight)),
+    }
+
+
+@pytest.mark.parametrize("way", ["a hook", "a hook before", "a forward of its own", "another class"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_changed_layer_is_called(way: str, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 4)
+    lm, x, labels = head(shift), torch.randn(3, 5, 8, requires_grad=True), torch.randint(31, (3, 5))
+    labels[0, 1:4] = IGNORE
+    if way == "another class":
+        class Doubled(Linear):
+            def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
+                return 2 * super().forward(x, bias=bias)
+
+        doubled = Doubled(8, 31, bias=False)
+        doubled.load_state_dict(lm.out.state_dict())
+        lm.out = doubled
+    else:
+        changed(lm.out)[way]()
+    found = lm(x, batch(labels)).loss
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE) if shift else labels
+    wanted = F.cross_entropy(2 * F.linear(x, lm.out.weight).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(found, wanted)
+    for a, b in zip(*(torch.autograd.grad(l, (x, lm.out.weight)) for l in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_smoothing_and_z_are_applied(shift: bool) -> None:
+    lm, x, labels = head(shift, bias=True, scale=0.7), torch.randn(3, 5, 8), torch.randint(31, (3, 5))
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE) if shift else labels
+    logits = F.linear(x * 0.7, lm.out.weight, lm.out.bias).flatten(0, 1)
+    seen = set()
+    for smoothing, z in ((0.0, 0.0), (0.2, 0.0), (0.0, 0.01)):
+        lm.smoothing, lm.z = smoothing, z
+        wanted = F.cross_entropy(logits, targets.flatten(), label_smoothing=smoothing)
+        wanted = wanted + z * (logits.logsumexp(1) ** 2)[targets.flatten() != IGNORE].mean()
+        found = lm(x, batch(labels)).loss
+        torch.testing.assert_close(found, wanted)
+        seen.add(round(found.item(), 4))
+    assert len(seen) == 3
+
+
+def test_masked_language_modelling_transforms_labelled_positions_alone() -> None:
+    class Counted(nn.Identity):
+        rows = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.rows += len(x)
+            return x
+
+    lm, labels = head(False, transform=Counted()), torch.full((3, 50), IGNORE)
+    labels[:, ::10] = 1
+    lm(torch.randn(3, 50, 8, requires_grad=True), batch(labels)).loss.backward()
+    assert lm.transform.rows == 15
