@@ -14,5 +14,6 @@ from .rotary import rotary
 __all__ = [
     "OPS", "Op", "add_layer_norm", "add_rms_norm", "attention", "cross_entropy", "dequantize_int8", "dequantize_nf4",
     "draw", "dropout", "geglu", "geglu_tanh", "gelu", "gelu_cut", "gelu_tanh", "layer_norm", "linear_cross_entropy",
-    "linear_int8", "linear_nf4", "op", "quantize_int8", "quantize_nf4", "reglu", "relu", "rms_norm", "rotary", "silu", "swiglu", "wide",
+    "linear_int8", "linear_nf4", "op", "quantize_int8",
+    "quantize_nf4", "reglu", "relu", "rms_norm", "rotary", "silu", "swiglu", "wide",
 ]  # fmt: skip
