@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from ..ops import Op
 from .dropout import Dropout
-from .linear import Linear
+from .linear import Linear, activated
 
 
 class FFN(nn.Module):
@@ -20,7 +20,7 @@ class FFN(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.dropout(self.act(self.up(x))))
+        out: Tensor = self.down(self.dropout(activated(self.act, self.up, x)))
         return out
 
 

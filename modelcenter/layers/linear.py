@@ -1,7 +1,10 @@
 """A matrix product with an optional bias."""
 
+from typing import TypeGuard
+
 from torch import Tensor, nn
 
+from ..ops import Op
 from ..ops.linear import linear
 
 
@@ -10,3 +13,23 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         return linear(x, self.weight, self.bias if bias else None)
+
+
+def activated(act: Op, layer: nn.Module, x: Tensor) -> Tensor:
+    """act(layer(x)). The activation adds the bias where it has a kernel to do so and the layer is nothing but itself: no hook of
+    tensor parallelism, no sharded or quantised parameter, no adapter in its place."""
+    out: Tensor
+    if alone(layer) and layer.bias is not None and act.fast(x):
+        out = act(layer(x, bias=False), layer.bias)
+    else:
+        out = act(layer(x))
+    return out
+
+
+def alone(layer: nn.Module) -> TypeGuard[Linear]:
+    """Whether a call of the layer runs `Linear.forward` on plain parameters and nothing else."""
+    if type(layer) is not Linear or "forward" in vars(layer) or layer._compiled_call_impl is not None:
+        return False
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return False
+    return type(layer.weight) is nn.Parameter and type(layer.bias) in (nn.Parameter, type(None))

@@ -170,6 +170,12 @@ class Op:
             return self.reference(*args)
         return kernel.of(kernel.forward.operator(*args))
 
+    def fast(self, x: Tensor) -> bool:
+        """Whether there is a kernel for a tensor like `x`: for a layer that would otherwise share out the work differently."""
+        device = x.device.type
+        here = self.kernel is not None and device in self.kernel.devices and available(device)
+        return here and x.dtype in FLOATS and not transformed()
+
 
 def op(name: str, reference: Callable[..., Any], cases: Cases, kernel: Kernel | None = None) -> Op:
     """Register `reference` under `name`; `cases(device, dtype)` yields argument tuples to test and time it on."""
