@@ -73,7 +73,7 @@ MUTANTS = (
            "kind = torch.promote_types(dtype, torch.float32)\n        angle", "kind = dtype\n        angle",
            "test_rope.py::test_angles_stay_wide"),
     Mutant("rope-interleaved", "layers/position.py", "interleaved: bool = False", "interleaved: bool = True", parity(LLAMA)),
-    Mutant("rope-of-queries-alone", "layers/attention.py", "            k = view.angles.rotate(k)", "            k = k.clone()",
+    Mutant("rope-of-queries-alone", "layers/attention.py", "self.heads(self.k, source, view.angles)", "self.heads(self.k, source, None)",
            parity(LLAMA)),
     Mutant("cached-query-at-0", "generate.py", "positions[:, cache.length :]", "positions[:, : ids.size(1) - cache.length]",
            zoo("greedy_generation_token_for_token", LLAMA)),

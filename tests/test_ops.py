@@ -55,6 +55,13 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((out, x[..., 2 * pairs :]), -1)
 
 
+def looked_up(ids: Tensor, table: Tensor, pad: int | None) -> Tensor:
+    """A product with one row of zeros and a one for each token; what is at `pad` is a constant."""
+    chosen = (ids[..., None] == torch.arange(len(table))).to(table.dtype)
+    trained = torch.where(torch.arange(len(table))[:, None] == (-1 if pad is None else pad), table.detach(), table)
+    return chosen @ trained
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> Tensor:
     total = logits.sum() * 0
     for row, label in zip(logits, labels.tolist(), strict=True):
@@ -158,6 +165,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {  # a tensor, or a tuple of them
     "linear_nf4": lambda x, codes, scales, bias: x @ nf4_weight(codes, scales, x.shape[-1]).t() + (0 if bias is None else bias),
     "linear_int8": lambda x, codes, scales, bias: x @ (codes * scales[:, None] / 127).t() + (0 if bias is None else bias),
     "rotary": turned,
+    "embedding": looked_up,
     "attention": attended,
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,

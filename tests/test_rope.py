@@ -82,10 +82,10 @@ def test_angles_are_those_of_their_layer(name: str) -> None:
         cos, sin = LlamaRotaryEmbedding(theirs(rope))(torch.zeros(1), at)
         found = Rotary(R, rope)(at, torch.float32)
         for mine, wanted in ((found.cos, cos), (found.sin, sin)):
-            assert mine.shape == (1, 1, at.size(1), R // 2)
+            assert mine.shape == (1, at.size(1), 1, R // 2)
             # beyond its length their dynamic theta passes through fp32, which shows at late positions
             slack = 1e-6 * length if isinstance(rope, Dynamic) and length > POSITIONS else 1e-6
-            assert (mine[:, 0] - wanted[..., : R // 2]).abs().max() <= slack
+            assert (mine[:, :, 0] - wanted[..., : R // 2]).abs().max() <= slack
 
 
 def test_an_input_does_not_depend_on_the_one_before() -> None:
@@ -100,8 +100,8 @@ def test_padding_does_not_lengthen_a_text() -> None:
     rotary = Rotary(R, SCALINGS["longrope"])
     short = rotary(torch.arange(32)[None], torch.float32)
     padded = rotary(torch.cat((torch.zeros(9, dtype=torch.long), torch.arange(32)))[None], torch.float32)
-    assert torch.equal(padded.cos[:, :, 9:], short.cos)
-    assert not torch.equal(rotary(torch.arange(33)[None], torch.float32).cos[:, :, :32], short.cos)
+    assert torch.equal(padded.cos[:, 9:], short.cos)
+    assert not torch.equal(rotary(torch.arange(33)[None], torch.float32).cos[:, :32], short.cos)
 
 
 def test_angles_stay_wide() -> None:
@@ -159,7 +159,7 @@ def test_files_mean_what_they_mean_to_transformers(name: str) -> None:
     for length in (16, 100):
         layer = LlamaRotaryEmbedding(LlamaConfig.from_dict(json.loads(json.dumps(values))))
         cos, _ = layer(torch.zeros(1), torch.arange(length)[None])
-        found = Rotary(R, rope)(torch.arange(length)[None], torch.float32).cos[:, 0]
+        found = Rotary(R, rope)(torch.arange(length)[None], torch.float32).cos[:, :, 0]
         assert (found - cos[..., : R // 2]).abs().max() < 1e-4
         assert rope(R, length)[1] == layer.attention_scaling
 

@@ -5,7 +5,8 @@ Head counts are read off the tensors, never stored, so a tensor-parallel shard n
 
 from torch import Tensor, nn
 
-from .linear import Linear
+from .linear import Linear, alone
+from .position import Angles
 from .view import View
 
 
@@ -36,9 +37,7 @@ class Attention(nn.Module):
         self.o = Linear(heads * self.head_dim, dim, bias=bias if out_bias is None else out_bias)
 
     def forward(self, x: Tensor, view: View) -> Tensor:
-        q = self.split(self.q(x))
-        if view.angles is not None:
-            q = view.angles.rotate(q)
+        q = self.heads(self.q, x, view.angles)
         k, v = self.pair(x, view)
         out = view.attend(q, k, v, self.scale, self.dropout if self.training else 0.0)
         merged: Tensor = self.o(out.transpose(1, 2).flatten(2))  # b h s d -> b s (h d)
@@ -49,11 +48,12 @@ class Attention(nn.Module):
         if view.memory is not None and view.cache is not None and self in view.cache.pairs:
             return view.cache.pairs[self]
         source = x if view.memory is None else view.memory
-        k, v = self.split(self.k(source)), self.split(self.v(source))
-        if view.angles is not None:
-            k = view.angles.rotate(k)
+        k, v = self.heads(self.k, source, view.angles), self.heads(self.v, source, None)
         return (k, v) if view.cache is None else view.cache.extend(self, k, v)
 
-    def split(self, x: Tensor) -> Tensor:
-        apart: Tensor = x.unflatten(-1, (-1, self.head_dim))
-        return apart.transpose(1, 2)  # b s (h d) -> b h s d
+    def heads(self, projection: nn.Module, x: Tensor, angles: Angles | None) -> Tensor:
+        """The projection's heads (b h s d), rotated where they are: before they are transposed, and in place if nobody sees it."""
+        apart: Tensor = projection(x).unflatten(-1, (-1, self.head_dim))  # b s (h d) -> b s h d
+        if angles is not None:
+            apart = angles.rotate(apart, spare=alone(projection))
+        return apart.transpose(1, 2)

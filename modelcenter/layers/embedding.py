@@ -1,9 +1,11 @@
 """Token, position and segment embeddings."""
 
-import torch
 from torch import Tensor, nn
 
+from .. import ops
+from ..ops.embedding import untrained
 from .dropout import Dropout
+from .linear import alone
 
 
 class Embedding(nn.Module):
@@ -33,17 +35,20 @@ class Embedding(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """`x`: token ids (b s) or vectors ready made (b s dim); `positions` and `segments` (1|b s). Returns b s dim."""
-        x = self.look_up(x) if x.dim() == 2 else x
+        x = read(self.tokens, x, self.pad) if x.dim() == 2 else x
         if self.positions is not None:
-            x = x + self.positions(positions)
+            assert positions is not None
+            x = x + read(self.positions, positions)
         if self.segments is not None:
-            x = x + self.segments(segments)
+            assert segments is not None
+            x = x + read(self.segments, segments)
         out: Tensor = self.dropout(x if self.norm is None else self.norm(x))
         return out
 
-    def look_up(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.tokens(ids)
-        if self.pad is None or not torch.is_grad_enabled():
-            return x
-        # not nn.Embedding's padding_idx: sharded by rows, it would silence that row of every shard
-        return torch.where((ids == self.pad)[..., None], x.detach(), x)
+
+def read(table: nn.Embedding, ids: Tensor, pad: int | None = None) -> Tensor:
+    """The rows of `table` at `ids`; that of `pad` is not trained by it. Where more than the table itself has a part in this, a hook
+    of tensor parallelism or a sharded weight, its own call is made."""
+    plain = alone(table, nn.Embedding) and table.padding_idx is None and table.max_norm is None and not table.sparse
+    out: Tensor = ops.embedding(ids, table.weight, pad) if plain else untrained(table(ids), ids, pad)
+    return out

@@ -1,7 +1,5 @@
 """A matrix product with an optional bias."""
 
-from typing import TypeGuard
-
 from torch import Tensor, nn
 
 from ..ops import Op
@@ -26,10 +24,10 @@ def activated(act: Op, layer: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-def alone(layer: nn.Module) -> TypeGuard[Linear]:
-    """Whether a call of the layer runs `Linear.forward` on plain parameters and nothing else."""
-    if type(layer) is not Linear or "forward" in vars(layer) or layer._compiled_call_impl is not None:
+def alone(layer: nn.Module, kind: type[nn.Module] = Linear) -> bool:
+    """Whether a call of the layer runs the `forward` of its kind on plain parameters, and nothing else."""
+    if type(layer) is not kind or "forward" in vars(layer) or layer._compiled_call_impl is not None:
         return False
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return False
-    return type(layer.weight) is nn.Parameter and type(layer.bias) in (nn.Parameter, type(None))
+    return all(p is None or type(p) is nn.Parameter for p in layer._parameters.values())

@@ -10,20 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.rotary import rotary_
+from .embedding import read
 from .rope import Plain
 
 
 @dataclass(frozen=True)
 class Angles:
-    """The rotation of every position: `cos`, `sin` of shape 1|b 1 s r/2."""
+    """The rotation of every position: `cos`, `sin` of shape 1|b s 1 r/2."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate the first r channels of x (b h s d)."""
-        turned: Tensor = ops.rotary(x, self.cos, self.sin, self.interleaved)
+    def rotate(self, x: Tensor, *, spare: bool = False) -> Tensor:
+        """Rotate the first r channels of x (b s h d); `spare`: x has no other use, and its memory may be the result's."""
+        turned: Tensor = (rotary_ if spare else ops.rotary)(x, self.cos, self.sin, self.interleaved)
         return turned
 
 
@@ -40,7 +42,7 @@ class Rotary(nn.Module):
         length = int(positions.max()) + 1 if self.frequencies.by_length else 0
         frequencies, factor = self.frequencies(self.channels, length)
         kind = torch.promote_types(dtype, torch.float32)
-        angle = positions[:, None, :, None].to(kind) * frequencies.to(positions.device, kind)
+        angle = positions[:, :, None, None].to(kind) * frequencies.to(positions.device, kind)
         return Angles(angle.cos() * factor, angle.sin() * factor, self.interleaved)
 
 
@@ -57,7 +59,7 @@ class RelativeBias(nn.Module):
     def forward(self, queries: int, keys: int) -> Tensor:
         """The bias (1 h s t) of the last `queries` of `keys` positions."""
         at = torch.arange(keys, device=self.table.weight.device)
-        bias: Tensor = self.table(self.bucket(at[None, :] - at[keys - queries :, None]))
+        bias = read(self.table, self.bucket(at[None, :] - at[keys - queries :, None]))
         return bias.permute(2, 0, 1)[None]
 
     def bucket(self, distance: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class SegmentBias(RelativeBias):
         q, k = segments[:, keys - queries :, None], segments[:, None, :]
         at = torch.arange(keys, device=segments.device)
         within = self.bucket(at[None, :] - at[keys - queries :, None])
-        bias: Tensor = self.table(torch.where(q == k, within, q * self.segments + k + self.buckets))
+        bias = read(self.table, torch.where(q == k, within, q * self.segments + k + self.buckets))
         return bias.permute(0, 3, 1, 2)
 
 

@@ -5,6 +5,7 @@ from .activation import geglu, geglu_tanh, gelu, gelu_cut, gelu_tanh, reglu, rel
 from .attention import attention
 from .cross_entropy import cross_entropy
 from .dropout import draw, dropout
+from .embedding import embedding
 from .layer_norm import add_layer_norm, layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .quantize import dequantize_int8, dequantize_nf4, linear_int8, linear_nf4, quantize_int8, quantize_nf4
@@ -12,8 +13,8 @@ from .rms_norm import add_rms_norm, rms_norm
 from .rotary import rotary
 
 __all__ = [
-    "OPS", "Op", "add_layer_norm", "add_rms_norm", "attention", "cross_entropy", "dequantize_int8", "dequantize_nf4",
-    "draw", "dropout", "geglu", "geglu_tanh", "gelu", "gelu_cut", "gelu_tanh", "layer_norm", "linear_cross_entropy",
-    "linear_int8", "linear_nf4", "op", "quantize_int8",
-    "quantize_nf4", "reglu", "relu", "rms_norm", "rotary", "silu", "swiglu", "wide",
+    "OPS", "Op", "add_layer_norm", "add_rms_norm", "attention", "cross_entropy", "dequantize_int8",
+    "dequantize_nf4", "draw", "dropout", "embedding", "geglu", "geglu_tanh", "gelu", "gelu_cut", "gelu_tanh",
+    "layer_norm", "linear_cross_entropy", "linear_int8", "linear_nf4", "op", "quantize_int8", "quantize_nf4",
+    "reglu", "relu", "rms_norm", "rotary", "silu", "swiglu", "wide",
 ]  # fmt: skip

@@ -1,36 +1,108 @@
 """Rotary position: rotate pairs of channels by the position's angles. Su et al., 2021 (RoFormer), section 3.4.
 
-`cos` and `sin` hold one angle a pair (b 1 s r/2, at least fp32); the first r of d channels rotate, the rest pass. Pairs are
-(i, i + r/2) in the half layout (LLaMA) and (2i, 2i + 1) in the interleaved one (GPT-J).
+x is b s h d, as a projection leaves it. `cos` and `sin` hold one angle a pair (1|b s 1 r/2, at least fp32); the first r of d
+channels rotate, the rest pass. Pairs are (i, i + r/2) in the half layout (LLaMA) and (2i, 2i + 1) in the interleaved one (GPT-J).
+The gradient is rotated back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._op import op, wide
+from ._op import PLAIN, Kernel, call, op, raw, unseen, wide
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.size(-1)
-    turn, rest = wide(x[..., : 2 * pairs]), x[..., 2 * pairs :]
-    if interleaved:
-        a, b = turn[..., 0::2], turn[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    a, b = apart(x, pairs, interleaved)
+    p, q = a * cos - b * sin, b * cos + a * sin
+    turned = (torch.stack((p, q), -1).flatten(-2) if interleaved else torch.cat((p, q), -1)).to(x.dtype)
+    return torch.cat((turned, x[..., 2 * pairs :]), -1) if x.size(-1) > 2 * pairs else turned
+
+
+def apart(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second of every pair."""
+    turn = wide(x[..., : 2 * pairs])
+    return (turn[..., 0::2], turn[..., 1::2]) if interleaved else (turn[..., :pairs], turn[..., pairs:])
+
+
+@raw("(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor")
+def rotary_turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    call("rotary", y, x, cos.contiguous(), sin.contiguous(), interleaved, back)
+    return y
+
+
+@raw("(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
+def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    turned: Tensor = rotary_turn.direct(x, cos, sin, interleaved, False)
+    return turned
+
+
+def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    x, cos, sin, interleaved = args
+    return x if cos.requires_grad or sin.requires_grad else None, cos, sin, interleaved
+
+
+def backward(grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> Sequence[Tensor | None]:
+    dx = rotary_turn(grad, cos, sin, interleaved, True)
+    if x is None:
+        return dx, None, None, None
+    (a, b), (p, q) = (apart(t, cos.size(-1), interleaved) for t in (x, grad))
+    return dx, (p * a + q * b).sum_to_size(cos.shape), (q * a - p * b).sum_to_size(sin.shape), None
+
+
+def takes(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
+    if x.dim() != 4 or cos.dim() != 4 or cos.shape != sin.shape or cos.dtype != torch.float32 or sin.dtype != torch.float32:
+        return False
+    return cos.size(0) in (1, x.size(0)) and cos.shape[1:3] == (x.size(1), 1) and 2 * cos.size(-1) <= x.size(-1)
+
+
+def rotary_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`rotary`, in the memory of x where that can be: x must be of no use to anybody else. So it is if a matrix product has just
+    made it, for that keeps its factors and not its result."""
+    kernel = rotary.kernel
+    assert kernel is not None
+    plain = type(x) in PLAIN and type(cos) in PLAIN and type(sin) in PLAIN
+    fits = plain and unseen() and rotary.fast(x) and takes(x, cos, sin, interleaved)
+    if not fits or not x.is_contiguous() or (x.requires_grad and x.is_leaf) or cos.requires_grad or sin.requires_grad:
+        out: Tensor = rotary(x, cos, sin, interleaved)
     else:
-        a, b = turn[..., :pairs], turn[..., pairs:]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), -1) if rest.size(-1) else turned
+        out = InPlace.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+    return out
+
+
+class InPlace(torch.autograd.Function):
+    """To autograd an op as any other, whose result happens to lie where its input lay. Nothing is marked as changed: what makes a
+    projection is often a view, of which autograd would copy the whole to keep track."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        out = x.detach()
+        call("rotary", out, None, cos.contiguous(), sin.contiguous(), interleaved, False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return rotary_turn(grad, cos, sin, ctx.interleaved, True), None, None, None
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for (b, h, s, d), pairs in (((1, 1, 1, 2), 1), ((2, 3, 5, 8), 4), ((2, 3, 5, 8), 2), ((1, 4, 33, 128), 64)):
-        angle = torch.rand(b, 1, s, pairs, device=device) * 6
+    kind = torch.promote_types(dtype, torch.float32)
+    sizes = (
+        ((1, 1, 1, 2), 1), ((1, 1, 1, 1), 0), ((2, 5, 3, 8), 4), ((2, 5, 3, 9), 2), ((0, 3, 2, 4), 2),
+        ((2, 3, 2, 50), 21), ((1, 33, 4, 128), 64),
+    )  # fmt: skip
+    for (b, s, h, d), pairs in sizes:
+        angle = torch.rand(1 if s == 3 else b, s, 1, pairs, device=device, dtype=kind) * 6
         for interleaved in (False, True):
-            yield torch.randn(b, h, s, d, device=device, dtype=dtype), angle.cos(), angle.sin(), interleaved
+            yield torch.randn(b, s, h, d, device=device, dtype=dtype), angle.cos(), angle.sin(), interleaved
 
 
-rotary = op("rotary", reference, cases)
+rotary = op("rotary", reference, cases, Kernel(rotary_forward, saved, backward, takes=takes, devices=("cpu",)))

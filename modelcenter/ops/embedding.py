@@ -1,0 +1,76 @@
+"""Rows of a table by number: out[i] = table[ids[i]].
+
+`pad` is an id whose row is not trained by being read: it gets no gradient here. The gradient of a row is the sum over its tokens in
+their order, in fp32: the same bits every time, on CUDA too, where torch adds in whatever order the threads come. An id that the
+table does not have is a ValueError on the CPU; on CUDA, where nobody waits for the answer, its row is NaN and trains nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._op import Kernel, call, op, raw
+
+RUN = 32  # tokens, sorted by row, that a block adds up; csrc/embedding.cu
+
+
+def reference(ids: Tensor, table: Tensor, pad: int | None) -> Tensor:
+    return untrained(F.embedding(ids, table), ids, pad)
+
+
+def untrained(out: Tensor, ids: Tensor, pad: int | None) -> Tensor:
+    """`out`, the rows at `ids`, with no gradient where the id is `pad`."""
+    if pad is None or not torch.is_grad_enabled():
+        return out
+    # not F.embedding's padding_idx: of a table sharded by rows it would silence that row of every shard
+    return torch.where((ids == pad)[..., None], out.detach(), out)
+
+
+@raw("(Tensor ids, Tensor table, int? pad) -> Tensor")
+def embedding_forward(ids: Tensor, table: Tensor, pad: int | None) -> Tensor:
+    out = table.new_empty((*ids.shape, table.size(1)))
+    call("embedding", ids.contiguous(), table.contiguous(), out.view(-1, table.size(1)))
+    return out
+
+
+@raw("(Tensor grad, Tensor ids, SymInt vocab, int? pad) -> Tensor")
+def embedding_backward(grad: Tensor, ids: Tensor, vocab: int, pad: int | None) -> Tensor:
+    dim, ids = grad.size(-1), ids.reshape(-1)
+    grad, dtable = grad.reshape(-1, dim).contiguous(), grad.new_empty((vocab, dim))
+    none = -1 if pad is None else pad
+    if ids.is_cuda:
+        small, order = torch.sort(ids.int(), stable=True)  # half the digits to sort by
+        start = torch.searchsorted(small, torch.arange(vocab + 1, dtype=torch.int32, device=ids.device))
+        partial = grad.new_empty((2 * -(-ids.numel() // RUN), dim), dtype=torch.float32)
+        call("embedding_backward", small, order, start, grad, none, partial, dtable)
+    else:
+        call("embedding_backward", ids.contiguous(), dtable, grad, none, ids.new_empty(vocab + 1), torch.empty_like(ids))
+    return dtable
+
+
+def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    ids, table, pad = args
+    return ids, table.size(0), pad
+
+
+def backward(grad: Tensor, ids: Tensor, vocab: int, pad: int | None) -> Sequence[Tensor | None]:
+    return None, embedding_backward(grad, ids, vocab, pad), None
+
+
+def takes(ids: Tensor, table: Tensor, pad: int | None) -> bool:
+    return ids.dtype == torch.int64 and table.dim() == 2 and table.size(0) < 2**31
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    sizes = (((1, 1), 1, 1), ((2, 5), 7, 3), ((2, 0), 4, 3), ((3, 50), 2, 33), ((300,), 20, 8), ((4, 128), 1000, 600))
+    for shape, vocab, dim in sizes:
+        ids, table = torch.randint(vocab, shape, device=device), torch.randn(vocab, dim, device=device, dtype=dtype)
+        yield ids, table, None
+        if ids.numel() > 100:
+            yield ids, table, vocab // 2
+
+
+embedding = op("embedding", reference, cases, Kernel(embedding_forward, saved, backward, takes=takes, devices=("cpu",)))
