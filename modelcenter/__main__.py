@@ -368,35 +368,15 @@ def copy(args: Arguments) -> Answer:
 
 
 def doctor(args: Arguments) -> Answer:
-    """Say what this installation can do: versions, devices, threads, compiled extension, disk, hub cache.
+    """Say what this installation can do, and what would make it do more: devices, kernels, threads, precision, disk, hub cache.
 
     modelcenter doctor
     """
     take(args, [])
-    import platform
-    import shutil
-    from importlib.metadata import PackageNotFoundError, version
-    from importlib.util import find_spec
+    from modelcenter.doctor import examine, report
 
-    import torch
-    from huggingface_hub import constants
-
-    found: dict[str, Any] = {"modelcenter": __version__, "python": platform.python_version()}
-    needed = ("torch", "safetensors", "tokenizers", "huggingface_hub")
-    for package in (*needed, "transformers", "tensorboard", "matplotlib"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    found["devices"] = [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus] or ["CPU only"]
-    found["threads"] = torch.get_num_threads()
-    found["extension"] = "built" if find_spec("modelcenter._C") else "not built: references only"
-    found["disk_free"] = f"{shutil.disk_usage('.').free / 1e9:.0f} GB here"
-    found["hub_cache"] = str(constants.HF_HUB_CACHE)
-    found["hub_offline"] = bool(constants.HF_HUB_OFFLINE)
-    lines = [f"{key:<16}{', '.join(v) if isinstance(v, list) else v}" for key, v in found.items()]
-    return Answer("\n".join(printable(line) for line in lines), found)
+    found = examine()
+    return Answer("\n".join(printable(line) for line in report(found).splitlines()), found)
 
 
 VERBS: dict[str, Callable[[Arguments], Answer]] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -49,11 +49,16 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     device = device_of(machine)
     precision = recipe.precision
     if precision == "auto":
-        able: Callable[[], bool] = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: False)
-        precision = "bf16" if able() else "fp32"
+        precision = automatic_precision(device)
     most = max(1, FORWARD // recipe.data.seq_len)
     micro = recipe.micro_batch or max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
     return replace(recipe, precision=precision, micro_batch=micro, task=recipe.objective), device
+
+
+def automatic_precision(device: torch.device) -> Literal["bf16", "fp32"]:
+    """What `precision: auto` is on a device."""
+    able: Callable[[], bool] = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: False)
+    return "bf16" if able() else "fp32"
 
 
 def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:

@@ -1,0 +1,139 @@
+"""What this installation can do and what would make it do more: the answer of `modelcenter doctor`. Asks nothing of a network."""
+
+import ctypes
+import importlib
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__
+from .ops import _op
+from .ops.dropout import draw, dropout
+from .ops.linear import has_low_units
+from .train.prepare import automatic_precision
+
+PACKAGES = ("torch", "safetensors", "tokenizers", "huggingface_hub", "transformers", "tensorboard", "matplotlib")
+AGAIN = "pip install --force-reinstall --no-deps --no-cache-dir ."
+
+
+def examine() -> dict[str, Any]:
+    """Everything found, in the order in which it is said; under `advice` what would make it more."""
+    from huggingface_hub import constants
+
+    found: dict[str, Any] = {"modelcenter": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    found["torch_cuda"] = torch.version.cuda or "none: this torch computes on the CPU alone"
+    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    gpus = [f"{card.name}, sm_{card.major}{card.minor}, {card.total_memory / 2**30:.0f} GiB" for card in cards]
+    found["devices"] = gpus or ["CPU only"]
+    found["threads"] = torch.get_num_threads()
+
+    built, why, advice = extension()
+    found["extension"] = why
+    if built is not None:
+        found["cpu_kernels"] = f"{built.cpu_level}, {threads()}: {runs(torch.device('cpu'))}"
+        names = ", ".join(f"sm_{arch}" for arch in built.cuda_architectures.split())
+        found["cuda_kernels"] = f"{names} and later" if names else "none"
+        if cards and built.cuda_architectures:
+            found["gpu_kernels"] = [
+                f"{card.name}: {reach((card.major, card.minor), built.cuda_architectures)}: {runs(torch.device('cuda', i))}"
+                for i, card in enumerate(cards)
+            ]
+        if not built.cuda_architectures and torch.version.cuda:
+            advice.append(without_cuda())
+        if cards and built.cuda_architectures:
+            lacking = [f"{c.major}{c.minor}" for c in cards if reach((c.major, c.minor), built.cuda_architectures) == NOT]
+            if lacking:
+                advice.append(f"kernels for this GPU: MODELCENTER_CUDA_ARCHS='{' '.join(sorted(set(lacking)))}' {AGAIN}")
+        if "one thread" in found["cpu_kernels"]:
+            advice.append("kernels on every core: a torch that is built with libgomp, as its Linux wheels are")
+    units = has_low_units(torch.bfloat16)
+    found["bf16_on_cpu"] = "in hardware" if units else "no units for it (AMX, AVX512-BF16): products are formed in fp32"
+    found["precision_auto"] = {kind: automatic_precision(torch.device(kind)) for kind in ("cpu", *(["cuda"] if cards else []))}
+    found["disk_free"] = f"{shutil.disk_usage('.').free / 1e9:.0f} GB here"
+    found["hub_cache"] = str(constants.HF_HUB_CACHE)
+    found["hub_offline"] = bool(constants.HF_HUB_OFFLINE)
+    found["advice"] = advice
+    return found
+
+
+def extension() -> tuple[Any, str, list[str]]:
+    """The compiled module if it is in use, what there is to say of it, and how there would be one."""
+    if not _op.WANTED:
+        return None, "switched off by MODELCENTER_KERNELS=0: references only", ["kernels: unset MODELCENTER_KERNELS"]
+    if _op._C is not None:
+        return _op._C, "built", []
+    compiler = os.environ.get("CXX", "").split(" ")[0] or "g++"
+    there = shutil.which(compiler) or shutil.which("c++")
+    advice = [f"kernels: {AGAIN}" if there else f"kernels: install a C++ compiler ({compiler} is not on the PATH), then {AGAIN}"]
+    try:
+        other = importlib.import_module("modelcenter._C")
+    except ModuleNotFoundError:
+        files = [file.name for file in Path(__file__).parent.glob("_C.*")]
+        if files:
+            return None, f"built for another Python ({', '.join(files)}): references only", advice
+        return None, f"not built ({'there was no compiler, or it failed' if there else 'no C++ compiler'}): references only", advice
+    except ImportError as error:
+        return None, f"does not load: {error}: references only", advice
+    return None, f"built for modelcenter {other.version}: references only", advice
+
+
+def without_cuda() -> str:
+    """How a build with the CPU's kernels alone would get the GPU's."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda", "/opt/cuda"]
+    nvcc = shutil.which("nvcc") or next((f"{home}/bin/nvcc" for home in homes if home and Path(home, "bin/nvcc").exists()), None)
+    if nvcc is None:
+        return f"kernels for GPUs: install CUDA's compiler, nvcc, or say where it is (CUDA_HOME), then {AGAIN}"
+    return f"kernels for GPUs: {nvcc} is there now: {AGAIN}"
+
+
+NOT = "no kernels"
+
+
+def reach(capability: tuple[int, int], architectures: str) -> str:
+    """Whether kernels built for `architectures` run on a GPU: machine code runs on later chips of its generation, and the PTX of
+    the last architecture is compiled by the driver for all later ones."""
+    numbers = [int(a) for a in architectures.split()]
+    mine = capability[0] * 10 + capability[1]
+    if any(a // 10 == capability[0] and a <= mine for a in numbers):
+        return "kernels built for it"
+    return "kernels compiled by the driver at their first use" if mine > max(numbers) else NOT
+
+
+def runs(device: torch.device) -> str:
+    """Whether a kernel runs there and gives what its reference gives; the two agree to the last bit."""
+    assert dropout.kernel is not None
+    try:
+        x, seed = torch.randn(3, 1000, device=device), draw(device)
+        same = torch.equal(dropout.kernel.forward.direct(x, None, seed, 0.5), dropout.reference(x, None, seed, 0.5))
+    except Exception as error:
+        return f"they do not run: {' '.join(str(error).split())[:200]}"
+    return "they run" if same else "THEY DIFFER from their references"
+
+
+def threads() -> str:
+    """How many threads the CPU's kernels use: torch's, if its pool is libgomp's."""
+    try:
+        found = hasattr(ctypes.CDLL(None), "GOMP_parallel")
+    except (OSError, TypeError):
+        found = False
+    return f"{torch.get_num_threads()} threads" if found else "one thread (no libgomp)"
+
+
+def report(found: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = []
+    for key, value in found.items():
+        if key != "advice":
+            value = ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            lines.append(f"{key:<16}{', '.join(value) if isinstance(value, list) else value}")
+    return "\n".join([*lines, *(f"for more: {line}" for line in found["advice"])])

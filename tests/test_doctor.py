@@ -1,0 +1,119 @@
+"""What `modelcenter doctor` says of installations of every kind, each put in place of the present one."""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from modelcenter import doctor
+from modelcenter.__main__ import main
+from modelcenter.ops import _op
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["doctor", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) == len(found) - 1 + len(found["advice"]) and max(map(len, text.splitlines())) < 400
+    return found
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU of 2018, as far as torch says."""
+    one = SimpleNamespace(name="RTX 2080 Ti", major=7, minor=5, total_memory=11 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: one)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def test_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys)
+    if _op._C is None:
+        assert found["extension"].endswith("references only") and found["advice"]
+    else:
+        assert found["extension"] == "built" and found["cpu_kernels"].endswith(": they run")
+    assert found["precision_auto"]["cpu"] == "fp32"
+    assert ("in hardware" in found["bf16_on_cpu"]) == doctor.has_low_units(torch.bfloat16)
+
+
+def test_switched_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_op, "WANTED", False)
+    found = said(capsys)
+    assert "MODELCENTER_KERNELS=0" in found["extension"] and found["advice"] == ["kernels: unset MODELCENTER_KERNELS"]
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_not_built(compiler: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_op, "_C", None)
+    monkeypatch.setitem(sys.modules, "modelcenter._C", None)  # the import of it fails
+    monkeypatch.setattr(doctor, "__file__", "/nowhere/doctor.py")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}" if compiler else None)
+    monkeypatch.setattr(_op, "WANTED", True)
+    found = said(capsys)
+    assert found["extension"].startswith("not built") and "cpu_kernels" not in found
+    assert ("install a C++ compiler" in found["advice"][0]) is not compiler and "pip install" in found["advice"][0]
+
+
+def test_of_another_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_op, "_C", None)
+    monkeypatch.setattr(_op, "WANTED", True)
+    monkeypatch.setitem(sys.modules, "modelcenter._C", SimpleNamespace(version="0.0.1"))  # type: ignore[arg-type]
+    found = said(capsys)
+    assert "0.0.1" in found["extension"] and "pip install" in found["advice"][0]
+
+
+def test_a_kernel_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    kernel = SimpleNamespace(forward=SimpleNamespace(direct=broken))
+    monkeypatch.setattr(doctor, "dropout", SimpleNamespace(kernel=kernel))
+    assert doctor.runs(torch.device("cpu")) == "they do not run: no kernel image is available"
+
+
+def test_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = SimpleNamespace(forward=SimpleNamespace(direct=lambda x, *rest: x))
+    monkeypatch.setattr(doctor, "dropout", SimpleNamespace(kernel=wrong, reference=doctor.dropout.reference))
+    assert "DIFFER" in doctor.runs(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("nvcc", [True, False])
+def test_a_gpu_without_kernels(nvcc: bool, card: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_op, "WANTED", True)
+    monkeypatch.setattr(_op, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures=""))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/nvcc" if nvcc else None)
+    monkeypatch.setattr(doctor, "runs", lambda device: "they run")
+    monkeypatch.setattr(doctor, "automatic_precision", lambda device: "fp32")
+    monkeypatch.setattr(doctor.Path, "exists", lambda path: False)
+    found = said(capsys)
+    assert found["cuda_kernels"] == "none" and "gpu_kernels" not in found and "sm_75" in found["devices"][0]
+    assert ("/bin/nvcc is there" in found["advice"][0]) is nvcc and ("install CUDA's compiler" in found["advice"][0]) is not nvcc
+
+
+@pytest.mark.parametrize("built, says", [
+    ("75 90", "kernels built for it"), ("80 90", "no kernels"), ("60", "compiled by the driver"), ("70 90", "kernels built for it"),
+])  # fmt: skip
+def test_a_gpu_with_kernels(
+    built: str, says: str, card: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_op, "WANTED", True)
+    monkeypatch.setattr(_op, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures=built))
+    monkeypatch.setattr(doctor, "runs", lambda device: "they run")
+    monkeypatch.setattr(doctor, "automatic_precision", lambda device: "bf16" if device.type == "cuda" else "fp32")
+    found = said(capsys)
+    assert says in found["gpu_kernels"][0] and found["precision_auto"] == {"cpu": "fp32", "cuda": "bf16"}
+    assert any("MODELCENTER_CUDA_ARCHS='75'" in line for line in found["advice"]) is (says == "no kernels")
+
+
+def test_what_reaches_what() -> None:
+    """A cubin runs on its own generation from its own number on; PTX on everything later."""
+    assert doctor.reach((9, 0), "75 80 86 89 90 100 120") == "kernels built for it"
+    assert doctor.reach((8, 7), "80") == "kernels built for it"
+    assert doctor.reach((8, 0), "86") == doctor.NOT
+    assert doctor.reach((12, 1), "90") == "kernels compiled by the driver at their first use"
+    assert doctor.reach((9, 0), "80 100") == doctor.NOT
