@@ -246,11 +246,11 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
     for name, vocab, dim, count in large if gpu else [("GPT-2", 50257, 768, 1024)]:
 
         def args(vocab: int = vocab, dim: int = dim, count: int = count) -> tuple[Any, ...]:
-            return words(count, vocab, device), new(vocab, dim)
+            return words(count, vocab, device), new(vocab, dim), None
 
         yield Bench(
             "embedding", f"{name} {count} of {vocab} x {dim}", args, (2 * count * dim * each, (count + vocab) * dim * each),
-            {"torch": lambda ids, table: F.embedding(ids, table)}, quick=name != "BERT",
+            {"torch": lambda ids, table, pad: F.embedding(ids, table)}, quick=name != "BERT",
         )  # fmt: skip
 
     # losses: a logit is read once and its gradient written once
@@ -270,19 +270,19 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
     for name, rows, dim, vocab in heads:
 
         def args(rows: int = rows, dim: int = dim, vocab: int = vocab) -> tuple[Any, ...]:
-            return new(rows, dim), new(vocab, dim, scale=dim**-0.5), words(rows, vocab, device)
+            return new(rows, dim), new(vocab, dim, scale=dim**-0.5), None, words(rows, vocab, device)
 
         fused = {
-            "liger": lambda x, w, y: liger("fused_linear_cross_entropy")(x, w, y, reduction="sum"),
-            "cce": lambda x, w, y: peer("cut_cross_entropy", "linear_cross_entropy")(x, w, y, reduction="sum"),
+            "liger": lambda x, w, b, y: liger("fused_linear_cross_entropy")(x, w, y, reduction="sum"),
+            "cce": lambda x, w, b, y: peer("cut_cross_entropy", "linear_cross_entropy")(x, w, y, reduction="sum"),
         }
 
-        def whole_logits(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        def whole_logits(x: Tensor, w: Tensor, b: None, y: Tensor) -> Tensor:
             return F.cross_entropy((x @ w.t()).float(), y, reduction="sum")
 
         yield Bench(
             "linear_cross_entropy", f"{name} {rows} x {dim} x {vocab}", args, flops=(6 * rows * dim * vocab, 0),
-            peers={"torch": lambda x, w, y: F.cross_entropy(x @ w.t(), y, reduction="sum"), **on_cuda(device, **fused)},
+            peers={"torch": lambda x, w, b, y: F.cross_entropy(x @ w.t(), y, reduction="sum"), **on_cuda(device, **fused)},
             reference=whole_logits, quick=name in ("LLaMA-8B", "GPT-2"), directions=("whole",),
         )  # fmt: skip
 
