@@ -92,7 +92,7 @@ struct Names {  // interned once
     PyObject *data_ptr = PyUnicode_InternFromString("data_ptr"), *dtype = PyUnicode_InternFromString("dtype"),
              *shape = PyUnicode_InternFromString("shape"), *is_contiguous = PyUnicode_InternFromString("is_contiguous"),
              *get_device = PyUnicode_InternFromString("get_device"), *is_cuda = PyUnicode_InternFromString("is_cuda"),
-             *is_cpu = PyUnicode_InternFromString("is_cpu");
+             *is_cpu = PyUnicode_InternFromString("is_cpu"), *numel = PyUnicode_InternFromString("numel");
 };
 const Names& names() {
     static const Names all;
@@ -160,8 +160,8 @@ struct Call::State {
     }
 };
 
-// What is behind a tensor, when it is one that a kernel may touch.
-static Array look(Call::State& state, const char* name, PyObject* object, uint32_t allowed) {
+// What is behind a tensor, when it is one that a kernel may touch; `flat`: as one axis, which is quicker to ask for.
+static Array look(Call::State& state, const char* name, PyObject* object, uint32_t allowed, bool flat = false) {
     Array array;
     PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (type != tensor_type && type != parameter_type)
@@ -176,11 +176,15 @@ static Array look(Call::State& state, const char* name, PyObject* object, uint32
     const int device = cuda ? ask(object, names().get_device).cast<int>() : -1;
     if (state.device == -2) state.device = device;
     if (device != state.device) state.wrong(name, "on another device than the arguments before it");
-    const py::object sizes = get(object, names().shape);
-    const Py_ssize_t rank = PyTuple_Size(sizes.ptr());
-    if (rank > 8) state.wrong(name, std::to_string(rank) + " dimensions; at most 8");
-    array.shape.rank = static_cast<int>(rank);
-    for (Py_ssize_t i = 0; i < rank; i++) array.shape.at[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
+    if (flat) {
+        array.shape = Shape{PyLong_AsLongLong(ask(object, names().numel).ptr())};
+    } else {
+        const py::object sizes = get(object, names().shape);
+        const Py_ssize_t rank = PyTuple_Size(sizes.ptr());
+        if (rank > 8) state.wrong(name, std::to_string(rank) + " dimensions; at most 8");
+        array.shape.rank = static_cast<int>(rank);
+        for (Py_ssize_t i = 0; i < rank; i++) array.shape.at[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
+    }
     if (ask(object, names().is_contiguous).ptr() != Py_True) state.wrong(name, "not contiguous");
     array.data = PyLong_AsVoidPtr(ask(object, names().data_ptr).ptr());
     array.dtype = static_cast<Dtype>(1u << kind);
@@ -214,7 +218,7 @@ List Call::list(const char* name, uint32_t allowed, bool written) {
     List list;
     for (size_t i = 0; i < pieces.size(); i++) {
         if (PyList_GET_SIZE(object) != static_cast<Py_ssize_t>(pieces.size())) state.wrong(name, "a list that changes");
-        const Array array = look(state, name, PyList_GET_ITEM(object, i), allowed);
+        const Array array = look(state, name, PyList_GET_ITEM(object, i), allowed, true);
         if (i && array.dtype != list.dtype) state.wrong(name, "tensors of several dtypes");
         list.dtype = array.dtype;
         pieces[i] = {array.data, array.shape.count()};

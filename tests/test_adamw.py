@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from mesh import spawn
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from modelcenter.optim import adamw
 from modelcenter.optim.adamw import AdamW
@@ -249,7 +253,7 @@ def test_eight_bits_are_as_documented() -> None:
     state = {"exp_avg": (codes % 255 - 127).to(torch.int8), "exp_avg_scale": torch.tensor([2.0, 3.0]),
              "exp_avg_sq": codes.to(torch.uint8), "exp_avg_sq_scale": torch.tensor([2.0, 3.0])}
     scale = torch.tensor([2.0] * 128 + [3.0] * 128)
-    m, v = adamw.widened(state, "exp_avg", state["exp_avg"]), adamw.widened(state, "exp_avg_sq", state["exp_avg"])
+    m, v = adamw.widened(state, "exp_avg"), adamw.widened(state, "exp_avg_sq")
     c = state["exp_avg"].double()
     torch.testing.assert_close(m.double(), scale * c.sign() * (c / 127) ** 2, rtol=1e-6, atol=0)
     torch.testing.assert_close(v.double(), scale * (codes.double() / 255) ** 4, rtol=1e-6, atol=0)
@@ -259,7 +263,7 @@ def test_eight_bits_are_as_documented() -> None:
         adamw.narrow(state, name, given)
         top = torch.nn.functional.pad(given.abs(), (0, 24)).view(8, 128).amax(1)
         assert torch.equal(state[f"{name}_scale"], top)
-        off = (adamw.widened(state, name, given) - given).abs() / top.repeat_interleave(128)[:1000]
+        off = (adamw.widened(state, name) - given).abs() / top.repeat_interleave(128)[:1000]
         power = 2 if name == "exp_avg" else 4
         share = (given.abs() / top.repeat_interleave(128)[:1000]) ** (1 / power)
         assert (off <= 0.51 * ((share + 1 / part) ** power - share**power) + 2.0 ** (-8 * power) * 8).all()
@@ -273,7 +277,7 @@ def test_eight_bits_are_right_in_the_mean() -> None:
         p.grad = g.clone()
     optimizer.step()
     for name, exact in (("exp_avg", 0.1 * g), ("exp_avg_sq", 0.001 * g * g)):
-        seen = torch.stack([adamw.widened(optimizer.state[p], name, p) for p in params]).double()
+        seen = torch.stack([adamw.widened(optimizer.state[p], name) for p in params]).double()
         assert not torch.equal(seen[0], seen[1]), "each parameter has random bits of its own"
         assert float((seen.mean(0) - exact).sum().abs() / exact.abs().sum()) < 2e-3
 
@@ -349,6 +353,45 @@ def test_the_same_bits_again_and_others_with_another_seed() -> None:
         optimizer.step()
         results.append(content(params, optimizer))
     assert same(results[0], results[1]) and not same(results[0], results[2])
+
+
+# ------------------------------------------------------------------------------------------------------------- the mesh
+
+
+def two_steps(model: nn.Module, kind: str) -> AdamW:
+    optimizer = AdamW(model.parameters(), lr=1e-2, moments=kind, seed=3)  # type: ignore[arg-type]
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(4, 7)).square().sum().backward()
+        squares = optimizer.squares()
+        if dist.is_initialized():
+            dist.all_reduce(squares)
+        clip = optimizer.clip(0.5, squares=squares)
+        optimizer.step(clip=clip)
+        optimizer.zero_grad()
+    return optimizer
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def shards(rank: int, kind: str, wanted: dict[str, Tensor]) -> None:
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))  # 5 rows on 2 ranks; and 1 row: one rank has nothing
+    fully_shard(model)
+    optimizer = two_steps(model, kind)
+    for name, p in model.named_parameters():
+        assert isinstance(optimizer.state[p]["exp_avg"], DTensor)
+        torch.testing.assert_close(whole(p.detach()), wanted[name], rtol=1e-5, atol=1e-6 if kind == "fp32" else 1e-3)
+
+
+@pytest.mark.parametrize("kind", adamw.KINDS)
+def test_shards_are_updated_where_they_are(kind: str) -> None:
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
+    two_steps(model, kind)
+    spawn(2, shards, kind, {name: p.detach() for name, p in model.named_parameters()})
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals

@@ -63,11 +63,11 @@ class AdamW(Optimizer):
 
     def squares(self) -> Tensor:
         """The sum of all squared gradients of this process (float64, 1): over a mesh, to be summed by who knows the mesh."""
-        lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        lists: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and (g := local(p.grad)).numel():
-                    lists.setdefault((g.device, g.dtype), []).append(g.contiguous())
+                if (g := p.grad) is not None:
+                    lists.setdefault((g.get_device(), g.dtype), []).append(local(g).contiguous())
         if not lists:
             return torch.zeros(1, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
         found = [squares(grads) for grads in lists.values()]
@@ -95,43 +95,45 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             if group.get("amsgrad") or group.get("maximize"):
                 raise ValueError("AdamW: amsgrad and maximize are not offered")
-            batches: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
+            batches: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}  # rows that are alike; what follows runs once a parameter
+            kind = KINDS[group["moments"]][0]
             for p in group["params"]:
-                if p.grad is not None:
-                    row = self.row(p, group)
-                    batches.setdefault(tuple((t.device, t.dtype) if t is not None else None for t in row), []).append(row)
+                grad = p.grad
+                if grad is None:
+                    continue
+                state = self.state[p]
+                if (m := state.get("exp_avg")) is None or (m.dtype is not kind and p.dtype != torch.float64):
+                    self.prepare(p, group)
+                main = state.get("master")
+                row: tuple[Any, ...]
+                row = (p if main is None else main, grad, state["exp_avg"], state["exp_avg_sq"], state.get("exp_avg_scale"),
+                       state.get("exp_avg_sq_scale"), None if main is None else p, state["step"])
+                if type(p) not in PLAIN or type(grad) not in PLAIN:
+                    row = tuple(t if t is None else local(t) for t in row)
+                key = p.get_device(), p.dtype, grad.dtype, main is None
+                batches.setdefault(key, []).append(row)
             for rows in batches.values():
                 update([list(column) for column in zip(*rows, strict=True)], group, number, clip)
                 number += len(rows)
         return loss
 
-    def row(self, p: Tensor, group: dict[str, Any]) -> tuple[Any, ...]:
-        """(parameter, gradient, m, v, their scales, half-precision copy, step) of one parameter; the state is made if missing."""
+    def prepare(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Make the state of a parameter, or make it over if another kind of AdamW has made it."""
         if p.grad is not None and p.grad.is_sparse:
             raise ValueError("AdamW: a sparse gradient; dense ones are wanted")
         state = self.state[p]
-        double = p.dtype == torch.float64
-        kinds = (torch.float64, torch.float64) if double else KINDS[group["moments"]]
-        step = state.get("step", 0.0)
-        if not isinstance(step, Tensor) or step.device != p.device or step.dtype != torch.float32:
-            state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
+        state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=p.device)
         if "master" not in state and (p.dtype == torch.float16 or (group["master"] and p.dtype == torch.bfloat16)):
             state["master"] = p.detach().float()
-        n = local(p).numel()
+        kinds = (torch.float64, torch.float64) if p.dtype == torch.float64 else KINDS[group["moments"]]
         for name, kind in zip(("exp_avg", "exp_avg_sq"), kinds, strict=True):
-            if name not in state or state[name].dtype != kind:  # new, or saved by another kind of AdamW
-                old = widened(state, name, p) if name in state else None
-                state[name] = torch.zeros_like(p, dtype=kind)
-                state.pop(f"{name}_scale", None)
-                if not kind.is_floating_point:
-                    state[f"{name}_scale"] = torch.zeros(-(-n // BLOCK), device=p.device)
-                if old is not None:
-                    narrow(state, name, old)
-        main, grad = state.get("master", p), p.grad
-        assert grad is not None
-        scales = state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")
-        tensors = [local(t) for t in (main, grad, state["exp_avg"], state["exp_avg_sq"])]
-        return *tensors, *scales, local(p) if main is not p else None, state["step"]
+            old = widened(state, name) if name in state else None
+            state[name] = torch.zeros_like(p, dtype=kind)
+            state.pop(f"{name}_scale", None)
+            if not kind.is_floating_point:
+                state[f"{name}_scale"] = torch.zeros(-(-local(p).numel() // BLOCK), device=p.device)
+            if old is not None:
+                narrow(state, name, old)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, and torch's own are taken, but moments keep the dtype that they were saved in."""
@@ -176,13 +178,14 @@ def reference_clip(totals: Tensor, scale: Tensor | None, max_norm: float) -> Ten
 
 
 def update(columns: list[list[Any]], group: dict[str, Any], number: int, clip: Tensor | None) -> None:
-    """One step of tensors that are alike, by the kernel if it can. `columns`: what `AdamW.row` gives, for each of them."""
-    params, grads, m, v = columns[:4]
+    """One step of parameters that are alike, by the kernel if it can. `columns`: of each the parameter, its gradient, m, v, their
+    scales or None, its copy in half precision or None, and its step."""
+    params, grads, m = columns[:3]
     one = params[0]
     factor = torch.ones(2, device=one.device) if clip is None else clip.to(one.device)
     dtypes = one.dtype in (torch.float32, torch.bfloat16) and grads[0].dtype in FLOATS
     kernel = dtypes and usable(one) and (m[0].dtype != torch.int8 or one.is_cuda)
-    if not kernel or not all(t.is_contiguous() for column in (params, m, v, columns[6]) for t in column if t is not None):
+    if not kernel or not all(t.is_contiguous() for t in params):
         if not factor[1].isnan():
             for index, row in enumerate(zip(*columns, strict=True)):
                 reference(row, factor[1], group, number + index)
@@ -206,7 +209,7 @@ def reference(row: tuple[Any, ...], factor: Tensor, group: dict[str, Any], numbe
     moments = {"exp_avg": m, "exp_avg_sq": v, "exp_avg_scale": m_scale, "exp_avg_sq_scale": v_scale}
     g = g.to(wide) * factor.to(wide)
     x = p.to(wide) * (1 - lr * group["weight_decay"])
-    y, z = (widened(moments, name, p).to(wide) for name in ("exp_avg", "exp_avg_sq"))
+    y, z = (widened(moments, name).to(wide) for name in ("exp_avg", "exp_avg_sq"))
     y = y + (g - y) * (1 - beta1)
     z = z * beta2 + (g * g) * (1 - beta2)
     size, root = (torch.tensor(n, dtype=wide, device=p.device) for n in (lr / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)))
@@ -247,7 +250,7 @@ def exact_root(x: Tensor) -> Tensor:
     return x.double().sqrt().to(x.dtype)
 
 
-def widened(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
+def widened(state: dict[str, Any], name: str) -> Tensor:
     """A moment as numbers."""
     codes, scale = local(state[name]), state.get(f"{name}_scale")
     if codes.dtype.is_floating_point:
