@@ -32,9 +32,9 @@ def tanh_gelu_cut(x: Tensor) -> Tensor:
     return x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
-def parts(rows: int) -> int:
+def parts(rows: int, most: int) -> int:
     """Into how many runs of rows the sum of the bias's gradient is cut."""
-    return max(min(rows // 16, 64), 1)
+    return max(min(rows // 16, most), 1)
 
 
 @raw("(Tensor grad, Tensor x, Tensor? bias, Tensor? like, int kind) -> (Tensor, Tensor)")
@@ -45,7 +45,7 @@ def activation_backward(grad: Tensor, x: Tensor, bias: Tensor | None, like: Tens
     if like is None:
         call("activation_backward", grad, x, bias, kind, 1, dx, None, None)
         return dx, x.new_empty(0)
-    cut = parts(x.numel() // max(x.size(-1), 1))
+    cut = parts(x.numel() // max(x.size(-1), 1), 128 if x.is_cuda else 64)
     partial = x.new_empty((cut, x.size(-1)), dtype=torch.float32)
     dbias = torch.empty_like(like, memory_format=torch.contiguous_format)
     call("activation_backward", grad, x, bias, kind, cut, dx, partial, dbias)
@@ -81,7 +81,7 @@ def plain(name: str, act: Callable[[Tensor], Tensor]) -> Op:
         return fits and bias.dtype in (x.dtype, torch.float32)
 
     kernel = named(f"{name}_forward", "(Tensor x, Tensor? bias=None) -> Tensor", forward)
-    return op(name, reference, cases, Kernel(kernel, saved, backward, takes=takes, devices=("cpu",)))
+    return op(name, reference, cases, Kernel(kernel, saved, backward, takes=takes))
 
 
 def named(name: str, schema: str, function: Callable[..., Any]) -> Raw:
@@ -129,7 +129,7 @@ def gated(name: str, act: Op) -> Op:
         return gate.dtype == up.dtype and gate.shape == up.shape
 
     kernel = named(f"{name}_forward", "(Tensor gate, Tensor up) -> Tensor", forward)
-    return op(name, reference, gated_cases, Kernel(kernel, saved, backward, takes=takes, devices=("cpu",)))
+    return op(name, reference, gated_cases, Kernel(kernel, saved, backward, takes=takes))
 
 
 def gated_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

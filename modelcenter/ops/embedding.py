@@ -73,4 +73,4 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield ids, table, vocab // 2
 
 
-embedding = op("embedding", reference, cases, Kernel(embedding_forward, saved, backward, takes=takes, devices=("cpu",)))
+embedding = op("embedding", reference, cases, Kernel(embedding_forward, saved, backward, takes=takes))

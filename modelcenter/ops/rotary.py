@@ -105,4 +105,4 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield torch.randn(b, s, h, d, device=device, dtype=dtype), angle.cos(), angle.sin(), interleaved
 
 
-rotary = op("rotary", reference, cases, Kernel(rotary_forward, saved, backward, takes=takes, devices=("cpu",)))
+rotary = op("rotary", reference, cases, Kernel(rotary_forward, saved, backward, takes=takes))

@@ -1,0 +1,144 @@
+// Rows of a table by number, and the gradient of the table without an atomic: the same bits every time.
+//
+// For the gradient tokens come sorted by row, stably (`order`), with where each row's begin (`start`). A block adds up RUN of them
+// in their order; what it finds whole goes to the table, of a row that goes on before or behind it the sum goes to `partial` (two
+// rows of fp32 a block: the row it began with, the row it ends with). A second kernel adds those and writes zero where no token is.
+#include "cuda.h"
+
+namespace {
+
+constexpr int RUN = 32;  // ops/embedding.py
+
+// a warp a token; an id that the table does not have gives NaN
+template <class T, bool VECTOR>
+__global__ __launch_bounds__(256) void gather(const int64_t* ids, const T* table, T* out, int64_t n, int64_t vocab, int64_t dim) {
+    const int64_t warps = int64_t{gridDim.x} * blockDim.y;
+    for (int64_t token = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; token < n; token += warps) {
+        const int64_t id = ids[token];
+        const bool known = id >= 0 && id < vocab;
+        const T* from = table + (known ? id : 0) * dim;
+        for (int64_t column = threadIdx.x * 8; column < dim; column += 256) {
+            const int count = dim - column < 8 ? static_cast<int>(dim - column) : 8;
+            Pack<T> pack;
+            if (known) {
+                pack = load8<VECTOR>(from + column, count);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 8; i++) pack.at[i] = from_float<T>(__int_as_float(0x7FC00000));
+            }
+            store8<VECTOR>(out + token * dim + column, pack, count);
+        }
+    }
+}
+
+template <class T, bool VECTOR>
+__device__ __forceinline__ void put(T* to, const float* sums, int count) {
+    Pack<T> pack;
+#pragma unroll
+    for (int i = 0; i < 8; i++) pack.at[i] = from_float<T>(sums[i]);
+    store8<VECTOR>(to, pack, count);
+}
+
+template <class T, bool VECTOR>
+__global__ __launch_bounds__(128) void add_runs(
+    const int32_t* ids, const int64_t* order, const T* grad, int64_t pad, float* partial, T* dtable, int64_t n, int64_t vocab, int64_t dim) {
+    const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * 8, first = int64_t{blockIdx.x} * RUN;
+    if (column >= dim) return;
+    const int count = dim - column < 8 ? static_cast<int>(dim - column) : 8;
+    const int64_t last = first + RUN < n ? first + RUN : n;
+    float sums[8] = {};
+    bool whole = first == 0 || ids[first - 1] != ids[first];  // the run of equal ids began in this block
+    constexpr int AHEAD = 4;
+    for (int64_t at = first; at < last; at += AHEAD) {
+        Pack<T> given[AHEAD];
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+            if (at + u < last) given[u] = load8<VECTOR>(grad + order[at + u] * dim + column, count);
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            if (at + u >= last) break;
+            const int32_t id = ids[at + u];
+#pragma unroll
+            for (int i = 0; i < 8; i++) sums[i] += to_float(given[u].at[i]);
+            const bool ends = at + u + 1 == n || ids[at + u + 1] != id;
+            if (!ends && at + u + 1 < last) continue;
+            if (whole && ends) {
+                if (id >= 0 && id < vocab && id != pad) put<T, VECTOR>(dtable + int64_t{id} * dim + column, sums, count);
+            } else {
+                float* to = partial + (2 * int64_t{blockIdx.x} + whole) * dim + column;
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    if (i < count) to[i] = sums[i];
+            }
+            whole = true;
+#pragma unroll
+            for (int i = 0; i < 8; i++) sums[i] = 0.0f;
+        }
+    }
+}
+
+// a warp a row of the table: those without a token, and those whose tokens are in several blocks
+template <class T, bool VECTOR>
+__global__ __launch_bounds__(256) void finish(const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
+    const int64_t warps = int64_t{gridDim.x} * blockDim.y;
+    for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < vocab; row += warps) {
+        const int64_t begin = start[row], end = row == pad ? begin : start[row + 1];
+        const int64_t first = begin / RUN, last = (end - 1) / RUN;
+        if (begin < end && first == last) continue;
+        for (int64_t column = threadIdx.x * 8; column < dim; column += 256) {
+            const int count = dim - column < 8 ? static_cast<int>(dim - column) : 8;
+            float sums[8] = {};
+            if (begin < end)
+                for (int64_t block = first; block <= last; block++) {
+                    const float* from = partial + (2 * block + (block == first)) * dim + column;
+#pragma unroll
+                    for (int i = 0; i < 8; i++) sums[i] += i < count ? from[i] : 0.0f;
+                }
+            put<T, VECTOR>(dtable + row * dim + column, sums, count);
+        }
+    }
+}
+
+const dim3 WARPS(32, 8);
+
+}  // namespace
+
+MC_KERNEL(embedding) {
+    const Array ids = call.in("ids", I64);
+    const Array table = call.in("table", FLOATS);
+    if (table.shape.rank != 2) call.refuse("table: %d dimensions; wanted 2", table.shape.rank);
+    const int64_t n = ids.shape.count(), vocab = table.shape.at[0], dim = table.shape.at[1];
+    const Array out = call.out("out", table.dtype, Shape{n, dim});
+    call.ready();
+    if (!n || !dim) return;
+    const bool vector = table.aligned() && out.aligned() && dim % 8 == 0;
+    const int blocks = grid(n, 8, 64);
+    const auto stream = static_cast<cudaStream_t>(call.stream);
+    MC_FOR_FLOAT(table.dtype, T, MC_FOR_BOOL(vector, VECTOR,
+        gather<T, VECTOR><<<blocks, WARPS, 0, stream>>>(ids.as<int64_t>(), table.as<T>(), out.as<T>(), n, vocab, dim)))
+}
+
+MC_KERNEL(embedding_backward) {
+    const Array ids = call.in("ids", I32);
+    const int64_t n = ids.shape.count();
+    const Array order = call.in("order", I64, Shape{n});
+    const Array start = call.in("start", I64);
+    const int64_t vocab = start.shape.count() - 1;
+    const Array grad = call.in("grad", FLOATS);
+    if (grad.shape.rank != 2 || grad.shape.at[0] != n) call.refuse("grad: wanted a row for each of %lld ids", static_cast<long long>(n));
+    const int64_t dim = grad.shape.at[1], pad = call.integer("pad", -1);
+    const Array partial = call.inout("partial", F32, Shape{2 * ((n + RUN - 1) / RUN), dim});
+    const Array dtable = call.out("dtable", grad.dtype, Shape{vocab, dim});
+    call.ready();
+    if (!dim || !vocab) return;
+    const bool vector = grad.aligned() && dtable.aligned() && dim % 8 == 0;
+    const auto stream = static_cast<cudaStream_t>(call.stream);
+    const dim3 runs(static_cast<unsigned>((n + RUN - 1) / RUN), static_cast<unsigned>((dim + 1023) / 1024));
+    MC_FOR_FLOAT(grad.dtype, T, MC_FOR_BOOL(vector, VECTOR, {
+        if (n)
+            add_runs<T, VECTOR><<<runs, 128, 0, stream>>>(
+                ids.as<int32_t>(), order.as<int64_t>(), grad.as<T>(), pad, partial.as<float>(), dtable.as<T>(), n, vocab, dim);
+        finish<T, VECTOR><<<grid(vocab, 8, 64), WARPS, 0, stream>>>(
+            start.as<int64_t>(), pad, partial.as<float>(), dtable.as<T>(), vocab, dim);
+    }))
+}
