@@ -236,10 +236,10 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
     for name, b, h, s, d, interleaved in large if gpu else [("LLaMA", 2, 12, 512, 64, False)]:
 
         def args(b: int = b, h: int = h, s: int = s, d: int = d, interleaved: bool = interleaved) -> tuple[Any, ...]:
-            angle = torch.rand(1, 1, s, d // 2, device=device) * 6
-            return new(b, h, s, d), angle.cos(), angle.sin(), interleaved
+            angle = torch.rand(1, s, 1, d // 2, device=device) * 6
+            return new(b, s, h, d), angle.cos(), angle.sin(), interleaved
 
-        yield Bench("rotary", f"{name} {b} x {h} x {s} x {d}", args, passes(b * h * s, d, 2, 2), quick=not interleaved)
+        yield Bench("rotary", f"{name} {b} x {s} x {h} x {d}", args, passes(b * h * s, d, 2, 2), quick=not interleaved)
 
     # embedding: the rows looked up are read and written; backward reads their gradients and writes the table's
     large = [("LLaMA-8B", 128256, 4096, 32768), ("BERT", 30522, 1024, 131072)]
