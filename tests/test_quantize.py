@@ -1,7 +1,9 @@
 """NF4 and int8: which code a weight gets, what comes back, and the products that read codes, on every device there is."""
 
+import copy
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import modelcenter as mc
 from modelcenter import ops
+from modelcenter.errors import InputError
+from modelcenter.layers import Attention, Int8Linear, NF4Linear, QuantizedLinear
 from modelcenter.ops import quantize as q
 from modelcenter.ops._op import available
 
@@ -253,3 +258,112 @@ def test_wrong_shapes_are_said() -> None:
         ops.dequantize_nf4(codes, scales[:5], 64, torch.float32)
     with pytest.raises(ValueError, match="scales"):
         ops.dequantize_int8(codes.view(torch.int8), scales, torch.float32)
+
+
+KINDS = [NF4Linear, Int8Linear]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_is_the_linear_layer_of_its_weight(kind: type[QuantizedLinear], dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(193, 65, bias=bias, dtype=dtype)
+    layer = kind.of(plain)
+    assert (layer.in_features, layer.out_features, layer.weight.dtype, layer.weight.shape) == (193, 65, dtype, (65, 193))
+    assert not any(p.requires_grad for p in layer.parameters())
+    near = 0.152 if kind is NF4Linear else 0.005  # half of the widest gap between levels; half of 1 / 127
+    worst = (layer.weight.double() - plain.weight.double()).abs().max(-1).values / plain.weight.double().abs().max(-1).values
+    assert (worst <= near + torch.finfo(dtype).eps).all()
+    again = layer.linear()
+    assert again.weight.requires_grad and torch.equal(again.weight, layer.weight) and (again.bias is not None) == bias
+    assert torch.equal(kind.of(again).codes, layer.codes) and torch.equal(kind.of(again).scales, layer.scales)
+    for rows in (2, 24):
+        x = torch.randn(rows, 193, dtype=dtype, requires_grad=True)
+        out = layer(x)
+        direction = torch.randn_like(out)
+        (grad,) = torch.autograd.grad(out, x, direction)
+        exact = x.detach().double().requires_grad_()
+        wanted = F.linear(exact, layer.weight.double(), layer.bias.double() if layer.bias is not None else None)
+        (wanted_grad,) = torch.autograd.grad(wanted, exact, direction.double())
+        for ours, theirs in ((out, wanted), (grad, wanted_grad)):
+            assert ours.dtype == dtype
+            assert (ours.double() - theirs).abs().max() <= 8 * torch.finfo(dtype).eps * theirs.abs().max()
+        assert torch.equal(layer(x, bias=False), layer.product(x, None))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_weighs_what_it_says(kind: type[QuantizedLinear]) -> None:
+    layer = kind.of(torch.nn.Linear(1024, 512, bias=False))
+    bits = 8 * sum(b.numel() * b.element_size() for b in layer.buffers())
+    assert bits == (4.5 * 1024 * 512 if kind is NF4Linear else 8 * 1024 * 512 + 32 * 512)
+    assert not list(layer.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_casting_a_model_does_not_round_the_scales(kind: type[QuantizedLinear]) -> None:
+    layer = kind.of(torch.nn.Linear(70, 6))
+    scales, weight = layer.scales.clone(), layer.weight.clone()
+    layer = torch.nn.Sequential(layer).bfloat16()[0]
+    assert layer.bias.dtype == layer.weight.dtype == torch.bfloat16 and torch.equal(layer.scales, scales)
+    assert torch.equal(layer.weight, weight.bfloat16()) and torch.equal(layer.float().weight, weight)
+    assert torch.nn.Sequential(layer).to("meta")[0].scales.device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_read_back_and_copied(kind: type[QuantizedLinear]) -> None:
+    one, two = kind.of(torch.nn.Linear(70, 6)), kind.of(torch.nn.Linear(70, 6))
+    assert list(one.state_dict()) == ["bias", "codes", "scales"]
+    two.load_state_dict(one.state_dict())
+    x = torch.randn(3, 70)
+    assert torch.equal(one(x), two(x)) and torch.equal(copy.deepcopy(one)(x), one(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_a_layer_is_in_low_precision(kind: type[QuantizedLinear]) -> None:
+    layer, x = kind.of(torch.nn.Linear(70, 6)), torch.randn(12, 70)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, layer(x.bfloat16()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_on_a_layer_learns_what_the_layer_lacks(kind: type[QuantizedLinear]) -> None:
+    """LoRA (Hu et al., 2021): the frozen weight plus B A. What was asked of it is the layer's own weight and a matrix of rank 2."""
+    torch.manual_seed(0)
+    layer = kind.of(torch.nn.Linear(64, 16, bias=False))
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    target = layer.weight + torch.randn(16, 2) @ torch.randn(2, 64) / 8
+    front = torch.nn.Linear(64, 64, bias=False)  # so that a gradient has to pass through
+    torch.nn.init.eye_(front.weight)
+    a, b = torch.nn.Linear(64, 4, bias=False), torch.nn.Linear(4, 16, bias=False)
+    torch.nn.init.zeros_(b.weight)
+    optimizer = torch.optim.Adam([*a.parameters(), *b.parameters(), *front.parameters()], lr=1e-2)
+    losses = []
+    for _ in range(60):
+        x = torch.randn(128, 64)
+        h = front(x)
+        loss = F.mse_loss(layer(h) + b(a(h)), F.linear(x, target))
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.05 * losses[0] and not torch.equal(front.weight, torch.eye(64))
+    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+
+
+def test_a_folder_with_whole_weights_is_refused(tmp_path: Path) -> None:
+    config = {"layers": 1, "dim": 64, "heads": 4, "vocab": 100, "positions": 32}
+    model = mc.build("gpt2", config=config).eval()
+    attn = next(m for m in model.modules() if isinstance(m, Attention))
+    x = torch.arange(8)[None]
+    attn.q = NF4Linear.of(attn.q)
+    with torch.no_grad():
+        found = model(x).logits
+    with pytest.raises(InputError, match=r"attn\.q\.weight: not a parameter; .*linear\(\)"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    attn.q = attn.q.linear()
+    model.save_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(mc.GPT.from_pretrained(str(tmp_path / "out")).eval()(x).logits, found, rtol=1e-4, atol=1e-5)

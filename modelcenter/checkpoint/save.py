@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import refuse
 from ..names import Names
 from .write import reading_order, save_folder
 
@@ -30,6 +31,8 @@ def companions(folder: Path) -> dict[str, bytes]:
 def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str | int) -> None:
     """Write weights, config.json and companions. On a mesh every rank gathers and the first one writes; all return when it has."""
     parameters = dict(model.named_parameters())
+    if missing := sorted(model.shapes.keys() - parameters.keys()):
+        refuse(None, missing[0], "not a parameter", "a model with whole weights: a quantised layer's linear() gives them back")
     kind = next(p.dtype for p in parameters.values())
     tensors = [
         (theirs, shape, kind, make)

@@ -10,11 +10,12 @@ from .linear import Linear
 from .norm import LayerNorm, RMSNorm
 from .output import Batch, Output
 from .position import ALiBi, Angles, RelativeBias, Rotary, SegmentBias
+from .quantized import Int8Linear, NF4Linear, QuantizedLinear
 from .view import Cache, Packing, View
 
 __all__ = [
     "FFN", "ALiBi", "Angles", "Attention", "Batch", "Block", "Cache", "ClassifyHead", "Dropout", "EmbedHead", "Embedding",
-    "GatedFFN", "Head", "LMHead", "LayerNorm", "Linear", "Output", "Packing", "Parallel", "PoolHead", "PostNorm", "PreNorm",
-    "RMSNorm", "RelativeBias", "Rotary", "SegmentBias", "SpanHead", "Stack", "TagHead", "Transform", "View", "first_token",
-    "last_token",
+    "GatedFFN", "Head", "Int8Linear", "LMHead", "LayerNorm", "Linear", "NF4Linear", "Output", "Packing", "Parallel",
+    "PoolHead", "PostNorm", "PreNorm", "QuantizedLinear", "RMSNorm", "RelativeBias", "Rotary", "SegmentBias", "SpanHead",
+    "Stack", "TagHead", "Transform", "View", "first_token", "last_token",
 ]  # fmt: skip

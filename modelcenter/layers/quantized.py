@@ -1,0 +1,109 @@
+"""Linear layers whose frozen weight is held in 4 or 8 bits (ops/quantize.py), to train an adapter on."""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import dequantize_int8, dequantize_nf4, linear_int8, linear_nf4, quantize_int8, quantize_nf4
+from .linear import Linear
+
+
+class QuantizedLinear(nn.Module):
+    """What the two below share: made of a linear layer, and one again on demand. It takes the place of the layer it is made of.
+
+    The state is codes, scales and the bias; the weight is a property, dequantised at each reading. A Hugging Face folder holds
+    whole weights, so a model with such layers is refused there: `linear()` gives each back first. The scales stay fp32 whatever
+    the module is cast to, because a rounded scale is another weight.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, in_features: int, dtype: torch.dtype):
+        super().__init__()
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.in_features = in_features
+        self.dtype = dtype  # of the weight, where one is asked for
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> Self:
+        """The layer in codes, on its device; it shares the bias, which is frozen here."""
+        codes, scales = cls.quantize(layer.weight)
+        return cls(codes, scales, layer.bias, layer.in_features, layer.weight.dtype)
+
+    @staticmethod
+    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """(out in), as the codes have it."""
+        raise NotImplementedError
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    def linear(self) -> Linear:
+        """A plain layer with this one's weight, which can be trained and saved."""
+        layer = Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        layer.weight = nn.Parameter(self.weight)
+        if self.bias is not None:
+            layer.bias = nn.Parameter(self.bias.detach().to(self.dtype, copy=True))
+        return layer
+
+    def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        """x (.. in): .. out, in the dtype of x, or autocast's."""
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return self.product(x, self.bias if bias else None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        scales = self.scales
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.scales.dtype != scales.dtype:
+            self.scales = scales.to(self.scales.device)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=scales.device)).dtype
+        return self
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {self.dtype}"
+
+
+class NF4Linear(QuantizedLinear):
+    """The weight in 16 levels, a scale for every 64 of a row: 4.5 bits a weight. Dettmers et al., 2023."""
+
+    @staticmethod
+    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_nf4(weight)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = linear_nf4(x, self.codes, self.scales, bias)
+        return out
+
+    @property
+    def weight(self) -> Tensor:
+        return dequantize_nf4(self.codes, self.scales, self.in_features, self.dtype)
+
+
+class Int8Linear(QuantizedLinear):
+    """The weight in 255 levels, a scale for every row: 8 bits a weight and 32 a row. Dettmers et al., 2022."""
+
+    @staticmethod
+    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_int8(weight)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = linear_int8(x, self.codes, self.scales, bias)
+        return out
+
+    @property
+    def weight(self) -> Tensor:
+        return dequantize_int8(self.codes, self.scales, self.dtype)
