@@ -86,14 +86,16 @@ Stats norm_row(const R* x, const float* weight, const float* bias, O* out, int64
             store_n(out + i, s.normal(load_n(x + i, lanes)) * load_n(weight + i, lanes) + load_n(bias + i, lanes), lanes);
         });
     else
-        each(dim, [=](int64_t i, int lanes) { store_n(out + i, load_n(x + i, lanes) * s.rstd * load_n(weight + i, lanes), lanes); });
+        each(dim, [=](int64_t i, int lanes) {
+            store_n(out + i, load_n(x + i, lanes) * s.rstd * load_n(weight + i, lanes), lanes);
+        });
     return s;
 }
 
 // With g = grad * weight and h the normalised row: stream = rstd * (g - mean(g) - h * mean(g * h)) + more; RMSNorm: no mean(g).
 template <class R, class O>
-void gradient_row(const O* grad, const R* more, const R* x, const float* weight, R* stream, float* dweight, float* dbias, int64_t dim,
-                  Stats s) {
+void gradient_row(const O* grad, const R* more, const R* x, const float* weight, R* stream, float* dweight, float* dbias,
+                  int64_t dim, Stats s) {
     const float n = static_cast<float>(dim);
     vf plain{};
     const float skewed = sum(summed(dim, [&](int64_t i, int lanes) {
@@ -132,7 +134,8 @@ MC_KERNEL(norm) {
     const Array out = call.out("out", FLOATS, x.shape);
     const Array total = call.maybe_out("total", residual ? residual.dtype : x.dtype, x.shape);
     const Array stats = call.out("stats", F32, Shape{3, rows.at[0]});
-    if (static_cast<bool>(residual) != static_cast<bool>(total)) call.refuse("a residual needs a place for the total, and nothing else does");
+    const bool adds = static_cast<bool>(residual);
+    if (adds != static_cast<bool>(total)) call.refuse("a total is written where there is a residual, and only there");
     call.ready();
     const int64_t n = rows.at[0], dim = columns.at[0];
     if (!dim) return;
@@ -167,10 +170,11 @@ MC_KERNEL(norm_backward) {
     const Array dweight = call.out("dweight", F32, columns);
     const Array dbias = call.maybe_out("dbias", F32, columns);  // none for RMSNorm
     const Array partial = call.inout("partial", F32);           // chunks x (1 or 2) x dim
-    call.ready();
     const int64_t n = grad.shape.rows(), dim = columns.at[0], each_chunk = dbias ? 2 * dim : dim;
+    const int64_t chunks = partial.shape.rank ? partial.shape.at[0] : 0;
+    if (chunks < 1 || !(partial.shape == Shape{chunks, dbias ? 2 : 1, dim})) call.refuse("partial: at least a line of sums");
+    call.ready();
     if (!dim) return;
-    const int64_t chunks = partial.shape.at[0];
     float* sums = partial.as<float>();
     const float *w = weight.as<float>(), *s = stats.as<float>();
     MC_FOR_FLOAT(grad.dtype, O, MC_FOR_FLOAT(total.dtype, R,

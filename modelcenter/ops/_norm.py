@@ -4,6 +4,7 @@ Each norm may first add a residual: total = residual + dropout(x), in the residu
 results: the total is the stream that the next layer adds to. A seed of None adds x as it is.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from ._op import call, raw
 from .dropout import draw, dropout
 
-ROWS, CHUNKS = 32, 64  # of the partial sums for weight and bias: rows each, and how many at most
+ROWS, CHUNKS = 32, 64  # on the CPU: rows of a partial sum for weight and bias, and how many sums at most
 Forward = tuple[Tensor, Tensor, Tensor]
 
 
@@ -37,9 +38,42 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | N
     return out, x.new_empty(0) if total is None else total, stats
 
 
+def takes(x: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> bool:
+    """Whether there is a kernel for these dtypes: on CUDA, not for all mixtures (csrc/norm.cu: known)."""
+    if not x.is_cuda:
+        return True
+    out = dtype or total.dtype
+    if bias is not None and bias.dtype != weight.dtype:
+        return False
+    if total.dtype != torch.float32:
+        return x.dtype == total.dtype == out
+    return torch.float32 in (x.dtype, out) or x.dtype == out
+
+
 def narrow(parameter: Tensor) -> Tensor:
     """Weights as the kernel reads them: on the CPU in fp32."""
     return parameter.contiguous() if parameter.is_cuda else parameter.float().contiguous()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 1
+
+
+def lines(total: Tensor, grad: Tensor, rows: int) -> int:
+    """How many partial sums the backward makes: a matter of the sizes and the chip alone, so that results repeat."""
+    dim = total.size(-1)
+    if not total.is_cuda:
+        return min(max(rows // ROWS, 1), CHUNKS)
+    if dim % 8 or dim > 8192:
+        return min(max(rows // 64, 1), 64)
+    if dim <= 2048:  # csrc/norm.cu: threads of a row, rows of a block, and registers for so many blocks
+        threads = -(-dim // 256) * 32
+        beside = 256 // threads
+        blocks = (768 if total.element_size() + grad.element_size() == 4 else 512) // (threads * beside)
+    else:
+        beside, blocks = 1, 512 // (-(-dim // 512) * 32)
+    return max(min(multiprocessors(total.device) * blocks, -(-rows // beside)), 1)
 
 
 @raw(
@@ -56,8 +90,7 @@ def norm_backward(
     apart = None if branch is None else torch.empty_like(total, dtype=branch)
     scale = narrow(weight)
     dweight, dbias = torch.empty_like(scale), torch.empty_like(scale) if centred else None
-    chunks = min(max(stats.size(1) // ROWS, 1), CHUNKS)
-    partial = scale.new_empty((chunks, 2 if centred else 1, len(weight)), dtype=torch.float32)
+    partial = scale.new_empty((lines(total, grad, stats.size(1)), 2 if centred else 1, len(weight)), dtype=torch.float32)
     more = None if more is None else more.contiguous()
     call("norm_backward", grad.contiguous(), total, more, scale, stats, seed, p, stream, apart, dweight, dbias, partial)
     none = total.new_empty(0)

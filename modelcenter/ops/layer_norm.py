@@ -36,6 +36,10 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor) -> Sequence
     return dx, dweight, dbias, None, None
 
 
+def takes(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None = None) -> bool:
+    return _norm.takes(x, x, weight, bias, dtype)
+
+
 def add_reference(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, seed: Tensor | None, p: float,
     dtype: torch.dtype | None = None,
@@ -68,6 +72,13 @@ def add_backward(
     return dx, dresidual, dweight, dbias, None, None, None, None
 
 
+def add_takes(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, seed: Tensor | None, p: float,
+    dtype: torch.dtype | None = None,
+) -> bool:  # fmt: skip
+    return _norm.takes(x, residual, weight, bias, dtype)
+
+
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for args in _norm.cases(device, dtype, True):
         yield *args, 1e-5
@@ -77,7 +88,7 @@ def add_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     return _norm.add_cases(device, dtype, True, 1e-5)
 
 
-layer_norm = op("layer_norm", reference, cases, Kernel(layer_norm_forward, saved, backward, devices=("cpu",)))
+layer_norm = op("layer_norm", reference, cases, Kernel(layer_norm_forward, saved, backward, takes=takes))
 add_layer_norm = op(
-    "add_layer_norm", add_reference, add_cases, Kernel(add_layer_norm_forward, add_saved, add_backward, results=2, devices=("cpu",))
+    "add_layer_norm", add_reference, add_cases, Kernel(add_layer_norm_forward, add_saved, add_backward, takes=add_takes, results=2)
 )

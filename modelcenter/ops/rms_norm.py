@@ -33,6 +33,10 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor) -> Sequence
     return dx, dweight, None, None
 
 
+def takes(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> bool:
+    return _norm.takes(x, x, weight, None, dtype)
+
+
 def add_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, seed: Tensor | None, p: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -63,6 +67,12 @@ def add_backward(
     return dx, dresidual, dweight, None, None, None, None
 
 
+def add_takes(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, seed: Tensor | None, p: float, dtype: torch.dtype | None = None
+) -> bool:
+    return _norm.takes(x, residual, weight, None, dtype)
+
+
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for args in _norm.cases(device, dtype, False):
         yield *args, 1e-6
@@ -72,7 +82,7 @@ def add_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     return _norm.add_cases(device, dtype, False, 1e-6)
 
 
-rms_norm = op("rms_norm", reference, cases, Kernel(rms_norm_forward, saved, backward, devices=("cpu",)))
+rms_norm = op("rms_norm", reference, cases, Kernel(rms_norm_forward, saved, backward, takes=takes))
 add_rms_norm = op(
-    "add_rms_norm", add_reference, add_cases, Kernel(add_rms_norm_forward, add_saved, add_backward, results=2, devices=("cpu",))
+    "add_rms_norm", add_reference, add_cases, Kernel(add_rms_norm_forward, add_saved, add_backward, takes=add_takes, results=2)
 )
