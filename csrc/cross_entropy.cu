@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t IGNORE = -100;
 constexpr float LOWEST = -3.402823466e38f;  // not -inf: the difference of two infinities is no number
-constexpr int UNROLL = 4;                   // packs of a thread in flight
+template <class T>
+constexpr int UNROLL = sizeof(T) == 4 ? 2 : 4;  // packs of a thread in flight: 64 bytes, and no register too many for 1024 threads
 
 // fp32 is held to fp32's error; below it the fast exponential is exact enough
 template <class T>
@@ -60,13 +61,13 @@ __device__ Row read(const T* x, int64_t vocab) {
     const Cut cut(x, vocab);
     const int t = threadIdx.x;
     Row row{LOWEST, 0.0f, 0.0f};
-    for (int64_t pack = t; pack < cut.packs; pack += int64_t{UNROLL} * blockDim.x) {
-        Pack<T> in[UNROLL];
+    for (int64_t pack = t; pack < cut.packs; pack += int64_t{UNROLL<T>} * blockDim.x) {
+        Pack<T> in[UNROLL<T>];
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++)
+        for (int u = 0; u < UNROLL<T>; u++)
             if (pack + u * blockDim.x < cut.packs) in[u] = load8<true>(x + cut.head + (pack + u * blockDim.x) * 8);
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++)
+        for (int u = 0; u < UNROLL<T>; u++)
             if (pack + u * blockDim.x < cut.packs) {
                 float value[8];
 #pragma unroll
@@ -103,18 +104,18 @@ __device__ void write(const T* x, T* y, int64_t vocab, float base, float factor,
     const int t = threadIdx.x;
     auto one = [&](int64_t i) { y[i] = from_float<T>(ZERO ? 0.0f : exponential<T>(to_float(x[i]) - base) * factor - share); };
     if (t < vocab - cut.tail) one(cut.tail + t);
-    const int64_t step = int64_t{UNROLL} * blockDim.x, steps = (cut.packs + step - 1) / step;
+    const int64_t step = int64_t{UNROLL<T>} * blockDim.x, steps = (cut.packs + step - 1) / step;
     for (int64_t s = steps - 1; s >= 0; s--) {
         const int64_t pack = s * step + t;
-        Pack<T> in[UNROLL];
+        Pack<T> in[UNROLL<T>];
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++)
+        for (int u = 0; u < UNROLL<T>; u++)
             if (!ZERO && pack + u * blockDim.x < cut.packs) {
                 const T* from = x + cut.head + (pack + u * blockDim.x) * 8;
                 in[u] = same ? load8<true>(from) : load8<false>(from);
             }
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++)
+        for (int u = 0; u < UNROLL<T>; u++)
             if (pack + u * blockDim.x < cut.packs) {
 #pragma unroll
                 for (int i = 0; i < 8; i++)
