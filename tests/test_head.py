@@ -90,13 +90,13 @@ def test_backward_twice_and_accumulated() -> None:
     args = made(12, 5, 9)
     _, grads = exact(args)
     loss = op(*args)
-    loss.backward(retain_graph=True)
+    loss.backward(torch.tensor(3.0), retain_graph=True)
     kept = [a.grad for a in args[:3]]
-    loss.backward()  # adds to the gradients that the first one handed over
+    loss.backward(torch.tensor(2.0))  # adds to the gradients that the first one handed over
     op(*args).backward(torch.tensor(0.5))
     for a, first, grad in zip(args[:3], kept, grads, strict=True):
         assert a.grad is first
-        close(a.grad, 2.5 * grad)
+        close(a.grad, 5.5 * grad)
 
 
 @compiled
