@@ -60,7 +60,7 @@ class RelativeBias(nn.Module):
         """The bias (1 h s t) of the last `queries` of `keys` positions."""
         at = torch.arange(keys, device=self.table.weight.device)
         bias = read(self.table, self.bucket(at[None, :] - at[keys - queries :, None]))
-        return bias.permute(2, 0, 1)[None]
+        return bias.permute(2, 0, 1)[None].contiguous()  # once, and not in every layer
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each key - query distance: half of them exact, the others growing with the logarithm."""
@@ -90,7 +90,7 @@ class SegmentBias(RelativeBias):
         at = torch.arange(keys, device=segments.device)
         within = self.bucket(at[None, :] - at[keys - queries :, None])
         bias = read(self.table, torch.where(q == k, within, q * self.segments + k + self.buckets))
-        return bias.permute(0, 3, 1, 2)
+        return bias.permute(0, 3, 1, 2).contiguous()
 
 
 class ALiBi(nn.Module):

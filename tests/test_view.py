@@ -1,0 +1,106 @@
+"""The two roads of attention on the CPU, torch's and our own tiles: the same values, gradients and rows that see nothing."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from modelcenter import ops
+from modelcenter.layers.view import Packing, View, merge
+from modelcenter.ops._op import available
+
+pytestmark = pytest.mark.skipif(not available("cpu"), reason="the tiles are compiled")
+HEADS, DIM = 4, 24
+
+
+def pair(s: int, t: int, kv: int = HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v (b h s|t d) as the projections leave them."""
+    torch.manual_seed(0)
+    return [torch.randn(2, n, h, DIM, dtype=dtype).transpose(1, 2).requires_grad_() for n, h in ((s, HEADS), (t, kv), (t, kv))]
+
+
+def view(kind: str, s: int, t: int) -> View:
+    real = torch.arange(t) >= torch.tensor([[0], [t // 3]]) if "padded" in kind else None
+    bias = torch.randn(1, HEADS, s, t).requires_grad_() if "biased" in kind else None
+    mask, rule = merge(s, t, torch.device("cpu"), causal="causal" in kind, real=real, bias=bias)
+    return View(mask, rule)
+
+
+KINDS = ("plain", "causal", "padded", "causal padded", "biased", "causal padded biased")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("s", "t", "kv"), [(70, 70, 4), (9, 20, 2)])
+def test_both_roads_agree(kind: str, s: int, t: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for tiles in (False, True):
+        monkeypatch.setattr(View, "tiles_pay", lambda *args, tiles=tiles: tiles)
+        inputs, seen = pair(s, t, kv), view(kind, s, t)
+        out = seen.attend(*inputs, 0.3, 0.0)
+        weight = torch.cos(torch.arange(out.numel()).view(out.shape))
+        found.append([out, *torch.autograd.grad((out * weight).sum(), inputs)])
+    for theirs, ours in zip(*found, strict=True):
+        assert (theirs - ours).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_equals_alone(causal: bool, biased: bool) -> None:
+    ends = [0, 70, 71, 160]
+    q, k, v = (x[:1] for x in pair(160, 160, 2))
+    bias = torch.randn(1, HEADS, 89, 89) if biased else None
+    packed = View(bias, causal, Packing(ends, ends)).tiled(q, k, v, None, 0.0)
+    for a, b in pairwise(ends):
+        part = None if bias is None else bias[:, :, : b - a, : b - a]
+        alone = View(part, causal).tiled(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, 0.0)
+        assert torch.equal(packed[:, :, a:b], alone)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_is_the_op_s(p: float) -> None:
+    """A model that trains with dropout takes the tiles, and their mask is the one that its seed says."""
+    q, k, v = pair(9, 9)
+    torch.manual_seed(7)
+    out = View(None, True).attend(q, k, v, None, p)
+    torch.manual_seed(7)
+    seed = ops.draw(q.device)
+    turned = [x.transpose(1, 2).double() for x in (q, k, v)]
+    wanted = ops.attention.reference(*turned, None, None, None, DIM**-0.5, True, seed, p)
+    assert (out.transpose(1, 2) - wanted).abs().max() < 1e-5
+    assert (out - View(None, True).attend(q, k, v, None, 0.0)).abs().max() > 0.1
+
+
+def test_each_road_is_taken_where_it_pays() -> None:
+    many, few = pair(64, 64), pair(3, 64)
+    here = View()
+    assert here.tiles_pay(*many, 0.0) and here.tiles_pay(*few, 0.1) and not here.tiles_pay(*few, 0.0)
+    assert here.tiles_pay(*pair(3, 64, dtype=torch.bfloat16), 0.0)
+    assert not here.tiles_pay(*pair(64, 64, dtype=torch.float64), 0.1)
+    with torch.no_grad():
+        assert not here.tiles_pay(*pair(3, 64, dtype=torch.bfloat16), 0.0)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_threads_change_nothing(threads: int, masked: bool) -> None:
+    before = torch.get_num_threads()
+    found = []
+    for n in (1, threads):
+        torch.set_num_threads(n)
+        inputs = pair(130, 130, 2)
+        bias = torch.randn(1, HEADS, 130, 130).requires_grad_() if masked else None
+        torch.manual_seed(1)
+        out = View(bias).tiled(*inputs, None, 0.2)
+        found.append([out, *torch.autograd.grad(out.sum(), [*inputs, *([bias] if masked else [])])])
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    q, k, v = (x[:1].transpose(1, 2).contiguous() for x in pair(9, 9))
+    for ends in ([0, 5], [0, 6, 5, 9], [1, 9], [0, 12, 9], []):
+        with pytest.raises(ValueError, match="lengths"):
+            ops.attention(q, k, v, None, torch.tensor(ends).long(), torch.tensor(ends).long(), 1.0, False, None, 0.0)
+    with pytest.raises(ValueError, match="mask"):
+        ops.attention(q, k, v, torch.zeros(1, 3, 9, 9), None, None, 1.0, False, None, 0.0)
