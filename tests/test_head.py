@@ -132,6 +132,16 @@ def test_a_label_out_of_the_vocabulary(label: int) -> None:
             call()
 
 
+@compiled
+def test_the_kernel_itself_ignores_rows_and_columns() -> None:
+    """On a CPU it is never given a row without a label; on CUDA it is."""
+    logits, labels, losses = torch.randn(3, 16), torch.tensor([2, IGNORE, 0]), torch.empty(3)
+    before = logits.clone()
+    module.call("cross_entropy_both", logits, labels, 13, 0.0, 0.0, 1.0, losses)
+    assert losses[1] == 0 and logits[1, :13].eq(0).all() and torch.equal(logits[:, 13:], before[:, 13:])
+    close(logits[::2, :13], before[::2, :13].softmax(1) - F.one_hot(labels[::2], 13))
+
+
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("units", [False, True])
 def test_autocast(monkeypatch: pytest.MonkeyPatch, low: torch.dtype, units: bool) -> None:
