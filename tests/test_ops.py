@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelcenter import ops
-from modelcenter.ops import OPS
+from modelcenter.ops import OPS, _op
 from modelcenter.ops.cross_entropy import IGNORE
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -278,3 +278,12 @@ def test_rotary_angles_are_not_rounded_to_the_input() -> None:
     angle = torch.tensor([[[[2047.3]]]])
     expected = torch.tensor([math.cos(2047.3), math.sin(2047.3)])
     assert (ops.rotary(x, angle.cos(), angle.sin(), False).flatten().float() - expected).abs().max() < 4e-3
+
+
+@pytest.mark.skipif(_op._C is None, reason="the reference is torch's, which rounds the mean")
+def test_layer_norm_keeps_a_large_mean_apart() -> None:
+    """The mean of a thousand has an error of 3e-5 in fp32; what is left of it is subtracted too."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(64, 768) + 1000, torch.ones(768), torch.zeros(768)
+    exact = layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
+    assert (ops.layer_norm(x, weight, bias, 1e-5) - exact).abs().max() < 2e-6
