@@ -70,8 +70,8 @@ def extension() -> tuple[Any, str, list[str]]:
     """The compiled module if it is in use, what there is to say of it, and how there would be one."""
     if not _op.WANTED:
         return None, "switched off by MODELCENTER_KERNELS=0: references only", ["kernels: unset MODELCENTER_KERNELS"]
-    if _op._C is not None:
-        return _op._C, "built", []
+    if (built := vars(_op)["_C"]) is not None:
+        return built, "built", []
     compiler = os.environ.get("CXX", "").split(" ")[0] or "g++"
     there = shutil.which(compiler) or shutil.which("c++")
     advice = [f"kernels: {AGAIN}" if there else f"kernels: install a C++ compiler ({compiler} is not on the PATH), then {AGAIN}"]
