@@ -76,18 +76,24 @@ class BuildExtension(build_ext):
     """Compile each kernel file once for each instruction set, the .cu files for all architectures, and link."""
 
     def build_extension(self, ext: Extension) -> None:
+        target, nvcc = Path(self.get_ext_fullpath(ext.name)), find_nvcc()
         try:
-            self.build(Path(self.get_ext_fullpath(ext.name)))
+            try:
+                self.build(target, nvcc)
+            except OSError as error:
+                if nvcc is None:
+                    raise
+                print(f"modelcenter: the CPU's kernels alone, for CUDA's were not built: {error}", file=sys.stderr)
+                self.build(target, None)
         except (OSError, ImportError, subprocess.SubprocessError) as error:
             print(f"modelcenter: no compiled kernels, the references will do the work: {error}", file=sys.stderr)
 
-    def build(self, target: Path) -> None:
+    def build(self, target: Path, nvcc: str | None) -> None:
         import pybind11
 
         cxx = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or "c++"]
         if not output(*cxx, "--version"):
             raise OSError(f"no C++ compiler: {cxx[0]} does not run")
-        nvcc = find_nvcc()
         archs = architectures(nvcc) if nvcc else []
         runtime = libraries(nvcc) if nvcc and archs else None
         temp = Path(self.build_temp).resolve()
@@ -120,7 +126,7 @@ class BuildExtension(build_ext):
                 same = fixed if "SOURCE_DATE_EPOCH" in os.environ else []
                 steps.append((source, [*command[:-1], *exact, *same, "-c"], temp / f"{source.stem}.cu.o"))
 
-        newest = max(path.stat().st_mtime for path in [*CSRC.glob("*.h"), ROOT / "setup.py"])
+        newest = max(path.stat().st_mtime for path in CSRC.glob("*.h"))
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:
             list(pool.map(lambda step: compile_one(*step, newest), steps))
         shared = ["-shared", "-s", "-Wl,--build-id=none"]
