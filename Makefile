@@ -1,4 +1,4 @@
-# make venv | quickstart | check | test | test-all | bench | gpu | wheel | clean
+# make venv | quickstart | check | test | test-all | fuzz | bench | gpu | wheel | clean
 # with PYTHON=python3.12 VENV=folder DIST=folder BENCH=folder JOBS=8 as you like
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -c constraints.txt
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 NEED = import sys; sys.exit("modelcenter needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)
 
-.PHONY: venv quickstart check test test-all bench gpu wheel clean
+.PHONY: venv quickstart check test test-all fuzz bench gpu wheel clean
 
 venv: $(VENV)/installed
 
@@ -37,6 +37,16 @@ test: venv
 
 test-all: venv
 	$(PYTEST) -m "not gpu"
+
+# Random cases of every kernel under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
+CASES ?= 100000
+SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+fuzz: venv
+	CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" MODELCENTER_CUDA=0 $(BIN)/python setup.py -q build_ext \
+		--build-temp build/fuzz --build-lib build/fuzz
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 MODELCENTER_KERNELS=$$(ls build/fuzz/modelcenter/_C*) PYTHONPATH=. OMP_NUM_THREADS=2 \
+		$(BIN)/python tests/fuzz_ops.py --cases $(CASES)
 
 # Times every op on the device that is there; the table is printed, and in $(BENCH) with a picture and the figures.
 bench: venv

@@ -6,6 +6,7 @@ kernels take plain pointers, so one build serves every torch.
 
     MODELCENTER_CUDA=0              leave CUDA out, though nvcc is there
     MODELCENTER_CUDA_ARCHS="90"     only these architectures (default: 75 80 86 89 90 100 120, as far as nvcc knows them, and PTX)
+    MODELCENTER_LEVELS="0 2"        only these instruction sets of LEVELS, for builds that are only tested
     CUDA_HOME, CXX, CFLAGS, NVCCFLAGS, LDFLAGS, MAX_JOBS      as everywhere
     SOURCE_DATE_EPOCH=seconds       also keep out of the kernels what differs from build to build (make wheel)
 """
@@ -107,6 +108,8 @@ class BuildExtension(build_ext):
         module = temp / "module.o"
         steps.append((CSRC / "module.cpp", [*cxx, *FLAGS, *cuda, version, *headers, *extra, "-c"], module))
         levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {0: []}
+        if wanted := os.environ.get("MODELCENTER_LEVELS", "").split():
+            levels = {level: flags for level, flags in levels.items() if str(level) in wanted}
         for source in sorted(CSRC.glob("*.cpp")):
             if source.name != "module.cpp":
                 for level, flags in levels.items():

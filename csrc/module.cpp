@@ -243,7 +243,8 @@ int64_t Call::integer(const char* name, int64_t low, int64_t high) {
     if (!PyLong_CheckExact(object)) state.wrong(name, std::string("a ") + Py_TYPE(object)->tp_name + "; wanted an int");
     int overflow = 0;
     const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
-    if (overflow || value < low || value > high)
+    if (overflow) state.wrong(name, "an int of more than 64 bits");
+    if (value < low || value > high)
         state.wrong(name, py::str(object).cast<std::string>() + "; wanted " + std::to_string(low) + " to " + std::to_string(high));
     return value;
 }
@@ -253,7 +254,7 @@ double Call::real(const char* name) {
     if (!PyFloat_Check(object) && !PyLong_CheckExact(object))
         state.wrong(name, std::string("a ") + Py_TYPE(object)->tp_name + "; wanted a number");
     const double value = PyFloat_AsDouble(object);
-    if (PyErr_Occurred()) throw py::error_already_set();
+    if (PyErr_Occurred()) PyErr_Clear(), state.wrong(name, "more than a double can hold");
     if (!std::isfinite(value)) state.wrong(name, std::to_string(value) + "; wanted a finite number");
     return value;
 }

@@ -240,7 +240,7 @@ def test_transforms_go_to_the_reference(name: str, transform: str) -> None:
 def test_mixed_precision(name: str, low: torch.dtype) -> None:
     """What autocast leaves behind: arguments of two dtypes. Result and gradients have the reference's dtypes and values."""
     for args in some(cases(name, "cpu", torch.float32, SMALL, 2), 3):
-        for rounded in range(len(floating(args)) + 1):
+        for rounded in range(len(floating(args)) + 1):  # whatever the kernel does not take, the reference does
             mixed = list(leaves(args))
             at = [i for i, a in enumerate(mixed) if isinstance(a, Tensor) and a.is_floating_point()]
             for i in at[:rounded]:

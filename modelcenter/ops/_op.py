@@ -2,13 +2,16 @@
 
 A layer calls the op and never asks what runs. The kernel does, where there is one for the device and the dtypes: in eager through
 a plain autograd.Function (the cheapest road: benchmarks/README.md has the figures), and through an operator registered with
-torch.library under torch.compile, under a dispatch mode (selective recompute, fake tensors) and for DTensors. The reference does
-everything else: float64, other devices, functorch's transforms, an installation without compiled kernels.
+torch.library under torch.compile and under a dispatch mode (selective recompute, fake tensors). The reference does everything
+else: float64, other devices, DTensors, functorch's transforms, an installation without compiled kernels.
 
-MODELCENTER_KERNELS=0 leaves the kernels out; MODELCENTER_CPU=base or avx2 keeps those for the CPU to an older instruction set.
+MODELCENTER_KERNELS=0 leaves the kernels out, and a file there is loaded in place of the installed ones; MODELCENTER_CPU=base or
+avx2 keeps those for the CPU to an older instruction set.
 """
 
+import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +24,26 @@ from torch.nn import Parameter
 
 from .. import __version__
 
-WANTED = os.environ.get("MODELCENTER_KERNELS", "1") != "0"
-try:
-    import modelcenter._C as _C
-except ImportError:
-    _C = None
-_C = _C if WANTED else None
+FILE = os.environ.get("MODELCENTER_KERNELS", "1")
+WANTED = FILE != "0"
+
+
+def load() -> Any:
+    """The compiled kernels, or None."""
+    try:
+        if not WANTED or FILE == "1":
+            return importlib.import_module("modelcenter._C") if WANTED else None
+        spec = importlib.util.spec_from_file_location("modelcenter._C", FILE)
+        if spec is None or spec.loader is None:
+            raise ValueError(f"MODELCENTER_KERNELS={FILE}; wanted 0, 1 or the file of an extension")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except ImportError:
+        return None
+
+
+_C = load()
 if _C is not None and _C.version != __version__:
     warnings.warn(f"modelcenter's kernels were built for {_C.version} and not for {__version__}: install it again", stacklevel=1)
     _C = None
@@ -166,6 +183,8 @@ class Op:
             if grad and torch.is_grad_enabled():
                 return self.straight(*args)
             return kernel.of(kernel.forward.direct(*args))
+        if not plain and sharded(args):
+            return self.reference(*args)
         if torch.compiler.is_compiling() and device not in kernel.compiled:
             return self.reference(*args)
         return kernel.of(kernel.forward.operator(*args))
@@ -175,6 +194,12 @@ class Op:
         device = x.device.type
         here = self.kernel is not None and device in self.kernel.devices and available(device)
         return here and x.dtype in FLOATS and not transformed()
+
+
+def sharded(args: Sequence[Any]) -> bool:
+    """Whether one of them is a DTensor: the reference's functions have rules for those. Who has any has imported its module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(a, module.DTensor) for a in args)
 
 
 def op(name: str, reference: Callable[..., Any], cases: Cases, kernel: Kernel | None = None) -> Op:
