@@ -1,8 +1,8 @@
 // Activations with a bias added first, act(x + bias), and gated ones, act(gate) * up; the backward computes all of it again.
 //
-// A thread keeps eight columns and walks down the rows, so that it reads their bias once and adds up its gradient in registers. A
-// block is 32 packs of columns by 8 rows. Its part of the rows (`partial`, first axis: how many depends on the shape alone) ends in
-// a row of fp32 sums; a second kernel adds the parts in their order. Without a bias rows are a fiction: any width will do.
+// Elements are taken as they lie, eight a thread, whatever the rows; only where a bias wants its gradient a thread keeps eight columns,
+// walks down the rows and adds up in registers. Its part of the rows (`partial`, first axis: how many depends on the shape alone)
+// ends in a row of fp32 sums; a second kernel adds the parts in their order.
 #include "cuda.h"
 
 namespace {
@@ -44,207 +44,256 @@ __device__ __forceinline__ float inverse(float x) {
 
 namespace {
 
-constexpr int ACROSS = 32, DOWN = 8;  // packs of columns and rows of a block
-constexpr int TILE = ACROSS * 8;      // its columns
-constexpr int64_t WIDTH = 4096;       // of a row where there are none
-constexpr int HEIGHT = 64;            // rows of a block where nothing is added up
+constexpr int THREADS = 256, TILE = THREADS * 8;  // elements that a block reads at a time
 
 template <class T>
 constexpr bool fine = sizeof(T) == 4;
 
-struct Grid {  // blocks: parts of the rows, each of `tiles` blocks
-    int64_t count, dim, height, tiles;
-    __host__ __device__ int64_t rows() const { return (count + dim - 1) / dim; }
-};
+// Where element j of a thread's eight stands: together, for one access of 16 bytes; or, where arrays are not aligned for that, next to
+// those of the neighbouring threads.
+template <bool VECTOR>
+__device__ __forceinline__ int64_t spot(int64_t tile, int j) {
+    return tile + (VECTOR ? static_cast<int>(threadIdx.x) * 8 + j : j * THREADS + static_cast<int>(threadIdx.x));
+}
 
-// where a thread stands: its first column and how many it has, the rows of its block
-struct Place {
-    int64_t column, first, last;
-    int columns;
-    __device__ explicit Place(const Grid& grid) {
-        column = blockIdx.x % grid.tiles * TILE + threadIdx.x * 8;
-        columns = grid.dim - column >= 8 ? 8 : grid.dim > column ? static_cast<int>(grid.dim - column) : 0;
-        first = blockIdx.x / grid.tiles * grid.height;
-        last = first + grid.height < grid.rows() ? first + grid.height : grid.rows();
-    }
-    // elements of the pack at `at`: fewer at the end of all, where the last row may be a short one
-    __device__ int left(const Grid& grid, int64_t at) const {
-        return grid.count - at >= columns ? columns : grid.count > at ? static_cast<int>(grid.count - at) : 0;
-    }
-};
-
-template <class T>
-__device__ __forceinline__ void load_bias(float* to, const void* bias, bool wide, const Place& place) {
+template <bool VECTOR, class T>
+__device__ __forceinline__ Pack<T> take(const T* p, int64_t tile, int64_t count) {
+    if (VECTOR && tile + TILE <= count) return load8<true>(p + spot<true>(tile, 0));
+    Pack<T> pack;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        to[i] = 0.0f;
-        if (bias && i < place.columns)
-            to[i] = wide ? static_cast<const float*>(bias)[place.column + i] : to_float(static_cast<const T*>(bias)[place.column + i]);
+    for (int j = 0; j < 8; j++) {
+        const int64_t at = spot<VECTOR>(tile, j);
+        pack.at[j] = at < count ? p[at] : from_float<T>(0.0f);
+    }
+    return pack;
+}
+template <bool VECTOR, class T>
+__device__ __forceinline__ void put(T* p, const Pack<T>& pack, int64_t tile, int64_t count) {
+    if (VECTOR && tile + TILE <= count) return store8<true>(p + spot<true>(tile, 0), pack);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const int64_t at = spot<VECTOR>(tile, j);
+        if (at < count) p[at] = pack.at[j];
+    }
+}
+
+__device__ __forceinline__ int64_t remainder(int64_t a, int64_t b) {  // a division of 64 bits costs more than the rest
+    return a >> 32 || b >> 32 ? a % b : static_cast<uint32_t>(a) % static_cast<uint32_t>(b);
+}
+
+struct Bias {
+    const void* at;  // of x's dtype or, `wide`, of fp32; null: none
+    bool wide, even;  // even: a pack of eight is eight columns in a row, and aligned
+    template <class T>
+    __device__ __forceinline__ float one(int64_t column) const {
+        return wide ? static_cast<const float*>(at)[column] : to_float(static_cast<const T*>(at)[column]);
+    }
+    template <class B>
+    __device__ __forceinline__ void pack(float* to, int64_t column) const {
+        const Pack<B> found = load8<true>(static_cast<const B*>(at) + column);
+#pragma unroll
+        for (int j = 0; j < 8; j++) to[j] = to_float(found.at[j]);
+    }
+    // for the eight of a thread, whose columns follow each other around the end of a row
+    template <bool VECTOR, class T>
+    __device__ __forceinline__ void eight(float* to, int64_t tile, int64_t dim) const {
+        int64_t column = remainder(spot<VECTOR>(tile, 0), dim);
+        if (even) return wide ? pack<float>(to, column) : pack<T>(to, column);
+        const int64_t hop = VECTOR ? 1 : dim > THREADS ? THREADS : remainder(THREADS, dim);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            to[j] = one<T>(column);
+            column += hop;
+            if (column >= dim) column -= dim;
+        }
+    }
+};
+
+// ---- over all elements, in a row as they lie
+
+template <int KIND, class T, bool VECTOR>
+__global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, const Bias bias, T* __restrict__ y, int64_t count,
+                                                   int64_t dim) {
+    constexpr int AHEAD = 2;  // packs read before the first is used
+    const int64_t first = int64_t{blockIdx.x} * (TILE * AHEAD);
+    Pack<T> in[AHEAD];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) in[u] = take<VECTOR>(x, first + u * TILE, count);
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+        float added[8] = {};
+        if (bias.at) bias.eight<VECTOR, T>(added, first + u * TILE, dim);
+#pragma unroll
+        for (int j = 0; j < 8; j++) in[u].at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(in[u].at[j]) + added[j]));
+        put<VECTOR>(y, in[u], first + u * TILE, count);
     }
 }
 
 template <int KIND, class T, bool VECTOR>
-__global__ __launch_bounds__(ACROSS * DOWN) void forward(const T* x, const void* bias, bool wide, T* y, Grid grid) {
-    const Place place(grid);
-    if (!place.columns) return;
-    float added[8];
-    load_bias<T>(added, bias, wide, place);
-    constexpr int AHEAD = VECTOR ? 4 : 1;  // packs read before the first is used
-    for (int64_t row = place.first + threadIdx.y; row < place.last; row += DOWN * AHEAD) {
-        Pack<T> in[AHEAD];
+__global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, const T* __restrict__ x, const Bias bias,
+                                                    T* __restrict__ dx, int64_t count, int64_t dim) {
+    const int64_t tile = int64_t{blockIdx.x} * TILE;
+    const Pack<T> given = take<VECTOR>(grad, tile, count);
+    Pack<T> in = take<VECTOR>(x, tile, count);
+    float added[8] = {};
+    if (bias.at) bias.eight<VECTOR, T>(added, tile, dim);
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) {
-            const int64_t at = (row + u * DOWN) * grid.dim + place.column;
-            if (row + u * DOWN < place.last) in[u] = load8<VECTOR>(x + at, place.left(grid, at));
-        }
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) {
-            const int64_t at = (row + u * DOWN) * grid.dim + place.column;
-            if (row + u * DOWN >= place.last) break;
-            Pack<T> out;
-#pragma unroll
-            for (int i = 0; i < 8; i++) out.at[i] = from_float<T>(activate<KIND, fine<T>>(to_float(in[u].at[i]) + added[i]));
-            store8<VECTOR>(y + at, out, place.left(grid, at));
-        }
+    for (int j = 0; j < 8; j++) {
+        float slope;
+        activate<KIND, fine<T>, true>(to_float(in.at[j]) + added[j], slope);
+        in.at[j] = from_float<T>(to_float(given.at[j]) * slope);
     }
+    put<VECTOR>(dx, in, tile, count);
 }
 
 template <int KIND, class T, bool VECTOR>
-__global__ __launch_bounds__(ACROSS * DOWN) void backward(
-    const T* grad, const T* x, const void* bias, bool wide, T* dx, float* partial, Grid grid) {
-    const Place place(grid);
+__global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y,
+                                                         int64_t count) {
+    const int64_t tile = int64_t{blockIdx.x} * TILE;
+    Pack<T> a = take<VECTOR>(gate, tile, count);
+    const Pack<T> b = take<VECTOR>(up, tile, count);
+#pragma unroll
+    for (int j = 0; j < 8; j++) a.at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(a.at[j])) * to_float(b.at[j]));
+    put<VECTOR>(y, a, tile, count);
+}
+
+template <int KIND, class T, bool VECTOR>
+__global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ grad, const T* __restrict__ gate,
+                                                          const T* __restrict__ up, T* __restrict__ dgate, T* __restrict__ dup,
+                                                          int64_t count) {
+    const int64_t tile = int64_t{blockIdx.x} * TILE;
+    const Pack<T> g = take<VECTOR>(grad, tile, count);
+    Pack<T> a = take<VECTOR>(gate, tile, count), b = take<VECTOR>(up, tile, count);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        float slope;
+        const float value = activate<KIND, fine<T>, true>(to_float(a.at[j]), slope), given = to_float(g.at[j]);
+        a.at[j] = from_float<T>(given * to_float(b.at[j]) * slope);
+        b.at[j] = from_float<T>(given * value);
+    }
+    put<VECTOR>(dgate, a, tile, count);
+    put<VECTOR>(dup, b, tile, count);
+}
+
+// ---- with the gradient of a bias: a thread keeps eight columns and walks down the rows of its part
+
+constexpr int ACROSS = 64, DOWN = 4, STRIP = ACROSS * 8;  // threads across and down; columns of a block
+
+// column j of a thread's eight
+template <bool VECTOR>
+__device__ __forceinline__ int64_t column_of(int64_t strip, int j) {
+    return strip + (VECTOR ? static_cast<int>(threadIdx.x) * 8 + j : j * ACROSS + static_cast<int>(threadIdx.x));
+}
+
+template <int KIND, class T, bool VECTOR>
+__global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
+    const T* __restrict__ grad, const T* __restrict__ x, const Bias bias, T* __restrict__ dx, float* __restrict__ partial, int64_t rows, int64_t dim, int64_t height, unsigned strips) {
+    constexpr int AHEAD = VECTOR ? 3 : 1;
+    const int64_t strip = int64_t{blockIdx.x % strips} * STRIP, part = blockIdx.x / strips;
+    const int64_t last = part * height + height < rows ? part * height + height : rows;
+    bool mine[8];  // columns within the row: in VECTOR all or none
     float added[8], sums[8] = {};
-    load_bias<T>(added, bias, wide, place);
-    constexpr int AHEAD = VECTOR ? 2 : 1;
-    if (place.columns)
-        for (int64_t row = place.first + threadIdx.y; row < place.last; row += DOWN * AHEAD) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        mine[j] = column_of<VECTOR>(strip, VECTOR ? 0 : j) < dim;
+        added[j] = bias.at && mine[j] ? bias.one<T>(column_of<VECTOR>(strip, j)) : 0.0f;
+    }
+    const auto read = [&](const T* p) {
+        if (VECTOR) return load8<true>(p);
+        Pack<T> pack;
+#pragma unroll
+        for (int j = 0; j < 8; j++) pack.at[j] = mine[j] ? p[j * ACROSS] : from_float<T>(0.0f);
+        return pack;
+    };
+    if (mine[0])
+        for (int64_t row = part * height + threadIdx.y; row < last; row += DOWN * AHEAD) {
+            const int64_t at = row * dim + column_of<VECTOR>(strip, 0);
             Pack<T> in[AHEAD], given[AHEAD];
 #pragma unroll
-            for (int u = 0; u < AHEAD; u++) {
-                const int64_t at = (row + u * DOWN) * grid.dim + place.column;
-                if (row + u * DOWN < place.last) {
-                    in[u] = load8<VECTOR>(x + at, place.left(grid, at));
-                    given[u] = load8<VECTOR>(grad + at, place.left(grid, at));
-                }
-            }
+            for (int u = 0; u < AHEAD; u++)
+                if (row + u * DOWN < last) in[u] = read(x + at + u * DOWN * dim), given[u] = read(grad + at + u * DOWN * dim);
 #pragma unroll
             for (int u = 0; u < AHEAD; u++) {
-                const int64_t at = (row + u * DOWN) * grid.dim + place.column;
-                if (row + u * DOWN >= place.last) break;
-                Pack<T> out;
+                if (row + u * DOWN >= last) break;
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
+                for (int j = 0; j < 8; j++) {
                     float slope;
-                    activate<KIND, fine<T>, true>(to_float(in[u].at[i]) + added[i], slope);
-                    const float d = to_float(given[u].at[i]) * slope;
-                    out.at[i] = from_float<T>(d);
-                    sums[i] += d;
+                    activate<KIND, fine<T>, true>(to_float(in[u].at[j]) + added[j], slope);
+                    const float d = to_float(given[u].at[j]) * slope;
+                    in[u].at[j] = from_float<T>(d);
+                    sums[j] += d;
                 }
-                store8<VECTOR>(dx + at, out, place.left(grid, at));
+                T* to = dx + at + u * DOWN * dim;
+                if (VECTOR) {
+                    store8<true>(to, in[u]);
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 8; j++)
+                        if (mine[j]) to[j * ACROSS] = in[u].at[j];
+                }
             }
         }
-    if (!partial) return;
-    __shared__ float shared[DOWN][TILE];
+    __shared__ float shared[DOWN][STRIP];
 #pragma unroll
-    for (int i = 0; i < 8; i++) shared[threadIdx.y][threadIdx.x * 8 + i] = sums[i];
+    for (int j = 0; j < 8; j++) shared[threadIdx.y][column_of<VECTOR>(0, j)] = sums[j];
     __syncthreads();
-    const int mine = threadIdx.y * ACROSS + threadIdx.x;  // one of the columns
-    const int64_t column = place.column - threadIdx.x * 8 + mine;
-    if (column >= grid.dim) return;
-    float total = 0;
 #pragma unroll
-    for (int i = 0; i < DOWN; i++) total += shared[i][mine];
-    partial[blockIdx.x / grid.tiles * grid.dim + column] = total;
+    for (int k = 0; k < STRIP / (ACROSS * DOWN); k++) {
+        const int c = (k * DOWN + static_cast<int>(threadIdx.y)) * ACROSS + static_cast<int>(threadIdx.x);
+        if (strip + c >= dim) return;
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < DOWN; i++) total += shared[i][c];
+        partial[part * dim + strip + c] = total;
+    }
 }
 
 template <class B>
-__global__ void add_parts(const float* partial, B* out, int64_t parts, int64_t dim) {
-    __shared__ float shared[DOWN][ACROSS];
-    const int64_t column = int64_t{blockIdx.x} * ACROSS + threadIdx.x;
-    float total = 0;
+__global__ __launch_bounds__(256) void add_parts(const float* __restrict__ partial, B* __restrict__ out, int64_t parts, int64_t dim) {
+    __shared__ float shared[8][33];
+    const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x;
+    float total = 0.0f;
     if (column < dim)
-        for (int64_t part = threadIdx.y; part < parts; part += DOWN) total += partial[part * dim + column];
+        for (int64_t part = threadIdx.y; part < parts; part += 8) total += partial[part * dim + column];
     shared[threadIdx.y][threadIdx.x] = total;
     __syncthreads();
     if (threadIdx.y || column >= dim) return;
-    total = 0;
+    total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < DOWN; i++) total += shared[i][threadIdx.x];
+    for (int i = 0; i < 8; i++) total += shared[i][threadIdx.x];
     out[column] = from_float<B>(total);
 }
 
-template <int KIND, class T, bool VECTOR>
-__global__ __launch_bounds__(256) void gated_forward(const T* gate, const T* up, T* y, int64_t count) {
-    constexpr int AHEAD = VECTOR ? 2 : 1;
-    const int64_t stride = int64_t{gridDim.x} * blockDim.x * 8;
-    for (int64_t from = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 8; from < count; from += stride * AHEAD) {
-        Pack<T> a[AHEAD], b[AHEAD];
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) {
-            const int64_t at = from + u * stride;
-            if (at < count) {
-                const int left = count - at < 8 ? static_cast<int>(count - at) : 8;
-                a[u] = load8<VECTOR>(gate + at, left), b[u] = load8<VECTOR>(up + at, left);
-            }
-        }
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) {
-            const int64_t at = from + u * stride;
-            if (at >= count) break;
-            Pack<T> out;
-#pragma unroll
-            for (int i = 0; i < 8; i++) out.at[i] = from_float<T>(activate<KIND, fine<T>>(to_float(a[u].at[i])) * to_float(b[u].at[i]));
-            store8<VECTOR>(y + at, out, count - at < 8 ? static_cast<int>(count - at) : 8);
-        }
-    }
-}
+unsigned blocks_for(int64_t count, int64_t each) { return static_cast<unsigned>((count + each - 1) / each); }
 
-template <int KIND, class T, bool VECTOR>
-__global__ __launch_bounds__(256) void gated_backward(const T* grad, const T* gate, const T* up, T* dgate, T* dup, int64_t count) {
-    const int64_t stride = int64_t{gridDim.x} * blockDim.x * 8;
-    for (int64_t at = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 8; at < count; at += stride) {
-        const int left = count - at < 8 ? static_cast<int>(count - at) : 8;
-        const Pack<T> g = load8<VECTOR>(grad + at, left), a = load8<VECTOR>(gate + at, left), b = load8<VECTOR>(up + at, left);
-        Pack<T> da, db;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            float slope;
-            const float value = activate<KIND, fine<T>, true>(to_float(a.at[i]), slope), given = to_float(g.at[i]);
-            da.at[i] = from_float<T>(given * to_float(b.at[i]) * slope);
-            db.at[i] = from_float<T>(given * value);
-        }
-        store8<VECTOR>(dgate + at, da, left);
-        store8<VECTOR>(dup + at, db, left);
-    }
+Bias bias_of(const Array& bias, bool vector, int64_t dim) {
+    return {bias.data, bias && bias.dtype == F32, vector && dim % 8 == 0 && bias.aligned()};
 }
-
-const dim3 BLOCK(ACROSS, DOWN);
 
 }  // namespace
 
 MC_KERNEL(activation) {
     const Array x = call.in("x", FLOATS);
-    const Array bias = call.maybe("bias", FLOATS, Shape{x.shape.last()});
+    const int64_t count = x.shape.count(), dim = x.shape.last();
+    const Array bias = call.maybe("bias", FLOATS, Shape{dim});
     const int64_t kind = call.integer("kind", 0, KINDS - 1);
     const Array y = call.out("y", x.dtype, x.shape);
     if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
     call.ready();
-    Grid grid{x.shape.count(), bias ? x.shape.last() : WIDTH, HEIGHT, 0};
-    if (!grid.count) return;
-    grid.tiles = (grid.dim + TILE - 1) / TILE;
-    const int64_t blocks = (grid.rows() + HEIGHT - 1) / HEIGHT * grid.tiles;
-    const bool vector = x.aligned() && y.aligned() && grid.dim % 8 == 0, wide = bias.dtype == F32;
+    if (!count) return;
+    const bool vector = x.aligned() && y.aligned();
     const auto stream = static_cast<cudaStream_t>(call.stream);
+    const unsigned blocks = blocks_for(count, TILE * 2);
     MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
-        forward<KIND, T, VECTOR><<<static_cast<unsigned>(blocks), BLOCK, 0, stream>>>(x.as<T>(), bias.data, wide, y.as<T>(), grid))))
+        forward<KIND, T, VECTOR><<<blocks, THREADS, 0, stream>>>(x.as<T>(), bias_of(bias, vector, dim), y.as<T>(), count, dim))))
 }
 
 MC_KERNEL(activation_backward) {
     const Array grad = call.in("grad", FLOATS);
     const Array x = call.in("x", grad.dtype, grad.shape);
-    const int64_t dim = x.shape.last();
+    const int64_t count = x.shape.count(), dim = x.shape.last();
     const Array bias = call.maybe("bias", FLOATS, Shape{dim});
-    const int64_t kind = call.integer("kind", 0, KINDS - 1), parts = call.integer("parts", 1);
+    const int64_t kind = call.integer("kind", 0, KINDS - 1), parts = call.integer("parts", 1, 1 << 16);
     const Array dx = call.out("dx", x.dtype, x.shape);
     const Array partial = call.maybe_out("partial", F32, Shape{parts, dim});
     const Array dbias = call.maybe_out("dbias", FLOATS, Shape{dim});
@@ -252,21 +301,28 @@ MC_KERNEL(activation_backward) {
     if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
     call.ready();
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    const bool flat = !bias && !partial;
-    Grid grid{x.shape.count(), flat ? WIDTH : dim, HEIGHT, 0};
-    int64_t used = 0;  // parts that have rows
-    if (grid.count) {
-        if (partial) grid.height = (grid.rows() + parts - 1) / parts;
-        used = (grid.rows() + grid.height - 1) / grid.height;
-        grid.tiles = (grid.dim + TILE - 1) / TILE;
-        const bool vector = grad.aligned() && x.aligned() && dx.aligned() && grid.dim % 8 == 0, wide = bias.dtype == F32;
+    bool vector = grad.aligned() && x.aligned() && dx.aligned();
+    if (!partial) {
+        if (!count) return;
+        const unsigned blocks = blocks_for(count, TILE);
         MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
-            backward<KIND, T, VECTOR><<<static_cast<unsigned>(used * grid.tiles), BLOCK, 0, stream>>>(
-                grad.as<T>(), x.as<T>(), bias.data, wide, dx.as<T>(), partial.as<float>(), grid))))
+            backward<KIND, T, VECTOR><<<blocks, THREADS, 0, stream>>>(
+                grad.as<T>(), x.as<T>(), bias_of(bias, vector, dim), dx.as<T>(), count, dim))))
+        return;
     }
-    if (!dbias || !dim) return;
-    const auto blocks = static_cast<unsigned>((dim + ACROSS - 1) / ACROSS);
-    MC_FOR_FLOAT(dbias.dtype, B, add_parts<B><<<blocks, BLOCK, 0, stream>>>(partial.as<float>(), dbias.as<B>(), used, dim))
+    if (!dim) return;
+    const int64_t rows = count / dim, height = rows ? (rows + parts - 1) / parts : 1;
+    const int64_t used = rows ? (rows + height - 1) / height : 0;  // parts that have rows
+    vector = vector && dim % 8 == 0;
+    if (used) {
+        const unsigned strips = blocks_for(dim, STRIP);
+        const auto blocks = static_cast<unsigned>(used * strips);
+        MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
+            backward_sums<KIND, T, VECTOR><<<blocks, dim3(ACROSS, DOWN), 0, stream>>>(
+                grad.as<T>(), x.as<T>(), bias_of(bias, vector, dim), dx.as<T>(), partial.as<float>(), rows, dim, height, strips))))
+    }
+    MC_FOR_FLOAT(dbias.dtype, B, add_parts<B><<<blocks_for(dim, 32), dim3(32, 8), 0, stream>>>(
+        partial.as<float>(), dbias.as<B>(), used, dim))
 }
 
 MC_KERNEL(gated) {
@@ -278,10 +334,10 @@ MC_KERNEL(gated) {
     const int64_t count = gate.shape.count();
     if (!count) return;
     const bool vector = gate.aligned() && up.aligned() && y.aligned();
-    const int blocks = ::grid((count + 15) / 16, 256, 64);
+    const unsigned blocks = blocks_for(count, TILE);
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(gate.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
-        gated_forward<KIND, T, VECTOR><<<blocks, 256, 0, stream>>>(gate.as<T>(), up.as<T>(), y.as<T>(), count))))
+        gated_forward<KIND, T, VECTOR><<<blocks, THREADS, 0, stream>>>(gate.as<T>(), up.as<T>(), y.as<T>(), count))))
 }
 
 MC_KERNEL(gated_backward) {
@@ -295,9 +351,9 @@ MC_KERNEL(gated_backward) {
     const int64_t count = grad.shape.count();
     if (!count) return;
     const bool vector = grad.aligned() && gate.aligned() && up.aligned() && dgate.aligned() && dup.aligned();
-    const int blocks = ::grid((count + 7) / 8, 256, 64);
+    const unsigned blocks = blocks_for(count, TILE);
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(grad.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
-        gated_backward<KIND, T, VECTOR><<<blocks, 256, 0, stream>>>(
+        gated_backward<KIND, T, VECTOR><<<blocks, THREADS, 0, stream>>>(
             grad.as<T>(), gate.as<T>(), up.as<T>(), dgate.as<T>(), dup.as<T>(), count))))
 }
