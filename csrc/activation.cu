@@ -49,32 +49,18 @@ constexpr int THREADS = 256, TILE = THREADS * 8;  // elements that a block reads
 template <class T>
 constexpr bool fine = sizeof(T) == 4;
 
-// Where element j of a thread's eight stands: together, for one access of 16 bytes; or, where arrays are not aligned for that, next to
-// those of the neighbouring threads.
-template <bool VECTOR>
-__device__ __forceinline__ int64_t spot(int64_t tile, int j) {
-    return tile + (VECTOR ? static_cast<int>(threadIdx.x) * 8 + j : j * THREADS + static_cast<int>(threadIdx.x));
-}
-
-template <bool VECTOR, class T>
+// A thread's eight elements of the tile: at once where the array is aligned for it, else one by one from the lines of the first cache.
+template <class T>
 __device__ __forceinline__ Pack<T> take(const T* p, int64_t tile, int64_t count) {
-    if (VECTOR && tile + TILE <= count) return load8<true>(p + spot<true>(tile, 0));
-    Pack<T> pack;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const int64_t at = spot<VECTOR>(tile, j);
-        pack.at[j] = at < count ? p[at] : from_float<T>(0.0f);
-    }
-    return pack;
+    const int64_t at = tile + static_cast<int>(threadIdx.x) * 8;
+    if (at + 8 > count) return load8<false>(p + at, count > at ? static_cast<int>(count - at) : 0);
+    return reinterpret_cast<uintptr_t>(p) % 16 ? load8<false>(p + at) : load8<true>(p + at);
 }
-template <bool VECTOR, class T>
+template <class T>
 __device__ __forceinline__ void put(T* p, const Pack<T>& pack, int64_t tile, int64_t count) {
-    if (VECTOR && tile + TILE <= count) return store8<true>(p + spot<true>(tile, 0), pack);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const int64_t at = spot<VECTOR>(tile, j);
-        if (at < count) p[at] = pack.at[j];
-    }
+    const int64_t at = tile + static_cast<int>(threadIdx.x) * 8;
+    if (at + 8 > count) return store8<false>(p + at, pack, count > at ? static_cast<int>(count - at) : 0);
+    reinterpret_cast<uintptr_t>(p) % 16 ? store8<false>(p + at, pack) : store8<true>(p + at, pack);
 }
 
 __device__ __forceinline__ int64_t remainder(int64_t a, int64_t b) {  // a division of 64 bits costs more than the rest
@@ -83,7 +69,7 @@ __device__ __forceinline__ int64_t remainder(int64_t a, int64_t b) {  // a divis
 
 struct Bias {
     const void* at;  // of x's dtype or, `wide`, of fp32; null: none
-    bool wide, even;  // even: a pack of eight is eight columns in a row, and aligned
+    bool wide, even;  // even: a pack of eight is eight columns of one row, and aligned
     template <class T>
     __device__ __forceinline__ float one(int64_t column) const {
         return wide ? static_cast<const float*>(at)[column] : to_float(static_cast<const T*>(at)[column]);
@@ -95,75 +81,73 @@ struct Bias {
         for (int j = 0; j < 8; j++) to[j] = to_float(found.at[j]);
     }
     // for the eight of a thread, whose columns follow each other around the end of a row
-    template <bool VECTOR, class T>
+    template <class T>
     __device__ __forceinline__ void eight(float* to, int64_t tile, int64_t dim) const {
-        int64_t column = remainder(spot<VECTOR>(tile, 0), dim);
+        int64_t column = remainder(tile + static_cast<int>(threadIdx.x) * 8, dim);
         if (even) return wide ? pack<float>(to, column) : pack<T>(to, column);
-        const int64_t hop = VECTOR ? 1 : dim > THREADS ? THREADS : remainder(THREADS, dim);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             to[j] = one<T>(column);
-            column += hop;
-            if (column >= dim) column -= dim;
+            if (++column == dim) column = 0;
         }
     }
 };
 
 // ---- over all elements, in a row as they lie
 
-template <int KIND, class T, bool VECTOR>
+template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, const Bias bias, T* __restrict__ y, int64_t count,
                                                    int64_t dim) {
     constexpr int AHEAD = 2;  // packs read before the first is used
     const int64_t first = int64_t{blockIdx.x} * (TILE * AHEAD);
     Pack<T> in[AHEAD];
 #pragma unroll
-    for (int u = 0; u < AHEAD; u++) in[u] = take<VECTOR>(x, first + u * TILE, count);
+    for (int u = 0; u < AHEAD; u++) in[u] = take(x, first + u * TILE, count);
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) {
         float added[8] = {};
-        if (bias.at) bias.eight<VECTOR, T>(added, first + u * TILE, dim);
+        if (bias.at) bias.eight<T>(added, first + u * TILE, dim);
 #pragma unroll
         for (int j = 0; j < 8; j++) in[u].at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(in[u].at[j]) + added[j]));
-        put<VECTOR>(y, in[u], first + u * TILE, count);
+        put(y, in[u], first + u * TILE, count);
     }
 }
 
-template <int KIND, class T, bool VECTOR>
+template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, const T* __restrict__ x, const Bias bias,
                                                     T* __restrict__ dx, int64_t count, int64_t dim) {
     const int64_t tile = int64_t{blockIdx.x} * TILE;
-    const Pack<T> given = take<VECTOR>(grad, tile, count);
-    Pack<T> in = take<VECTOR>(x, tile, count);
+    const Pack<T> given = take(grad, tile, count);
+    Pack<T> in = take(x, tile, count);
     float added[8] = {};
-    if (bias.at) bias.eight<VECTOR, T>(added, tile, dim);
+    if (bias.at) bias.eight<T>(added, tile, dim);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         float slope;
         activate<KIND, fine<T>, true>(to_float(in.at[j]) + added[j], slope);
         in.at[j] = from_float<T>(to_float(given.at[j]) * slope);
     }
-    put<VECTOR>(dx, in, tile, count);
+    put(dx, in, tile, count);
 }
 
-template <int KIND, class T, bool VECTOR>
+template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y,
                                                          int64_t count) {
     const int64_t tile = int64_t{blockIdx.x} * TILE;
-    Pack<T> a = take<VECTOR>(gate, tile, count);
-    const Pack<T> b = take<VECTOR>(up, tile, count);
+    Pack<T> a = take(gate, tile, count);
+    const Pack<T> b = take(up, tile, count);
 #pragma unroll
     for (int j = 0; j < 8; j++) a.at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(a.at[j])) * to_float(b.at[j]));
-    put<VECTOR>(y, a, tile, count);
+    put(y, a, tile, count);
 }
 
-template <int KIND, class T, bool VECTOR>
+template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ grad, const T* __restrict__ gate,
                                                           const T* __restrict__ up, T* __restrict__ dgate, T* __restrict__ dup,
                                                           int64_t count) {
     const int64_t tile = int64_t{blockIdx.x} * TILE;
-    const Pack<T> g = take<VECTOR>(grad, tile, count);
-    Pack<T> a = take<VECTOR>(gate, tile, count), b = take<VECTOR>(up, tile, count);
+    const Pack<T> g = take(grad, tile, count);
+    Pack<T> a = take(gate, tile, count), b = take(up, tile, count);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         float slope;
@@ -171,43 +155,28 @@ __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ 
         a.at[j] = from_float<T>(given * to_float(b.at[j]) * slope);
         b.at[j] = from_float<T>(given * value);
     }
-    put<VECTOR>(dgate, a, tile, count);
-    put<VECTOR>(dup, b, tile, count);
+    put(dgate, a, tile, count);
+    put(dup, b, tile, count);
 }
 
 // ---- with the gradient of a bias: a thread keeps eight columns and walks down the rows of its part
 
 constexpr int ACROSS = 64, DOWN = 4, STRIP = ACROSS * 8;  // threads across and down; columns of a block
 
-// column j of a thread's eight
-template <bool VECTOR>
-__device__ __forceinline__ int64_t column_of(int64_t strip, int j) {
-    return strip + (VECTOR ? static_cast<int>(threadIdx.x) * 8 + j : j * ACROSS + static_cast<int>(threadIdx.x));
-}
-
 template <int KIND, class T, bool VECTOR>
 __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
     const T* __restrict__ grad, const T* __restrict__ x, const Bias bias, T* __restrict__ dx, float* __restrict__ partial, int64_t rows, int64_t dim, int64_t height, unsigned strips) {
-    constexpr int AHEAD = VECTOR ? 3 : 1;
-    const int64_t strip = int64_t{blockIdx.x % strips} * STRIP, part = blockIdx.x / strips;
-    const int64_t last = part * height + height < rows ? part * height + height : rows;
-    bool mine[8];  // columns within the row: in VECTOR all or none
+    constexpr int AHEAD = VECTOR ? 3 : 2;  // rows read before the first is used
+    const int64_t strip = int64_t{blockIdx.x % strips} * STRIP, column = strip + static_cast<int>(threadIdx.x) * 8;
+    const int64_t part = blockIdx.x / strips, last = part * height + height < rows ? part * height + height : rows;
+    const int mine = dim - column >= 8 ? 8 : dim > column ? static_cast<int>(dim - column) : 0;  // VECTOR: eight or none
     float added[8], sums[8] = {};
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        mine[j] = column_of<VECTOR>(strip, VECTOR ? 0 : j) < dim;
-        added[j] = bias.at && mine[j] ? bias.one<T>(column_of<VECTOR>(strip, j)) : 0.0f;
-    }
-    const auto read = [&](const T* p) {
-        if (VECTOR) return load8<true>(p);
-        Pack<T> pack;
-#pragma unroll
-        for (int j = 0; j < 8; j++) pack.at[j] = mine[j] ? p[j * ACROSS] : from_float<T>(0.0f);
-        return pack;
-    };
-    if (mine[0])
+    for (int j = 0; j < 8; j++) added[j] = bias.at && j < mine ? bias.one<T>(column + j) : 0.0f;
+    const auto read = [&](const T* p) { return VECTOR || mine == 8 ? load8<VECTOR>(p) : load8<false>(p, mine); };
+    if (mine)
         for (int64_t row = part * height + threadIdx.y; row < last; row += DOWN * AHEAD) {
-            const int64_t at = row * dim + column_of<VECTOR>(strip, 0);
+            const int64_t at = row * dim + column;
             Pack<T> in[AHEAD], given[AHEAD];
 #pragma unroll
             for (int u = 0; u < AHEAD; u++)
@@ -224,18 +193,12 @@ __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
                     sums[j] += d;
                 }
                 T* to = dx + at + u * DOWN * dim;
-                if (VECTOR) {
-                    store8<true>(to, in[u]);
-                } else {
-#pragma unroll
-                    for (int j = 0; j < 8; j++)
-                        if (mine[j]) to[j * ACROSS] = in[u].at[j];
-                }
+                VECTOR || mine == 8 ? store8<VECTOR>(to, in[u]) : store8<false>(to, in[u], mine);
             }
         }
     __shared__ float shared[DOWN][STRIP];
 #pragma unroll
-    for (int j = 0; j < 8; j++) shared[threadIdx.y][column_of<VECTOR>(0, j)] = sums[j];
+    for (int j = 0; j < 8; j++) shared[threadIdx.y][threadIdx.x * 8 + j] = sums[j];
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < STRIP / (ACROSS * DOWN); k++) {
@@ -266,9 +229,7 @@ __global__ __launch_bounds__(256) void add_parts(const float* __restrict__ parti
 
 unsigned blocks_for(int64_t count, int64_t each) { return static_cast<unsigned>((count + each - 1) / each); }
 
-Bias bias_of(const Array& bias, bool vector, int64_t dim) {
-    return {bias.data, bias && bias.dtype == F32, vector && dim % 8 == 0 && bias.aligned()};
-}
+Bias bias_of(const Array& bias, int64_t dim) { return {bias.data, bias && bias.dtype == F32, dim % 8 == 0 && bias.aligned()}; }
 
 }  // namespace
 
@@ -281,11 +242,10 @@ MC_KERNEL(activation) {
     if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
     call.ready();
     if (!count) return;
-    const bool vector = x.aligned() && y.aligned();
     const auto stream = static_cast<cudaStream_t>(call.stream);
     const unsigned blocks = blocks_for(count, TILE * 2);
-    MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
-        forward<KIND, T, VECTOR><<<blocks, THREADS, 0, stream>>>(x.as<T>(), bias_of(bias, vector, dim), y.as<T>(), count, dim))))
+    MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND,
+        forward<KIND, T><<<blocks, THREADS, 0, stream>>>(x.as<T>(), bias_of(bias, dim), y.as<T>(), count, dim)))
 }
 
 MC_KERNEL(activation_backward) {
@@ -301,25 +261,24 @@ MC_KERNEL(activation_backward) {
     if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
     call.ready();
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    bool vector = grad.aligned() && x.aligned() && dx.aligned();
     if (!partial) {
         if (!count) return;
         const unsigned blocks = blocks_for(count, TILE);
-        MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
-            backward<KIND, T, VECTOR><<<blocks, THREADS, 0, stream>>>(
-                grad.as<T>(), x.as<T>(), bias_of(bias, vector, dim), dx.as<T>(), count, dim))))
+        MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND,
+            backward<KIND, T><<<blocks, THREADS, 0, stream>>>(
+                grad.as<T>(), x.as<T>(), bias_of(bias, dim), dx.as<T>(), count, dim)))
         return;
     }
     if (!dim) return;
     const int64_t rows = count / dim, height = rows ? (rows + parts - 1) / parts : 1;
     const int64_t used = rows ? (rows + height - 1) / height : 0;  // parts that have rows
-    vector = vector && dim % 8 == 0;
+    const bool vector = grad.aligned() && x.aligned() && dx.aligned() && dim % 8 == 0;
     if (used) {
         const unsigned strips = blocks_for(dim, STRIP);
         const auto blocks = static_cast<unsigned>(used * strips);
         MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
             backward_sums<KIND, T, VECTOR><<<blocks, dim3(ACROSS, DOWN), 0, stream>>>(
-                grad.as<T>(), x.as<T>(), bias_of(bias, vector, dim), dx.as<T>(), partial.as<float>(), rows, dim, height, strips))))
+                grad.as<T>(), x.as<T>(), bias_of(bias, dim), dx.as<T>(), partial.as<float>(), rows, dim, height, strips))))
     }
     MC_FOR_FLOAT(dbias.dtype, B, add_parts<B><<<blocks_for(dim, 32), dim3(32, 8), 0, stream>>>(
         partial.as<float>(), dbias.as<B>(), used, dim))
@@ -333,11 +292,10 @@ MC_KERNEL(gated) {
     call.ready();
     const int64_t count = gate.shape.count();
     if (!count) return;
-    const bool vector = gate.aligned() && up.aligned() && y.aligned();
     const unsigned blocks = blocks_for(count, TILE);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(gate.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
-        gated_forward<KIND, T, VECTOR><<<blocks, THREADS, 0, stream>>>(gate.as<T>(), up.as<T>(), y.as<T>(), count))))
+    MC_FOR_FLOAT(gate.dtype, T, MC_FOR_KIND(kind, KIND,
+        gated_forward<KIND, T><<<blocks, THREADS, 0, stream>>>(gate.as<T>(), up.as<T>(), y.as<T>(), count)))
 }
 
 MC_KERNEL(gated_backward) {
@@ -350,10 +308,9 @@ MC_KERNEL(gated_backward) {
     call.ready();
     const int64_t count = grad.shape.count();
     if (!count) return;
-    const bool vector = grad.aligned() && gate.aligned() && up.aligned() && dgate.aligned() && dup.aligned();
     const unsigned blocks = blocks_for(count, TILE);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(grad.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
-        gated_backward<KIND, T, VECTOR><<<blocks, THREADS, 0, stream>>>(
-            grad.as<T>(), gate.as<T>(), up.as<T>(), dgate.as<T>(), dup.as<T>(), count))))
+    MC_FOR_FLOAT(grad.dtype, T, MC_FOR_KIND(kind, KIND,
+        gated_backward<KIND, T><<<blocks, THREADS, 0, stream>>>(
+            grad.as<T>(), gate.as<T>(), up.as<T>(), dgate.as<T>(), dup.as<T>(), count)))
 }
