@@ -62,6 +62,17 @@ def architectures(nvcc: str) -> list[str]:
     return sorted(known.intersection(wanted), key=int)
 
 
+def gencode(archs: list[str]) -> list[str]:
+    """Machine code for each architecture, out of two translations to PTX: one before and one from sm_80 on, which the kernels tell
+    apart. Translating for each alone takes three times as long. Later chips compile the last PTX."""
+    targets = []
+    for virtual, group in (("75", [a for a in archs if int(a) < 80]), ("80", [a for a in archs if int(a) >= 80])):
+        if group:
+            codes = [f"sm_{arch}" for arch in group] + ([f"compute_{virtual}"] if group[-1] == archs[-1] else [])
+            targets.append(f"-gencode=arch=compute_{virtual},code=[{','.join(codes)}]")
+    return targets
+
+
 def libraries(nvcc: str) -> Path | None:
     """The folder of libcudart_static.a, from where this nvcc says its own files are."""
     steps = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True)
@@ -117,8 +128,7 @@ class BuildExtension(build_ext):
                     command = [*cxx, *FLAGS, *flags, *exact, f"-DMC_LEVEL={level}", *extra, "-c"]
                     steps.append((source, command, temp / f"{source.stem}.{level}.o"))
         if nvcc and runtime:
-            targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-            targets.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")  # later chips compile this
+            targets = gencode(archs)
             names = f'-DMC_ARCHITECTURES="{" ".join(archs)}"'
             flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DMC_LEVEL=100"]
             command = [nvcc, *flags, *targets, names, *shlex.split(os.environ.get("NVCCFLAGS", "")), "-c"]
