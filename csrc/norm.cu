@@ -1,10 +1,11 @@
 // LayerNorm and RMSNorm over the last axis, each with an optional residual add and dropout before it: norm.cpp has the formulas.
 //
-// Forward: a row stays in the registers of one warp (up to 512 columns in fp32, 1024 in half precision) or one block (up to 8192),
-// 8 columns in a pack; longer and misaligned rows are read again for each sum. Warps find mean and squares for their own columns
-// and are combined by Chan's rule, so that a row costs one barrier. Backward: a fixed grid walks over the rows, the next row being
-// loaded while one is computed; each block keeps its sums for weight and bias in registers and writes them to `partial`, which a
-// second kernel adds up in a fixed order.
+// Rows of up to 8192 columns: a thread has 8 columns of all rows of its blocks, so that weights, bias and the sums for their
+// gradients stay in its registers; a row is a group of warps, a block one or several such groups, and as many blocks as fit walk
+// over the rows. Rows to come are on their way into shared memory meanwhile (cp.async), where a thread reads only what it has
+// copied, so that a row costs no barrier but the one of its sums. Where rows are not aligned, a thread's columns are `threads`
+// apart and all of a row's loads are issued before one is used, as on chips without such copies. The blocks write their sums to
+// `partial`, which a second kernel adds up in a fixed order. Longer rows are read again for each sum.
 //
 // Bytes an element must move in bf16: forward 4 (8 with a residual), backward 6 (8).
 #include "cuda.h"
@@ -12,7 +13,13 @@
 
 namespace {
 
-constexpr int64_t WIDEST = 8192;  // columns that fit into the registers of a block
+constexpr int64_t WIDEST = 8192;  // eight columns for each of 1024 threads
+constexpr int STAGES = 4;         // rows in shared memory, at most
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+constexpr bool COPIES = true;  // cp.async
+#else
+constexpr bool COPIES = false;
+#endif
 
 struct Problem {
     const void *x, *residual;  // backward: the gradient of the norm, and of the total by another way
@@ -27,18 +34,9 @@ struct Problem {
     float *stats, *partial;
     int64_t rows;
     int64_t dim;
+    int stages;  // of the ring in shared memory
 };
 
-// Weights as floats; their dtype is the same for all threads.
-template <class W>
-__device__ __forceinline__ void weights8(float* to, const W* p) {
-    const Pack<W> pack = load8<true>(p);
-#pragma unroll
-    for (int i = 0; i < 8; i++) to[i] = to_float(pack.at[i]);
-}
-__device__ __forceinline__ void weights8(float* to, const void* p, Dtype dtype, int64_t at) {
-    MC_FOR_FLOAT(dtype, W, weights8(to, static_cast<const W*>(p) + at))
-}
 __device__ __forceinline__ float weight1(const void* p, Dtype dtype, int64_t at) {
     MC_FOR_FLOAT(dtype, W, return to_float(static_cast<const W*>(p)[at]))
     return 0.0f;
@@ -81,103 +79,245 @@ __device__ __forceinline__ Pack<R> add8(const Pack<T>& x, const Pack<R>& residua
     return total;
 }
 
-// Mean, then what is left of it, and squares about it, of one row that a block's threads hold between them. `n`: columns of this
-// warp; all: of the row. One barrier, for `parts` is used in turns.
-template <class F>
-__device__ __forceinline__ Stats row_stats(F each, float n, float all, bool centred, float eps, float4 (*parts)[32], int& turn) {
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    float mean = 0.0f, left = 0.0f, squares = 0.0f;
+// Sums over groups of `wide` lanes, a power of two.
+template <int N>
+__device__ __forceinline__ void lane_sums(float (&x)[N], int wide = 32) {
+    for (int lane = wide / 2; lane; lane /= 2)
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] += __shfl_xor_sync(0xFFFFFFFFu, x[i], lane);
+}
+__device__ __forceinline__ int lanes_for(int warps) { return warps == 1 ? 1 : 1 << (32 - __clz(warps - 1)); }
+
+// The threads of a row wait for each other; other rows of the block go on.
+__device__ __forceinline__ void row_barrier() {
+    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(threadIdx.y) + 1), "r"(static_cast<int>(blockDim.x)) : "memory");
+}
+
+// Statistics of a row that a group of threads holds. A warp's columns are first taken about some number near to them: n, that
+// number, what the sum is beyond it, and squares about it. Warps are combined by Chan's rule; one barrier, for `parts` is used in
+// turns.
+__device__ __forceinline__ Stats row_stats(float n, float about, float left, float squares, float all, bool centred, float eps,
+                                           float4 (*parts)[32], int& turn) {
+    const int warps = blockDim.x / 32, first = threadIdx.y * warps, lane = threadIdx.x % 32, wide = lanes_for(warps);
     if (centred) {
-        each([&](float x) { mean += x; });
-        mean = warp_sum(mean) / n;
+        float both[2] = {left, squares};
+        lane_sums(both);
+        left = both[0], squares = both[1];
+    } else {
+        squares = warp_sum(squares);
     }
-    each([&](float x) {
-        const float h = x - mean;
-        left += h;
-        squares = fmaf(h, h, squares);
-    });
-    squares = warp_sum(squares);
-    left = centred ? warp_sum(left) : 0.0f;
+    float4 part = make_float4(n, about, left, squares);
     if (warps > 1) {
-        if (threadIdx.x % 32 == 0) parts[turn][warp] = make_float4(n, mean, left, squares);
-        __syncthreads();
-        float whole = 0.0f;
-        for (int i = 0; i < warps; i++) whole = fmaf(parts[turn][i].x, parts[turn][i].y, whole);
-        mean = whole / all, left = squares = 0.0f;
-        for (int i = 0; i < warps; i++) {
-            const float4 part = parts[turn][i];
-            const float d = part.y - mean;
-            left += fmaf(part.x, d, part.z);
-            squares += fmaf(d, fmaf(part.x, d, 2.0f * part.z), part.w);
-        }
+        if (lane == 0) parts[turn][first + threadIdx.x / 32] = part;
+        row_barrier();
+        part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (lane % wide < warps) part = parts[turn][first + lane % wide];
         turn ^= 1;
     }
-    const float more = centred ? left / all : 0.0f;
+    float mean = 0.0f, more = 0.0f;
+    if (centred) {
+        float sum[1] = {fmaf(part.x, part.y, part.z)};
+        lane_sums(sum, wide);
+        mean = sum[0] / all;
+        const float d = part.y - mean;
+        float both[2] = {fmaf(part.x, d, part.z), part.w + d * fmaf(part.x, d, 2.0f * part.z)};
+        lane_sums(both, wide);
+        more = both[0] / all, squares = both[1];
+    } else {
+        float sum[1] = {part.w};
+        lane_sums(sum, wide);
+        squares = sum[0];
+    }
     const float rstd = inverse_root(squares / all - more * more + eps);
     return {mean, rstd, -more * rstd};
 }
 
-// 8 columns of a thread in each pack; the last ones may lie beyond the row. The number of columns divides by 8.
-template <int PACKS, class F>
-__device__ __forceinline__ void packs(int dim, F f) {
+// The eight columns of a thread: neighbours where rows are aligned (dim divides by 8), otherwise as far apart as there are threads.
+template <bool VECTOR>
+struct Mine {
+    int first, step, dim;
+    __device__ __forceinline__ explicit Mine(int dim)
+        : first(VECTOR ? static_cast<int>(threadIdx.x) * 8 : static_cast<int>(threadIdx.x)),
+          step(VECTOR ? 1 : static_cast<int>(blockDim.x)), dim(dim) {}
+    __device__ __forceinline__ int column(int k) const { return first + k * step; }
+    __device__ __forceinline__ bool has(int k) const { return VECTOR ? first < dim : column(k) < dim; }
+    template <class T>
+    __device__ __forceinline__ Pack<T> load(const T* row) const {
+        if (VECTOR && first < dim) return load8<true>(row + first);
+        Pack<T> pack;
 #pragma unroll
-    for (int i = 0; i < PACKS; i++) {
-        const int column = (i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * 8;
-        if (column < dim) f(i, column);
+        for (int k = 0; k < 8; k++) pack.at[k] = !VECTOR && has(k) ? row[column(k)] : from_float<T>(0.0f);
+        return pack;
+    }
+    template <class T>
+    __device__ __forceinline__ void store(T* row, const Pack<T>& pack) const {
+        if (VECTOR) {
+            if (first < dim) store8<true>(row + first, pack);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 8; k++)
+                if (has(k)) row[column(k)] = pack.at[k];
+        }
+    }
+    __device__ __forceinline__ void weights(float (&to)[8], const void* p, Dtype dtype) const {
+        MC_FOR_FLOAT(dtype, W, const Pack<W> pack = load(static_cast<const W*>(p));
+                     for (int k = 0; k < 8; k++) to[k] = to_float(pack.at[k]);)
+    }
+    // bit k: is column k of the row that begins at element `at` kept?
+    __device__ __forceinline__ uint32_t keep(int64_t at, uint64_t key, uint32_t threshold) const {
+        if (VECTOR) return bits8((at + first) / 8, key, threshold);
+        uint32_t found = 0;
+#pragma unroll 1
+        for (int k = 0; k < 8; k++) {
+            const uint64_t e = at + column(k);
+            found |= (bits8(e / 8, key, threshold) >> (e % 8) & 1) << k;
+        }
+        return found;
+    }
+};
+
+template <class T>
+constexpr int PLANES = sizeof(Pack<T>) / 16;
+
+// Shared memory of one thread: for each row to come, packs in planes of 16 bytes a thread.
+struct Ring {
+    uint4* own;
+    int threads, planes, stages;
+    template <class T>
+    __device__ __forceinline__ void copy(int stage, int plane, const T* from) const {
+#pragma unroll
+        for (int i = 0; i < PLANES<T>; i++)
+            copy16(at(stage, plane + i), reinterpret_cast<const uint4*>(from) + i);
+    }
+    template <class T>
+    __device__ __forceinline__ void put(int stage, int plane, const Pack<T>& pack) const {
+#pragma unroll
+        for (int i = 0; i < PLANES<T>; i++) *at(stage, plane + i) = reinterpret_cast<const uint4*>(&pack)[i];
+    }
+    template <class T>
+    __device__ __forceinline__ Pack<T> get(int stage, int plane) const {
+        Pack<T> pack;
+#pragma unroll
+        for (int i = 0; i < PLANES<T>; i++) reinterpret_cast<uint4*>(&pack)[i] = *at(stage, plane + i);
+        return pack;
+    }
+    __device__ __forceinline__ uint4* at(int stage, int plane) const { return own + (stage * planes + plane) * threads; }
+    static __device__ __forceinline__ void copy16(uint4* to, const uint4* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+#else
+        *to = *from;
+#endif
+    }
+    static __device__ __forceinline__ void commit() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+    }
+    // until the oldest row has come
+    __device__ __forceinline__ void wait() const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        switch (stages) {
+            case 1: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+            case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+            case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+            default: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+        }
+#endif
+    }
+    // nothing comes for threads beyond the row
+    __device__ __forceinline__ void clear() const {
+        for (int i = 0; i < stages * planes; i++) own[i * threads] = make_uint4(0, 0, 0, 0);
+    }
+};
+
+// f(row, stage) for the rows of this group of threads; copy(row, stage) starts what brings a row, or else read(row) waits for it.
+template <bool ASYNC, class Copy, class Read, class F>
+__device__ __forceinline__ void walk(const Ring& ring, int64_t rows, Copy copy, Read read, F f) {
+    const int64_t step = int64_t{gridDim.x} * blockDim.y, begin = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    const auto bring = [&](int64_t row, int stage) {
+        if (row < rows) copy(row, stage);
+        Ring::commit();
+    };
+    int stage = 0;
+    if (ASYNC)
+        for (int i = 0; i + 1 < ring.stages; i++) bring(begin + i * step, i);
+    for (int64_t row = begin; row < rows; row += step) {
+        if (ASYNC) {
+            bring(row + (ring.stages - 1) * step, stage ? stage - 1 : ring.stages - 1);
+            ring.wait();
+        } else {
+            read(row);
+        }
+        f(row, stage);
+        if (ASYNC && ++stage == ring.stages) stage = 0;
     }
 }
 
-template <class T, class R, class O, int PACKS>
-__global__ void __launch_bounds__(PACKS == 1 ? 128 : 1024 / PACKS, PACKS == 1 ? 8 : PACKS == 2 ? 2 : 3) norm_rows(const Problem p) {
+template <class T, class R, class O, bool VECTOR>
+__global__ void __launch_bounds__(1024) norm_rows(const Problem p) {
+    constexpr bool ASYNC = VECTOR && COPIES;
+    constexpr int AFTER = PLANES<R>;
+    extern __shared__ uint4 memory[];
     __shared__ float4 parts[2][32];
     const T* __restrict__ x = static_cast<const T*>(p.x);
-    const R* __restrict__ residual = static_cast<const R*>(p.residual);
+    const R* __restrict__ source = static_cast<const R*>(p.residual ? p.residual : p.x);  // without a residual, T is R
     R* __restrict__ total = static_cast<R*>(p.total);
     O* __restrict__ out = static_cast<O*>(p.out);
+    const bool adds = p.residual;
     const int dim = static_cast<int>(p.dim);
+    const Mine<VECTOR> mine(dim);
+    const Ring ring{memory + threadIdx.y * blockDim.x + threadIdx.x, static_cast<int>(blockDim.x * blockDim.y),
+                    AFTER + (adds ? PLANES<T> : 0), ASYNC ? p.stages : 1};
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
-    float n = 0.0f;  // columns of this warp
+    float w[8], b[8] = {}, n = 0.0f;
+    mine.weights(w, p.weight, p.weight_dtype);
+    if (p.bias) mine.weights(b, p.bias, p.weight_dtype);
+#pragma unroll
+    for (int k = 0; k < 8; k++) n += mine.has(k) ? 1.0f : 0.0f;
+    const float shared = __shfl_sync(0xFFFFFFFFu, n, 0);  // columns of the first lane
+    n = warp_sum(n);
     int turn = 0;
+    if (ASYNC && mine.first >= dim) ring.clear();
+    walk<ASYNC>(
+        ring, p.rows,
+        [&](int64_t row, int stage) {
+            if (mine.first >= dim) return;
+            ring.copy(stage, 0, source + row * dim + mine.first);
+            if (adds) ring.copy(stage, AFTER, x + row * dim + mine.first);
+        },
+        [&](int64_t row) {
+            const Pack<R> first = mine.load(source + row * dim);
+            if (adds) ring.put(0, AFTER, mine.load(x + row * dim));
+            ring.put(0, 0, first);
+        },
+        [&](int64_t row, int stage) {
+            const int64_t at = row * dim;
+            Pack<R> h = ring.get<R>(stage, 0);
+            if (adds) {
+                h = add8(ring.get<T>(stage, AFTER), h, p.seed, p.seed ? mine.keep(at, key, p.threshold) : 0, p.scale);
+                mine.store(total + at, h);
+            }
+            float about = 0.0f, left = 0.0f, squares = 0.0f;
+            if (p.centred) {
 #pragma unroll
-    for (int i = 0; i < PACKS; i++) {
-        const int begin = (i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x) / 32 * 32) * 8;
-        n += static_cast<float>(min(max(dim - begin, 0), 256));
-    }
-    for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < p.rows; row += int64_t{gridDim.x} * blockDim.y) {
-        const int64_t at = row * dim;
-        Pack<R> h[PACKS];
-        if (residual) {
-            Pack<T> more[PACKS];
-            packs<PACKS>(dim, [&](int i, int column) {
-                more[i] = load8<true>(x + at + column);
-                h[i] = load8<true>(residual + at + column);
-            });
-            packs<PACKS>(dim, [&](int i, int column) {
-                h[i] = add8(more[i], h[i], p.seed, p.seed ? kept8(at + column, key, p.threshold) : 0, p.scale);
-                store8<true>(total + at + column, h[i]);
-            });
-        } else {  // x is what is normalised: T is R
-            packs<PACKS>(dim, [&](int i, int column) { h[i] = load8<true>(reinterpret_cast<const R*>(x) + at + column); });
-        }
-        const Stats s = row_stats(
-            [&](auto f) {
-                packs<PACKS>(dim, [&](int i, int) {
+                for (int k = 0; k < 8; k++) about += mine.has(k) ? to_float(h.at[k]) : 0.0f;
+                about = __shfl_sync(0xFFFFFFFFu, about, 0) / shared;
+            }
 #pragma unroll
-                    for (int j = 0; j < 8; j++) f(to_float(h[i].at[j]));
-                });
-            },
-            n, static_cast<float>(dim), p.centred, p.eps, parts, turn);
-        if (threadIdx.x == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
-        packs<PACKS>(dim, [&](int i, int column) {
-            float w[8], b[8] = {};
-            weights8(w, p.weight, p.weight_dtype, column);
-            if (p.bias) weights8(b, p.bias, p.weight_dtype, column);
+            for (int k = 0; k < 8; k++) {
+                const float d = mine.has(k) ? to_float(h.at[k]) - about : 0.0f;
+                left += d;
+                squares = fmaf(d, d, squares);
+            }
+            const Stats s = row_stats(n, about, left, squares, static_cast<float>(dim), p.centred, p.eps, parts, turn);
+            if (threadIdx.x == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
             Pack<O> y;
 #pragma unroll
-            for (int j = 0; j < 8; j++) y.at[j] = from_float<O>(fmaf(s.normal(to_float(h[i].at[j])), w[j], b[j]));
-            store8<true>(out + at + column, y);
+            for (int k = 0; k < 8; k++) y.at[k] = from_float<O>(fmaf(s.normal(to_float(h.at[k])), w[k], b[k]));
+            mine.store(out + at, y);
         });
-    }
 }
 
 // f(column) for all columns of a row, neighbours by neighbouring threads: rows of any length and alignment, read from the first
@@ -214,7 +354,14 @@ __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
             __syncthreads();
         }
         const auto each = [&](auto f) { columns(p.dim, [&](int64_t c) { f(to_float(h[c])); }); };
-        const Stats s = row_stats(each, n, static_cast<float>(p.dim), p.centred, p.eps, parts, turn);
+        float about = 0.0f, left = 0.0f, squares = 0.0f;
+        if (p.centred) each([&](float v) { about += v; });
+        about = warp_sum(about) / n;
+        each([&](float v) {
+            left += v - about;
+            squares = fmaf(v - about, v - about, squares);
+        });
+        const Stats s = row_stats(n, about, left, squares, static_cast<float>(p.dim), p.centred, p.eps, parts, turn);
         if (threadIdx.x == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
         columns(p.dim, [&](int64_t c) {
             const float w = weight1(p.weight, p.weight_dtype, c), b = p.bias ? weight1(p.bias, p.weight_dtype, c) : 0.0f;
@@ -229,133 +376,174 @@ int threads_for(int64_t dim, int columns, int most) {
     return static_cast<int>(wanted < most ? wanted : most);
 }
 
+// A group of threads for a row and several groups for a block; rows in shared memory, at most STAGES, 0 where not one fits.
+struct Plan {
+    dim3 block;
+    int groups, resident, stages;
+    size_t bytes;
+};
+
+int attribute(cudaDeviceAttr which) {
+    int device = 0, value = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&value, which, device);
+    return value;
+}
+
+// `planes` of 16 bytes a thread hold a row; `least`: bytes a thread for other uses of the same memory
+Plan plan(int64_t dim, int planes, int least) {
+    Plan found{};
+    const int threads = threads_for(dim, 256, 1024), groups = threads <= 256 ? 512 / threads : 1;  // _norm.py: lines
+    const int all = threads * groups, resident = 1024 / all;
+    const int fit = min(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                        attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / resident - 1024) - 1024;
+    found.block = dim3(threads, groups), found.groups = groups, found.resident = resident;
+    const int stages = fit / (16 * planes * all);
+    found.stages = stages < STAGES ? stages : STAGES;
+    const int bytes = 16 * planes * found.stages;
+    found.bytes = static_cast<size_t>(bytes < least ? least : bytes) * all;
+    return found;
+}
+
+template <class K>
+void launch(K kernel, const Plan& plan, int blocks, const Problem& p, cudaStream_t stream) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.bytes));
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+    Problem with = p;
+    with.stages = plan.stages;
+    kernel<<<blocks, plan.block, plan.bytes, stream>>>(with);
+}
+
 template <class T, class R, class O>
 void forward(const Problem& p, bool vector, cudaStream_t stream) {
-    if (!vector || p.dim > WIDEST) {
+    const Plan found = plan(p.dim, PLANES<R> + (p.residual ? PLANES<T> : 0), 0);
+    if (p.dim > WIDEST || !found.stages) {
         const int threads = threads_for(p.dim, 128, 1024);
         norm_any_rows<T, R, O><<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
-    } else if (p.dim <= 256) {
-        norm_rows<T, R, O, 1><<<grid(p.rows, 4, 64), dim3(32, 4), 0, stream>>>(p);
-    } else {
-        constexpr int PACKS = sizeof(R) == 4 ? 2 : 4;  // 64 bytes of the row for a thread
-        const int threads = threads_for(p.dim, 256 * PACKS, 1024 / PACKS), rows = threads == 32 ? 4 : 1;
-        norm_rows<T, R, O, PACKS><<<grid(p.rows, rows, 64), dim3(threads, rows), 0, stream>>>(p);
+        return;
     }
+    const int blocks = grid(p.rows, found.groups, found.resident);
+    if (vector) launch(norm_rows<T, R, O, true>, found, blocks, p, stream);
+    else launch(norm_rows<T, R, O, false>, found, blocks, p, stream);
 }
 
 // ---- backward. O: the norm's gradient; R: the total and its gradient; T: the gradient of what was dropped and added
 
-// Sums of two numbers over the threads of a row; one barrier for the block where a row has several warps.
-__device__ __forceinline__ float2 row_sums(float a, float b, bool centred, float2 (*parts)[32], int& turn) {
-    const int warps = blockDim.x / 32, first = threadIdx.y * warps;
-    if (centred) a = warp_sum(a);
-    b = warp_sum(b);
-    if (warps == 1) return make_float2(a, b);
-    if (threadIdx.x % 32 == 0) parts[turn][first + threadIdx.x / 32] = make_float2(a, b);
-    __syncthreads();
-    a = b = 0.0f;
-    for (int i = first; i < first + warps; i++) a += parts[turn][i].x, b += parts[turn][i].y;
-    turn ^= 1;
-    return make_float2(a, b);
+// Sums of two numbers over the threads of a row; one barrier where it has several warps.
+__device__ __forceinline__ float2 row_sums(float a, float b, float2 (*parts)[32], int& turn) {
+    const int warps = blockDim.x / 32, first = threadIdx.y * warps, lane = threadIdx.x % 32, wide = lanes_for(warps);
+    float sums[2] = {a, b};
+    lane_sums(sums);
+    if (warps > 1) {
+        if (lane == 0) parts[turn][first + threadIdx.x / 32] = make_float2(sums[0], sums[1]);
+        row_barrier();
+        float2 part = make_float2(0.0f, 0.0f);
+        if (lane % wide < warps) part = parts[turn][first + lane % wide];
+        turn ^= 1;
+        sums[0] = part.x, sums[1] = part.y;
+        lane_sums(sums, wide);
+    }
+    return make_float2(sums[0], sums[1]);
 }
 
-template <class O, class R, int PACKS>
-struct Row {  // what a thread reads of one before its sums are known
-    Pack<O> grad[PACKS];
-    Pack<R> total[PACKS];
-    Stats stats;
-};
-
-// Two packs: 512 threads have registers for the sums of 8192 columns. _norm.py knows how many blocks are resident.
-template <class O, class R, class T, int PACKS>
-__global__ void __launch_bounds__(256 * PACKS, PACKS == 2 ? 1 : sizeof(O) + sizeof(R) == 4 ? 3 : 2)
-norm_rows_backward(const Problem p) {
-    constexpr bool AHEAD = (sizeof(O) + sizeof(R)) * PACKS <= 8;  // registers for a second row
+template <class O, class R, class T, bool VECTOR>
+__global__ void __launch_bounds__(1024) norm_rows_backward(const Problem p) {
+    constexpr bool ASYNC = VECTOR && COPIES;
+    constexpr int TOTAL = PLANES<O>, MORE = TOTAL + PLANES<R>;
+    extern __shared__ uint4 memory[];
     __shared__ float2 parts[2][32];
-    __shared__ float sums[PACKS == 1 ? 256 * 16 : 1];
     const O* __restrict__ grad = static_cast<const O*>(p.x);
     const R* __restrict__ total = static_cast<const R*>(p.total_in);
     const R* __restrict__ residual = static_cast<const R*>(p.residual);
+    const float* __restrict__ stats = p.stats;
     R* __restrict__ stream = static_cast<R*>(p.total);
     T* __restrict__ branch = static_cast<T*>(p.branch);
     const int dim = static_cast<int>(p.dim);
+    const Mine<VECTOR> mine(dim);
+    const Ring ring{memory + threadIdx.y * blockDim.x + threadIdx.x, static_cast<int>(blockDim.x * blockDim.y),
+                    MORE + (residual ? PLANES<R> : 0), ASYNC ? p.stages : 1};
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
-    const float all = static_cast<float>(dim);
+    const float share = 1.0f / static_cast<float>(dim);
     int turn = 0;
-    float w[8] = {}, dw[PACKS][8] = {}, db[PACKS][8] = {};
-    if (PACKS == 1) packs<1>(dim, [&](int, int column) { weights8(w, p.weight, p.weight_dtype, column); });
-    const auto read = [&](Row<O, R, PACKS>& to, int64_t row) {
-        if (row >= p.rows) return;
-        packs<PACKS>(dim, [&](int i, int column) {
-            to.grad[i] = load8<true>(grad + row * dim + column);
-            to.total[i] = load8<true>(total + row * dim + column);
-        });
-        to.stats = {p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]};
-    };
-    const int64_t step = int64_t{gridDim.x} * blockDim.y;
-    Row<O, R, PACKS> now, next;
-    read(now, int64_t{blockIdx.x} * blockDim.y + threadIdx.y);
-    for (int64_t base = int64_t{blockIdx.x} * blockDim.y; base < p.rows; base += step) {  // as often for all threads
-        const int64_t row = base + threadIdx.y, at = row * dim;
-        const int real = row < p.rows ? dim : 0;
-        Pack<R> more[PACKS];
-        if (residual) packs<PACKS>(real, [&](int i, int column) { more[i] = load8<true>(residual + at + column); });
-        if (AHEAD) read(next, row + step);
-        float level = 0.0f, skewed = 0.0f;
-        packs<PACKS>(real, [&](int i, int column) {
-            if (PACKS > 1) weights8(w, p.weight, p.weight_dtype, column);
+    float w[8], dw[8] = {}, db[8] = {};
+    mine.weights(w, p.weight, p.weight_dtype);
+    if (ASYNC && mine.first >= dim) ring.clear();
+    Stats next{};
+    const auto read_stats = [&](int64_t row) { next = {stats[row], stats[p.rows + row], stats[2 * p.rows + row]}; };
+    const int64_t step = int64_t{gridDim.x} * blockDim.y, begin = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    if (begin < p.rows) read_stats(begin);
+    walk<ASYNC>(
+        ring, p.rows,
+        [&](int64_t row, int stage) {
+            if (mine.first >= dim) return;
+            ring.copy(stage, 0, grad + row * dim + mine.first);
+            ring.copy(stage, TOTAL, total + row * dim + mine.first);
+            if (residual) ring.copy(stage, MORE, residual + row * dim + mine.first);
+        },
+        [&](int64_t row) {
+            const Pack<O> first = mine.load(grad + row * dim);
+            const Pack<R> second = mine.load(total + row * dim);
+            if (residual) ring.put(0, MORE, mine.load(residual + row * dim));
+            ring.put(0, 0, first);
+            ring.put(0, TOTAL, second);
+        },
+        [&](int64_t row, int stage) {
+            const Stats s = next;
+            if (row + step < p.rows) read_stats(row + step);
+            const int64_t at = row * dim;
+            Pack<O> g = ring.get<O>(stage, 0);
+            Pack<R> v = ring.get<R>(stage, TOTAL);
+            float level = 0.0f, skewed = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const float d = to_float(now.grad[i].at[j]), h = now.stats.normal(to_float(now.total[i].at[j]));
-                dw[i][j] = fmaf(d, h, dw[i][j]);
-                db[i][j] += d;
-                level = fmaf(d, w[j], level);
-                skewed = fmaf(d * w[j], h, skewed);
+            for (int k = 0; k < 8; k++) {  // beyond the row all is zero
+                const float d = to_float(g.at[k]), h = s.normal(to_float(v.at[k])), weighted = d * w[k];
+                dw[k] = fmaf(d, h, dw[k]);
+                db[k] += d;
+                level += weighted;
+                skewed = fmaf(weighted, h, skewed);
             }
-        });
-        const float2 found = row_sums(level, skewed, p.centred, parts, turn);
-        level = p.centred ? found.x / all : 0.0f, skewed = found.y / all;
-        packs<PACKS>(real, [&](int i, int column) {
-            if (PACKS > 1) weights8(w, p.weight, p.weight_dtype, column);
-            Pack<R> d;
+            const float2 found = row_sums(level, skewed, parts, turn);
+            level = p.centred ? found.x * share : 0.0f, skewed = found.y * share;
+            g = ring.get<O>(stage, 0);  // again, rather than in registers meanwhile
+            v = ring.get<R>(stage, TOTAL);
+            Pack<R> d, more;
+            if (residual) more = ring.get<R>(stage, MORE);
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const float g = to_float(now.grad[i].at[j]) * w[j], h = now.stats.normal(to_float(now.total[i].at[j]));
-                const float own = (g - level - h * skewed) * now.stats.rstd;
-                d.at[j] = from_float<R>(residual ? own + to_float(more[i].at[j]) : own);
+            for (int k = 0; k < 8; k++) {
+                const float weighted = to_float(g.at[k]) * w[k], h = s.normal(to_float(v.at[k]));
+                const float own = (weighted - level - h * skewed) * s.rstd;
+                d.at[k] = from_float<R>(residual ? own + to_float(more.at[k]) : own);
             }
-            store8<true>(stream + at + column, d);
+            mine.store(stream + at, d);
             if (branch) {
-                const uint32_t keep = p.seed ? kept8(at + column, key, p.threshold) : 0xFFu;
+                const uint32_t keep = p.seed ? mine.keep(at, key, p.threshold) : 0xFFu;
                 const float scale = p.seed ? p.scale : 1.0f;
                 Pack<T> b;
 #pragma unroll
-                for (int j = 0; j < 8; j++) b.at[j] = from_float<T>(keep >> j & 1 ? to_float(d.at[j]) * scale : 0.0f);
-                store8<true>(branch + at + column, b);
+                for (int k = 0; k < 8; k++) b.at[k] = from_float<T>(keep >> k & 1 ? to_float(d.at[k]) * scale : 0.0f);
+                mine.store(branch + at, b);
             }
         });
-        if (AHEAD) now = next;
-        else read(now, row + step);
-    }
-    // the block's rows together, then one line of `partial`
-    if (PACKS == 1 && blockDim.y > 1) {
+    // the block's groups together, then one line of `partial`
+    if (blockDim.y > 1) {
+        float* sums = reinterpret_cast<float*>(memory);
         const auto at = [&](int y, int j) -> float& { return sums[((y * 16) + j) * blockDim.x + threadIdx.x]; };
+        __syncthreads();
 #pragma unroll
-        for (int j = 0; j < 8; j++) at(threadIdx.y, j) = dw[0][j], at(threadIdx.y, 8 + j) = db[0][j];
+        for (int k = 0; k < 8; k++) at(threadIdx.y, k) = dw[k], at(threadIdx.y, 8 + k) = db[k];
         __syncthreads();
         if (threadIdx.y) return;
         for (int y = 1; y < static_cast<int>(blockDim.y); y++)
 #pragma unroll
-            for (int j = 0; j < 8; j++) dw[0][j] += at(y, j), db[0][j] += at(y, 8 + j);
+            for (int k = 0; k < 8; k++) dw[k] += at(y, k), db[k] += at(y, 8 + k);
     }
     float* line = p.partial + int64_t{blockIdx.x} * (p.centred ? 2 : 1) * dim;
-    packs<PACKS>(dim, [&](int i, int column) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            line[column + j] = dw[i][j];
-            if (p.centred) line[dim + column + j] = db[i][j];
+    for (int k = 0; k < 8; k++)
+        if (mine.has(k)) {
+            line[mine.column(k)] = dw[k];
+            if (p.centred) line[dim + mine.column(k)] = db[k];
         }
-    });
 }
 
 // Rows of any length and alignment: a block each; the sums for weight and bias are another kernel's.
@@ -378,7 +566,7 @@ __global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) 
             level += g;
             skewed = fmaf(g, h, skewed);
         });
-        const float2 found = row_sums(level, skewed, p.centred, parts, turn);
+        const float2 found = row_sums(level, skewed, parts, turn);
         level = p.centred ? found.x / static_cast<float>(p.dim) : 0.0f, skewed = found.y / static_cast<float>(p.dim);
         R* stream = static_cast<R*>(p.total);
         each([&](int64_t e, float g, float h) {
@@ -439,15 +627,15 @@ __global__ void __launch_bounds__(512) norm_add_partial(const float* partial, in
 template <class T, class R, class O>
 void backward(const Problem& p, int64_t lines, bool vector, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>(lines);
-    if (!vector || p.dim > WIDEST) {
+    const Plan found = plan(p.dim, PLANES<O> + (p.residual ? 2 : 1) * PLANES<R>, 64);
+    if (p.dim > WIDEST || !found.stages) {
         const int threads = threads_for(p.dim, 128, 1024);
         norm_any_rows_backward<O, R, T><<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
         norm_columns<O, R><<<dim3(static_cast<unsigned>((p.dim + 31) / 32), blocks), dim3(32, 8), 0, stream>>>(p);
-    } else if (p.dim <= 2048) {
-        const int threads = threads_for(p.dim, 256, 256);
-        norm_rows_backward<O, R, T, 1><<<blocks, dim3(threads, 256 / threads), 0, stream>>>(p);
+    } else if (vector) {
+        launch(norm_rows_backward<O, R, T, true>, found, static_cast<int>(lines), p, stream);
     } else {
-        norm_rows_backward<O, R, T, 2><<<blocks, threads_for(p.dim, 512, 512), 0, stream>>>(p);
+        launch(norm_rows_backward<O, R, T, false>, found, static_cast<int>(lines), p, stream);
     }
 }
 

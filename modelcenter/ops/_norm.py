@@ -60,19 +60,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 1
 
 
-def lines(total: Tensor, grad: Tensor, rows: int) -> int:
+def lines(total: Tensor, rows: int) -> int:
     """How many partial sums the backward makes: a matter of the sizes and the chip alone, so that results repeat."""
     dim = total.size(-1)
     if not total.is_cuda:
         return min(max(rows // ROWS, 1), CHUNKS)
-    if dim % 8 or dim > 8192:
+    if dim > 8192:
         return min(max(rows // 64, 1), 64)
-    if dim <= 2048:  # csrc/norm.cu: threads of a row, rows of a block, and registers for so many blocks
-        threads = -(-dim // 256) * 32
-        beside = 256 // threads
-        blocks = (768 if total.element_size() + grad.element_size() == 4 else 512) // (threads * beside)
-    else:
-        beside, blocks = 1, 512 // (-(-dim // 512) * 32)
+    threads = -(-dim // 256) * 32  # csrc/norm.cu, plan: threads of a row, rows of a block, and blocks beside each other
+    beside = 512 // threads if threads <= 256 else 1
+    blocks = 1024 // (threads * beside)
     return max(min(multiprocessors(total.device) * blocks, -(-rows // beside)), 1)
 
 
@@ -90,7 +87,7 @@ def norm_backward(
     apart = None if branch is None else torch.empty_like(total, dtype=branch)
     scale = narrow(weight)
     dweight, dbias = torch.empty_like(scale), torch.empty_like(scale) if centred else None
-    partial = scale.new_empty((lines(total, grad, stats.size(1)), 2 if centred else 1, len(weight)), dtype=torch.float32)
+    partial = scale.new_empty((lines(total, stats.size(1)), 2 if centred else 1, len(weight)), dtype=torch.float32)
     more = None if more is None else more.contiguous()
     call("norm_backward", grad.contiguous(), total, more, scale, stats, seed, p, stream, apart, dweight, dbias, partial)
     none = total.new_empty(0)
