@@ -203,6 +203,7 @@ def test_every_op_has_a_formula_here() -> None:
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_and_gradients_are_the_formulas(name: str, dtype: torch.dtype) -> None:
+    rough = 1 if _op.available("cpu") else 5  # torch's own functions, of which the references are made, round oftener
     tried = cases(name, dtype)
     assert any(a.numel() == 1 for a in tried[0] if isinstance(a, Tensor)), "size 1 is a case"
     for args in tried:
@@ -216,7 +217,7 @@ def test_values_and_gradients_are_the_formulas(name: str, dtype: torch.dtype) ->
             if not ours.numel():
                 continue
             worst = (ours.double() - theirs).abs().max() / theirs.abs().max().clamp(min=1)
-            assert worst <= ROUNDING[dtype], f"{name} {[getattr(a, 'shape', a) for a in args]}: {worst:.1e}"
+            assert worst <= ROUNDING[dtype] * rough, f"{name} {[getattr(a, 'shape', a) for a in args]}: {worst:.1e}"
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -72,7 +72,7 @@ def attention_forward(
     scale: float, causal: bool, seed: Tensor | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    mask = mask.contiguous() if mask is not None else None
+    mask, lengths_q, lengths_k = (a.contiguous() if a is not None else None for a in (mask, lengths_q, lengths_k))
     out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     call("attention", q, k, v, mask, lengths_q, lengths_k, scale, causal, seed, p, out, lse)
     return out, lse
@@ -88,7 +88,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the mask, in fp32."""
     q, k, v, grad = q.contiguous(), k.contiguous(), v.contiguous(), grad.contiguous()
-    mask = mask.contiguous() if mask is not None else None
+    mask, lengths_q, lengths_k = (a.contiguous() if a is not None else None for a in (mask, lengths_q, lengths_k))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     dmask = q.new_zeros(mask.shape if wanted and mask is not None else (0,), dtype=torch.float32)
     sum_of_mask = dmask if wanted else None

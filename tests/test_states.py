@@ -1,0 +1,72 @@
+"""The states an installation can be in: no kernels, kernels of another version, an older processor's instruction sets."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelcenter import __version__
+from modelcenter.ops import _op
+
+HERE = Path(__file__).parent
+QUICK = "formulas or exact or twice or misaligned"  # what differs between instruction sets
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=280, cwd=HERE,
+                          env=os.environ | environment)  # fmt: skip
+
+
+@pytest.mark.parametrize("state", ["MODELCENTER_KERNELS=0", "MODELCENTER_CPU=base", "MODELCENTER_CPU=avx2"])
+def test_ops_are_right_in_every_state(state: str) -> None:
+    if not _op.available("cpu"):
+        pytest.skip("no compiled kernels: the rest of the suite is this test")
+    name, value = state.split("=")
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", QUICK, "-m", "not gpu"]
+    done = python("-m", "pytest", *options, "test_ops.py", "test_kernels.py", **{name: value})
+    assert done.returncode == 0, done.stdout[-3000:]
+    said = python("-c", "from modelcenter.ops import _op; print(_op._C and _op._C.cpu_level)", **{name: value}).stdout
+    assert said.strip() in (("None",) if value == "0" else (value, "base")), said
+
+
+MISSING = """
+import sys
+sys.modules["modelcenter._C"] = None
+import torch
+from modelcenter import ops
+for _ in range(3):
+    ops.dropout(torch.ones(2), None, ops.draw(torch.device("cpu")), 0.5)
+    ops.gelu(torch.ones(2), torch.ones(2))
+"""
+
+
+def test_missing_kernels_are_told_once() -> None:
+    done = python("-c", MISSING)
+    assert done.returncode == 0 and done.stderr.count("no compiled kernels") == 1, done.stderr
+    assert "UserWarning" in done.stderr and "modelcenter doctor" in done.stderr
+    asked = python("-c", MISSING.replace("sys.modules", "#"), MODELCENTER_KERNELS="0")
+    assert not asked.stderr, "nobody is warned of what he asked for"
+
+
+OTHER = """
+import sys, types
+sys.modules["modelcenter._C"] = types.SimpleNamespace(version="0.0.0")
+from modelcenter.ops import _op
+assert _op._C is None and not _op.available("cpu")
+"""
+
+
+def test_kernels_of_another_version_are_refused() -> None:
+    done = python("-W", "ignore:modelcenter has no compiled", "-c", OTHER)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Warning") == 1 and f"built for 0.0.0 and not for {__version__}" in done.stderr
+
+
+def test_a_file_may_be_named() -> None:
+    if not _op.available("cpu") or _op.FILE != "1":
+        pytest.skip("no compiled kernels")
+    said = python("-c", "from modelcenter.ops import _op; print(_op._C.__file__)", MODELCENTER_KERNELS=_op._C.__file__)
+    assert said.stdout.strip() == _op._C.__file__, said.stderr
+    assert "wanted 0, 1 or the file" in python("-c", "import modelcenter.ops", MODELCENTER_KERNELS="true").stderr
