@@ -4,8 +4,9 @@
 // gradients stay in its registers; a row is a group of warps, a block one or several such groups, and as many blocks as fit walk
 // over the rows. Rows to come are on their way into shared memory meanwhile (cp.async), where a thread reads only what it has
 // copied, so that a row costs no barrier but the one of its sums. Where rows are not aligned, a thread's columns are `threads`
-// apart and all of a row's loads are issued before one is used, as on chips without such copies. The blocks write their sums to
-// `partial`, which a second kernel adds up in a fixed order. Longer rows are read again for each sum.
+// apart and all of a row's loads are issued before one is used, as on chips without such copies, the next row being on its way
+// into the second cache. The blocks write their sums to `partial`, which a second kernel adds up in a fixed order. Longer rows are
+// read again for each sum.
 //
 // Bytes an element must move in bf16: forward 4 (8 with a residual), backward 6 (8).
 #include "cuda.h"
@@ -25,7 +26,7 @@ struct Problem {
     const void *x, *residual;  // backward: the gradient of the norm, and of the total by another way
     const void* total_in;      // backward: what was normalised
     const void *weight, *bias;
-    Dtype weight_dtype;
+    Dtype weight_dtype, apart;  // apart: of `branch`
     const int64_t* seed;
     uint32_t threshold;
     float scale, eps;
@@ -145,19 +146,37 @@ struct Mine {
     __device__ __forceinline__ Pack<T> load(const T* row) const {
         if (VECTOR && first < dim) return load8<true>(row + first);
         Pack<T> pack;
+        const Mine here = apart();
 #pragma unroll
-        for (int k = 0; k < 8; k++) pack.at[k] = !VECTOR && has(k) ? row[column(k)] : from_float<T>(0.0f);
+        for (int k = 0; k < 8; k++) pack.at[k] = !VECTOR && here.has(k) ? row[here.column(k)] : from_float<T>(0.0f);
         return pack;
+    }
+    // Into the second cache, a line a thread: a thread has 32 bytes of a row at most.
+    template <class T>
+    __device__ __forceinline__ void prefetch(const T* row) const {
+        const int line = static_cast<int>(threadIdx.x) * static_cast<int>(128 / sizeof(T));
+#ifdef __CUDA_ARCH__
+        if (line < dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + line));
+#endif
     }
     template <class T>
     __device__ __forceinline__ void store(T* row, const Pack<T>& pack) const {
         if (VECTOR) {
             if (first < dim) store8<true>(row + first, pack);
         } else {
+            const Mine here = apart();
 #pragma unroll
             for (int k = 0; k < 8; k++)
-                if (has(k)) row[column(k)] = pack.at[k];
+                if (here.has(k)) row[here.column(k)] = pack.at[k];
         }
+    }
+    // The same columns, of which the compiler does not know that they are: it would keep all their numbers in registers.
+    __device__ __forceinline__ Mine apart() const {
+        Mine here = *this;
+#ifdef __CUDA_ARCH__
+        if (!VECTOR) asm volatile("" : "+r"(here.step));
+#endif
+        return here;
     }
     __device__ __forceinline__ void weights(float (&to)[8], const void* p, Dtype dtype) const {
         MC_FOR_FLOAT(dtype, W, const Pack<W> pack = load(static_cast<const W*>(p));
@@ -232,7 +251,8 @@ struct Ring {
     }
 };
 
-// f(row, stage) for the rows of this group of threads; copy(row, stage) starts what brings a row, or else read(row) waits for it.
+// f(row, stage) for the rows of this group of threads; copy(row, stage) starts what brings a row, or else read(row, next)
+// waits for it, while the next row is on its way into a cache.
 template <bool ASYNC, class Copy, class Read, class F>
 __device__ __forceinline__ void walk(const Ring& ring, int64_t rows, Copy copy, Read read, F f) {
     const int64_t step = int64_t{gridDim.x} * blockDim.y, begin = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -248,7 +268,7 @@ __device__ __forceinline__ void walk(const Ring& ring, int64_t rows, Copy copy, 
             bring(row + (ring.stages - 1) * step, stage ? stage - 1 : ring.stages - 1);
             ring.wait();
         } else {
-            read(row);
+            read(row, row + step < rows ? row + step : row);
         }
         f(row, stage);
         if (ASYNC && ++stage == ring.stages) stage = 0;
@@ -287,8 +307,10 @@ __global__ void __launch_bounds__(1024) norm_rows(const Problem p) {
             ring.copy(stage, 0, source + row * dim + mine.first);
             if (adds) ring.copy(stage, AFTER, x + row * dim + mine.first);
         },
-        [&](int64_t row) {
+        [&](int64_t row, int64_t next) {
             const Pack<R> first = mine.load(source + row * dim);
+            mine.prefetch(source + next * dim);
+            if (adds) mine.prefetch(x + next * dim);
             if (adds) ring.put(0, AFTER, mine.load(x + row * dim));
             ring.put(0, 0, first);
         },
@@ -427,7 +449,14 @@ void forward(const Problem& p, bool vector, cudaStream_t stream) {
     else launch(norm_rows<T, R, O, false>, found, blocks, p, stream);
 }
 
-// ---- backward. O: the norm's gradient; R: the total and its gradient; T: the gradient of what was dropped and added
+// ---- backward. O: the norm's gradient; R: the total and its gradient
+
+// f(a number of the dtype that the gradient of what was dropped and added has): the total's, or any around a total in fp32
+template <class R, class F>
+__device__ __forceinline__ void for_branch(Dtype dtype, F f) {
+    if constexpr (sizeof(R) == 2) f(from_float<R>(0.0f));
+    else MC_FOR_FLOAT(dtype, T, f(from_float<T>(0.0f)))
+}
 
 // Sums of two numbers over the threads of a row; one barrier where it has several warps.
 __device__ __forceinline__ float2 row_sums(float a, float b, float2 (*parts)[32], int& turn) {
@@ -446,7 +475,8 @@ __device__ __forceinline__ float2 row_sums(float a, float b, float2 (*parts)[32]
     return make_float2(sums[0], sums[1]);
 }
 
-template <class O, class R, class T, bool VECTOR>
+// PLAIN: no residual, no branch
+template <class O, class R, bool VECTOR, bool PLAIN>
 __global__ void __launch_bounds__(1024) norm_rows_backward(const Problem p) {
     constexpr bool ASYNC = VECTOR && COPIES;
     constexpr int TOTAL = PLANES<O>, MORE = TOTAL + PLANES<R>;
@@ -454,16 +484,15 @@ __global__ void __launch_bounds__(1024) norm_rows_backward(const Problem p) {
     __shared__ float2 parts[2][32];
     const O* __restrict__ grad = static_cast<const O*>(p.x);
     const R* __restrict__ total = static_cast<const R*>(p.total_in);
-    const R* __restrict__ residual = static_cast<const R*>(p.residual);
+    const R* __restrict__ residual = PLAIN ? nullptr : static_cast<const R*>(p.residual);
     const float* __restrict__ stats = p.stats;
     R* __restrict__ stream = static_cast<R*>(p.total);
-    T* __restrict__ branch = static_cast<T*>(p.branch);
     const int dim = static_cast<int>(p.dim);
     const Mine<VECTOR> mine(dim);
     const Ring ring{memory + threadIdx.y * blockDim.x + threadIdx.x, static_cast<int>(blockDim.x * blockDim.y),
                     MORE + (residual ? PLANES<R> : 0), ASYNC ? p.stages : 1};
-    const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
-    const float share = 1.0f / static_cast<float>(dim);
+    const uint64_t key = !PLAIN && p.seed ? static_cast<uint64_t>(*p.seed) : 0;
+    const float share = 1.0f / static_cast<float>(dim), scale = p.seed ? p.scale : 1.0f;
     int turn = 0;
     float w[8], dw[8] = {}, db[8] = {};
     mine.weights(w, p.weight, p.weight_dtype);
@@ -480,9 +509,12 @@ __global__ void __launch_bounds__(1024) norm_rows_backward(const Problem p) {
             ring.copy(stage, TOTAL, total + row * dim + mine.first);
             if (residual) ring.copy(stage, MORE, residual + row * dim + mine.first);
         },
-        [&](int64_t row) {
+        [&](int64_t row, int64_t next) {
             const Pack<O> first = mine.load(grad + row * dim);
             const Pack<R> second = mine.load(total + row * dim);
+            mine.prefetch(grad + next * dim);
+            mine.prefetch(total + next * dim);
+            if (residual) mine.prefetch(residual + next * dim);
             if (residual) ring.put(0, MORE, mine.load(residual + row * dim));
             ring.put(0, 0, first);
             ring.put(0, TOTAL, second);
@@ -515,13 +547,15 @@ __global__ void __launch_bounds__(1024) norm_rows_backward(const Problem p) {
                 d.at[k] = from_float<R>(residual ? own + to_float(more.at[k]) : own);
             }
             mine.store(stream + at, d);
-            if (branch) {
+            if (!PLAIN && p.branch) {
                 const uint32_t keep = p.seed ? mine.keep(at, key, p.threshold) : 0xFFu;
-                const float scale = p.seed ? p.scale : 1.0f;
-                Pack<T> b;
+                for_branch<R>(p.apart, [&](auto like) {
+                    using T = decltype(like);
+                    Pack<T> b;
 #pragma unroll
-                for (int k = 0; k < 8; k++) b.at[k] = from_float<T>(keep >> k & 1 ? to_float(d.at[k]) * scale : 0.0f);
-                mine.store(branch + at, b);
+                    for (int k = 0; k < 8; k++) b.at[k] = from_float<T>(keep >> k & 1 ? to_float(d.at[k]) * scale : 0.0f);
+                    mine.store(static_cast<T*>(p.branch) + at, b);
+                });
             }
         });
     // the block's groups together, then one line of `partial`
@@ -547,7 +581,7 @@ __global__ void __launch_bounds__(1024) norm_rows_backward(const Problem p) {
 }
 
 // Rows of any length and alignment: a block each; the sums for weight and bias are another kernel's.
-template <class O, class R, class T>
+template <class O, class R>
 __global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) {
     __shared__ float2 parts[2][32];
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
@@ -577,10 +611,13 @@ __global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) 
         __syncthreads();
         eights(p.dim, [&](int64_t c, int count) {
             const uint32_t keep = p.seed ? kept8(at + c, key, p.threshold) : 0xFFu;
-            for (int j = 0; j < count; j++) {
-                const float d = to_float(stream[at + c + j]) * (p.seed ? p.scale : 1.0f);
-                static_cast<T*>(p.branch)[at + c + j] = from_float<T>(keep >> j & 1 ? d : 0.0f);
-            }
+            for_branch<R>(p.apart, [&](auto like) {
+                using T = decltype(like);
+                for (int j = 0; j < count; j++) {
+                    const float d = to_float(stream[at + c + j]) * (p.seed ? p.scale : 1.0f);
+                    static_cast<T*>(p.branch)[at + c + j] = from_float<T>(keep >> j & 1 ? d : 0.0f);
+                }
+            });
         });
     }
 }
@@ -624,18 +661,17 @@ __global__ void __launch_bounds__(512) norm_add_partial(const float* partial, in
     (c < dim ? dweight[c] : dbias[c - dim]) = from_float<W>(sum);
 }
 
-template <class T, class R, class O>
+template <class R, class O>
 void backward(const Problem& p, int64_t lines, bool vector, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>(lines);
     const Plan found = plan(p.dim, PLANES<O> + (p.residual ? 2 : 1) * PLANES<R>, 64);
     if (p.dim > WIDEST || !found.stages) {
         const int threads = threads_for(p.dim, 128, 1024);
-        norm_any_rows_backward<O, R, T><<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
+        norm_any_rows_backward<O, R><<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
         norm_columns<O, R><<<dim3(static_cast<unsigned>((p.dim + 31) / 32), blocks), dim3(32, 8), 0, stream>>>(p);
-    } else if (vector) {
-        launch(norm_rows_backward<O, R, T, true>, found, static_cast<int>(lines), p, stream);
     } else {
-        launch(norm_rows_backward<O, R, T, false>, found, static_cast<int>(lines), p, stream);
+        MC_FOR_BOOL(vector, VECTOR, MC_FOR_BOOL(!p.residual && !p.branch, PLAIN,
+            launch(norm_rows_backward<O, R, VECTOR, PLAIN>, found, static_cast<int>(lines), p, stream)))
     }
 }
 
@@ -725,13 +761,13 @@ MC_KERNEL(norm_backward) {
     Problem p{};
     p.x = grad.data, p.total_in = total.data, p.residual = more.data, p.weight = weight.data, p.weight_dtype = weight.dtype;
     p.centred = static_cast<bool>(dbias), p.stats = stats.as<float>(), p.total = stream.data, p.branch = branch.data;
-    p.partial = partial.as<float>(), p.rows = grad.shape.rows(), p.dim = dim;
+    p.apart = apart, p.partial = partial.as<float>(), p.rows = grad.shape.rows(), p.dim = dim;
     set_rate(p, seed, rate);
     const bool vector = dim % 8 == 0 && grad.aligned() && total.aligned() && more.aligned() && weight.aligned() &&
                         stream.aligned() && branch.aligned();
     const auto on = static_cast<cudaStream_t>(call.stream);
     const int64_t width = partial.shape.at[1] * dim;
-    if (p.rows) MC_FOR_NORM(apart, total.dtype, grad.dtype, backward<T, R, O>(p, lines, vector, on))
+    if (p.rows) MC_FOR_NORM(apart, total.dtype, grad.dtype, backward<R, O>(p, lines, vector, on))
     MC_FOR_FLOAT(weight.dtype, W, norm_add_partial<W><<<static_cast<unsigned>((width + 31) / 32), dim3(32, 16), 0, on>>>(
         p.partial, p.rows ? lines : 0, dim, width, dweight.as<W>(), dbias.as<W>()))
 }
