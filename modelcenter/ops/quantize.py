@@ -40,6 +40,11 @@ ZERO = 7  # NF4's code of 0
 FEW = 8  # rows of activations for which the codes are read in the product itself
 
 
+def steps(like: Tensor) -> Tensor:
+    """127 where `like` is: by a number of Python's torch multiplies on CUDA, by a reciprocal that is rounded."""
+    return torch.full((), 127.0, dtype=like.dtype, device=like.device)
+
+
 def scales_of(groups: Tensor) -> Tensor:
     """The largest magnitude along the last axis."""
     most = groups.abs().amax(-1) if groups.shape[-1] else groups.new_zeros(groups.shape[:-1])
@@ -71,12 +76,12 @@ def dequantize_nf4_reference(codes: Tensor, scales: Tensor, cols: int, dtype: to
 def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     scales = scales_of(x)
-    codes = torch.round(x / torch.where(scales == 0, 1.0, scales / 127).unsqueeze(-1)).nan_to_num(nan=0.0)
+    codes = torch.round(x / torch.where(scales == 0, 1.0, scales / steps(scales)).unsqueeze(-1)).nan_to_num(nan=0.0)
     return codes.to(torch.int8), scales
 
 
 def dequantize_int8_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return (codes.to(scales.dtype) / 127 * scales.unsqueeze(-1)).to(dtype)
+    return (codes.to(scales.dtype) / steps(scales) * scales.unsqueeze(-1)).to(dtype)
 
 
 @raw("(Tensor x) -> (Tensor, Tensor)")
