@@ -61,7 +61,7 @@ def backward(grad: Tensor, ids: Tensor, vocab: int, pad: int | None) -> Sequence
 
 
 def takes(ids: Tensor, table: Tensor, pad: int | None) -> bool:
-    return ids.dtype == torch.int64 and table.dim() == 2 and table.size(0) < 2**31
+    return ids.dtype == torch.int64 and table.dim() == 2 and table.size(0) < 2**31 and table.size(1) > 0
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
