@@ -280,6 +280,42 @@ __device__ __forceinline__ void weights8(float (&to)[8], const void* p, Dtype dt
                  for (int k = 0; k < 8; k++) to[k] = to_float(pack.at[k]);)
 }
 
+// The same of a row that is held: each(f) passes a thread's columns to f, twice. Fewer instructions count for more here than fewer
+// reductions: the mean of a warp first, then what is beyond it, and all warps added up by every thread.
+template <class F>
+__device__ __forceinline__ Stats held_stats(F each, float n, float all, bool centred, float eps, float4 (*parts)[32], int& turn) {
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    float mean = 0.0f, left = 0.0f, squares = 0.0f;
+    if (centred) {
+        each([&](float x) { mean += x; });
+        mean = n > 0.0f ? warp_sum(mean) / n : 0.0f;
+    }
+    each([&](float x) {
+        const float d = x - mean;
+        left += d;
+        squares = fmaf(d, d, squares);
+    });
+    squares = warp_sum(squares);
+    left = centred ? warp_sum(left) : 0.0f;
+    if (warps > 1) {
+        if (threadIdx.x % 32 == 0) parts[turn][warp] = make_float4(n, mean, left, squares);
+        __syncthreads();
+        float whole = 0.0f;
+        for (int i = 0; i < warps; i++) whole = fmaf(parts[turn][i].x, parts[turn][i].y, whole);
+        mean = whole / all, left = squares = 0.0f;
+        for (int i = 0; i < warps; i++) {
+            const float4 part = parts[turn][i];
+            const float d = part.y - mean;
+            left += fmaf(part.x, d, part.z);
+            squares += fmaf(d, fmaf(part.x, d, 2.0f * part.z), part.w);
+        }
+        turn ^= 1;
+    }
+    const float more = centred ? left / all : 0.0f;
+    const float rstd = inverse_root(squares / all - more * more + eps);
+    return {mean, rstd, -more * rstd};
+}
+
 // Aligned rows, forward: a group of warps holds a row in its registers, up to PACKS packs of eight columns a thread, so that many
 // rows are under way at once. (Bringing rows through shared memory, as the backward does, was half as fast here.)
 template <class T, class R, class O, int PACKS>
@@ -296,12 +332,11 @@ __global__ void __launch_bounds__(PACKS == 1 ? 128 : 1024 / PACKS, PACKS == 1 ? 
         for (int i = 0; i < PACKS; i++)
             if ((i * across + me) * 8 < dim) f(i, (i * across + me) * 8);
     };
-    float n = 0.0f, nearby = 0.0f;  // columns of this warp, and of its first lane
+    float n = 0.0f;  // columns of this warp
 #pragma unroll
     for (int i = 0; i < PACKS; i++) {
         const int begin = (i * across + me / 32 * 32) * 8;
         n += static_cast<float>(min(max(dim - begin, 0), 256));
-        nearby += begin < dim ? 8.0f : 0.0f;
     }
     int turn = 0;
     for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < p.rows; row += int64_t{gridDim.x} * blockDim.y) {
@@ -316,23 +351,14 @@ __global__ void __launch_bounds__(PACKS == 1 ? 128 : 1024 / PACKS, PACKS == 1 ? 
                 store8<true>(total + at + column, h[i]);
             });
         }
-        float about = 0.0f, left = 0.0f, squares = 0.0f;
-        if (p.centred) {
-            packs([&](int i, int) {
+        const Stats s = held_stats(
+            [&](auto f) {
+                packs([&](int i, int) {
 #pragma unroll
-                for (int k = 0; k < 8; k++) about += to_float(h[i].at[k]);
-            });
-            about = nearby ? __shfl_sync(0xFFFFFFFFu, about, 0) / nearby : 0.0f;
-        }
-        packs([&](int i, int) {
-#pragma unroll
-            for (int k = 0; k < 8; k++) {
-                const float d = to_float(h[i].at[k]) - about;
-                left += d;
-                squares = fmaf(d, d, squares);
-            }
-        });
-        const Stats s = row_stats(n, about, left, squares, static_cast<float>(dim), p.centred, p.eps, parts, turn);
+                    for (int k = 0; k < 8; k++) f(to_float(h[i].at[k]));
+                });
+            },
+            n, static_cast<float>(dim), p.centred, p.eps, parts, turn);
         if (me == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
         packs([&](int i, int column) {
             float w[8], b[8] = {};

@@ -75,8 +75,8 @@ def plain(name: str, act: Callable[[Tensor], Tensor]) -> Op:
         return dx, None if like is None else dbias
 
     def takes(x: Tensor, bias: Tensor | None = None) -> bool:
-        if bias is None:
-            return name != "relu"  # torch's own is one pass too, and keeps the result alone
+        if bias is None:  # torch's own is one pass too
+            return name != "relu" and not x.is_cuda
         fits = bias.dim() == 1 and x.dim() > 0 and bias.size(0) == x.size(-1)
         return fits and bias.dtype in (x.dtype, torch.float32)
 
@@ -129,7 +129,7 @@ def gated(name: str, act: Op) -> Op:
         return gate.dtype == up.dtype and gate.shape == up.shape
 
     kernel = named(f"{name}_forward", "(Tensor gate, Tensor up) -> Tensor", forward)
-    return op(name, reference, gated_cases, Kernel(kernel, saved, backward, takes=takes))
+    return op(name, reference, gated_cases, Kernel(kernel, saved, backward, takes=takes, compiled=("cpu",)))
 
 
 def gated_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
