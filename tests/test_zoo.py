@@ -3,6 +3,7 @@ trips, generation, presets. Parametrised over the registry: a new family file is
 
 import filecmp
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,10 @@ def test_a_model_built_here_opens_in_transformers(case: Case, tmp_path: Path) ->
     theirs, report = cls.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
     args = {name: value[:1] for name, value in inputs(case).items()}
-    close(scores(ours(**args)), scores(theirs.eval()(**args)), 2e-5, str(case))
+    # a loud T5 makes 1e-4 of fp32's roundings, theirs as ours; LLaMA's angles are fp32 in a file that is
+    dtype, tolerance = (torch.float64, 1e-10) if case.seq2seq else (torch.float32, 2e-5)
+    with zoo.wide(dtype):
+        close(scores(ours.to(dtype)(**args)), scores(theirs.to(dtype).eval()(**args)), tolerance, str(case))
 
 
 @pytest.mark.parametrize("kind", sorted(families()))
@@ -305,7 +309,7 @@ def test_the_loss_of_more_tokens_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -
     ids = inputs(Case("gpt2", "default", "lm"))["input_ids"]
     whole = ours(ids, labels=ids).loss
     wanted = torch.autograd.grad(whole, list(ours.parameters()))
-    monkeypatch.setattr("modelcenter.ops.linear_cross_entropy.CHUNK", 8)
+    monkeypatch.setattr(sys.modules["modelcenter.ops.linear_cross_entropy"], "CHUNK", 8)
     for module in ours.train().modules():
         for name in ("p", "dropout"):
             if isinstance(getattr(module, name, None), float):

@@ -65,7 +65,7 @@ def lines(total: Tensor, rows: int) -> int:
     dim = total.size(-1)
     if not total.is_cuda:
         return min(max(rows // ROWS, 1), CHUNKS)
-    if dim > 8192:
+    if dim > 8192 or not dim:
         return min(max(rows // 64, 1), 64)
     threads = -(-dim // 256) * 32  # csrc/norm.cu, plan: threads of a row, rows of a block, and blocks beside each other
     beside = 512 // threads if threads <= 256 else 1
