@@ -1,5 +1,6 @@
 """Linear layers whose frozen weight is held in 4 or 8 bits (ops/quantize.py), to train an adapter on."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Self
 
@@ -10,7 +11,7 @@ from ..ops import dequantize_int8, dequantize_nf4, linear_int8, linear_nf4, quan
 from .linear import Linear
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(nn.Module, ABC):
     """What the two below share: made of a linear layer, and one again on demand. It takes the place of the layer it is made of.
 
     The state is codes, scales and the bias; the weight is a property, dequantised at each reading. A Hugging Face folder holds
@@ -36,16 +37,18 @@ class QuantizedLinear(nn.Module):
         return cls(codes, scales, layer.bias, layer.in_features, layer.weight.dtype)
 
     @staticmethod
+    @abstractmethod
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """Codes and scales of a weight (out in)."""
 
+    @abstractmethod
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """x (.. in) by the weight that the codes stand for: .. out."""
 
     @property
+    @abstractmethod
     def weight(self) -> Tensor:
         """(out in), as the codes have it."""
-        raise NotImplementedError
 
     @property
     def out_features(self) -> int:
