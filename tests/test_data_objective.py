@@ -15,7 +15,7 @@ from modelcenter.data.collate import IGNORED, describe_sample
 from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Loader
 from modelcenter.data.objective import Blocks, Masked, Packed, best_fit, fit, label_names, make_examples, texts_of
-from modelcenter.data.read import Record
+from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from modelcenter.errors import InputError
 

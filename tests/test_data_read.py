@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from modelcenter.data.config import DataConfig
-from modelcenter.data.read import LONGEST_LINE, find_files, read_records, read_split, split
+from modelcenter.data.read import DOCUMENT, find_files, read_records, read_split, split
+from modelcenter.data.record import Records
+from modelcenter.data.source import CHUNK, LONGEST_LINE
 from modelcenter.errors import InputError, MissingError
 
 ROWS = [{"text": "one, two\t3", "label": "a"}, {"text": 'say "hé"', "label": "b"}]
@@ -74,10 +76,10 @@ def test_the_last_tenth(tmp_path: Path) -> None:
         assert "".join(r.fields["text"] for r in train) == text[: int(1234 * 0.9)]
         assert "".join(r.fields["text"] for r in held) == text[int(1234 * 0.9) :]
     assert held[0].start == 1110
-    rows = list(read_records(str(write(tmp_path / "r.jsonl", '{"text": "x"}\n' * 10))))
+    rows = read_records(str(write(tmp_path / "r.jsonl", '{"text": "x"}\n' * 10)))
     assert [len(part) for part in split(rows, 0.3)] == [7, 3]
     with pytest.raises(InputError, match="eval_fraction"):
-        split(rows[:1], 0.5)
+        split(Records([rows[:1]]), 0.5)
 
 
 def test_eval_path_wins(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_eval_path_wins(tmp_path: Path) -> None:
     ("a.csv", b"a,a\n1,2\n", "names a field twice"),
     ("a.tsv", b"a\tb\n1\t2\t3\n", "line 2: 3 fields where the header has 2"),
     ("a.tsv", b"a\tb\n", "no record"),
-    ("a.txt.gz", b"x" * (20 << 20), "longer than 16 MiB"),
+    ("a.txt.gz", b"x" * (20 << 20), "grew over 100-fold"),
     ("b.txt.gz", b"0123456\n" * (5 << 20), "grew over 100-fold"),
 ])
 def test_refusals(tmp_path: Path, name: str, content: bytes, said: str) -> None:
@@ -138,3 +140,109 @@ def test_fields(tmp_path: Path) -> None:
         record.text("n", "data.text_key")
     with pytest.raises(InputError, match="half a surrogate pair at character 0"):
         record.text("half", "data.text_key")
+
+
+# ------------------------------------------------------------------------------------------------- large files, lazily
+
+
+def test_a_long_text_is_documents_that_end_with_a_line(tmp_path: Path) -> None:
+    lines = [f"{k} é {'x' * (k % 5000)}\n" for k in range(4500)]
+    file = write(tmp_path / "long.txt", text := "\ufeff" + "".join(lines))
+    records = read_records(str(file))
+    assert len(records) == 3 and len(text.encode()) > 2 * DOCUMENT
+    texts = [r.fields["text"] for r in records]
+    assert "".join(texts) == text[1:] and all(t.endswith("\n") and len(t.encode()) <= DOCUMENT for t in texts)
+    assert [r.start for r in records] == [0, len(texts[0]), len(texts[0] + texts[1])]
+    head, tail = split(records, 0.1)
+    assert "".join(r.fields["text"] for r in (*head, *tail)) == text[1:]
+    assert sum(len(r.fields["text"]) for r in head) == int((len(text) - 1) * 0.9)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv", "jsonl.gz"])
+def test_rows_over_the_borders_of_what_is_read_at_once(tmp_path: Path, ending: str) -> None:
+    texts = [f"{k} " + "é" * (k * 7919 % 3000) for k in range(2500)]
+    if ending.startswith("jsonl"):
+        rows = [json.dumps({"text": t}, ensure_ascii=False) for t in texts]
+        content = "\n".join(("\n \n" if k % 3 == 0 else "") + row for k, row in enumerate(rows))
+    else:
+        content = "text\n" + "\n".join(f'"{t}\n"' if ending == "csv" and k % 3 == 0 else t for k, t in enumerate(texts))
+    assert len(content.encode()) > CHUNK
+    file = write(tmp_path / f"a.{ending}", content)
+    records = read_records(str(file))
+    assert [r.fields["text"].strip("\n") for r in records] == texts
+    lines = content.split("\n")
+    assert all(texts[k] in lines[(records[k].line or 0) - 1 - (ending == "csv" and k % 3 == 0)] for k in range(0, 2500, 97))
+    assert records[-1] == list(records)[-1] and [r.fields for r in records[5:9:2]] == [records[5].fields, records[7].fields]
+
+
+def test_a_json_list_of_objects(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.json", json.dumps(ROWS, indent=1))
+    assert [(r.fields, r.line) for r in read_records(str(file))] == [(ROWS[0], 1), (ROWS[1], 2)]
+    assert [r.fields for r in read_records(str(tmp_path), "json")] == ROWS
+    file = write(tmp_path / "b.json", "\n".join(json.dumps(r) for r in ROWS))
+    assert [r.fields for r in read_records(str(file))] == ROWS
+    with pytest.raises(InputError, match=r"c.json: item 2: a JSON int"):
+        read_records(str(write(tmp_path / "c.json", '[{"text": "a"}, 3]')))
+    with pytest.raises(InputError, match=r"d.json: line 2: not JSON"):
+        read_records(str(write(tmp_path / "d.json", '[{"text": "a"},\n {]')))
+
+
+def test_a_file_that_shrinks_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 9)
+    records = read_records(str(file))
+    file.write_text("")
+    with pytest.raises(InputError, match=r"a.jsonl: byte 56: the file ends here"):
+        records[4]
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": f"text {k}", "label": k % 3, "more": [k]} for k in range(10)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=4)
+    records = read_records(str(tmp_path / "a.parquet"))
+    assert [r.fields for r in records] == rows and [records[k].fields for k in (9, 0, 5)] == [rows[9], rows[0], rows[5]]
+    with pytest.raises(InputError, match=r"a.parquet: row 3: no field 'txt'; did you mean 'text'"):
+        records[2].text("txt", "data.text_key")
+    with pytest.raises(InputError, match="row 3: label is 2; text"):
+        records[2].text("label", "data.text_key")
+    train, held = split(records, 0.2)
+    assert [r.fields for r in held] == rows[8:] and len(train) == 8
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    with pytest.raises(InputError, match=r"b.parquet: not a parquet file"):
+        read_records(str(tmp_path / "b.parquet"))
+    parquet.write_table(pa.Table.from_pylist(rows[:0]), tmp_path / "c.parquet")
+    with pytest.raises(InputError, match="no record"):
+        read_records(str(tmp_path / "c.parquet"))
+
+
+def test_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    data = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, -1]}, features=kinds)
+    wanted = [{"text": "a", "label": "yes"}, {"text": "b", "label": "no"}, {"text": "c", "label": -1}]
+    data.save_to_disk(tmp_path / "saved")
+    assert [r.fields for r in read_records(str(tmp_path / "saved"))] == wanted
+    datasets.DatasetDict({"train": data, "test": data.select([2])}).save_to_disk(tmp_path / "dict")
+    assert [r.fields for r in read_records(str(tmp_path / "dict" / "test"))] == wanted[2:]
+    with pytest.raises(InputError, match=r"a dataset of the splits test, train; one of them: .*dict/test"):
+        read_records(str(tmp_path / "dict"))
+    (tmp_path / "saved" / "state.json").write_text("{")
+    with pytest.raises(InputError, match=r"saved: data.path: cannot be read"):
+        read_records(str(tmp_path / "saved"))
+
+    for name, texts in (("train", "ab"), ("test", "c")):
+        write(tmp_path / "named" / f"{name}.jsonl", "".join(json.dumps({"text": t}) + "\n" for t in texts))
+    for spelled, texts in (("", ["a", "b"]), (":train", ["a", "b"]), (":test", ["c"])):
+        records = read_records(f"datasets:{tmp_path}/named{spelled}")
+        assert [r.fields["text"] for r in records] == texts
+    with pytest.raises(InputError, match=r"datasets:.*named:tset has no split 'tset'; did you mean 'test'"):
+        read_records(f"datasets:{tmp_path}/named:tset")
+    with pytest.raises(InputError, match=r"data.path: datasets:.*nowhere cannot be loaded"):
+        read_records(f"datasets:{tmp_path}/nowhere")
+    with pytest.raises(InputError, match="NAME"):
+        read_records("datasets:")

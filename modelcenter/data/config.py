@@ -7,7 +7,7 @@ its bounds (`min` and `max` inclusive, `above` exclusive), which the binder of r
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Format = Literal["auto", "text", "jsonl", "csv", "tsv"]
+Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet"]
 
 
 def _is(help: str, **bounds: float) -> dict[str, Any]:
@@ -18,10 +18,12 @@ def _is(help: str, **bounds: float) -> dict[str, Any]:
 class DataConfig:
     """Files, keys and lengths; a key that the objective does not use is ignored."""
 
-    path: str | None = field(default=None, metadata=_is("training data: a file, a folder or a glob; each may be .gz"))
+    path: str | None = field(
+        default=None, metadata=_is("training data: a file, a folder, a glob or datasets:NAME[,CONFIG][:SPLIT]")
+    )
     eval_path: str | None = field(default=None, metadata=_is("evaluation data; wins over eval_fraction"))
     eval_fraction: float = field(default=0.0, metadata=_is("the last part of `path` held out; 0: none", min=0, max=0.9))
-    format: Format = field(default="auto", metadata=_is("auto: by the ending (.jsonl .json .csv .tsv, else text)"))
+    format: Format = field(default="auto", metadata=_is("auto: by the ending, text if it is unknown"))
     text_key: str = field(default="text", metadata=_is("the field of the text (lm, mlm, classify)"))
     pair_key: str | None = field(default=None, metadata=_is("the field of the second text of a pair (classify)"))
     source_key: str = field(default="source", metadata=_is("the field of the input (seq2seq)"))

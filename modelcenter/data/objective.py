@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from modelcenter.data.collate import IGNORED, Batch, Row, pack, stack, stack_mask
 from modelcenter.data.config import DataConfig
-from modelcenter.data.read import Record
+from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
 from modelcenter.errors import nearest, refuse
 

@@ -1,60 +1,33 @@
-"""Records out of files: text, JSON lines, CSV and TSV, each also gzipped, named by file, folder or glob.
+"""Records out of files: text, JSON lines, CSV and TSV, each also gzipped, and tables, named by file, folder or glob.
 
-A text file is one record, its document. The first row of CSV and TSV names the fields; TSV has no quoting, as in GLUE.
-Every refusal names the file and the line. Nothing here imports torch.
+A text file is one document, or several of `DOCUMENT` bytes. The first row of CSV and TSV names the fields; TSV has no
+quoting, as in GLUE. Where records stand is found at once, what they hold is read when it is asked for; every refusal
+names the file and the line. Nothing here imports torch.
 """
 
 import csv
 import glob
-import gzip
+import io
 import json
 import os
-import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import numpy as np
 
 from modelcenter.data.config import DataConfig, Format
-from modelcenter.errors import nearest, refuse, refuse_missing
+from modelcenter.data.record import Few, Part, Record, Records
+from modelcenter.data.source import LONGEST_LINE, Source
+from modelcenter.data.table import PREFIX, Parquet, is_saved, read_named, read_saved
+from modelcenter.errors import refuse, refuse_missing
 
-LONGEST_LINE = 16 << 20  # bytes; beyond it a file is binary or hostile
-EXPANSION = 100  # a .gz that grows by more is a bomb: text rarely compresses by more than ten
+DOCUMENT = 4 << 20  # bytes: a tokenizer takes some hundred times as much memory for a text
 ENDINGS: dict[str, Format] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Fields with the place that they came from: a line, or, of a whole document, the character where it starts."""
-
-    fields: dict[str, Any]
-    file: str
-    line: int | None
-    start: int = 0
-
-    def get(self, key: str, option: str) -> Any:
-        """The field `key`; `option` is the recipe's key that named it. A record without it is refused."""
-        if key not in self.fields:
-            self.refuse(f"no field {key!r}", f"{nearest(key, self.fields)} ({option} names the field)")
-        return self.fields[key]
-
-    def text(self, key: str, option: str) -> str:
-        """The field `key` where it must be text."""
-        value = self.get(key, option)
-        if not isinstance(value, str):
-            self.refuse(f"{key} is {json.dumps(value)[:60]}", f"text is wanted ({option} names the field)")
-        try:
-            value.encode()
-        except UnicodeEncodeError as e:
-            self.refuse(f"{key} holds half a surrogate pair at character {e.start}", "valid Unicode is wanted")
-        return value
-
-    def refuse(self, found: str, wanted: str, offset: int = 0) -> NoReturn:
-        """Refuse this record by file and line; by character where it is a document, `offset` counted from its start."""
-        place = f"character {self.start + offset}" if self.line is None else f"line {self.line}"
-        refuse(self.file, place, found, wanted)
 
 
 def find_files(path: str, format: Format = "auto", key: str = "data.path") -> list[Path]:
@@ -70,7 +43,7 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
             if len(kinds) > 1:
                 refuse(path, key, f"a folder of {' and '.join(kinds)} files", "data.format or a glob is wanted")
         else:
-            found = [f for f in found if format_of(f) == format]
+            found = [f for f in found if format_of(f) == format or (format_of(f), format) == ("json", "jsonl")]
     elif here.exists():
         found = [here] if here.is_file() else []
     else:
@@ -91,133 +64,226 @@ def format_of(file: Path) -> Format:
     return ENDINGS.get(Path(file.name.removesuffix(".gz")).suffix.lower(), "text")
 
 
-def read_records(path: str, format: Format = "auto", key: str = "data.path") -> Iterator[Record]:
+def read_records(path: str, format: Format = "auto", key: str = "data.path") -> Records:
     """The records of every file of `path` in order; an empty set is refused. `key` is the recipe's, for the message."""
-    count = 0
-    for file in find_files(path, format, key):
-        reader = READERS[format_of(file) if format == "auto" else format]
-        for record in reader(file):
-            count += 1
-            yield record
-    if not count:
+    folder = Path(os.path.expanduser(path)) if "\0" not in path else None
+    if path.startswith(PREFIX):
+        parts: list[Part] = [read_named(path, key)]
+    elif folder is not None and is_saved(folder):
+        parts = [read_saved(folder, key)]
+    else:
+        files = find_files(path, format, key)
+        parts = [READERS[format_of(file) if format == "auto" else format](file) for file in files]
+    records = Records(parts)
+    if not len(records):
         refuse(path, key, "no record", "data with at least one record is wanted")
+    return records
 
 
-def read_split(data: DataConfig) -> tuple[list[Record], list[Record]]:
+def read_split(data: DataConfig) -> tuple[Records, Records]:
     """The training and the evaluation records that a recipe names; the latter is empty where it names none."""
     if data.path is None:
         refuse_missing(None, "data.path", "absent", "a file, a folder or a glob is wanted")
-    train = list(read_records(data.path, data.format))
+    train = read_records(data.path, data.format)
     if data.eval_path is not None:
-        return train, list(read_records(data.eval_path, data.format, "data.eval_path"))
+        return train, read_records(data.eval_path, data.format, "data.eval_path")
     return split(train, data.eval_fraction)
 
 
-def split(records: list[Record], fraction: float) -> tuple[list[Record], list[Record]]:
+def split(records: Records, fraction: float) -> tuple[Records, Records]:
     """`records` without and with their last `fraction`: of the characters for documents, of the count for rows.
 
     A document on the border is cut in two, so that the last tenth of one file is held out as of many.
     """
     if not fraction:
-        return records, []
-    if any(record.line is not None for record in records):
+        return records, Records([])
+    if any(not isinstance(part, Documents) for part in records.parts):
         cut = int(len(records) * (1 - fraction))
-        parts = records[:cut], records[cut:]
+        parts = Records([records[:cut]]), Records([records[cut:]])
     else:
-        left = int(sum(len(r.fields["text"]) for r in records) * (1 - fraction))
-        parts = [], []
-        for record in records:
-            text = record.fields["text"]
-            head, tail = text[:left], text[left:]
-            if head:
-                parts[0].append(replace(record, fields={"text": head}))
-            if tail:
-                parts[1].append(replace(record, fields={"text": tail}, start=len(head)))
-            left -= len(head)
-    if not all(parts):
+        ends = np.cumsum([len(record.fields["text"]) for record in records])
+        left = int(ends[-1] * (1 - fraction))
+        border = int(np.searchsorted(ends, left, "right"))  # the document that holds the first character held out
+        text, at = records[border].fields["text"], left - int(ends[border] - len(records[border].fields["text"]))
+        here = records[border]
+        head = [replace(here, fields={"text": text[:at]})] if at else []
+        tail = replace(here, fields={"text": text[at:]}, start=here.start + at)
+        parts = Records([records[:border], Few(head)]), Records([Few([tail]), records[border + 1 :]])
+    if not all(map(len, parts)):
         found = f"{len(records)} records leave nothing on one side of the split"
         refuse(records[0].file, "data.eval_fraction", found, "more data or another fraction is wanted")
     return parts
 
 
-def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their ends as they stand (a leading byte-order mark is dropped), decoded strictly."""
-    gzipped = file.name.endswith(".gz")
-    try:
-        limit = max(EXPANSION * file.stat().st_size, LONGEST_LINE)
-        number = total = 0
-        with gzip.open(file, "rb") if gzipped else open(file, "rb") as stream:
-            while line := stream.readline(LONGEST_LINE + 1):
-                number, total = number + 1, total + len(line)
-                if len(line) > LONGEST_LINE:
-                    refuse(file, f"line {number}", "longer than 16 MiB", "text in lines is wanted")
-                if gzipped and total > limit:
-                    refuse(file, f"line {number}", f"grew over {EXPANSION}-fold", "if that is right, unpack it first")
-                try:
-                    text = line.decode()
-                except UnicodeDecodeError as e:
-                    found = f"byte {e.start} (0x{line[e.start]:02x}) is not UTF-8"
-                    refuse(file, f"line {number}", found, "UTF-8 text is wanted")
-                yield number, text.removeprefix("\ufeff") if number == 1 else text
-    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-        refuse(file, f"line {number + 1}", f"damaged gzip data ({e})", "a whole .gz file is wanted")
-    except OSError as e:
-        refuse_missing(file, None, f"cannot be read ({e.strerror})", "a readable file is wanted")
+class Documents(Part):
+    """A text file: one document as it stands, or, of a long one, documents that end with a line."""
+
+    def __init__(self, file: Path) -> None:
+        self.source, self.bounds, self.starts = Source(file), [0], [0]
+        size = self.source.size
+        while (start := self.bounds[-1]) < size:
+            stop = min(start + DOCUMENT, size)
+            data = self.source.read(start, stop)
+            stop = start + (data.rfind(b"\n") + 1 or self.line(start)) if stop < size else stop
+            self.starts.append(self.starts[-1] + characters(self.source.read(start, stop)))
+            self.bounds.append(stop)
+
+    def line(self, start: int) -> int:
+        """The bytes of the line that starts at `start`."""
+        data = self.source.read(start, min(start + LONGEST_LINE + 1, self.source.size))
+        end = data.find(b"\n") + 1 or len(data)
+        if end > LONGEST_LINE:
+            line = 1 + sum(self.source.read(a, b).count(b"\n") for a, b in pairwise(self.bounds))
+            refuse(self.source.file, f"line {line}", "longer than 16 MiB", "text in lines is wanted")
+        return end
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def at(self, index: int) -> Record:
+        text = self.source.text(*self.bounds[index : index + 2])
+        return Record({"text": text}, str(self.source.file), None, self.starts[index])
 
 
-def read_text(file: Path) -> Iterator[Record]:
-    """The whole file as one document; nothing where it is empty."""
-    if text := "".join(line for _, line in read_lines(file)):
-        yield Record({"text": text}, str(file), None)
+def characters(data: bytes) -> int:
+    """The characters of UTF-8: every byte but those that go on with one, and no byte-order mark."""
+    codes = np.frombuffer(data, np.uint8)
+    return int(np.count_nonzero((codes & 0xC0) != 0x80)) - data.startswith(b"\xef\xbb\xbf")
 
 
-def read_jsonl(file: Path) -> Iterator[Record]:
-    """One object a line; blank lines are passed over."""
-    for number, line in read_lines(file):
-        if line.isspace():
-            continue
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            what = getattr(e, "msg", "") or ("nested too deeply" if isinstance(e, RecursionError) else str(e))
-            refuse(file, f"line {number}", f"not JSON ({what})", "one JSON object a line is wanted")
+class Lines(Part):
+    """Lines of a file but the blank ones, each a record that a subclass makes of it."""
+
+    def __init__(self, file: Path) -> None:
+        self.source = Source(file)
+        self.bounds = bounds = self.source.lines()
+        first = np.frombuffer(b"".join(self.heads(bounds)), np.uint8)
+        blank = np.isin(first, np.frombuffer(b" \t\r\n\v\f\x1c\x1d\x1e\x1f\xc2\xe1\xe2\xe3", np.uint8))
+        blank[:1] = True  # a byte-order mark may stand alone; what may be blank is looked at
+        for place in np.flatnonzero(blank):
+            blank[place] = self.blank(self.text(int(place)))
+        self.places = np.flatnonzero(~blank)
+
+    def heads(self, bounds: Any) -> Iterator[bytes]:
+        """The first byte of every line."""
+        starts = bounds[:-1]
+        for offset, chunk in self.source.chunks():
+            here = starts[np.searchsorted(starts, offset) : np.searchsorted(starts, offset + len(chunk))] - offset
+            yield np.frombuffer(chunk, np.uint8)[here].tobytes()
+
+    def blank(self, line: str) -> bool:
+        return line.isspace()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def text(self, place: int) -> str:
+        """The line at `place`, counted from 0."""
+        start, stop = self.bounds[place : place + 2].tolist()
+        return self.source.text(start, stop, place + 1)
+
+    def line(self, index: int) -> tuple[int, str]:
+        """The number, counted from 1 in the file, and the text of the line that record `index` is made of."""
+        place = int(self.places[index])
+        return place + 1, self.text(place)
+
+
+class JsonLines(Lines):
+    """One object a line."""
+
+    def at(self, index: int) -> Record:
+        number, line = self.line(index)
+        fields = parse(line, self.source.file, f"line {number}", "one JSON object a line is wanted")
         if not isinstance(fields, dict):
-            refuse(file, f"line {number}", f"a JSON {type(fields).__name__}", "one JSON object a line is wanted")
-        yield Record(fields, str(file), number)
+            refuse(self.source.file, f"line {number}", f"a JSON {type(fields).__name__}", "one JSON object a line is wanted")
+        return Record(fields, str(self.source.file), number)
 
 
-def read_csv(file: Path) -> Iterator[Record]:
-    """Rows of comma-separated values, quoted as RFC 4180 says; a record's line is the one on which its row ends."""
-    csv.field_size_limit(LONGEST_LINE)  # the module's own limit, 128 KiB, is shorter than a document
-    rows = csv.reader((line for _, line in read_lines(file)), strict=True)
-    numbered = ((rows.line_num, row) for row in rows)
-    try:
-        yield from named_rows(file, numbered)
-    except csv.Error as e:
-        refuse(file, f"line {rows.line_num}", f"not CSV ({e})", "comma-separated values with closed quotes are wanted")
-
-
-def read_tsv(file: Path) -> Iterator[Record]:
+class Tsv(Lines):
     """Rows of tab-separated values without quoting: a quote is a character like any other."""
-    rows = ((number, line.rstrip("\r\n").split("\t")) for number, line in read_lines(file))
-    return named_rows(file, ((number, row) for number, row in rows if row != [""]))
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self.header = header(file, *self.row(0)) if len(self.places) else []
+        self.places = self.places[1:]
+
+    def blank(self, line: str) -> bool:
+        return not line.rstrip("\r\n")
+
+    def row(self, index: int) -> tuple[int, list[str]]:
+        number, line = self.line(index)
+        return number, line.rstrip("\r\n").split("\t")
+
+    def at(self, index: int) -> Record:
+        return named(self.source.file, self.header, *self.row(index))
 
 
-def named_rows(file: Path, rows: Iterable[tuple[int, list[str]]]) -> Iterator[Record]:
-    """Records from rows whose first names the fields; a row of another length is refused."""
-    header: list[str] = []
-    for number, row in rows:
-        if not row:
-            continue
-        if not header:
-            header = row
-            if len(set(header)) < len(header):
-                refuse(file, f"line {number}", f"the header {header} names a field twice", "distinct names are wanted")
-        elif len(row) != len(header):
-            found = f"{len(row)} fields where the header has {len(header)}"
-            refuse(file, f"line {number}", found, f"the fields {', '.join(header)} are wanted")
-        else:
-            yield Record(dict(zip(header, row, strict=True)), str(file), number)
+class Csv(Part):
+    """Rows of comma-separated values, quoted as RFC 4180 says; a record's line is the one on which its row ends."""
+
+    def __init__(self, file: Path) -> None:
+        csv.field_size_limit(LONGEST_LINE)  # the module's own limit, 128 KiB, is shorter than a document
+        self.source, self.header = Source(file), list[str]()
+        bounds, places, seen = self.source.lines().tolist(), [], 0
+        texts = (self.source.text(a, b, k + 1) for k, (a, b) in enumerate(pairwise(bounds)))
+        reader = csv.reader(texts, strict=True)
+        try:
+            for row in reader:
+                if row and not self.header:
+                    self.header = header(file, reader.line_num, row)
+                elif row:
+                    places.append((bounds[seen], bounds[reader.line_num], reader.line_num))
+                seen = reader.line_num
+        except csv.Error as e:
+            wanted = "comma-separated values with closed quotes are wanted"
+            refuse(file, f"line {reader.line_num}", f"not CSV ({e})", wanted)
+        self.places = np.array(places, np.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def at(self, index: int) -> Record:
+        start, stop, number = self.places[index].tolist()
+        text = self.source.text(start, stop, number)
+        (row,) = csv.reader(io.StringIO(text, newline="\n"), strict=True)
+        return named(self.source.file, self.header, number, row)
 
 
-READERS = {"text": read_text, "jsonl": read_jsonl, "csv": read_csv, "tsv": read_tsv}
+def header(file: Path, number: int, row: list[str]) -> list[str]:
+    """The names of the fields."""
+    if len(set(row)) < len(row):
+        refuse(file, f"line {number}", f"the header {row} names a field twice", "distinct names are wanted")
+    return row
+
+
+def named(file: Path, names: list[str], number: int, row: list[str]) -> Record:
+    """A record of a row whose fields have names; a row of another length is refused."""
+    if len(row) != len(names):
+        found = f"{len(row)} fields where the header has {len(names)}"
+        refuse(file, f"line {number}", found, f"the fields {', '.join(names)} are wanted")
+    return Record(dict(zip(names, row, strict=True)), str(file), number)
+
+
+def read_json(file: Path) -> Part:
+    """A list of objects, which is read as a whole, or one object a line."""
+    source = Source(file)
+    if not source.read(0, min(64, source.size)).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        return JsonLines(file)
+    items = parse(source.text(0, source.size), file, None, "a JSON list of objects, or one object a line, is wanted")
+    if odd := [k for k, item in enumerate(items) if not isinstance(item, dict)]:
+        refuse(file, f"item {odd[0] + 1}", f"a JSON {type(items[odd[0]]).__name__}", "an object is wanted")
+    return Few([Record(item, str(file), k + 1, unit="item") for k, item in enumerate(items)])
+
+
+def parse(text: str, file: Path, place: str | None, wanted: str) -> Any:
+    """What a JSON text says."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        what = getattr(e, "msg", "") or ("nested too deeply" if isinstance(e, RecursionError) else str(e))
+        refuse(file, place or f"line {getattr(e, 'lineno', 1)}", f"not JSON ({what})", wanted)
+
+
+READERS: dict[str, Callable[[Path], Part]] = {
+    "text": Documents, "jsonl": JsonLines, "json": read_json, "csv": Csv, "tsv": Tsv, "parquet": Parquet,
+}  # fmt: skip

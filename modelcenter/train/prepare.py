@@ -2,7 +2,7 @@
 
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -14,7 +14,8 @@ from .. import __version__
 from ..data.collate import describe_sample
 from ..data.loader import Loader
 from ..data.objective import label_names, make_examples, texts_of
-from ..data.read import Record, read_split
+from ..data.read import read_split
+from ..data.record import Record
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import refuse
 from ..parallel.device import device_of
@@ -73,7 +74,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     if recipe.data.seq_len > (size.get("positions") or recipe.data.seq_len):
         refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {size['positions']}, the model's positions")
 
-    def loader(some: list[Record], train: bool) -> Loader:
+    def loader(some: Sequence[Record], train: bool) -> Loader:
         examples = make_examples(recipe.objective, some, tokenizer, recipe.data, vocab=size.get("vocab"), train=train,
                                  seed=recipe.seed, names=names)
         batch = recipe.batch if train else recipe.micro_batch or recipe.batch
@@ -106,7 +107,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     return Setup(model, tokenizer, train, evaluation, steps, environment, lines)
 
 
-def find_tokenizer(recipe: Recipe, records: list[Record]) -> Tokenizer:
+def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:
     """The recipe's own, or else the model's."""
     if recipe.tokenizer is not None:
         return open_tokenizer(recipe.tokenizer, texts_of(recipe.objective, records, recipe.data))

@@ -1,0 +1,113 @@
+"""A record, which knows where it comes from, and a sequence of records that are read when they are asked for."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, overload
+
+import numpy as np
+
+from modelcenter.errors import nearest, refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Fields with the place that they came from: a line, or, of a whole document, the character where it starts."""
+
+    fields: dict[str, Any]
+    file: str
+    line: int | None
+    start: int = 0
+    unit: str = "line"  # what `line` counts: a table has rows
+
+    def get(self, key: str, option: str) -> Any:
+        """The field `key`; `option` is the recipe's key that named it. A record without it is refused."""
+        if key not in self.fields:
+            self.refuse(f"no field {key!r}", f"{nearest(key, self.fields)} ({option} names the field)")
+        return self.fields[key]
+
+    def text(self, key: str, option: str) -> str:
+        """The field `key` where it must be text."""
+        value = self.get(key, option)
+        if not isinstance(value, str):
+            self.refuse(f"{key} is {json.dumps(value, default=str)[:60]}", f"text is wanted ({option} names the field)")
+        try:
+            value.encode()
+        except UnicodeEncodeError as e:
+            self.refuse(f"{key} holds half a surrogate pair at character {e.start}", "valid Unicode is wanted")
+        return value
+
+    def refuse(self, found: str, wanted: str, offset: int = 0) -> NoReturn:
+        """Refuse this record by file and line; by character where it is a document, `offset` counted from its start."""
+        place = f"character {self.start + offset}" if self.line is None else f"{self.unit} {self.line}"
+        refuse(self.file, place, found, wanted)
+
+
+class Part(ABC, Sequence[Record]):
+    """Records by number; a slice of them reads nothing."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def at(self, index: int) -> Record:
+        """The record at `index`, from 0 on."""
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Part": ...
+    def __getitem__(self, index: int | slice) -> "Record | Part":
+        if isinstance(index, slice):
+            return Slice(self, range(*index.indices(len(self))))
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.at(index % len(self))
+
+    def __iter__(self) -> Iterator[Record]:
+        return map(self.at, range(len(self)))
+
+
+class Slice(Part):
+    """Some of other records, in order."""
+
+    def __init__(self, records: Part, places: range) -> None:
+        self.records, self.places = records, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def at(self, index: int) -> Record:
+        return self.records.at(self.places[index])
+
+
+class Few(Part):
+    """Records that are in memory."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def at(self, index: int) -> Record:
+        return self.records[index]
+
+
+class Records(Part):
+    """Parts one after the other."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = [part for part in parts if len(part)]
+        self.ends = np.cumsum([len(part) for part in self.parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.parts else 0
+
+    def at(self, index: int) -> Record:
+        part = int(np.searchsorted(self.ends, index, "right"))
+        return self.parts[part].at(index - (int(self.ends[part - 1]) if part else 0))
+
+    def __iter__(self) -> Iterator[Record]:
+        return (record for part in self.parts for record in part)

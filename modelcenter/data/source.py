@@ -1,0 +1,95 @@
+"""The bytes of a file by their offsets. Nothing is held: a file of any size takes a few megabytes of memory.
+
+Bytes are read, not mapped: a file that shrinks under a mapping kills the process, here it is refused.
+"""
+
+import gzip
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelcenter.errors import refuse, refuse_missing
+
+CHUNK = 4 << 20  # bytes read at once where a file is gone through
+LONGEST_LINE = 16 << 20  # bytes; beyond it a file is binary or hostile
+EXPANSION = 100  # a .gz that grows by more is a bomb: text rarely compresses by more than ten
+
+
+class Source:
+    """One file; of a .gz the unpacked bytes, in a temporary file that has no name."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            self.fd = unpack(file) if file.name.endswith(".gz") else os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self.fd)
+            self.size = os.fstat(self.fd).st_size
+        except OSError as e:
+            refuse_missing(file, None, f"cannot be read ({e.strerror})", "a readable file is wanted")
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes of [start, stop), which must be there."""
+        parts = []
+        while start < stop:  # Linux reads at most 2 GiB a call
+            try:
+                part = os.pread(self.fd, stop - start, start)
+            except OSError as e:
+                refuse(self.file, f"byte {start}", f"cannot be read ({e.strerror})", "a readable file is wanted")
+            if not part:
+                refuse(self.file, f"byte {start}", "the file ends here, and did not when it was opened", "leave it as it is")
+            parts.append(part)
+            start += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def chunks(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) from `start` to the end."""
+        for offset in range(start, self.size, CHUNK):
+            yield offset, self.read(offset, min(offset + CHUNK, self.size))
+
+    def lines(self) -> NDArray[np.int64]:
+        """Where each line starts, and after them where the last one ends. A line too long to be text is refused."""
+        ends = [np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + (offset + 1) for offset, chunk in self.chunks()]
+        bounds = np.concatenate([np.zeros(1, np.int64), *ends])
+        if bounds[-1] != self.size:
+            bounds = np.append(bounds, self.size)
+        if len(long := np.flatnonzero(np.diff(bounds) > LONGEST_LINE)):
+            refuse(self.file, f"line {long[0] + 1}", "longer than 16 MiB", "text in lines is wanted")
+        return bounds
+
+    def text(self, start: int, stop: int, line: int | None = None) -> str:
+        """The bytes as text, decoded strictly; a byte-order mark at the file's beginning is dropped. `line`: where they
+        stand, counted if it is not known."""
+        data = self.read(start, stop)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as e:
+            first = data.rfind(b"\n", 0, e.start) + 1
+            if line is None:
+                line = 1 + data.count(b"\n", 0, e.start) + sum(
+                    chunk[: max(0, start - offset)].count(b"\n") for offset, chunk in self.chunks() if offset < start)
+            found = f"byte {e.start - first} (0x{data[e.start]:02x}) is not UTF-8"
+            refuse(self.file, f"line {line}", found, "UTF-8 text is wanted")
+        return text.removeprefix("\ufeff") if start == 0 else text
+
+
+def unpack(file: Path) -> int:
+    """A descriptor of what a .gz holds."""
+    limit, total = max(EXPANSION * file.stat().st_size, LONGEST_LINE), 0
+    with tempfile.TemporaryFile() as out:
+        try:
+            with gzip.open(file, "rb") as packed:
+                while chunk := packed.read(CHUNK):
+                    total += len(chunk)
+                    if total > limit:
+                        refuse(file, f"byte {limit}", f"grew over {EXPANSION}-fold", "if that is right, unpack it first")
+                    out.write(chunk)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            refuse(file, f"byte {total}", f"damaged gzip data ({e})", "a whole .gz file is wanted")
+        out.flush()
+        return os.dup(out.fileno())

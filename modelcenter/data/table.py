@@ -1,0 +1,116 @@
+"""Records out of Arrow tables: parquet files, and what the `datasets` library saves or fetches.
+
+Both libraries are imported where they are used. A row group of parquet is in memory at a time; a dataset is mapped.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modelcenter.data.record import Part, Record
+from modelcenter.errors import nearest, refuse, refuse_missing
+
+PREFIX = "datasets:"
+
+
+class Parquet(Part):
+    """The rows of a parquet file."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            refuse_missing(file, None, "pyarrow, which reads parquet, is not installed", "pip install pyarrow")
+        self.name = str(file)
+        try:
+            self.file = pyarrow.parquet.ParquetFile(file)
+        except (pyarrow.ArrowException, OSError) as e:
+            refuse(file, None, f"not a parquet file ({first_line(e)})", "a whole .parquet file is wanted")
+        meta = self.file.metadata
+        self.ends = np.cumsum([meta.row_group(k).num_rows for k in range(meta.num_row_groups)], dtype=np.int64)
+        self.group, self.rows = -1, None
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def at(self, index: int) -> Record:
+        group = int(np.searchsorted(self.ends, index, "right"))
+        if group != self.group:
+            self.rows = None  # before the next one is read
+            try:
+                self.rows = self.file.read_row_group(group)
+            except Exception as e:  # each codec and each type has its own
+                refuse(self.name, f"row group {group}", f"cannot be read ({first_line(e)})", "a whole .parquet file is wanted")
+            self.group = group
+        assert self.rows is not None
+        place = index - (int(self.ends[group - 1]) if group else 0)
+        fields = {key: column[place].as_py() for key, column in zip(self.rows.column_names, self.rows.columns, strict=True)}
+        return Record(fields, self.name, index + 1, unit="row")
+
+
+class Dataset(Part):
+    """The rows of a `datasets.Dataset`; the number of a class stands as its name."""
+
+    def __init__(self, data: Any, name: str) -> None:
+        self.data, self.name = data, name
+        self.classes = {key: kind.names for key, kind in data.features.items() if type(kind).__name__ == "ClassLabel"}
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def at(self, index: int) -> Record:
+        fields = dict(self.data[index])
+        for key, names in self.classes.items():
+            value = fields[key]
+            if isinstance(value, int) and 0 <= value < len(names):  # -1: none, as in hidden test sets
+                fields[key] = names[value]
+        return Record(fields, self.name, index + 1, unit="row")
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder."""
+    names = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
+    return "dataset_dict.json" in names or {"state.json", "dataset_info.json"} <= names
+
+
+def read_saved(folder: Path, key: str) -> Dataset:
+    """A folder that `Dataset.save_to_disk` wrote."""
+    library = import_datasets(folder)
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(f.name for f in folder.iterdir() if f.is_dir())
+        refuse(folder, key, f"a dataset of the splits {', '.join(splits)}", f"one of them: {folder / (splits or ['train'])[0]}")
+    try:
+        return Dataset(library.load_from_disk(str(folder)), str(folder))
+    except Exception as e:  # whatever the library meets in a broken folder
+        refuse(folder, key, f"cannot be read ({first_line(e)})", "a folder of Dataset.save_to_disk is wanted")
+
+
+def read_named(path: str, key: str) -> Dataset:
+    """`datasets:NAME[,CONFIG][:SPLIT]`, NAME as `datasets.load_dataset` takes it; the split is train if none is named."""
+    library = import_datasets(path)
+    name, _, split = path.removeprefix(PREFIX).partition(":")
+    name, _, config = name.partition(",")
+    if not name:
+        refuse(None, key, repr(path), "datasets:NAME[,CONFIG][:SPLIT] is wanted")
+    try:
+        found = library.load_dataset(name, config or None)
+    except Exception as e:  # the hub's errors, the library's and those of the file formats
+        refuse(None, key, f"{path} cannot be loaded ({first_line(e)})", "datasets:NAME[,CONFIG][:SPLIT] is wanted")
+    if (split or "train") not in found:
+        refuse(None, key, f"{path} has no split {split or 'train'!r}", nearest(split or "train", found))
+    return Dataset(found[split or "train"], path)
+
+
+def import_datasets(name: str | Path) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        refuse_missing(name, None, "the datasets library is not installed", "pip install datasets")
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
