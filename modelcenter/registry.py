@@ -21,7 +21,7 @@ from .checkpoint.folder import Folder
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions, save_model
 from .errors import nearest, refuse
-from .generate import generate as generate_tokens
+from .generate.run import generate as generate_tokens
 from .layers import Batch, Cache, Head, LMHead, Output
 from .layers.initial import initial
 from .layers.output import batch_of, recorded, shift_right

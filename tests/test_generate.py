@@ -1,5 +1,9 @@
 """Generation beside what `test_zoo` holds to transformers: steps with a cache, ends, sampling."""
 
+import dataclasses
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 import zoo
@@ -7,12 +11,12 @@ from zoo import Case
 
 import modelcenter as mc
 from modelcenter.errors import InputError
-from modelcenter.generate import pick
+from modelcenter.generate.options import UNSUPPORTED, WITHOUT_EFFECT, Options
+from modelcenter.generate.scores import apply, filtered, penalise_frequency, rules
 from modelcenter.layers import Cache
 
 CAUSAL = [Case(kind, "default", "lm") for kind in ("bloom", "gpt2", "llama")]
 GPT = Case("gpt2", "default", "lm")
-PLAIN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 def prompt() -> torch.Tensor:
@@ -58,26 +62,293 @@ def test_sampling_repeats_by_its_seed_and_touches_no_other_randomness() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+LIKELY = [0.4, 0.3, 0.2, 0.1]
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
-    [({}, [0.4, 0.3, 0.2, 0.1]), ({"top_k": 2}, [0.4, 0.3]), ({"top_p": 0.75}, [0.4, 0.3, 0.2]), ({"top_p": 0.01}, [0.4]),
-     ({"temperature": 0.5}, [0.16, 0.09, 0.04, 0.01]), ({"temperature": 0.5, "top_p": 0.55}, [0.16, 0.09])],
-    ids=["all", "top-k", "top-p", "little-p", "cold", "cold-p"],
+    [({}, LIKELY), ({"top_k": 2}, [0.4, 0.3]), ({"top_p": 0.75}, [0.4, 0.3, 0.2]), ({"top_p": 0.01}, [0.4]),
+     ({"min_p": 0.6}, [0.4, 0.3]), ({"temperature": 0.5}, [0.16, 0.09, 0.04, 0.01]),
+     ({"temperature": 0.5, "top_p": 0.55}, [0.16, 0.09]), ({"temperature": 0.5, "min_p": 0.5}, [0.16, 0.09])],
+    ids=["all", "top-k", "top-p", "little-p", "min-p", "cold", "cold-p", "cold-min-p"],
 )  # fmt: skip
 def test_samples_are_drawn_from_what_is_kept(options: dict[str, float], kept: list[float]) -> None:
     order = torch.tensor([2, 0, 3, 1])
-    scores = torch.empty(4).index_copy(0, order, torch.tensor([0.4, 0.3, 0.2, 0.1]).log())
-    drawn = pick(scores.expand(20000, 4), PLAIN | options, torch.Generator().manual_seed(0))
-    share = torch.bincount(drawn, minlength=4)[order] / 20000
+    scores = torch.empty(4).index_copy(0, order, torch.tensor(LIKELY).log())
+    share = filtered(scores[None], Options(do_sample=True, **options), 1).softmax(1)[0, order]
     wanted = torch.tensor(kept + [0.0] * (4 - len(kept))) / sum(kept)
-    assert ((share - wanted).abs() < 0.02).all() and (share[len(kept) :] == 0).all()
+    assert ((share - wanted).abs() < 1e-6).all()
+
+
+def test_draws_have_the_shares_of_their_scores() -> None:
+    _, ours = zoo.pair(GPT)
+    options = {"do_sample": True, "temperature": 1.7, "top_k": 6, "max_new_tokens": 1, "num_return_sequences": 4000, "seed": 0}
+    drawn = ours.generate(prompt(), **options)[:, -1].view(2, 4000)
+    wanted = filtered(ours(prompt()).logits[:, -1], Options(do_sample=True, temperature=1.7, top_k=6), 1).softmax(1)
+    for row, share in zip(drawn, wanted, strict=True):
+        assert (torch.bincount(row, minlength=128) / 4000 - share).abs().max() < 0.03 and share.max() < 0.9
+
+
+def theirs(ids: torch.Tensor, scores: torch.Tensor, prompt: int, mask: torch.Tensor | None, **options: object) -> torch.Tensor:
+    """What transformers makes of the scores."""
+    import transformers
+
+    model, _ = zoo.pair(GPT)
+    allowed = options.pop("prefix_allowed_tokens_fn", None)
+    config = transformers.GenerationConfig(**{"top_k": 0, "num_beams": 1, "max_length": 20, **options})
+    config._eos_token_tensor = torch.tensor(config.eos_token_id) if config.eos_token_id is not None else None
+    if config.min_new_tokens is not None:
+        config.min_length = None
+    kwargs = {} if mask is None else {"attention_mask": mask.repeat_interleave(len(ids) // len(mask), 0)}
+    processors = model._get_logits_processor(config, prompt, prefix_allowed_tokens_fn=allowed, device="cpu", model_kwargs=kwargs)
+    return processors(ids, scores)
+
+
+RULES = [
+    {"repetition_penalty": 1.7}, {"repetition_penalty": 0.4}, {"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 3}, {"no_repeat_ngram_size": 9}, {"bad_words_ids": [[3], [1, 2], [0, 1, 2], [4, 4], [5]]},
+    {"bad_words_ids": [[5]]}, {"min_length": 9}, {"min_length": 8}, {"min_new_tokens": 4}, {"min_new_tokens": 3},
+    {"forced_eos_token_id": [2, 3], "max_length": 9}, {"forced_eos_token_id": 2, "max_length": 10}, {"suppress_tokens": [0, 6]},
+    {"begin_suppress_tokens": [1, 3]}, {"do_sample": True, "temperature": 0.3}, {"do_sample": True, "top_k": 3},
+    {"do_sample": True, "top_p": 0.6}, {"do_sample": True, "min_p": 0.3}, {"do_sample": True, "top_p": 1e-5, "num_beams": 2},
+    {"do_sample": True, "top_k": 1, "num_beams": 2}, {"do_sample": True, "min_p": 1.0, "num_beams": 2},
+    {"do_sample": True, "temperature": 2.0, "top_k": 5, "top_p": 0.8, "min_p": 0.2, "repetition_penalty": 1.3},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [row, int(ids[-1])]},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [row + 3], "suppress_tokens": [4], "bad_words_ids": [[4]], "num_beams": 2},
+]  # fmt: skip
+
+
+def words() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and scores of seven words, so that everything recurs; four rows of two prompts."""
+    source = torch.Generator().manual_seed(4)
+    ids = torch.randint(0, 7, (4, 8), generator=source)
+    ids[0, -2:], ids[1, -2:] = ids[0, 1:3], torch.tensor([0, 1])
+    return ids, torch.randn(4, 7, generator=source, dtype=torch.float64) * 2
+
+
+@pytest.mark.parametrize("options", RULES, ids=lambda o: "-".join(o) + "-" + "-".join(map(str, o.values()))[:20])
+@pytest.mark.parametrize("shape", ["first", "later", "padded"])
+def test_scores_are_changed_as_transformers_changes_them(options: dict[str, object], shape: str) -> None:
+    ids, scores = words()
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]]) if shape == "padded" else None
+    prompt = 8 if shape == "first" else 5
+    eos = {"eos_token_id": [5, 6]}
+    wanted = theirs(ids, scores.clone(), prompt, mask, **options, **eos)
+    mine = {k: tuple(map(tuple, v)) if k == "bad_words_ids" else tuple(v) if isinstance(v, list) else v
+            for k, v in {**options, **eos}.items()}  # fmt: skip
+    allowed = mine.pop("prefix_allowed_tokens_fn", None)
+    o, before = Options(**{"max_length": 20, **mine}), scores.clone()
+    beams = options.get("num_beams", 1)  # they take rows for prompts where there are no beams
+    changes = rules(o, 4 // beams, prompt, o.new_tokens(prompt), mask, allowed, 7)
+    found = apply(changes, ids, scores)
+    assert torch.equal(found.isinf(), wanted.isinf()) and torch.equal(scores, before)
+    assert (found - wanted).nan_to_num(0).abs().max() < 1e-12
+
+
+def test_the_rules_above_all_change_something() -> None:
+    ids, scores = words()
+    idle = []
+    for options in RULES:
+        changed = [theirs(ids, scores.clone(), p, None, **options, eos_token_id=[5, 6]) for p in (5, 8)]
+        idle += [options] if all(torch.equal(c, scores) for c in changed) else []
+    meant = ({"no_repeat_ngram_size": 9}, {"bad_words_ids": [[5]]}, {"min_length": 8}, {"forced_eos_token_id": 2, "max_length": 10})
+    assert idle == list(meant)
+
+
+def test_frequency_and_presence() -> None:
+    """score - count * frequency - (count > 0) * presence, of generated tokens alone: OpenAI's API reference."""
+    _, ours = zoo.pair(GPT)
+    scores = torch.zeros(2, 4)
+    found = penalise_frequency(torch.tensor([[0, 1, 0], [3, 3, 3]]), scores, 0.5, 0.25)
+    assert found.tolist() == [[-1.25, -0.75, 0, 0], [0, 0, 0, -1.75]]
+    free = ours.generate(prompt(), max_new_tokens=24, eos_token_id=[])[:, 11:]
+    once = ours.generate(prompt(), max_new_tokens=24, eos_token_id=[], presence_penalty=1e9)[:, 11:]
+    assert all(len(set(row)) == 24 for row in once.tolist()) and any(len(set(row)) < 24 for row in free.tolist())
+    often = ours.generate(prompt(), max_new_tokens=24, eos_token_id=[], frequency_penalty=0.8)[:, 11:]
+    ids = prompt()
+    for _ in range(24):  # by the definition, without a cache
+        count = torch.stack([torch.bincount(row, minlength=128) for row in ids[:, 11:]])
+        ids = torch.cat((ids, (ours(ids).logits[:, -1] - 0.8 * count).argmax(1, keepdim=True)), 1)
+    assert torch.equal(ids[:, 11:], often) and not torch.equal(often, free)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("early", [True, False, "never"])
+def test_diverse_beams_by_their_definition(groups: int, early: bool | str) -> None:
+    """Vijayakumar et al., 2016, algorithm 1, written down once more with lists and without a cache. With one group it is beam
+    search itself, which test_zoo holds to transformers."""
+    _, ours = zoo.pair(GPT)
+    width, new, weight, penalty = 2, 6, 1.5 if groups > 1 else 0.0, 0.7
+    free = ours.generate(prompt(), max_new_tokens=new, eos_token_id=[], num_beams=groups * width)
+    ends = [int(free[0, 13]), int(free[1, 14])]
+    found = ours.generate(prompt(), max_new_tokens=new, eos_token_id=ends, pad_token_id=0, num_beams=groups * width,
+                          num_beam_groups=groups, diversity_penalty=weight, length_penalty=penalty, early_stopping=early,
+                          num_return_sequences=groups * width)  # fmt: skip
+    for number, row in enumerate(prompt().tolist()):
+        running, ended, hopeless = [[(0.0, row)] for _ in range(groups)], [[] for _ in range(groups)], [False] * groups
+        for length in range(1, new + 1):
+            used: dict[int, int] = {}
+            for g in range(groups):
+                options = []
+                for score, ids in running[g]:
+                    logs = ours(torch.tensor([ids])).logits[0, -1].log_softmax(0).tolist()
+                    options += [(score + lp - weight * used.get(t, 0), [*ids, t]) for t, lp in enumerate(logs)]
+                options.sort(key=lambda o: -o[0])
+                full = len(ended[g]) == width and early is True
+                for score, ids in options[:width]:
+                    if (ids[-1] in ends or length == new) and not full and not hopeless[g]:
+                        ended[g].append((score / length**penalty, ids))
+                ended[g] = sorted(ended[g], key=lambda e: -e[0])[:width]
+                running[g] = [o for o in options if o[1][-1] not in ends][:width]
+                for _, ids in running[g]:
+                    used[ids[-1]] = used.get(ids[-1], 0) + 1
+            for g in range(groups):
+                best = running[g][0][0] / (new if early == "never" else length) ** penalty
+                worst = min((s for s, _ in ended[g]), default=0)
+                hopeless[g] |= len(ended[g]) == width and best <= worst
+        wanted = sorted((e for group in ended for e in group), key=lambda e: -e[0])
+        texts = [(ids + [0] * new)[: found.size(1)] for _, ids in wanted]
+        assert found.view(2, groups * width, -1)[number].tolist() == texts
+
+
+def test_groups_differ() -> None:
+    _, ours = zoo.pair(GPT)
+    options = {"max_new_tokens": 5, "eos_token_id": [], "num_beams": 4, "num_return_sequences": 4}
+    alike = ours.generate(prompt(), **options).view(2, 4, -1)[..., 11]
+    apart = ours.generate(prompt(), **options, num_beam_groups=4, diversity_penalty=50.0).view(2, 4, -1)[..., 11]
+    assert all(len(set(row)) == 4 for row in apart.tolist()) and any(len(set(row)) < 4 for row in alike.tolist())
+
+
+class Letters:
+    """A tokenizer of which every id is one letter, and 100 is half of an ä."""
+
+    def decode(self, ids: list[int]) -> str:
+        halves = {100: b"\xc3", 101: b"\xa4"}
+        return b"".join(halves.get(i, chr(97 + i % 26).encode()) for i in ids).decode(errors="replace")
+
+
+def test_a_stop_string_ends_its_row() -> None:
+    _, ours = zoo.pair(GPT)
+    free = ours.generate(prompt(), max_new_tokens=16, eos_token_id=[])
+    first, second = (Letters().decode(row) for row in free.tolist())
+    runs = [(first[k - 3 : k], k) for k in range(15, 24)]
+    stop, end = next((run, k) for run, k in runs if first.find(run) == k - 3 and run not in second)
+    out = ours.generate(prompt(), max_new_tokens=16, eos_token_id=[], pad_token_id=7, stop_strings=[stop], tokenizer=Letters())
+    assert out[0].tolist() == free[0, :end].tolist() + [7] * (27 - end) and torch.equal(out[1], free[1])
+    begun = first[9:12]  # begins in the prompt, ends in the first new token
+    assert begun not in first[:11]
+    out = ours.generate(prompt()[:1], max_new_tokens=16, eos_token_id=[], stop_strings=begun, tokenizer=Letters())
+    assert out.shape == (1, 12)
+    inside = first[6:9]  # what the prompt holds is not what was written
+    out = ours.generate(prompt()[:1], max_new_tokens=3, eos_token_id=[], stop_strings=inside, tokenizer=Letters())
+    assert out.shape == (1, 14)
+    with pytest.raises(InputError, match="stop_strings: given without a tokenizer"):
+        ours.generate(prompt(), stop_strings="a")
+
+
+def test_a_stop_string_of_half_characters() -> None:
+    from modelcenter.generate.stop import Stop
+
+    stop = Stop((), ("ä",), Letters(), torch.device("cpu"))
+    assert stop(torch.tensor([[0, 1, 100, 101], [0, 100, 101, 1], [0, 1, 2, 100]])).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
+def test_a_callback_says_what_may_follow(options: dict[str, object]) -> None:
+    _, ours = zoo.pair(GPT)
+    calls = set()
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        calls.add((row, len(ids)))
+        return [10 * row + len(ids), 10 * row + len(ids) + 1]
+
+    out = ours.generate(prompt(), max_new_tokens=5, eos_token_id=[], prefix_allowed_tokens_fn=allowed, **options)
+    at = torch.arange(11, 16) + torch.tensor([[0], [10]])
+    assert ((out[:, 11:] == at) | (out[:, 11:] == at + 1)).all()
+    assert calls == {(row, n) for row in (0, 1) for n in range(11, 16)}
+    with pytest.raises(InputError, match="prefix_allowed_tokens_fn: no token for prompt 0"):
+        ours.generate(prompt(), prefix_allowed_tokens_fn=lambda row, ids: [], **options)
+
+
+def test_columns_are_handed_out_as_they_are_written() -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.columns: list[torch.Tensor | None] = []
+
+        def put(self, ids: torch.Tensor) -> None:
+            self.columns.append(ids)
+
+        def end(self) -> None:
+            self.columns.append(None)
+
+    _, ours = zoo.pair(GPT)
+    streamer = Streamer()
+    out = ours.generate(prompt(), max_new_tokens=4, eos_token_id=[], streamer=streamer)
+    assert streamer.columns.pop() is None and torch.equal(torch.stack(streamer.columns, 1), out[:, 11:])
+    with pytest.raises(InputError, match="streamer: with 2 beams"):
+        ours.generate(prompt(), streamer=streamer, num_beams=2)
+
+
+def test_memory_is_taken_once_and_filled_in_place() -> None:
+    """Whatever a model puts before the text, and for any number of tokens at once."""
+    for case in (*CAUSAL, Case("cpmant", "default", "lm")):
+        _, ours = zoo.pair(case)
+        ids, cache, grown = zoo.inputs(case)["input_ids"], Cache(ahead=5), Cache()
+        places = set()
+        with torch.no_grad():
+            for at in (slice(0, 6), slice(6, 8), slice(8, 11)):
+                out, wanted = (ours(ids[:, at], past_key_values=c).logits for c in (cache, grown))
+                cache.length = grown.length = at.stop
+                places.add(tuple(k.data_ptr() for k, _ in cache.pairs.values()))
+                assert torch.equal(out, wanted)
+            assert len(places) == 1
+            with pytest.raises(InputError, match=r"past_key_values: \d+ tokens; at most"):
+                ours(ids[:, :1], past_key_values=cache)
+
+
+def test_options_come_from_the_call_then_the_file_then_the_config(tmp_path: Path) -> None:
+    import json
+
+    _, folder = zoo.reference(GPT)
+    shutil.copytree(folder, tmp_path / "m")
+
+    def told(values: dict[str, object], **options: object) -> torch.Tensor:
+        (tmp_path / "m" / "generation_config.json").write_text(json.dumps(values))
+        return mc.load(tmp_path / "m").generate(prompt(), **options)
+
+    assert told({"eos_token_id": None}, eos_token_id=[]).shape == (2, 31)
+    assert told({"max_new_tokens": 3, "typical_p": 1.0, "top_p": None, "strange": 7}).shape == (2, 14)
+    assert told({"max_new_tokens": 3}, max_length=13).shape == (2, 13)
+    assert told({"max_length": 12}, max_new_tokens=4, eos_token_id=[]).shape == (2, 15)
+    assert told({"num_beams": 2, "num_return_sequences": 2, "max_length": 13}).shape == (4, 13)
+    given = {"max_new_tokens": 2, "num_beams": 2, "num_return_sequences": 2}
+    assert told({"max_new_tokens": 9}, generation_config=given).shape == (4, 13)
+    for values, words in (({"typical_p": 0.9}, "generation_config.json: typical_p: 0.9 is not implemented"),
+                          ({"num_beams": "2"}, "generation_config.json: num_beams: '2'")):  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            told(values)
+
+
+def test_every_option_of_transformers_is_done_or_refused_or_without_effect() -> None:
+    import transformers
+
+    theirs = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
+    done = {f.name for f in dataclasses.fields(Options)}
+    assert theirs <= done | set(UNSUPPORTED) | WITHOUT_EFFECT
+    assert not done & (set(UNSUPPORTED) | WITHOUT_EFFECT) and not set(UNSUPPORTED) & WITHOUT_EFFECT
 
 
 def test_refusals() -> None:
     _, ours = zoo.pair(GPT)
     for options, words in (
-        ({"num_beams": 2}, "num_beams: 2"), ({"top_q": 1}, "top_q"), ({"max_new_tokens": 0}, "max_new_tokens: 0"),
-        ({"temperature": 0.0}, "temperature: 0.0"), ({"top_p": 1.5}, "top_p: 1.5"),
+        ({"top_q": 1}, "top_q"), ({"max_new_tokens": 0}, "max_new_tokens: 0"), ({"temperature": 0.0}, "temperature: 0.0"),
+        ({"top_p": 1.5}, "top_p: 1.5"), ({"typical_p": 0.5}, "typical_p: 0.5 is not implemented"),
+        ({"num_beams": 0}, "num_beams: 0"), ({"diversity_penalty": 1.0}, "without num_beam_groups"),
+        ({"num_beams": 4, "num_beam_groups": 3}, "num_beam_groups: 3 for 4 beams"), ({"max_length": 11}, "max_length: 11 with"),
+        ({"num_return_sequences": 2}, "num_return_sequences: 2 of 1 beams"),
+        ({"bad_words_ids": [[1, 128]]}, "bad_words_ids: 128; ids below 128"), ({"suppress_tokens": [-1]}, "suppress_tokens"),
+        ({"num_beams": 2, "num_beam_groups": 2, "do_sample": True}, "do_sample: with num_beam_groups"),
+        ({"output_scores": True}, "output_scores"), ({"max_new_tokens": 54}, "max_new_tokens: 54 after a prompt of 11 tokens"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             ours.generate(prompt(), **options)

@@ -188,6 +188,38 @@ def test_greedy_generation_token_for_token(case: Case) -> None:
     assert len(seen) > 5, "the reference repeats itself: little was compared"
 
 
+SEARCHES = {
+    "beams-2": {"num_beams": 2}, "beams-4": {"num_beams": 4, "num_return_sequences": 3},
+    "short": {"num_beams": 4, "length_penalty": 0.5, "early_stopping": True},
+    "long": {"num_beams": 4, "length_penalty": 2.0, "num_return_sequences": 4},
+    "never": {"num_beams": 2, "length_penalty": 2.0, "early_stopping": "never"},
+    "never-short": {"num_beams": 3, "length_penalty": -0.5, "early_stopping": "never"},
+    "early": {"num_beams": 2, "early_stopping": True, "num_return_sequences": 2},
+    "penalties": {"num_beams": 3, "repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+    "greedy": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "suppress_tokens": [3, 5]},
+    "forced": {"num_beams": 2, "forced_eos_token_id": 9, "min_length": 6},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [c for c in FIRST if c.task in ("lm", "seq2seq")], ids=str)
+def test_searches_token_for_token(case: Case) -> None:
+    """Beams, penalties and lengths, a padded row among them; the ids that end a row are ones that the model says."""
+    theirs, ours = pair(case)
+    args = {k: v for k, v in inputs(case, "left").items() if k in ("input_ids", "attention_mask")}
+    common = {"max_new_tokens": 9, "pad_token_id": 3}
+    free = ours.generate(**args, **common, eos_token_id=[], num_beams=4)[:, -9:]
+    ends = [int(free[0, 3]), int(free[1, 5])]
+    different, cut = set(), 0
+    for name, options in SEARCHES.items():
+        with zoo.wide(torch.float64):
+            wanted = theirs.generate(**args, **common, eos_token_id=ends, do_sample=False, **options)
+        found = ours.generate(**args, **common, eos_token_id=ends, **options)
+        assert found.tolist() == wanted.tolist(), name
+        different.add(str(wanted[:: options.get("num_return_sequences", 1)].tolist()))
+        cut += int((wanted == 3).any())
+    assert len(different) > 3 and cut > 3, "the searches say nothing"
+
+
 @pytest.mark.parametrize("case", [c for c in FIRST if c.task in ("lm", "seq2seq", "mlm")], ids=str)
 def test_losses(case: Case) -> None:
     if case.excused("losses"):

@@ -2,6 +2,7 @@
 
 from .attention import Attention
 from .block import Block, Parallel, PostNorm, PreNorm, Stack
+from .cache import Cache
 from .dropout import Dropout
 from .embedding import Embedding
 from .ffn import FFN, GatedFFN
@@ -11,7 +12,7 @@ from .norm import LayerNorm, RMSNorm
 from .output import Batch, Output
 from .position import ALiBi, Angles, RelativeBias, Rotary, SegmentBias
 from .quantized import Int8Linear, NF4Linear, QuantizedLinear
-from .view import Cache, Packing, View
+from .view import Packing, View
 
 __all__ = [
     "FFN", "ALiBi", "Angles", "Attention", "Batch", "Block", "Cache", "ClassifyHead", "Dropout", "EmbedHead", "Embedding",

@@ -45,11 +45,16 @@ class Attention(nn.Module):
 
     def pair(self, x: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Keys and values (b h t d): of x and what the cache holds before it, or of the memory, projected once."""
-        if view.memory is not None and view.cache is not None and self in view.cache.pairs:
-            return view.cache.pairs[self]
-        source = x if view.memory is None else view.memory
+        cache, source = view.cache, x if view.memory is None else view.memory
+        if cache is not None and view.memory is not None and self in cache.across:
+            return cache.across[self]
         k, v = self.heads(self.k, source, view.angles), self.heads(self.v, source, None)
-        return (k, v) if view.cache is None else view.cache.extend(self, k, v)
+        if cache is None:
+            return k, v
+        if view.memory is None:
+            return cache.extend(self, k, v)
+        cache.across[self] = (k, v)
+        return k, v
 
     def heads(self, projection: nn.Module, x: Tensor, angles: Angles | None) -> Tensor:
         """The projection's heads (b h s d), rotated where they are: before they are transposed, and in place if nobody sees it."""

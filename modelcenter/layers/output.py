@@ -16,8 +16,9 @@ from torch.utils import _pytree
 from ..errors import refuse
 from ..ops.cross_entropy import IGNORE
 from .block import Block
+from .cache import Cache
 from .position import Angles
-from .view import Cache, Packing, View, merge
+from .view import Packing, View, merge
 
 
 @dataclass(frozen=True)

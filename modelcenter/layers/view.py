@@ -4,32 +4,16 @@ Shapes: b batch, h heads, s queries, t keys (earlier ones in the cache included)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
+from .cache import Cache
 from .position import Angles
-
-
-@dataclass
-class Cache:
-    """Keys and values of the tokens seen so far, one pair an attention layer, and the mask they came with."""
-
-    length: int = 0
-    pairs: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    memory: Tensor | None = None  # an encoder's output, kept so that it runs once
-
-    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `k` and `v` (b h s d) to the layer's pair and return the whole pair (b h t d)."""
-        if layer in self.pairs:
-            past_k, past_v = self.pairs[layer]
-            k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
-        self.pairs[layer] = (k, v)
-        return k, v
 
 
 @dataclass(frozen=True)

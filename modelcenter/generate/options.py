@@ -1,0 +1,136 @@
+"""What `generate` can be asked for, under transformers' names, and where each value comes from. Torch-free.
+
+The metadata of a field is its help text and its bounds, as in a recipe.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from ..config import bind
+from ..errors import nearest, refuse
+
+FILE = "generation_config.json"
+
+# What transformers knows and this package does not do, with the values at which it does nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "top_h": (), "sequence_bias": (),
+    "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,), "exponential_decay_length_penalty": (),
+    "renormalize_logits": (False,), "remove_invalid_values": (False,), "guidance_scale": (1.0,), "token_healing": (False,),
+    "watermarking_config": (), "penalty_alpha": (0.0,), "dola_layers": (), "constraints": (), "force_words_ids": (),
+    "max_time": (), "prompt_lookup_num_tokens": (), "use_mtp": (False,), "speculation_type": (),
+    "return_dict_in_generate": (False,), "output_scores": (False,), "output_logits": (False,), "output_attentions": (False,),
+    "output_hidden_states": (False,),
+}  # fmt: skip
+# What changes no result: speed, memory, bookkeeping, and how an assistant that nobody gave would be used.
+WITHOUT_EFFECT = frozenset((
+    "bos_token_id", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size",
+    "compile_config", "disable_compile", "transformers_version", "continuous_batching_config", "is_assistant",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
+))  # fmt: skip
+
+
+def _is(help: str, **bounds: float) -> dict[str, Any]:
+    return {"help": help, **bounds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to choose the tokens that follow. Lengths are in tokens; a target of an encoder-decoder counts its start token."""
+
+    max_new_tokens: int | None = field(default=None, metadata=_is("the most to write; absent: max_length, else 20", min=1))
+    max_length: int | None = field(default=None, metadata=_is("the same, the prompt counted too", min=1))
+    min_new_tokens: int = field(default=0, metadata=_is("no end before so many tokens", min=0))
+    min_length: int = field(default=0, metadata=_is("the same, the prompt counted too", min=0))
+    do_sample: bool = field(default=False, metadata=_is("draw each token instead of taking the likeliest"))
+    temperature: float = field(default=1.0, metadata=_is("divides the scores before drawing", min=1e-6))
+    top_k: int = field(default=0, metadata=_is("draw among so many tokens; 0: all", min=0))
+    top_p: float = field(default=1.0, metadata=_is("draw among tokens of this mass", above=0, max=1))
+    min_p: float = field(default=0.0, metadata=_is("draw among tokens so likely, as a share of the likeliest", min=0, max=1))
+    num_beams: int = field(default=1, metadata=_is("beams of a beam search; 1: none", min=1))
+    num_beam_groups: int = field(default=1, metadata=_is("parts of the beams that are to differ", min=1))
+    diversity_penalty: float = field(default=0.0, metadata=_is("taken off for each earlier group's beam with that token", min=0))
+    length_penalty: float = field(default=1.0, metadata=_is("power of the length that a finished beam's score is divided by"))
+    early_stopping: bool | Literal["never"] = field(
+        default=False, metadata=_is("true: stop at num_beams finished ones; false: if no better is likely; never: if none can be")
+    )
+    num_return_sequences: int = field(default=1, metadata=_is("texts for each prompt", min=1))
+    repetition_penalty: float = field(default=1.0, metadata=_is("scores of tokens already there are divided by it", above=0))
+    frequency_penalty: float = field(default=0.0, metadata=_is("taken off for each time that a token was generated"))
+    presence_penalty: float = field(default=0.0, metadata=_is("taken off where a token was generated at all"))
+    no_repeat_ngram_size: int = field(default=0, metadata=_is("no run of so many tokens twice; 0: any", min=0))
+    bad_words_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata=_is("runs of ids that never occur", min=0))
+    suppress_tokens: tuple[int, ...] = field(default=(), metadata=_is("ids that never occur", min=0))
+    begin_suppress_tokens: tuple[int, ...] = field(default=(), metadata=_is("ids that do not come first", min=0))
+    forced_bos_token_id: int | None = field(default=None, metadata=_is("the id after a prompt of one token", min=0))
+    forced_eos_token_id: int | tuple[int, ...] | None = field(default=None, metadata=_is("the id at the last place", min=0))
+    stop_strings: str | tuple[str, ...] = field(default=(), metadata=_is("texts that end a row; needs a tokenizer", min=1))
+    eos_token_id: int | tuple[int, ...] | None = field(default=None, metadata=_is("the id, or ids, that end a row"))
+    pad_token_id: int | None = field(default=None, metadata=_is("what fills up a row that has ended", min=0))
+    decoder_start_token_id: int | None = field(default=None, metadata=_is("the first id of a target", min=0))
+    seed: int | None = field(default=None, metadata=_is("of the draws; absent: another each time", min=0))
+
+    def __post_init__(self) -> None:
+        if self.num_beams % self.num_beam_groups:
+            refuse(None, "num_beam_groups", f"{self.num_beam_groups} for {self.num_beams} beams", "a divisor of num_beams")
+        if self.num_beam_groups > 1 and self.do_sample:
+            refuse(None, "do_sample", "with num_beam_groups", "one of the two")
+        if self.diversity_penalty and self.num_beam_groups == 1:
+            refuse(None, "diversity_penalty", f"{self.diversity_penalty} without num_beam_groups", "num_beam_groups from 2")
+        if self.num_return_sequences > self.num_beams and not self.do_sample:
+            found = f"{self.num_return_sequences} of {self.num_beams} beams"
+            refuse(None, "num_return_sequences", found, "at most num_beams, or do_sample")
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return several(self.eos_token_id)
+
+    @property
+    def pad(self) -> int:
+        """The id that fills up, by default the first that ends a row."""
+        return self.pad_token_id if self.pad_token_id is not None else (*self.ends, 0)[0]
+
+    def new_tokens(self, prompt: int) -> int:
+        """How many tokens may follow a prompt of so many."""
+        if self.max_new_tokens is not None or self.max_length is None:
+            return self.max_new_tokens or 20
+        if self.max_length <= prompt:
+            refuse(None, "max_length", f"{self.max_length} with a prompt of {prompt} tokens", "more, or max_new_tokens")
+        return self.max_length - prompt
+
+
+def several(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def read(given: Mapping[str, Any], options: Mapping[str, Any], config: Mapping[str, Any], file: str | None) -> Options:
+    """Every option: from the call, else from `given` (what `file` holds), else from the model's `config`, else the default.
+
+    None means not given. What transformers knows and this package does not do is refused, unless its value does nothing.
+    """
+    known = [f.name for f in fields(Options)]
+    for name in options:
+        if name not in (*known, *UNSUPPORTED, *WITHOUT_EFFECT):
+            refuse(None, name, "unknown option of generate", nearest(name, known))
+    base, over = chosen(given, known, file), chosen(options, known, None)
+    if "max_length" in over:
+        base.pop("max_new_tokens", None)
+    bind(Options, base, file)
+    ids = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
+    model = {name: config[name] for name in ids if config.get(name) is not None}
+    return bind(Options, {**model, **base, **over})
+
+
+def chosen(values: Mapping[str, Any], known: list[str], file: str | None) -> dict[str, Any]:
+    """What of `values` is an option of ours and given."""
+    for name, neutral in UNSUPPORTED.items():
+        value = values.get(name)
+        if value is not None and value not in neutral:
+            refuse(file, name, f"{str(value)[:60]} is not implemented", "leave it out")
+    return {name: plain(values[name]) for name in known if values.get(name) is not None}
+
+
+def plain(value: Any) -> Any:
+    """A number or a list of numbers where a tensor or an array is given."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,110 @@
+"""`generate`: options (options.py) in, token ids out; greedy and sampling here, beams in beam.py.
+
+The rows and their cache are a `State`; `rules` change scores before a token is chosen; a `Stop` says which rows end.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import refuse
+from ..layers import LMHead
+from .beam import search
+from .options import FILE, Options, read
+from .scores import Allowed, Rule, apply, rules
+from .state import State
+from .stop import Stop
+
+if TYPE_CHECKING:
+    from ..registry import Model
+
+
+@torch.no_grad()
+def generate(
+    model: "Model",
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    generation_config: Any = None,
+    streamer: Any = None,
+    *,
+    tokenizer: Any = None,
+    prefix_allowed_tokens_fn: Allowed | None = None,
+    **options: Any,
+) -> Tensor:
+    """Token ids (b * num_return_sequences, prompt + new), the prompt included; an encoder-decoder returns its target from the
+    start token on. Rows that end before others are filled up.
+
+    `input_ids` b s, padded on the left with `attention_mask` 0. What can be asked for is `generate.options.Options`; what is not
+    given comes from `generation_config` (an object or a mapping with these names), or else from the generation_config.json that
+    came with the weights, then from config.json. `streamer.put(ids)` is called with every new column and `streamer.end()` at the
+    end. `tokenizer.decode(ids)` is asked for `stop_strings`. `prefix_allowed_tokens_fn(row, ids)` says which ids may follow.
+    """
+    if not isinstance(model.head, LMHead) or not (model.head.shift or model.encoder_decoder):
+        refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")
+    o = settings(model, generation_config, options)
+    start = (o.decoder_start_token_id or 0) if model.encoder_decoder else None
+    new = o.new_tokens(1 if model.encoder_decoder else input_ids.size(1))
+    check_ids(model, input_ids, new)
+    if streamer is not None and o.num_beams > 1:
+        refuse(None, "streamer", f"with {o.num_beams} beams, of which none is chosen before the end", "num_beams=1")
+    source = torch.Generator(input_ids.device)
+    source.manual_seed(o.seed) if o.seed is not None else source.seed()
+    was_training = model.training
+    model.eval()
+    try:
+        state = State(model, input_ids, attention_mask, new, o.pad, start)
+        mask = None if start is not None else attention_mask
+        changes = rules(o, len(input_ids), state.prompt, new, mask, prefix_allowed_tokens_fn, model.config.vocab)
+        strings = (o.stop_strings,) if isinstance(o.stop_strings, str) else o.stop_strings
+        stop = Stop(o.ends, strings, tokenizer, input_ids.device)
+        if o.num_beams > 1:
+            return search(state, changes, stop, o, source)
+        return choose(state, changes, stop, o, source, streamer)
+    finally:
+        model.train(was_training)
+
+
+def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: torch.Generator, streamer: Any) -> Tensor:
+    """Token by token, the likeliest or a drawn one: ids (b * num_return_sequences t)."""
+    scores = state.scores().repeat_interleave(o.num_return_sequences, 0)
+    state.repeat(o.num_return_sequences)
+    done = torch.zeros(len(state.ids), dtype=torch.bool, device=state.ids.device)
+    while True:
+        scores = apply(changes, state.seen, scores)
+        new = torch.multinomial(scores.softmax(1), 1, generator=source)[:, 0] if o.do_sample else scores.argmax(1)
+        new = torch.where(done, o.pad, new)
+        state.append(new)
+        if streamer is not None:
+            streamer.put(new.cpu())
+        done |= stop(state.seen)
+        if state.length == state.ids.size(1) or bool(done.all()):
+            break
+        scores = state.scores()
+    if streamer is not None:
+        streamer.end()
+    return state.seen
+
+
+def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
+    """Every option: from the call, from `given` or the file beside the weights, from config.json, or the default."""
+    if given is None:
+        return read(json.loads(model.companions.get(FILE, b"{}")), options, model.config.to_dict(), FILE)
+    values = given if isinstance(given, dict) else given.to_dict()
+    return read(values, options, model.config.to_dict(), "generation_config")
+
+
+def check_ids(model: "Model", ids: Tensor, new: int) -> None:
+    """Refuse what the model's tables do not hold: on an accelerator an index beyond them ends the whole process."""
+    if not ids.numel():
+        refuse(None, "input_ids", f"shape {list(ids.shape)}", "a prompt of at least one token")
+    vocab, table = model.config.vocab, getattr(getattr(model, "embed", None), "positions", None)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        odd = ids.max() if ids.max() >= vocab else ids.min()
+        refuse(None, "input_ids", str(int(odd)), f"ids below {vocab}, the model's vocabulary; is this its tokenizer?")
+    positions = ids.size(1) + new if table is None else len(table.weight)
+    room = positions - ids.size(1)
+    if new > room:
+        wanted = f"at most {room}: the model has {positions} positions" if room > 0 else "a shorter prompt"
+        refuse(None, "max_new_tokens", f"{new} after a prompt of {ids.size(1)} tokens", wanted)

@@ -1,0 +1,66 @@
+"""The rows that a model goes on with. b rows, s prompt, t tokens so far."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..layers import Cache
+
+if TYPE_CHECKING:
+    from ..registry import Model
+
+
+class State:
+    """Token ids so far, which of them are real, and the cache; memory for all `new` tokens is taken at once.
+
+    An encoder-decoder reads `prompt` as its source and writes its target, which begins with `start`.
+    """
+
+    def __init__(self, model: "Model", prompt: Tensor, mask: Tensor | None, new: int, pad: int, start: int | None):
+        self.model, self.source = model, None if start is None else prompt
+        begin = prompt if start is None else prompt.new_full((len(prompt), 1), start)
+        self.ids = torch.cat((begin, begin.new_full((len(begin), new), pad)), 1)
+        self.prompt = self.length = begin.size(1)
+        self.mask = None if mask is None or bool(mask.all()) else mask  # without one the fastest attention applies
+        if self.mask is not None and start is None:
+            self.mask = torch.cat((self.mask, self.mask.new_ones(len(begin), new)), 1)
+        self.cache = Cache(ahead=new)
+
+    @property
+    def seen(self) -> Tensor:
+        """The ids so far (b t)."""
+        return self.ids[:, : self.length]
+
+    def scores(self) -> Tensor:
+        """Scores of the next token (b vocab), in at least fp32. Only what the cache lacks is run."""
+        cache, mask, ids = self.cache, self.mask, self.seen
+        if self.source is not None:
+            first = {"input_ids": self.source} if cache.memory is None else {}
+            new = ids[:, cache.length :]
+            out = self.model(**first, attention_mask=mask, decoder_input_ids=new, past_key_values=cache, logits_to_keep=1)
+        elif mask is None:
+            out = self.model(ids[:, cache.length :], past_key_values=cache, logits_to_keep=1)
+        else:
+            mask = mask[:, : self.length]
+            positions = (mask.cumsum(1) - 1).clamp(min=0)  # a row's first real token stands at 0, whatever pads it
+            out = self.model(ids[:, cache.length :], mask, positions[:, cache.length :], past_key_values=cache, logits_to_keep=1)
+        cache.length = self.length
+        last: Tensor = out.logits[:, -1]
+        return last.to(torch.promote_types(last.dtype, torch.float32))
+
+    def append(self, new: Tensor) -> None:
+        """Write the next token of every row (b)."""
+        self.ids[:, self.length] = new
+        self.length += 1
+
+    def repeat(self, n: int) -> None:
+        """Make n rows of every row."""
+        self.ids = self.ids.repeat_interleave(n, 0)
+        self.mask = None if self.mask is None else self.mask.repeat_interleave(n, 0)
+        self.cache.repeat(n)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes what row `rows[i]`, of the same prompt, was."""
+        self.ids = self.ids.index_select(0, rows)
+        self.cache.reorder(rows)

@@ -1,0 +1,33 @@
+"""Where a row ends: at a token, or where its text holds a string. b rows, t tokens so far."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import refuse
+
+
+class Stop:
+    """Says of rows (b t) which of them end with their last token (b)."""
+
+    def __init__(self, ends: Sequence[int], strings: Sequence[str], tokenizer: Any, device: torch.device):
+        self.ends, self.strings, self.tokenizer = torch.tensor(ends, dtype=torch.long, device=device), tuple(strings), tokenizer
+        if strings and tokenizer is None:
+            refuse(None, "stop_strings", "given without a tokenizer", "generate(..., tokenizer=...)")
+        # a token of any text has a byte at least; a few more, for what a decoder strips from the beginning
+        self.window = max((len(s.encode()) for s in strings), default=0) + 4
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        ended = torch.isin(ids[:, -1], self.ends)
+        if self.strings:
+            ended |= torch.tensor([self.found(row) for row in ids[:, -self.window :].tolist()], device=ids.device)
+        return ended
+
+    def found(self, row: list[int]) -> bool:
+        """Whether one of the strings is there that the last token has a part in; it may have begun in the prompt."""
+        before, text = self.tokenizer.decode(row[:-1]), self.tokenizer.decode(row)
+        pairs = zip(before, text, strict=False)
+        old = next((i for i, (a, b) in enumerate(pairs) if a != b), len(before))  # half a character may have been completed
+        return any(at >= 0 and at + len(s) > old for s in self.strings for at in [text.rfind(s)])
