@@ -10,7 +10,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ from modelcenter import __version__
 from modelcenter.checkpoint.files import check_folder
 from modelcenter.config import COMMAND_LINE, KEY, bind, describe, find, names, override, packaged, to_dict
 from modelcenter.errors import LIMIT, InputError, nearest, printable, refuse
+from modelcenter.generate.options import FILE, Options
 
 if TYPE_CHECKING:
     from modelcenter.parallel.machine import Machine
@@ -153,7 +155,8 @@ def usage() -> str:
 def manual(verb: str) -> str:
     """What `modelcenter VERB --help` prints."""
     lines = [line.strip() for line in (VERBS[verb].__doc__ or "").strip().splitlines()]
-    return "\n".join([f"modelcenter {verb}: {lines[0]}", *lines[1:]])
+    keys = [f"  {key.name}={key.default or '...'}  {key.help} ({key.type})" for key in describe(KEYS[verb])] if verb in KEYS else []
+    return "\n".join([f"modelcenter {verb}: {lines[0]}", *lines[1:], *(["", *keys] if keys else [])])
 
 
 # ---------------------------------------------------------------------------------------------------------------- verbs
@@ -228,42 +231,77 @@ def check_model(name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
-    """What `generate` takes."""
+class Generation(Options):
+    """What `generate` takes: where the prompts are and where the texts go, and how to choose their tokens."""
 
     model: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
-    prompt: str = field(metadata={"help": "the text to go on with, or to translate", "min": 1})
-    max_new_tokens: int = field(default=64, metadata={"help": "where to stop at the latest", "min": 1})
-    do_sample: bool = field(default=False, metadata={"help": "draw each token instead of taking the likeliest"})
-    temperature: float = field(default=1.0, metadata={"help": "divides the scores before drawing", "above": 0})
-    top_k: int = field(default=0, metadata={"help": "draw among so many tokens; 0: all", "min": 0})
-    top_p: float = field(default=1.0, metadata={"help": "draw among tokens of this mass", "above": 0, "max": 1})
-    seed: int | None = field(default=None, metadata={"help": "of the draws; absent: another each time", "min": 0})
+    prompt: str | None = field(default=None, metadata={"help": "the text to go on with, or to translate", "min": 1})
+    prompts: str | None = field(default=None, metadata={"help": "a file of them: a line each, or .jsonl with prompt_key", "min": 1})
+    prompt_key: str = field(default="prompt", metadata={"help": "the field of the prompt in a .jsonl file", "min": 1})
+    out: str | None = field(default=None, metadata={"help": "a .jsonl file to write; absent: the terminal", "min": 1})
+    batch: int = field(default=8, metadata={"help": "prompts of one forward", "min": 1})
+    stream: bool = field(default=False, metadata={"help": "show each token as it is written"})
+    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: as stored"})
+    device: str | None = field(default=None, metadata={"help": "cpu, cuda ...; absent: the CPU", "min": 1})
 
 
 def generate(args: Arguments) -> Answer:
-    """Go on with a text, greedily or by sampling.
+    """Go on with texts: greedily, by sampling or by beam search.
 
-    modelcenter generate MODEL PROMPT [max_new_tokens=64]
-    modelcenter generate MODEL PROMPT --do-sample [temperature=1.0] [top_k=0] [top_p=1.0] [seed=...]
+    modelcenter generate MODEL PROMPT [stream=true] [key=value ...]
+    modelcenter generate MODEL prompts=FILE [out=FILE.jsonl] [batch=8] [key=value ...]
+
+    What is not given comes from the model's generation_config.json; without a length in it, 64 tokens are written.
     """
     asked = settings(Generation, args, ["model", "prompt"])
+    if (asked.prompt is None) == (asked.prompts is None):
+        refuse(COMMAND_LINE, "prompt", "missing" if asked.prompt is None else "given, and so is prompts", "a text, or prompts=FILE")
+    if asked.stream and (asked.prompt is None or asked.num_beams > 1 or asked.num_return_sequences > 1):
+        refuse(COMMAND_LINE, "stream", "true with several texts", "one PROMPT, one beam, one sequence")
+    if asked.out is not None and os.path.lexists(asked.out):
+        refuse(asked.out, None, "exists", "a new file")
     check_model(asked.model)
-    import torch
-
+    prompts = [asked.prompt] if asked.prompt is not None else read_prompts(str(asked.prompts), asked.prompt_key)
     from modelcenter.checkpoint.hub import resolve
     from modelcenter.data.tokenizer import load_tokenizer
     from modelcenter.registry import load, presets
+    from modelcenter.train.write import Spoken, write
 
     folder = resolve(asked.model, presets={name: preset.hub for name, (_, preset) in presets().items()})
-    tokenizer, model = load_tokenizer(folder), load(folder)
-    ids = torch.tensor([tokenizer.encode(asked.prompt)])
-    if not ids.numel():
-        refuse(COMMAND_LINE, "prompt", repr(asked.prompt), "a text of at least one token")
-    options = {key: value for key, value in to_dict(asked).items() if key not in ("model", "prompt")}
-    new = model.generate(ids, **options)[0]
-    text = tokenizer.decode(new.tolist())
-    return Answer(text, {"prompt": asked.prompt, "text": text, "ids": new.tolist()})
+    tokenizer, model = load_tokenizer(folder), load(folder, dtype=asked.dtype, device=asked.device)
+    given = [setting.partition("=")[0] for setting in args.settings]
+    options = {key: getattr(asked, key) for key in given if key in {f.name for f in fields(Options)}}
+    lengths = {"max_new_tokens", "max_length"}
+    if not lengths & {*options, *json.loads(model.companions.get(FILE, b"{}"))}:
+        options["max_new_tokens"] = 64
+    if asked.stream:
+        start = [] if model.encoder_decoder else tokenizer.encode(prompts[0])
+        options["streamer"] = Spoken(tokenizer, partial(print, end="", flush=True), start)
+    rows = []
+    for prompt, texts in zip(prompts, write(model, tokenizer, prompts, asked.batch, **options), strict=True):
+        rows += [{"prompt": prompt, "text": tokenizer.decode(ids), "ids": ids} for ids in texts]
+    if asked.out is not None:
+        with open(asked.out, "x", encoding="utf-8") as f:
+            f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        return Answer(f"{asked.out}: {len(rows)} texts", {"out": asked.out, "texts": len(rows)})
+    if asked.stream:
+        return Answer("", rows[0])
+    return Answer("\n".join(str(row["text"]) for row in rows), rows[0] if asked.prompt is not None and len(rows) == 1 else rows)
+
+
+def read_prompts(file: str, key: str) -> list[str]:
+    """The prompts of a file: `key` of its records, or the lines of a .txt that are not empty."""
+    from modelcenter.data.read import read_records
+
+    if Path(file).suffix not in (".txt", ""):
+        return [record.text(key, "prompt_key") for record in read_records(file, key="prompts")]
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(file, None, getattr(error, "strerror", None) or "not UTF-8", "a .txt with a prompt a line, or .jsonl")
+    if not any(line.strip() for line in lines):
+        refuse(file, None, "no prompt", "a prompt a line")
+    return [line for line in lines if line.strip()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +426,7 @@ VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "copy": copy,
     "doctor": doctor,
 }
+KEYS: dict[str, type] = {"generate": Generation, "convert": Conversion}  # what `--help` lists
 
 
 def take(args: Arguments, wanted: Sequence[str]) -> list[str]:

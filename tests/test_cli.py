@@ -52,7 +52,12 @@ REFUSED = [  # the command, how its one line goes on
     (("convert", "a", "b", "--dtyp", "bf16"), "command line: dtyp: unknown key; did you mean 'dtype'?"),
     (("convert", "a", "b", "source=c"), "command line: source: given twice; "),
     (("generate", "m"), "command line: prompt: missing; "),
-    (("generate", "m", "p", "temperature=0"), "command line: temperature: 0; a number above 0"),
+    (("generate", "m", "p", "prompts=a.txt"), "command line: prompt: given, and so is prompts; "),
+    (("generate", "m", "prompts=a.txt", "--stream"), "command line: stream: true with several texts; "),
+    (("generate", "m", "p", "num_beams=3", "num_beam_groups=2"), "command line: num_beam_groups: 2 for 3 beams; "),
+    (("generate", "m", "p", "out=good.yaml"), "good.yaml: exists; a new file"),
+    (("generate", "m", "prompts=absent.txt"), "absent.txt: No such file or directory; "),
+    (("generate", "m", "p", "temperature=0"), "command line: temperature: 0; a number at least 1e-06"),
     (("generate", "m", "p", "top_p=1.5"), "command line: top_p: 1.5; a number above 0 and at most 1"),
     (("generate", "m", "p", "--max-new-tokens", "0"), "command line: max_new_tokens: 0; an integer at least 1"),
     (("train",), "command line: RECIPE: missing; "),
@@ -241,4 +246,18 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
     for model in ("out/model", "copy"):
         assert main(["generate", model, "the cat", "--do-sample", "seed=1", "max_new_tokens=8", "--json"]) == 0
         said.append(json.loads(capsys.readouterr().out))
+    assert main(["generate", "copy", "the cat", "--do-sample", "seed=1", "max_new_tokens=8", "--stream"]) == 0
+    assert capsys.readouterr().out == said[0]["text"] + "\n"
+    (here / "p.txt").write_text("the cat\n\na mat. the cat\nthe\n")
+    (here / "p.jsonl").write_text('{"q": "the cat"}\n{"q": "a mat. the cat"}\n{"q": "the"}\n')
+    beams = ["num_beams=3", "num_return_sequences=2", "max_new_tokens=4", "stop_strings=zz"]
+    for prompts in (["prompts=p.txt"], ["prompts=p.jsonl", "prompt_key=q", "batch=2", "out=o.jsonl"]):
+        assert main(["generate", "copy", *prompts, *beams, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+    assert rows == {"out": "o.jsonl", "texts": 6}
+    rows = [json.loads(line) for line in (here / "o.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["the cat"] * 2 + ["a mat. the cat"] * 2 + ["the"] * 2
+    for row in rows:
+        assert main(["generate", "copy", row["prompt"], *beams, "--json"]) == 0
+        assert row in json.loads(capsys.readouterr().out)
     assert said[0] == said[1] and said[0]["text"].startswith("the cat") and len(said[0]["ids"]) == len("the cat") + 8

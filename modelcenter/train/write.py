@@ -1,0 +1,77 @@
+"""Texts that a model writes: prompts in batches, rows of ids out."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..data.tokenizer import Tokenizer
+from ..errors import refuse
+from ..generate.run import settings
+from ..registry import Model
+
+
+class Spelled:
+    """A tokenizer that says its special tokens too, so that a stop string may be one."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, special=True)
+
+
+class Spoken:
+    """A streamer that hands the text of one row to `say`, piece by piece; half a character waits for its other half."""
+
+    def __init__(self, tokenizer: Tokenizer, say: Any, ids: Sequence[int] = ()):
+        self.tokenizer, self.say, self.ids, self.said = tokenizer, say, list(ids), 0
+        self.flush()
+
+    def put(self, ids: torch.Tensor) -> None:
+        self.ids += ids.tolist()
+        self.flush()
+
+    def end(self) -> None:
+        self.flush(last=True)
+
+    def flush(self, last: bool = False) -> None:
+        text = self.tokenizer.decode(self.ids)
+        if last or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.say(text[self.said :])
+            self.said = len(text)
+
+
+def write(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], batch: int = 8, **options: Any) -> Iterator[list[list[int]]]:
+    """For each prompt in turn the ids of its texts (`num_return_sequences` of them): a decoder's with the prompt, an
+    encoder-decoder's target after its start token, each up to and with the id that ends it.
+
+    `options` are `generate`'s. A seed counts up from batch to batch.
+    """
+    device = next(model.parameters()).device
+    o = settings(model, None, {k: v for k, v in options.items() if k not in ("streamer", "prefix_allowed_tokens_fn")})
+    for start in range(0, len(prompts), batch):
+        rows = [tokenizer.encode(prompt) for prompt in prompts[start : start + batch]]
+        for prompt, row in zip(prompts[start : start + batch], rows, strict=True):
+            if not row:
+                refuse(None, "prompt", repr(prompt), "a text of at least one token")
+        width, pad = max(map(len, rows)), tokenizer.pad_id or 0
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+        seed = {} if o.seed is None else {"seed": o.seed + start // batch}
+        out = model.generate(ids, mask, tokenizer=Spelled(tokenizer), **{**options, **seed}).tolist()
+        many = len(out) // len(rows)
+        begin = 1 if model.encoder_decoder else width
+        for i, row in enumerate(rows):
+            kept = [] if model.encoder_decoder else row
+            yield [kept + cut(text[begin:], o.ends, o.pad if o.stop_strings else None) for text in out[i * many : (i + 1) * many]]
+
+
+def cut(ids: list[int], ends: Sequence[int], fill: int | None) -> list[int]:
+    """`ids` up to the first that ends them; those that a string has ended are followed by `fill` alone."""
+    for i, t in enumerate(ids):
+        if t in ends:
+            return ids[: i + 1]
+    while ids and ids[-1] == fill:
+        ids = ids[:-1]
+    return ids
