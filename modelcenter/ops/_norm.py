@@ -87,7 +87,7 @@ def norm_backward(
     apart = None if branch is None else torch.empty_like(total, dtype=branch)
     scale = narrow(weight)
     dweight, dbias = torch.empty_like(scale), torch.empty_like(scale) if centred else None
-    partial = scale.new_empty((lines(total, stats.size(1)), 2 if centred else 1, len(weight)), dtype=torch.float32)
+    partial = scale.new_empty((lines(total, stats.size(1)), 2 if centred else 1, weight.size(0)), dtype=torch.float32)
     more = None if more is None else more.contiguous()
     call("norm_backward", grad.contiguous(), total, more, scale, stats, seed, p, stream, apart, dweight, dbias, partial)
     none = total.new_empty(0)

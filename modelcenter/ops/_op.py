@@ -3,7 +3,8 @@
 A layer calls the op and never asks what runs. The kernel does, where there is one for the device and the dtypes: in eager through
 a plain autograd.Function (the cheapest road: benchmarks/README.md has the figures), and through an operator registered with
 torch.library under torch.compile and under a dispatch mode (selective recompute, fake tensors). The reference does everything
-else: float64, other devices, DTensors, functorch's transforms, an installation without compiled kernels.
+else: float64, other devices, functorch's transforms, an installation without compiled kernels. On DTensors an op is done by each
+process on its own shards (_shard.py).
 
 MODELCENTER_KERNELS=0 leaves the kernels out, and a file there is loaded in place of the installed ones; MODELCENTER_CPU=base or
 avx2 keeps those for the CPU to an older instruction set.
@@ -15,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .. import __version__
+from ._shard import on_shards
 
 FILE = os.environ.get("MODELCENTER_KERNELS", "1")
 WANTED = FILE != "0"
@@ -176,6 +179,9 @@ class Op:
         if kernel is None:
             return self.reference(*args)
         device, plain, known, grad = look(args)
+        if not plain and sharded(args):
+            out = on_shards(self.name, args, partial(Op.__call__, self))
+            return self.reference(*args) if out is NotImplemented else out
         fits = known and device in kernel.devices and available(device) and not transformed()
         if not fits or (kernel.takes is not None and not kernel.takes(*args)):
             return self.reference(*args)
@@ -183,8 +189,6 @@ class Op:
             if grad and torch.is_grad_enabled():
                 return self.straight(*args)
             return kernel.of(kernel.forward.direct(*args))
-        if not plain and sharded(args):
-            return self.reference(*args)
         if torch.compiler.is_compiling() and device not in kernel.compiled:
             return self.reference(*args)
         return kernel.of(kernel.forward.operator(*args))
@@ -197,7 +201,7 @@ class Op:
 
 
 def sharded(args: Sequence[Any]) -> bool:
-    """Whether one of them is a DTensor: the reference's functions have rules for those. Who has any has imported its module."""
+    """Whether one of them is a DTensor. Who has any has imported its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(a, module.DTensor) for a in args)
 

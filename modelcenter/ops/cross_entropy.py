@@ -29,7 +29,7 @@ def reference(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float =
 @raw("(Tensor logits, Tensor labels, float smoothing=0.0, float z=0.0) -> (Tensor, Tensor)")
 def cross_entropy_forward(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> tuple[Tensor, Tensor]:
     """The loss, and the logsumexp of every row."""
-    losses, lse = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+    losses, lse = (torch.empty(logits.size(0), dtype=torch.float32, device=logits.device) for _ in range(2))
     call("cross_entropy", logits.contiguous(), labels.contiguous(), logits.size(1), smoothing, z, losses, lse)
     return summed(losses), lse
 
