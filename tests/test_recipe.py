@@ -213,7 +213,6 @@ REPLACED = {  # whole recipes
     BASE.replace("{path: a.txt}", "{}"): "data.path: missing",
     BASE.replace("{path: a.txt}", "a.txt"): "data: 'a.txt'; a mapping",
     BASE.replace("{path: a.txt}", "{path: a, seq_len: 1}"): "data.seq_len: 1; an integer at least 2",
-    BASE.replace("{path: a.txt}", "{path: a, packing: true}\nobjective: mlm"): "data.packing: true with objective mlm",
 }
 CASES = {BASE + text: found for text, found in REFUSED.items()} | REPLACED
 

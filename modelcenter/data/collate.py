@@ -6,7 +6,9 @@ b: sequences of the batch, s: the longest of them. Ids and labels are int64, mas
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -14,35 +16,46 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # the label of a token that is not trained on, as in transformers
 SHOWN = 600  # characters of the sample that is shown before training
-Row = Sequence[int]
+Row = Sequence[int] | NDArray[np.int32]
 Batch = dict[str, Any]  # tensors (and, packed, two ints) under the names of the model's arguments
 
 
 def stack(rows: Sequence[Row], value: int) -> Tensor:
     """Rows of different lengths as (b, s), filled up on the right with `value`."""
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.int64)
+    out = np.full((len(rows), max(map(len, rows))), value, np.int64)
+    for k, row in enumerate(rows):
+        out[k, : len(row)] = row
+    return torch.from_numpy(out)
 
 
 def stack_mask(rows: Sequence[Row]) -> Tensor:
     """(b, s): 1 where `stack` has a token, 0 where it fills up."""
-    return stack([[1] * len(row) for row in rows], 0)
+    lengths = torch.tensor([len(row) for row in rows])
+    return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
-def pack(sequences: Sequence[tuple[Row, Row]]) -> Batch:
-    """(ids, labels) of whole sequences side by side: (1, total), bounds in cu_seq_lens, positions that restart.
+def join(rows: Sequence[Row]) -> Tensor:
+    """Rows side by side: (1, total)."""
+    return torch.from_numpy(np.concatenate(rows, dtype=np.int64))[None]
 
-    The model shifts labels inside: the first of a sequence would be predicted by the one before, so it is ignored.
+
+def pad(ids: Sequence[Row], labels: Sequence[Row], value: int) -> Batch:
+    """input_ids filled up with `value`, attention_mask and labels, all (b, s); the labels of another length are (b, t)."""
+    return {"input_ids": stack(ids, value), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
+
+
+def pack(ids: Sequence[Row], labels: Sequence[Row] | None = None) -> Batch:
+    """Whole sequences side by side: (1, total), their n + 1 bounds in cu_seq_lens, positions that restart.
+
+    A causal model shifts labels inside: the first label of a sequence, which the one before would predict, is ignored by
+    whoever makes these labels. `labels` may be a target of another length: then q counts the targets, k the sources.
     """
-    lengths = [len(ids) for ids, _ in sequences]
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    labels = torch.tensor([[label for _, row in sequences for label in (IGNORED, *row[1:])]])
+    labels = ids if labels is None else labels
+    q, k = (torch.tensor([0, *map(len, rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32) for rows in (labels, ids))
     return {
-        "input_ids": torch.tensor([[i for ids, _ in sequences for i in ids]]),
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-        "labels": labels,
-        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,
-        "max_length_q": max(lengths), "max_length_k": max(lengths),
+        "input_ids": join(ids), "position_ids": torch.cat([torch.arange(len(row)) for row in ids])[None],
+        "labels": join(labels), "cu_seq_lens_q": q, "cu_seq_lens_k": k,
+        "max_length_q": max(map(len, labels)), "max_length_k": max(map(len, ids)),
     }  # fmt: skip
 
 
@@ -51,14 +64,11 @@ def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] |
 
     A masked token stands as [[seen -> wanted]]; of a pair of sequences the source and the target are shown.
     """
-    ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    ids, labels = _first(batch), batch["labels"][0].tolist()
     if isinstance(labels, int):
-        return f"{_text(_unpadded(batch), tokenizer)}\n  label: {names[labels] if names else labels}"
+        return f"{_text(ids, tokenizer)}\n  label: {names[labels] if names else labels}"
     if "cu_seq_lens_q" in batch:
-        end = int(batch["cu_seq_lens_q"][1])
-        ids, labels = ids[:end], labels[:end]
-    elif "attention_mask" in batch:
-        ids = _unpadded(batch)
+        labels = labels[: int(batch["cu_seq_lens_q"][1])]
     trained = [label != IGNORED for label in labels]
     if trained[0]:  # only a decoder has something to predict its first token from
         wanted = [label for label in labels if label != IGNORED]
@@ -72,11 +82,13 @@ def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] |
     return _shortened(" ".join(pieces))
 
 
-def _unpadded(batch: Batch) -> list[int]:
-    """The ids of the first sample without its padding."""
+def _first(batch: Batch) -> list[int]:
+    """The ids of the first sequence without its padding, and without those packed beside it."""
     ids: list[int] = batch["input_ids"][0].tolist()
     mask: Any = batch.get("attention_mask")
-    return ids if mask is None else ids[: int(mask[0].sum())]
+    if mask is not None:
+        return ids[: int(mask[0].sum())]
+    return ids[: int(batch["cu_seq_lens_k"][1])] if "cu_seq_lens_k" in batch else ids
 
 
 def _runs(ids: list[int], trained: list[bool], tokenizer: "Tokenizer") -> str:

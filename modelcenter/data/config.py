@@ -34,6 +34,9 @@ class DataConfig:
     response_key: str | None = field(default=None, metadata=_is("the field of the response to prompt_key (lm)"))
     seq_len: int = field(default=512, metadata=_is("tokens of an example: blocks (lm, mlm) or truncation", min=2))
     target_len: int | None = field(default=None, metadata=_is("tokens of a target; absent: seq_len (seq2seq)", min=2))
-    packing: bool = field(default=False, metadata=_is("documents side by side, unseen by one another, not blocks (lm)"))
+    packing: bool = field(
+        default=False, metadata=_is("sequences side by side in rows of seq_len, unseen by one another; no blocks (lm, mlm)")
+    )
+    padding_free: bool = field(default=False, metadata=_is("the sequences of a batch side by side, not padded"))
     mlm_probability: float = field(default=0.15, metadata=_is("the share of tokens to predict (mlm)", above=0, max=1))
     shuffle: bool = field(default=True, metadata=_is("a new order of the training examples each epoch"))

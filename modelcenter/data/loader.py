@@ -21,7 +21,14 @@ class Examples(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of every example."""
+
     def at(self, epoch: int, index: int) -> Any: ...
+
+    def collate(self, examples: list[Any]) -> Batch:
+        """One batch of some examples."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """What is learned from records: language modelling, masked language modelling, sequence to sequence, classification.
 
-Each objective is one class: `len` examples, `at(epoch, index)` gives one by these two numbers (and the seed) alone, and
-`collate` makes a batch of a list of them. Labels are IGNORED where nothing is predicted. Causal models shift them
-inside, so the first of a sequence is IGNORED too: the labels that are not are exactly the predictions.
+Each objective is one class: `len` examples of `lengths` tokens, `at(epoch, index)` gives one by these two numbers (and the
+seed) alone, `collate` makes a batch of a list of them and `pack` one without padding. Labels are IGNORED where nothing is
+predicted. Causal models shift them inside, so the first of a sequence is IGNORED too: the labels that are not are exactly the
+predictions.
 """
 
 import warnings
-from bisect import bisect_left, insort
-from collections import defaultdict
+from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -16,20 +17,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from modelcenter.data.collate import IGNORED, Batch, Row, pack, stack, stack_mask
+from modelcenter.data.collate import IGNORED, Batch, join, pack, pad, stack, stack_mask
 from modelcenter.data.config import DataConfig
+from modelcenter.data.loader import Examples
+from modelcenter.data.packing import Packed, Unpadded
+from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
 from modelcenter.errors import nearest, refuse
 
 Objective = Literal["lm", "mlm", "seq2seq", "classify"]
-Ids = NDArray[np.int32]
+Lengths = NDArray[np.int64]
 
 
 def make_examples(objective: Objective, records: Sequence[Record], tokenizer: Tokenizer, data: DataConfig, *,
                   vocab: int | None = None, seed: int = 0, train: bool = True,
-                  names: Sequence[str] | None = None) -> "Blocks | Packed | Rows | Masked | Pairs | Labelled":
-    """The examples of `records` for `objective`.
+                  names: Sequence[str] | None = None) -> Examples:
+    """The examples of `records` for `objective`; packed, or their batches without padding, where `data` says so.
 
     `vocab` is the model's vocabulary (an id outside it is refused by file and line), `names` the classes' (by default
     those of `records`). Without `train` the blocks of a stream do not move from epoch to epoch.
@@ -40,16 +44,18 @@ def make_examples(objective: Objective, records: Sequence[Record], tokenizer: To
         refuse(None, "data.path", "no record", "data with at least one record is wanted")
     read = Reader(tokenizer, vocab, train)
     if objective == "mlm":
-        return Masked(records, read, data, seed)
-    if objective == "seq2seq":
-        return Pairs(records, read, data)
-    if objective == "classify":
-        return Labelled(records, read, data, names or label_names(records, data))
-    if data.packing:
-        return Packed(records, read, data)
-    if data.prompt_key is not None or data.response_key is not None:
-        return Rows(records, read, data)
-    return Blocks(records, read, data, seed, train)
+        found: Sequences | Labelled = Masked(documents(objective, records, read, data), read, data, seed)
+    elif objective == "seq2seq":
+        found = Pairs(records, read, data)
+    elif objective == "classify":
+        found = Labelled(records, read, data, names or label_names(records, data))
+    elif data.prompt_key is not None or data.response_key is not None:
+        found = Rows(records, read, data)
+    elif data.packing:
+        found = Documents(documents(objective, records, read, data), read, data)
+    else:
+        found = Blocks(documents(objective, records, read, data), read, data, seed, train)
+    return Packed(found) if data.packing else Unpadded(found) if data.padding_free else found
 
 
 def texts_of(objective: Objective, records: Sequence[Record], data: DataConfig) -> Iterator[str]:
@@ -75,6 +81,7 @@ class Reader:
         template = tokenizer.encode("") if tokenizer.bos_id is not None else []
         self.bos = template[:1] if template[:1] == [tokenizer.bos_id] else []
         self.eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        self.sep = [] if tokenizer.sep_id is None else [tokenizer.sep_id]
         size, top = tokenizer.vocab_size, max(self.bos + self.eos, default=-1)
         if vocab is not None and top >= vocab:
             found = f"a special token has id {top}, the model {vocab} tokens"
@@ -115,22 +122,53 @@ class Reader:
         found = f"{where}token {place} ({piece!r}) has id {ids[place]}, the model {self.vocab} tokens"
         record.refuse(found, "the tokenizer of this model is wanted", offset)
 
-    def document(self, record: Record, key: str) -> list[int]:
-        """The ids of a document, with the beginning of text where the tokenizer's own template has one."""
-        ids = self.encode(record, record.text(key, "data.text_key"))
-        return self.bos + ids if ids else []
+
+def documents(objective: Objective, records: Sequence[Record], read: Reader, data: DataConfig) -> Ragged:
+    """The ids of every document that is not empty. lm: between the beginning of text, where the tokenizer's own template
+    has one, and its end; mlm: with [SEP] behind them."""
+    rows, (before, after) = Ragged(), (([], read.sep) if objective == "mlm" else (read.bos, read.eos))
+    for record in records:
+        if ids := read.encode(record, record.text(data.text_key, "data.text_key")):
+            rows.append([*before, *ids, *after])
+    if not rows.total:
+        refuse(records[0].file, data.text_key, "no token in all texts", "a text is wanted")
+    return rows
 
 
-def join(documents: Sequence[Row], between: Row) -> Ids:
-    """One stream of all documents that are not empty, with `between` between them."""
-    stream: list[int] = []
-    for document in documents:
-        if document:
-            stream += [*between, *document] if stream else document
-    return np.array(stream, np.int32)
+def pieces(bounds: Lengths, size: int, drop: int = 0) -> tuple[Lengths, Lengths]:
+    """(starts, stops) of rows cut into pieces of `size`, each row without its last `drop`."""
+    lengths = np.diff(bounds) - drop
+    counts = -(-lengths // size)
+    number = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # of the piece within its row
+    starts = np.repeat(bounds[:-1], counts) + size * number
+    return starts, np.minimum(starts + size, np.repeat(bounds[:-1] + lengths, counts))
 
 
-class Blocks:
+class Sequences(ABC):
+    """Examples that are (ids, labels) of one sequence, or of a source and its target."""
+
+    lengths: Lengths
+    size: int  # tokens of the longest at most
+    fill: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @abstractmethod
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]: ...
+
+    def collate(self, examples: list[tuple[Ids, Ids]]) -> Batch:
+        """input_ids and attention_mask (b, s), labels (b, s), those of targets (b, t): filled up on the right."""
+        ids, labels = zip(*examples, strict=True)
+        return pad(ids, labels, self.fill)
+
+    def pack(self, examples: list[tuple[Ids, Ids]]) -> Batch:
+        """One row, as `collate.pack` says."""
+        ids, labels = zip(*examples, strict=True)
+        return pack(ids, labels)
+
+
+class Blocks(Sequences):
     """lm: one stream of tokens, cut into blocks of seq_len.
 
     A block starts on the last token of the one before, so each token but the stream's first is predicted once an epoch.
@@ -138,29 +176,35 @@ class Blocks:
     different contexts. The stream's first token, and what is past one turn of the ring, is ignored.
     """
 
-    def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig, seed: int, moving: bool) -> None:
-        self.stream = join([read.document(r, data.text_key) for r in records], read.eos)
-        if len(self.stream) < 2:
-            refuse(records[0].file, data.text_key, f"{len(self.stream)} tokens in all", "at least two are wanted")
-        self.seq_len, self.seed, self.moving = data.seq_len, seed, moving
-
-    def __len__(self) -> int:
-        return -(-(len(self.stream) - 1) // (self.seq_len - 1))
+    def __init__(self, tokens: Ragged, read: Reader, data: DataConfig, seed: int, moving: bool) -> None:
+        self.tokens, self.total = tokens, tokens.total - len(read.eos)  # between documents, and not behind the last
+        if self.total < 2:
+            refuse(None, "data.path", f"{self.total} tokens in all", "at least two are wanted")
+        self.size, self.seed, self.moving = data.seq_len, seed, moving
+        self.lengths = np.full(-(-(self.total - 1) // (self.size - 1)), self.size)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
         """(ids, labels), both (seq_len)."""
-        stride = self.seq_len - 1
+        stride = self.size - 1
         offset = cut(self.seed, epoch, stride) if self.moving else 0
-        turn = index * stride + np.arange(self.seq_len)
-        place = (turn + offset) % len(self.stream)
-        ids = self.stream[place]
-        known = (place == 0) | (turn > len(self.stream)) | (turn == index * stride)
+        turn = index * stride + np.arange(self.size)
+        place = (turn + offset) % self.total
+        ids = self.around(int(place[0]))
+        known = (place == 0) | (turn > self.total) | (turn == index * stride)
         return ids, np.where(known, IGNORED, ids)
 
     def collate(self, examples: list[tuple[Ids, Ids]]) -> Batch:
-        """input_ids and labels, both (b, seq_len)."""
-        ids, labels = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*examples, strict=True))
-        return {"input_ids": ids, "labels": labels}
+        """input_ids and labels, both (b, seq_len): nothing to fill up."""
+        ids, labels = zip(*examples, strict=True)
+        return {"input_ids": stack(ids, 0), "labels": stack(labels, IGNORED)}
+
+    def around(self, start: int) -> Ids:
+        """A block from `start` on in the ring."""
+        found: list[Ids] = []
+        while (missing := self.size - sum(map(len, found))) > 0:
+            found.append(self.tokens.flat(start, min(start + missing, self.total)))
+            start = 0
+        return np.concatenate(found)
 
 
 @lru_cache(maxsize=4)
@@ -169,72 +213,55 @@ def cut(seed: int, epoch: int, stride: int) -> int:
     return int(np.random.default_rng((seed, epoch, 1)).integers(stride))
 
 
-class Rows:
-    """lm over prompt and response: only the response is trained on; padded on the right.
+class Rows(Sequences):
+    """lm over prompt and response: only the response is trained on.
 
     Of a row that is too long the prompt loses its beginning first, then the response its end.
     """
 
     def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig) -> None:
-        self.pad = _pad(read.tokenizer)
-        self.rows = [fit(*row, data.seq_len) for row in prompted(records, read, data)]
+        self.fill, self.size, self.ids, self.known = _pad(read.tokenizer), data.seq_len, Ragged(), array("q")
+        for prompt, response in prompted(records, read, data):
+            ids, known = fit(prompt, response, data.seq_len)
+            self.ids.append(ids)
+            self.known.append(known)
+        self.lengths = np.diff(self.ids.bounds)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def at(self, epoch: int, index: int) -> tuple[Row, Row]:
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
         """(ids, labels) of one row."""
-        return self.rows[index]
-
-    def collate(self, examples: list[tuple[Row, Row]]) -> Batch:
-        """input_ids, attention_mask, labels: (b, s); the labels of `Pairs` are targets (b, t)."""
-        ids, labels = zip(*examples, strict=True)
-        return {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
+        ids = self.ids[index]
+        return ids, np.where(np.arange(len(ids)) < self.known[index], IGNORED, ids)
 
 
-class Packed:
-    """lm over whole documents, packed side by side into rows of at most seq_len, none seeing another.
+class Documents(Sequences):
+    """lm over documents apart from one another; one that is longer is cut into sequences of seq_len."""
 
-    A document that is longer is cut into sequences of seq_len (of a prompt and its response, `fit` keeps one).
-    """
+    def __init__(self, tokens: Ragged, read: Reader, data: DataConfig) -> None:
+        self.tokens, self.size, self.fill = tokens, data.seq_len, _pad(read.tokenizer)
+        self.starts, self.stops = pieces(tokens.bounds, self.size)
+        self.lengths = self.stops - self.starts
 
-    def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig) -> None:
-        size = data.seq_len
-        if data.prompt_key is not None or data.response_key is not None:
-            sequences = [fit(*row, size) for row in prompted(records, read, data)]
-        else:
-            documents = [d + read.eos for d in (read.document(r, data.text_key) for r in records) if d]
-            sequences = [(d[k : k + size], d[k : k + size]) for d in documents for k in range(0, len(d), size)]
-        if not sequences:
-            refuse(records[0].file, data.text_key, "no token in all texts", "a text is wanted")
-        self.sequences, self.bins = sequences, best_fit([len(ids) for ids, _ in sequences], size)
-
-    def __len__(self) -> int:
-        return len(self.bins)
-
-    def at(self, epoch: int, index: int) -> list[tuple[Row, Row]]:
-        """(ids, labels) of each sequence in a bin."""
-        return [self.sequences[k] for k in self.bins[index]]
-
-    def collate(self, examples: list[list[tuple[Row, Row]]]) -> Batch:
-        """One packed row (1, total), as `pack` says."""
-        return pack([sequence for example in examples for sequence in example])
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(ids, labels) of a sequence."""
+        ids = self.tokens.flat(int(self.starts[index]), int(self.stops[index]))
+        return ids, np.where(np.arange(len(ids)) == 0, IGNORED, ids)
 
 
-class Masked:
-    """mlm: the stream of all documents in blocks of seq_len between [CLS] and [SEP], with [SEP] between documents.
+class Masked(Sequences):
+    """mlm: the stream of all documents in blocks of seq_len between [CLS] and [SEP], with [SEP] between documents, or, to
+    be packed, each document for itself.
 
     Devlin et al. 2018, 3.1: of the tokens chosen (15 %) 80 % are masked, 10 % replaced, 10 % kept; anew each epoch.
     """
 
-    def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig, seed: int) -> None:
+    def __init__(self, tokens: Ragged, read: Reader, data: DataConfig, seed: int) -> None:
         tokenizer = read.tokenizer
         if tokenizer.mask_id is None:
             refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", "one with it is wanted")
-        self.mask, self.pad = tokenizer.mask_id, _pad(tokenizer)
+        self.mask, self.fill = tokenizer.mask_id, _pad(tokenizer)
         self.seed, self.probability = seed, data.mlm_probability
         self.head = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
-        self.tail = [] if tokenizer.sep_id is None else [tokenizer.sep_id]
+        self.tail = read.sep
         room = data.seq_len - len(self.head) - len(self.tail)
         if room < 1:
             refuse(None, "data.seq_len", str(data.seq_len), "room for a token between [CLS] and [SEP] is wanted")
@@ -242,18 +269,15 @@ class Masked:
         top = min(tokenizer.vocab_size, read.vocab or tokenizer.vocab_size)
         self.special = np.array(sorted(special), np.int32)
         self.ordinary = np.array([i for i in range(top) if i not in special], np.int32)
-        documents = [read.encode(r, r.text(data.text_key, "data.text_key")) for r in records]
-        stream = join(documents, self.tail)
-        self.blocks = [stream[k : k + room] for k in range(0, len(stream), room)]
-        if not self.blocks:
-            refuse(records[0].file, data.text_key, "no token in all texts", "a text is wanted")
+        self.tokens, self.size = tokens, data.seq_len
+        bounds = tokens.bounds if data.packing else np.array([0, tokens.total])
+        self.starts, self.stops = pieces(bounds, room, drop=len(self.tail))
+        self.lengths = self.stops - self.starts + len(self.head) + len(self.tail)
 
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def at(self, epoch: int, index: int) -> tuple[Row, Row]:
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
         """(ids, labels): at least one token is to be predicted wherever one is not special."""
-        ids = np.concatenate([self.head, self.blocks[index], self.tail]).astype(np.int32)
+        block = self.tokens.flat(int(self.starts[index]), int(self.stops[index]))
+        ids = np.concatenate([self.head, block, self.tail]).astype(np.int32)
         random = np.random.default_rng((self.seed, epoch, index, 2))
         open_ = ~np.isin(ids, self.special)
         chosen = open_ & (random.random(len(ids)) < self.probability)
@@ -262,21 +286,19 @@ class Masked:
         fate = random.random(len(ids))
         other = random.choice(self.ordinary, len(ids)) if len(self.ordinary) else ids
         seen = np.where(chosen & (fate < 0.8), self.mask, np.where(chosen & (fate >= 0.9), other, ids))
-        return seen.tolist(), np.where(chosen, ids, IGNORED).tolist()
-
-    def collate(self, examples: list[tuple[Row, Row]]) -> Batch:
-        """input_ids, attention_mask, labels: (b, s)."""
-        ids, labels = zip(*examples, strict=True)
-        return {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
+        return seen.astype(np.int32), np.where(chosen, ids, IGNORED).astype(np.int32)
 
 
-class Pairs(Rows):
-    """seq2seq: a source and a target, each ending in the end of text; the model makes the decoder's input of labels."""
+class Pairs(Sequences):
+    """seq2seq: a source and a target, each ending in the end of text; the model makes the decoder's input of labels.
+
+    The length of a pair is that of both together, and so is the room of a packed row.
+    """
 
     def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig) -> None:
         if not read.eos:
             refuse(read.tokenizer.name, "objective", "seq2seq with a tokenizer without an end of text", "one is wanted")
-        self.pad, self.rows = _pad(read.tokenizer), []
+        self.fill, self.sources, self.targets = _pad(read.tokenizer), Ragged(), Ragged()
         wide, long = data.seq_len, data.target_len or data.seq_len
         for record in records:
             source = data.source_prefix + record.text(data.source_key, "data.source_key")
@@ -284,22 +306,31 @@ class Pairs(Rows):
             ids, _ = read.encode_pair(record, source, None, wide)
             if ids[-1:] != read.eos:
                 ids = ids[: wide - 1] + read.eos
-            self.rows.append((ids, target[: long - 1] + read.eos))
+            self.sources.append(ids)
+            self.targets.append(target[: long - 1] + read.eos)
+        self.size, self.lengths = wide + long, np.diff(self.sources.bounds) + np.diff(self.targets.bounds)
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(source ids, target ids)."""
+        return self.sources[index], self.targets[index]
 
 
 class Labelled:
     """classify: one text or two and a class; `names` are the classes in order."""
 
     def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig, names: Sequence[str]) -> None:
-        self.names, self.pad = tuple(names), _pad(read.tokenizer)
-        self.rows: list[tuple[list[int], list[int], int]] = []
+        self.names, self.fill, self.size = tuple(names), _pad(read.tokenizer), data.seq_len
+        self.ids, self.segments, self.labels = Ragged(), Ragged(), array("q")
         for record in records:
             first = record.text(data.text_key, "data.text_key")
             second = None if data.pair_key is None else record.text(data.pair_key, "data.pair_key")
             ids, segments = read.encode_pair(record, first, second, data.seq_len)
-            self.rows.append((ids, segments, self.label(record, data.label_key)))
+            self.ids.append(ids)
+            self.segments.append(segments)
+            self.labels.append(self.label(record, data.label_key))
+        self.lengths = np.diff(self.ids.bounds)
         # Decided once, so that every batch has the same keys; families without segments get none to refuse.
-        self.segmented = any(any(segments) for _, segments, _ in self.rows)
+        self.segmented = data.pair_key is not None and any(read.tokenizer.encode_pair("a", "a")[1])
 
     def label(self, record: Record, key: str) -> int:
         """The number of a record's class."""
@@ -313,17 +344,23 @@ class Labelled:
         return number
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.ids)
 
-    def at(self, epoch: int, index: int) -> tuple[list[int], list[int], int]:
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids, int]:
         """(ids, segments, class)."""
-        return self.rows[index]
+        return self.ids[index], self.segments[index], self.labels[index]
 
-    def collate(self, examples: list[tuple[list[int], list[int], int]]) -> Batch:
+    def collate(self, examples: list[tuple[Ids, Ids, int]]) -> Batch:
         """input_ids, attention_mask and, for pairs, token_type_ids: (b, s); labels: (b)."""
         ids, segments, labels = zip(*examples, strict=True)
-        batch = {"input_ids": stack(ids, self.pad), "attention_mask": stack_mask(ids), "labels": torch.tensor(labels)}
+        batch = {"input_ids": stack(ids, self.fill), "attention_mask": stack_mask(ids), "labels": torch.tensor(labels)}
         return batch | ({"token_type_ids": stack(segments, 0)} if self.segmented else {})
+
+    def pack(self, examples: list[tuple[Ids, Ids, int]]) -> Batch:
+        """As `pack`; labels: (n), one a sequence."""
+        ids, segments, labels = zip(*examples, strict=True)
+        batch = pack(ids) | {"labels": torch.tensor(labels)}
+        return batch | ({"token_type_ids": join(segments)} if self.segmented else {})
 
 
 def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
@@ -359,38 +396,12 @@ def prompted(records: Sequence[Record], read: Reader, data: DataConfig) -> Itera
         yield read.bos + prompt, response + read.eos
 
 
-def fit(prompt: list[int], response: list[int], size: int) -> tuple[list[int], list[int]]:
-    """(ids, labels) of at most `size`: the prompt gives way from its beginning, but one token stays to predict from."""
+def fit(prompt: list[int], response: list[int], size: int) -> tuple[list[int], int]:
+    """At most `size` ids, and how many of them are not trained on: the prompt gives way from its beginning, but one token
+    stays to predict from."""
     room = max(size - len(response), min(len(prompt), 1))
     prompt = prompt[len(prompt) - min(room, len(prompt)) :]
-    response = response[: size - len(prompt)]
-    return prompt + response, [IGNORED] * len(prompt) + response if prompt else [IGNORED, *response[1:]]
-
-
-def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Bins of items whose lengths sum to at most `size`: longest first, each into the fullest bin with room for it.
-
-    Best-fit decreasing (Johnson 1973: at most 11/9 of the optimal number); O(n log size). No length may exceed `size`.
-    """
-    bins: list[list[int]] = []
-    by_room: dict[int, list[int]] = defaultdict(list)  # room left -> bins
-    rooms: list[int] = []  # the rooms that some bin has, in order
-    for item in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
-        length = lengths[item]
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            bins.append([])
-            room, target = size, len(bins) - 1
-        else:
-            room = rooms[place]
-            target = by_room[room].pop()
-            if not by_room[room]:
-                del rooms[place]
-        bins[target].append(item)
-        if not by_room[room - length]:
-            insort(rooms, room - length)
-        by_room[room - length].append(target)
-    return bins
+    return prompt + response[: size - len(prompt)], max(len(prompt), 1)
 
 
 def _pad(tokenizer: Tokenizer) -> int:

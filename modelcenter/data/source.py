@@ -78,6 +78,12 @@ class Source:
         return text.removeprefix("\ufeff") if start == 0 else text
 
 
+def scratch() -> int:
+    """A descriptor of a new file without a name, which is gone when it is closed."""
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 def unpack(file: Path) -> int:
     """A descriptor of what a .gz holds."""
     limit, total = max(EXPANSION * file.stat().st_size, LONGEST_LINE), 0

@@ -36,10 +36,11 @@ class Packing:
 class View:
     """`mask` (1|b 1|h s t; bool, or an additive bias with -inf where nothing is seen), how keys are found, and rotary angles.
 
-    With `packing` a sequence sees itself alone, and an additive `mask` is indexed by the position within the sequence.
+    With `packing` a sequence sees itself alone, and an additive `mask` is indexed by the position within the sequence, or there
+    is one for each sequence.
     """
 
-    mask: Tensor | None = None
+    mask: Tensor | Sequence[Tensor] | None = None
     causal: bool = False  # by the kernel's own rule; never together with a mask
     packing: Packing | None = None
     angles: Angles | None = None
@@ -48,17 +49,20 @@ class View:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """softmax(q k^T scale + mask) v, each of shape b h s|t d. Rows that see nothing give zero. Vaswani et al., 2017."""
-        if self.tiles_pay(q, k, v, dropout):
-            return self.tiled(q, k, v, scale, dropout)
         mask = self.mask
-        if mask is not None and mask.dtype not in (torch.bool, q.dtype):
-            mask = mask.to(q.dtype)
+        if not isinstance(mask, Sequence):
+            if self.tiles_pay(q, k, v, dropout):
+                return self.tiled(q, k, v, scale, dropout)
+            if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+                mask = mask.to(q.dtype)
         grouped = q.size(1) != k.size(1)
         if self.packing is None:
+            assert not isinstance(mask, Sequence)
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
         parts = []
-        for at, seen in self.packing.spans():
-            part = None if mask is None else mask[..., : at.stop - at.start, : seen.stop - seen.start]
+        for i, (at, seen) in enumerate(self.packing.spans()):
+            part = mask[i].to(q.dtype) if isinstance(mask, Sequence) else mask
+            part = None if part is None else part[..., : at.stop - at.start, : seen.stop - seen.start]
             q_, k_, v_ = q[:, :, at], k[:, :, seen], v[:, :, seen]
             parts.append(F.scaled_dot_product_attention(q_, k_, v_, part, dropout, self.causal, scale=scale, enable_gqa=grouped))
         return torch.cat(parts, 2)

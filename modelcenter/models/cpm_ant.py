@@ -71,7 +71,7 @@ class CPMAnt(Model):
         text = batch.x.ne(0) if batch.x.dim() == 2 else batch.x.new_ones(batch.x.shape[:2], dtype=torch.bool)
         x = self.embed(batch.x, segments=text * TEXT)
         if batch.packing is not None:
-            return self.packed(x, batch.packing, causal=batch.labels is not None)
+            return self.packed(x, batch.packing, batch.labels)
         real = text if batch.mask is None else batch.mask
         if batch.past and batch.mask is None:
             real = text.new_ones(len(text), batch.keys)
@@ -82,22 +82,25 @@ class CPMAnt(Model):
         bias = self.bias(segments, x.size(1))
         seen = nn.functional.pad(real, (n, 0), value=True)[:, None, :]
         if batch.labels is not None:
-            context = nn.functional.pad((batch.labels != IGNORE).cumsum(1) == 0, (n, 0), value=True)
+            context = nn.functional.pad(context_of(batch.labels), (n, 0), value=True)
             seen = seen & (context[:, None, :] | past_only(x.size(1), x.device))
         mask = torch.where(seen[:, None], bias, float("-inf"))
         out: Tensor = self.decoder(x, View(mask, cache=batch.cache))
         return out[:, -batch.queries :]
 
-    def packed(self, x: Tensor, packing: Packing, causal: bool) -> Tensor:
-        """Each sequence behind its own prompt; with labels, all of it is text to predict."""
+    def packed(self, x: Tensor, packing: Packing, labels: Tensor | None) -> Tensor:
+        """Each sequence behind its own prompt; with labels the future is hidden but within a sequence's own context."""
         n, spans = self.config.prompt_length, [q for q, _ in packing.spans()]
         whole = torch.cat([part for q in spans for part in (self.prompts(), x[:, q])], 1)
         ends = [end + n * i for i, end in enumerate(packing.q)]
         longest = nn.functional.pad(torch.full((1, packing.longest), TEXT, device=x.device), (n, 0), value=PROMPT)
-        mask = self.bias(longest, longest.size(1))
-        if causal:
-            first = torch.arange(longest.size(1), device=x.device) < n
-            mask = torch.where(first | past_only(longest.size(1), x.device), mask, float("-inf"))
+        bias = self.bias(longest, longest.size(1))
+        mask: Tensor | list[Tensor] = bias
+        if labels is not None:
+            at, past = torch.arange(longest.size(1), device=x.device), past_only(longest.size(1), x.device)
+            known = [n + int(context_of(labels[:, q]).sum()) for q in spans]  # the prompt and the context
+            masks = {c: torch.where((at < c) | past, bias, float("-inf")) for c in set(known)}
+            mask = [masks[c] for c in known] if len(masks) > 1 else masks[known[0]]
         out = self.decoder(whole, View(mask, packing=Packing(ends, ends)))
         return torch.cat([out[:, q.start + n * (i + 1) : q.stop + n * (i + 1)] for i, q in enumerate(spans)], 1)
 
@@ -138,3 +141,9 @@ class CPMAnt(Model):
 
 def past_only(n: int, device: torch.device) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool, device=device).tril()
+
+
+def context_of(labels: Tensor) -> Tensor:
+    """What stands before the first label (b s). The very first is nobody's target: whether it is set says nothing."""
+    seen = (labels[:, 1:] != IGNORE).cumsum(1) == 0
+    return torch.cat((seen[:, :1].any(1, keepdim=True), seen), 1)

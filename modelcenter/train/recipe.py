@@ -75,8 +75,6 @@ class Recipe:
             refuse(None, "batch", str(self.batch), f"at most {MOST} sequences")
         if self.micro_batch is not None and self.batch % self.micro_batch:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
-        if self.data.packing and self.objective != "lm":
-            refuse(None, "data.packing", f"true with objective {self.objective}", "packing is for objective lm")
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:

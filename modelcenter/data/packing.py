@@ -1,0 +1,96 @@
+"""Sequences side by side in one row without padding, none seeing another: a few to a row of fixed size, or all of a batch.
+
+A model finds the sequences by their bounds (`cu_seq_lens_q` and `_k`), and their positions restart. Bins are made of
+lengths alone, once: an epoch changes their order and not what lies beside what.
+"""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelcenter.data.collate import Batch
+from modelcenter.data.ragged import Ragged
+
+WINDOW = 1 << 20  # sequences that are packed at a time: two seconds, and a bound on the memory
+
+
+class Packable(Protocol):
+    """Examples that may stand side by side; `size` is the most tokens that one may have."""
+
+    size: int
+    lengths: NDArray[np.int64]
+
+    def at(self, epoch: int, index: int) -> Any: ...
+
+    def pack(self, examples: list[Any]) -> Batch: ...
+
+
+class Unpadded:
+    """The same examples, their batches without padding."""
+
+    def __init__(self, examples: Packable) -> None:
+        self.examples, self.lengths = examples, examples.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def at(self, epoch: int, index: int) -> Any:
+        return self.examples.at(epoch, index)
+
+    def collate(self, examples: list[Any]) -> Batch:
+        """One row (1, total) of the examples, as their `pack` says."""
+        return self.examples.pack(examples)
+
+
+class Packed:
+    """Bins of examples that have `examples.size` tokens at most together."""
+
+    def __init__(self, examples: Packable) -> None:
+        lengths = examples.lengths
+        self.examples, self.bins = examples, Ragged()
+        for start in range(0, len(lengths), WINDOW):
+            for found in best_fit(lengths[start : start + WINDOW].tolist(), examples.size):
+                self.bins.append([start + item for item in found])
+        order = self.bins.flat(0, self.bins.total)
+        self.lengths: NDArray[np.int64] = np.add.reduceat(lengths[order], self.bins.bounds[:-1]) if len(order) else lengths
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def at(self, epoch: int, index: int) -> list[Any]:
+        """The examples of a bin."""
+        return [self.examples.at(epoch, k) for k in self.bins[index].tolist()]
+
+    def collate(self, examples: list[list[Any]]) -> Batch:
+        """One row (1, total) of the examples of all these bins, as their `pack` says."""
+        return self.examples.pack([example for bin in examples for example in bin])
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Bins of items whose lengths sum to at most `size`: longest first, each into the fullest bin with room for it.
+
+    Best-fit decreasing (Johnson 1973: at most 11/9 of the optimal number); O(n log size). No length may exceed `size`.
+    """
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = defaultdict(list)  # room left -> bins
+    rooms: list[int] = []  # the rooms that some bin has, in order
+    for item in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+        length = lengths[item]
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            bins.append([])
+            room, target = size, len(bins) - 1
+        else:
+            room = rooms[place]
+            target = by_room[room].pop()
+            if not by_room[room]:
+                del rooms[place]
+        bins[target].append(item)
+        if not by_room[room - length]:
+            insort(rooms, room - length)
+        by_room[room - length].append(target)
+    return bins

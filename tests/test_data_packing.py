@@ -1,0 +1,196 @@
+"""Packing: full bins, every token once, and for every family and objective the gradients of the same sequences padded."""
+
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelcenter.data.collate import IGNORED, describe_sample
+from modelcenter.data.config import DataConfig
+from modelcenter.data.loader import Loader
+from modelcenter.data.objective import make_examples
+from modelcenter.data.packing import Packed, best_fit
+from modelcenter.data.ragged import Ragged
+from modelcenter.data.record import Record
+from modelcenter.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from modelcenter.registry import Model, families, skeleton
+from modelcenter.train.evaluate import count_targets, count_tokens
+
+KEYS = {"prompt_key": "prompt", "response_key": "response"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lm": {}, "rows": KEYS, "mlm": {}, "seq2seq": {"target_len": 11}, "classify": {"pair_key": "response"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer([], 270, "roberta")
+
+
+def ragged_records(count: int = 23) -> list[Record]:
+    """Records that serve every objective."""
+    random = np.random.default_rng(0)
+
+    def text() -> str:
+        return "".join(random.choice(list("abcdef "), random.integers(1, 19)))
+
+    return [Record({"text": text(), "prompt": text(), "response": text(), "source": text(), "target": text(), "label": k % 3},
+                   "a.jsonl", k + 1) for k in range(count)]
+
+
+def examples_of(what: str, tokenizer: Tokenizer, **more: Any) -> Any:
+    objective: Any = "lm" if what == "rows" else what
+    return make_examples(objective, ragged_records(), tokenizer, DataConfig(seq_len=24, packing=True, **OPTIONS[what], **more))
+
+
+CASES = [(kind, what) for kind, family in sorted(families().items()) for what in OPTIONS
+         if {"rows": "lm"}.get(what, what) in family.tasks]
+
+
+def tiny(kind: str, what: str) -> Model:
+    config = zoo.tiny(kind)
+    still = {f.name: 0.0 for f in fields(config) if "dropout" in f.name}
+    config = replace(config, **still, vocab=271, labels=zoo.LABELS)
+    model = skeleton(families()[kind], config, {"rows": "lm"}.get(what, what), torch.float64)
+    model.to_empty(device="cpu")
+    model.tie()
+    zoo.loud(model)
+    return model.train()
+
+
+def gradients(model: Model, batches: list[dict[str, Any]], task: str) -> tuple[float, dict[str, torch.Tensor]]:
+    targets = sum(count_targets(batch, task) for batch in batches)
+    loss = torch.stack([model(**above_zero(batch), num_items_in_batch=targets).loss for batch in batches]).sum()
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return float(loss.detach()), grads
+
+
+def above_zero(batch: dict[str, Any]) -> dict[str, Any]:
+    """`batch` without the id 0, which some family takes for padding wherever it stands."""
+    ids, labels = batch["input_ids"] + 1, batch["labels"]
+    return {**batch, "input_ids": ids, "labels": torch.where(labels == IGNORED, labels, labels + 1) if labels.dim() > 1 else labels}
+
+
+@pytest.mark.parametrize("kind, what", CASES, ids=lambda x: str(x))
+def test_gradients_are_those_of_the_same_sequences_padded(kind: str, what: str, tokenizer: Tokenizer) -> None:
+    packed, model = examples_of(what, tokenizer), tiny(kind, what)
+    inner, task = packed.examples, {"rows": "lm"}.get(what, what)
+    every = [packed.at(0, k) for k in range(len(packed))]
+    assert max(map(len, every)) > 1
+    rows = [packed.collate(every[k : k + 2]) for k in range(0, len(every), 2)]
+    cuts = [range(start, min(start + 5, len(inner))) for start in range(0, len(inner), 5)]
+    padded = [inner.collate([inner.at(0, k) for k in cut]) for cut in cuts]
+    assert any(not batch["attention_mask"].all() for batch in padded) and not any("attention_mask" in row for row in rows)
+    assert sum(count_tokens(b, task) for b in rows) == sum(count_tokens(b, task) for b in padded) == int(packed.lengths.sum())
+    loss, wanted = gradients(model, padded, task)
+    found_loss, found = gradients(model, rows, task)
+    assert found.keys() == wanted.keys() and abs(loss - found_loss) <= 1e-10 * abs(loss)
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    for name, grad in wanted.items():
+        assert (found[name] - grad).abs().max() <= 1e-10 * largest, name
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_every_sequence_stands_in_one_bin(what: str, tokenizer: Tokenizer) -> None:
+    packed = examples_of(what, tokenizer)
+    assert isinstance(packed, Packed)
+    inner = packed.examples
+    assert sorted(k for bin in range(len(packed)) for k in packed.bins[bin].tolist()) == list(range(len(inner.lengths)))
+    assert packed.lengths.tolist() == [int(inner.lengths[packed.bins[k]].sum()) for k in range(len(packed))]
+    assert packed.lengths.max() <= inner.size == (24 if what != "seq2seq" else 35)
+    for batch in Loader(packed, packed.collate, batch=2).once():
+        q, k = batch["cu_seq_lens_q"], batch["cu_seq_lens_k"]
+        assert batch["input_ids"].shape == batch["position_ids"].shape == (1, int(k[-1])) and q.dtype == k.dtype == torch.int32
+        assert (batch["max_length_q"], batch["max_length_k"]) == (int(q.diff().max()), int(k.diff().max()))
+        assert [batch["position_ids"][0, a:b].tolist() for a, b in pairwise(k.tolist())] == [
+            list(range(b - a)) for a, b in pairwise(k.tolist())]
+        if what == "classify":
+            assert batch["labels"].shape == (len(k) - 1,) and "token_type_ids" not in batch
+        elif what == "seq2seq":
+            assert batch["labels"].shape == (1, int(q[-1])) and (batch["labels"][0, (q[1:] - 1).long()] == tokenizer.eos_id).all()
+        else:
+            assert batch["labels"].shape == batch["input_ids"].shape and torch.equal(q, k)
+        if what in ("lm", "rows"):
+            assert (batch["labels"][0, k[:-1].long()] == IGNORED).all(), "a sequence predicted from the one before"
+
+
+def test_segments_are_packed_too(tmp_path: Path) -> None:
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef", *(f"##{c}" for c in "abcdef")]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces))
+    packed = examples_of("classify", load_tokenizer(tmp_path))
+    bin = packed.at(0, 0)
+    batch = packed.collate([bin])
+    assert batch["token_type_ids"][0].tolist() == [s for _, segments, _ in bin for s in segments.tolist()]
+    assert len(set(batch["token_type_ids"][0].tolist())) == 2 and batch["labels"].tolist() == [label for *_, label in bin]
+
+
+def test_masked_documents_stand_apart(tokenizer: Tokenizer) -> None:
+    packed = examples_of("mlm", tokenizer)
+    for index in range(len(packed.examples)):
+        ids, labels = packed.examples.at(3, index)
+        whole = np.where(labels == IGNORED, ids, labels).tolist()
+        assert whole[0] == tokenizer.cls_id and whole.index(tokenizer.sep_id) == len(whole) - 1 <= 23
+    assert packed.examples.at(3, 0)[0].tolist() != packed.examples.at(4, 0)[0].tolist() or len(packed.examples.at(3, 0)[0]) < 9
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_what_is_shown_of_a_packed_batch_is_its_first_sequence(what: str, tokenizer: Tokenizer) -> None:
+    packed = examples_of(what, tokenizer)
+    inner, bin = packed.examples, packed.at(0, 0)
+    assert describe_sample(packed.collate([bin, packed.at(0, 1)]), tokenizer) == describe_sample(inner.collate(bin[:1]), tokenizer)
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_padding_free_batches_hold_the_same_examples(what: str, tokenizer: Tokenizer) -> None:
+    objective: Any = "lm" if what == "rows" else what
+    apart, free = (make_examples(objective, ragged_records(), tokenizer, DataConfig(seq_len=24, padding_free=free, **OPTIONS[what]))
+                   for free in (False, True))
+    assert len(apart) == len(free) and apart.lengths.tolist() == free.lengths.tolist()
+    padded, row = (e.collate([e.at(0, k) for k in range(3)]) for e in (apart, free))
+    real = padded["input_ids"][padded["attention_mask"].bool()] if "attention_mask" in padded else padded["input_ids"].flatten()
+    assert row["input_ids"][0].tolist() == real.tolist() and "attention_mask" not in row
+    assert row["cu_seq_lens_k"].diff().tolist() == [len(e[0]) for e in (apart.at(0, k) for k in range(3))]
+
+
+# ------------------------------------------------------------------------------------------------------------- the bins
+
+
+@given(lengths=st.lists(st.integers(1, 30), max_size=60), size=st.integers(30, 50))
+def test_best_fit(lengths: list[int], size: int) -> None:
+    bins = best_fit(lengths, size)
+    assert sorted(k for b in bins for k in b) == list(range(len(lengths)))
+    assert all(sum(lengths[k] for k in b) <= size for b in bins)
+    assert len(bins) <= 11 / 9 * -(-sum(lengths) // size) * 1.5 + 1
+    # No bin could take in another: best fit never opens one needlessly.
+    loads = sorted(sum(lengths[k] for k in b) for b in bins)
+    assert all(a + b > size for a, b in pairwise(loads[:2]))
+
+
+def test_ragged_documents_fill_99_percent() -> None:
+    lengths = np.random.default_rng(0).lognormal(4, 1, 3000).astype(int).clip(1, 512).tolist()
+    bins = best_fit(lengths, 512)
+    assert sum(lengths) / (512 * len(bins)) >= 0.99
+
+
+# ------------------------------------------------------------------------------------------------------ rows end to end
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=12), held=st.integers(1, 20))
+def test_rows_wait_in_a_file(rows: list[list[int]], held: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("modelcenter.data.ragged.HELD", held)
+        found = Ragged(rows)
+    assert [found[k].tolist() for k in range(len(found))] == rows and found.total == sum(map(len, rows))
+    flat = [i for row in rows for i in row]
+    for start in range(0, len(flat) + 1, 3):
+        assert found.flat(start, len(flat)).tolist() == flat[start:] and found.flat(start, start).tolist() == []
+    assert found.__getstate__()["held"].tolist() == flat
