@@ -1,5 +1,8 @@
 """The public names, for type checkers; written by tests/stub.py."""
 
+from .adapter.attach import add_adapter as add_adapter
+from .adapter.attach import merge_adapter as merge_adapter
+from .adapter.config import AdapterConfig as AdapterConfig
 from .data.tokenizer import load_tokenizer as load_tokenizer
 from .errors import InputError as InputError
 from .layers import Cache as Cache

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from modelcenter import __version__
-from modelcenter.checkpoint.files import check_folder
+from modelcenter.adapter.config import AdapterConfig
+from modelcenter.checkpoint.files import ADAPTER, check_folder
 from modelcenter.config import COMMAND_LINE, KEY, bind, describe, find, names, override, packaged, to_dict
 from modelcenter.errors import LIMIT, InputError, nearest, printable, refuse
 from modelcenter.generate.options import FILE, Options
@@ -191,7 +192,8 @@ def evaluate(args: Arguments) -> Answer:
     folder = Path(args.names[0]) if args.names else None
     if folder is not None and (folder / "recipe.yaml").is_file():
         recipe, machine = run_of(replace(args, names=[str(folder / "recipe.yaml"), *args.names[1:]]))
-        recipe = replace(recipe, model=str(folder / "model"), tokenizer=None, init="pretrained", config={})
+        recipe = replace(recipe, model=str(folder / "model"), tokenizer=None, init="pretrained", config={},
+                         adapter=AdapterConfig())
     else:
         recipe, machine = run_of(args)
     if recipe.data.eval_path is None and not recipe.data.eval_fraction:
@@ -228,6 +230,15 @@ def check_model(name: str) -> None:
     folder = os.path.expanduser(name)
     if os.path.isdir(folder):
         check_folder(folder)
+
+
+def check_new(out: Path) -> None:
+    """Refuse a folder that holds something."""
+    try:
+        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+            refuse(out, None, "exists", "a new folder, or an empty one")
+    except OSError as error:
+        refuse(out, None, error.strerror or str(error), "a folder that can be written")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,18 +333,48 @@ def convert(args: Arguments) -> Answer:
     modelcenter convert SOURCE OUT [--dtype bf16] [--max-shard-size 5GB] [task=...] [revision=...]
     """
     asked = settings(Conversion, args, ["source", "out"])
-    out = Path(asked.out)
-    try:
-        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-            refuse(out, None, "exists", "a new folder, or an empty one")
-    except OSError as error:
-        refuse(out, None, error.strerror or str(error), "a folder that can be written")
+    check_new(Path(asked.out))
     check_model(asked.source)
     from modelcenter.registry import load
 
     model = load(asked.source, dtype=asked.dtype, task=asked.task, revision=asked.revision)
     model.save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
     return Answer(f"{asked.out}: {model.load_report}", {"out": asked.out, "report": str(model.load_report)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merger:
+    """What `merge` takes."""
+
+    adapter: str = field(metadata={"help": "a folder with adapter_config.json", "min": 1})
+    out: str = field(metadata={"help": "the folder to write", "min": 1})
+    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: the base's"})
+    max_shard_size: str = field(default="5GB", metadata={"help": "the size at which the weights are split"})
+
+
+def merge(args: Arguments) -> Answer:
+    """Write a model with its adapter put into the weights, as a folder of whole weights.
+
+    modelcenter merge ADAPTER OUT [--dtype bf16] [--max-shard-size 5GB]
+
+    What was trained on a base held in 4 or 8 bits is put into what those stand for, in the base's dtype.
+    """
+    asked = settings(Merger, args, ["adapter", "out"])
+    check_new(Path(asked.out))
+    if not os.path.isfile(Path(asked.adapter) / ADAPTER[0]):
+        refuse(asked.adapter, None, f"no {ADAPTER[0]}", "the folder of an adapter, in peft's format")
+    check_model(asked.adapter)
+    from modelcenter.adapter.attach import merge_adapter
+    from modelcenter.registry import load
+
+    model = load(asked.adapter, dtype=asked.dtype)
+    assert model.adapter is not None
+    kind, held = model.adapter.name, model.adapter.quantize
+    base = f"{model.source}, dequantised from {held}," if held != "none" else model.source
+    merge_adapter(model).save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return Answer(f"{asked.out}: {base} with its {kind} merged, {dtype}", {"out": asked.out, "base": model.source, "dtype": dtype,
+                                                                         "quantize": held})  # fmt: skip
 
 
 def list_(args: Arguments) -> Answer:
@@ -422,6 +463,7 @@ VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "evaluate": evaluate,
     "generate": generate,
     "convert": convert,
+    "merge": merge,
     "list": list_,
     "copy": copy,
     "doctor": doctor,

@@ -89,6 +89,11 @@ class HeadRows:
 class Split:
     """Their rows are ours, one after another."""
 
+    @property
+    def rows(self) -> "Split":
+        """The same of a matrix that is stored (out, in) whatever the verb says of their weight, as an adapter's are."""
+        return self
+
     def parts(self, whole: Lazy, shapes: Sequence[Shape]) -> list[Lazy]:
         if len(shapes) == 1:
             return [whole]
@@ -105,6 +110,10 @@ class Split:
 
 class Transpose(Split):
     """As `Split`, of a matrix that the checkpoint stores as (in, out)."""
+
+    @property
+    def rows(self) -> Split:
+        return SPLIT
 
     def parts(self, whole: Lazy, shapes: Sequence[Shape]) -> list[Lazy]:
         return super().parts(Transposed(whole) if len(whole.shape) == 2 else whole, shapes)

@@ -15,6 +15,9 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from .adapter.attach import LABELLED, choose, fill_all, first_values, insert, measure
+from .adapter.config import AdapterConfig
+from .adapter.folder import is_adapter, read_adapter, save_adapter
 from .checkpoint import hub
 from .checkpoint.config import Config, changed
 from .checkpoint.folder import Folder
@@ -23,9 +26,11 @@ from .checkpoint.save import companions, save_model
 from .errors import nearest, refuse
 from .generate.run import generate as generate_tokens
 from .layers import Batch, Cache, Head, LMHead, Output
+from .layers.adapter import current_names
 from .layers.initial import initial
+from .layers.linear import Linear
 from .layers.output import batch_of, recorded, shift_right
-from .names import Names, Row, Shape
+from .names import Lazy, Names, Row, Shape
 from .parallel.device import device_of
 from .parallel.machine import Machine, load_machine
 
@@ -76,6 +81,8 @@ class Model(nn.Module):
     shapes: dict[str, Shape]  # of the parameters as a file holds them: no padding, not sharded
     load_report: LoadReport
     companions: Mapping[str, bytes]  # tokenizer and generation files that travel with the weights
+    source: str | None = None  # where the weights came from: a hub id, or a folder's whole path
+    adapter: AdapterConfig | None = None  # what is trained in place of the weights
 
     def __init__(self, config: Any):
         super().__init__()
@@ -169,8 +176,12 @@ class Model(nn.Module):
         return cast(Self, load(name, family=cls, **options))
 
     def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
-        """Write a folder that `transformers` and `from_pretrained` open: safetensors, config.json, the tokenizer it came with."""
-        save_model(self, Path(folder), self.table, max_shard_size)
+        """Write a folder that `transformers` and `from_pretrained` open: safetensors, config.json, the tokenizer it came with. Of a
+        model with an adapter, the adapter alone, in peft's format."""
+        if self.adapter is not None:
+            save_adapter(self, Path(folder))
+        else:
+            save_model(self, Path(folder), self.table, max_shard_size)
 
     generate = generate_tokens  # type: ignore[has-type]  # mypy meets the decorated function in an import cycle
 
@@ -190,8 +201,9 @@ class Model(nn.Module):
             if not hits:
                 refuse(None, "freeze", f"{pattern!r} matches no parameter", nearest(pattern, self.shapes))
             frozen += hits
+        now = current_names(self)
         for name in frozen:
-            self.get_parameter(name).requires_grad_(False)
+            self.get_parameter(now[name]).requires_grad_(False)
         return frozen
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
@@ -285,6 +297,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     machine: str | Machine | None = None,
+    adapter: AdapterConfig | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
     config: Mapping[str, Any] | None = None,
@@ -296,17 +309,29 @@ def load(
     """A pretrained model from a folder, a preset or a hub id, its family read off config.json.
 
     `task`: lm, mlm, seq2seq, classify, tag, qa, embed, backbone or auto. A head that the checkpoint lacks is drawn from `seed`
-    and named in `load_report`. Under a `machine` each process reads its own part alone. The model is in evaluation mode.
+    and named in `load_report`. Under a `machine` each process reads its own part alone. An `adapter` is put on the model; a folder
+    with an adapter in peft's format is its base with the adapter on it. The model is in evaluation mode.
     """
     known = presets()
     path = hub.resolve(
         name, revision=revision, local_files_only=local_files_only, presets={n: preset.hub for n, (_, preset) in known.items()}
     )
+    saved = read_adapter(path) if is_adapter(path) else None
+    if saved is not None:
+        if adapter is not None:
+            refuse(path, "adapter", "the folder holds one", "merge it first (modelcenter merge), or load it as it is")
+        name, adapter = saved.base, saved.config
+        path = hub.resolve(name, local_files_only=local_files_only, presets={n: preset.hub for n, (_, preset) in known.items()})
+    check_adapter(adapter, machine)
     if task == "auto" and str(name) in known and path != Path(name):
         task = known[str(name)][1].task or task
     with Folder(path) as folder:
         cls = family_of(folder, family)
         full = changed(cls.Config.from_dict(folder.config, path / "config.json"), config or {})
+        if saved is not None and task == "auto":
+            task = saved.task({t: head.architecture for t, head in cls.tasks.items()}) or task
+        if saved is not None and id2label is None and num_labels is None and task in LABELLED:
+            id2label = saved.labels([row[0] for row in cls.tasks[task].rows])
         if id2label is not None or num_labels is not None:
             full = replace(full, labels=labels_of(num_labels, id2label))
         task = task_of(cls, folder) if task == "auto" else task
@@ -318,11 +343,36 @@ def load(
             folder, spoken(model, Keys(folder)), model.shapes, head=[n for n in model.shapes if n.startswith("head.")],
             aliases=cls.aliases, ignored=[*cls.ignored, *other, *(o.removeprefix(cls.prefix) for o in other)], untied=untied,
         )  # fmt: skip
-        place(model, device, machine)
         new = {n: s for n, s in model.shapes.items() if n in set(model.load_report.new)}
-        fill(model, {**sources, **initial(model, new, seed, model.init_std)})
-        model.companions = companions(path)
+        sources = {**sources, **initial(model, new, seed, model.init_std)}
+        own: dict[str, Lazy] = {}
+        if adapter is not None:
+
+            def ready(name: str, layer: Linear) -> None:  # whole for as long as its codes are made
+                layer.to_empty(device=device or "cpu")
+                fill(layer, {leaf: sources[f"{name}.{leaf}"] for leaf, _ in layer.named_parameters()})
+
+            places = choose(model, adapter) if saved is None else saved.places(model)
+            if saved is not None:
+                sources |= saved.wholes(model)
+                model.load_report = replace(model.load_report, new=[n for n in new if n not in saved.wholes(model)])
+            insert(model, adapter, places, None if saved is None else saved.wholes(model), ready)
+            own = first_values(model, seed) if saved is None else saved.values(model, places)
+        place(model, device, machine)
+        fill_all(model, sources, own)
+        if saved is None:
+            measure(model)
+        model.companions = companions(path if saved is None else saved.folder)
+        preset = known.get(str(name))
+        model.source = str(path.resolve()) if Path(name).expanduser() == path else preset[1].hub if preset else str(name)
     return model.eval()
+
+
+def check_adapter(adapter: AdapterConfig | None, machine: str | Machine | None) -> None:
+    """Refuse what an adapter cannot be spread over."""
+    machine = load_machine(machine) if isinstance(machine, str) else machine
+    if adapter is not None and machine is not None and machine.fsdp * machine.tensor_parallel > 1 and adapter.quantize != "none":
+        refuse(None, "adapter.quantize", f"{adapter.quantize} on several ranks", "quantize=none, or one process")
 
 
 def spoken(model: Model, keys: Keys) -> Names:
@@ -341,7 +391,8 @@ def place(model: Model, device: str | torch.device | None, machine: str | Machin
         parallelize(model, machine)
         device = device or device_of(machine)
     check_memory(model, torch.device(device or "cpu"))
-    model.to_empty(device=device or "cpu")
+    home = torch.device(device or "cpu")  # quantised layers have their values already
+    model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(home))  # type: ignore[no-untyped-call]
     model.tie()
 
 

@@ -224,6 +224,24 @@ MUTANTS = (
            "test_folder.py::test_bin_refused[bare pickle];test_folder.py::test_bin_refused[runs code]"),
     Mutant("another-computation-accepted", "checkpoint/config.py", "if name in values and values[name] != wanted:", "if False:",
            "test_bert.py::test_another_computation_is_refused[is_decoder-True]", "Failed"),
+    # ---- adapters
+    Mutant("adapter-after-sharding", "adapter/attach.py",
+           """    if any(type(p) not in PLAIN for p in model.parameters()):
+        refuse(None, "adapter", "the model is sharded already", "add_adapter before parallelize, or load(..., machine=, adapter=)")
+""", "", "test_adapter.py::test_an_adapter_comes_before_sharding", "Failed"),
+    Mutant("adapter-rows-head-by-head-forgotten", "adapter/folder.py", "return a, site.rows.whole(parts), magnitude",
+           "return a, torch.cat(parts), magnitude", "test_adapter.py::test_peft_computes_the_same[bloom-default-lm-lora]"),
+    Mutant("adapter-scale-of-rslora", "adapter/config.py", "return alpha / (rank**0.5 if self.rslora else rank)", "return alpha / rank",
+           "test_adapter.py::test_what_peft_wrote_is_read[bloom-default-lm-target_modules-use_rslora]"),
+    Mutant("adapter-stack-scaled-by-its-rank", "adapter/folder.py", "config.alpha_of(scale, rank)", "config.alpha_of(scale, config.rank)",
+           "test_adapter.py::test_parts_of_a_matrix_that_others_hold_as_one[gpt2-default-lm-q+k+v-lora]"),
+    Mutant("dora-lengths-of-the-base", "layers/adapter.py", "torch.linalg.vector_norm(self.summed(), dim=1)",
+           "torch.linalg.vector_norm(self.base.weight.to(self.b.weight.dtype), dim=1)",
+           "test_adapter.py::test_peft_computes_the_same[llama-default-lm-dora]"),
+    Mutant("adapter-state-without-a-classifier", "adapter/attach.py", 'model.task in LABELLED and n.startswith("head.out.")',
+           "False", "test_adapter.py::test_only_the_adapter_and_a_classifiers_head_are_trained"),
+    Mutant("adapter-row-parallel-b-cut", "parallel/apply.py", '("base", "b") if style == "column" else ("base", "a")',
+           '("base", "b")', "test_adapter.py::test_adapters_on_a_mesh_equal_one_process[tp2]", "RuntimeError"),
     # ---- data
     Mutant("first-packed-label-kept", "data/objective.py", "np.where(np.arange(len(ids)) == 0, IGNORED, ids)", "ids",
            "test_data_objective.py::test_packing_keeps_each_token_once_and_never_crosses;"

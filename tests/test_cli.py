@@ -47,6 +47,8 @@ REFUSED = [  # the command, how its one line goes on
     (("copy", "finetun"), "finetun: no such recipe; did you mean 'finetune'?"),
     (("copy", "absent.yaml"), "absent.yaml: No such file or directory; "),
     (("convert",), "command line: source: missing; "),
+    (("merge",), "command line: adapter: missing; "),
+    (("merge", "nothing", "out"), "nothing: no adapter_config.json; "),
     (("convert", "a"), "command line: out: missing; "),
     (("convert", "a", "b", "c"), "command line: c: not wanted here; "),
     (("convert", "a", "b", "--dtyp", "bf16"), "command line: dtyp: unknown key; did you mean 'dtype'?"),

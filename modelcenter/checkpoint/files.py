@@ -45,6 +45,7 @@ KINDS = (
     (b"{", "a JSON text", "safetensors"),
     *((bytes([0x80, protocol]), "a Python pickle", "safetensors") for protocol in (2, 3, 4, 5)),
 )
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
@@ -260,7 +261,11 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse what can be refused of a model's folder by its headers and JSON alone, before torch is imported."""
+    """Refuse what can be refused of a model's or an adapter's folder by its headers and JSON alone, before torch is imported."""
+    if os.path.isfile(Path(folder) / ADAPTER[0]):
+        read_json(Path(folder) / ADAPTER[0])
+        read_header(Path(folder) / ADAPTER[1])
+        return
     weights = find_weights(folder)
     read_config(folder)
     if weights.name.endswith(".safetensors"):

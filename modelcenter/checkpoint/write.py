@@ -26,6 +26,7 @@ UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}} |
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DTYPE_ORDER = {name: i for i, name in enumerate(BITS)}
+FORMAT = {"format": "pt"}  # what transformers looks for in a file's metadata
 INDEX = "model.safetensors.index.json"
 STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
@@ -92,21 +93,21 @@ def reading_order(
     return [item for names in shards for item in sorted((items[n] for n in names), key=_order)]
 
 
-def write_shard(path: str | os.PathLike[str], items: Iterable[Item]) -> None:
+def write_shard(path: str | os.PathLike[str], items: Iterable[Item], metadata: Mapping[str, str] = FORMAT) -> None:
     """Write one safetensors file, which must not exist, and flush it; one tensor is in memory at a time."""
     items = sorted(items, key=_order)
 
     def chunks() -> Iterator[bytes | memoryview]:
-        yield shard_header(items)
+        yield shard_header(items, metadata)
         for item in items:
             yield tensor_bytes(path, item)
 
     write_new(path, chunks())
 
 
-def shard_header(items: Iterable[Item]) -> bytes:
+def shard_header(items: Iterable[Item], metadata: Mapping[str, str] = FORMAT) -> bytes:
     """The first bytes of the file that holds `items`: length and JSON, padded with spaces to 8 bytes."""
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    table: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for item in sorted(items, key=_order):
         start, end = end, end + item.size

@@ -1,5 +1,6 @@
 """The parts every model is assembled from."""
 
+from .adapter import Adapted
 from .attention import Attention
 from .block import Block, Parallel, PostNorm, PreNorm, Stack
 from .cache import Cache
@@ -15,8 +16,8 @@ from .quantized import Int8Linear, NF4Linear, QuantizedLinear
 from .view import Packing, View
 
 __all__ = [
-    "FFN", "ALiBi", "Angles", "Attention", "Batch", "Block", "Cache", "ClassifyHead", "Dropout", "EmbedHead", "Embedding",
-    "GatedFFN", "Head", "Int8Linear", "LMHead", "LayerNorm", "Linear", "NF4Linear", "Output", "Packing", "Parallel",
+    "FFN", "ALiBi", "Adapted", "Angles", "Attention", "Batch", "Block", "Cache", "ClassifyHead", "Dropout", "EmbedHead",
+    "Embedding", "GatedFFN", "Head", "Int8Linear", "LMHead", "LayerNorm", "Linear", "NF4Linear", "Output", "Packing", "Parallel",
     "PoolHead", "PostNorm", "PreNorm", "QuantizedLinear", "RMSNorm", "RelativeBias", "Rotary", "SegmentBias", "SpanHead",
     "Stack", "TagHead", "Transform", "View", "first_token", "last_token",
 ]  # fmt: skip

@@ -33,9 +33,26 @@ class Normal:
     name: str
 
     def __getitem__(self, region: Region) -> Tensor:
-        digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
-        source = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.empty(self.shape).normal_(0.0, self.std, generator=source)[region]
+        return torch.empty(self.shape).normal_(0.0, self.std, generator=source_of(self.seed, self.name))[region]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Noise between -bound and bound, otherwise as `Normal`."""
+
+    shape: Shape
+    bound: float
+    seed: int
+    name: str
+
+    def __getitem__(self, region: Region) -> Tensor:
+        return torch.empty(self.shape).uniform_(-self.bound, self.bound, generator=source_of(self.seed, self.name))[region]
+
+
+def source_of(seed: int, name: str) -> torch.Generator:
+    """The generator of a parameter's values."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def initial(

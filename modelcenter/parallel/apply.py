@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import refuse
-from ..layers import Attention, Block
+from ..layers import Adapted, Attention, Block, Linear
 from .device import device_of, variable
 from .machine import Machine, load_machine
 
@@ -85,7 +85,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         plan: dict[str, ParallelStyle] = {}
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)
-            if isinstance(part, nn.Module):
+            if isinstance(part, Adapted):
+                plan |= {f"{child}.{inner}": STYLES[style]() for inner in adapter_plan(part, style)}
+            elif isinstance(part, nn.Module):
                 if style in ("vocab", "logits"):
                     pad_rows(part, ranks)
                 plan[child] = STYLES[style]()
@@ -94,6 +96,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         if plan:
             parallelize_module(module, mesh, plan)
     retie(model)
+
+
+def adapter_plan(layer: Adapted, style: str) -> tuple[str, ...]:
+    """Which parts of an adapted layer are cut like it: the side of the addition that is not of low rank."""
+    if style not in ("column", "row") or layer.magnitude is not None or not isinstance(layer.base, Linear):
+        what = "a quantised layer" if not isinstance(layer.base, Linear) else "a head" if layer.magnitude is None else "DoRA"
+        refuse(None, "tensor_parallel", f"an adapter on {what}", "LoRA on plain layers outside the head, or tensor_parallel=1")
+    return ("base", "b") if style == "column" else ("base", "a")
 
 
 def pad_rows(module: nn.Module, ranks: int) -> None:

@@ -121,7 +121,8 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
     """The recipe's model in fp32: pretrained, or random with the vocabulary and the special tokens of the tokenizer."""
     id2label = dict(enumerate(names)) if names is not None else None
     if recipe.init == "pretrained":
-        return load(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine,
+        adapter = recipe.adapter if recipe.adapter.name != "none" else None
+        return load(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine, adapter=adapter,
                     config=recipe.config, id2label=id2label, seed=recipe.seed)
     model = build(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine,
                   config={"vocab": len(tokenizer), **recipe.config}, id2label=id2label, seed=recipe.seed)
@@ -132,7 +133,7 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
 
 
 def write_model(folder: Path, setup: Setup) -> Path:
-    """Write `folder`/model: weights and config of Hugging Face's form, with the tokenizer that the run used."""
+    """Write `folder`/model: weights and config of Hugging Face's form, or an adapter in peft's, with the run's tokenizer."""
     with tempfile.TemporaryDirectory() as place:
         setup.tokenizer.save(place)
         files = {file.name: file.read_bytes() for file in Path(place).iterdir() if file.is_file()}

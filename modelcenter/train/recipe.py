@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from modelcenter.adapter.config import AdapterConfig
 from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, packaged, read_recipe
 from modelcenter.data.config import DataConfig
 from modelcenter.errors import refuse
@@ -37,6 +38,7 @@ class Recipe:
         default=None, metadata=_is("a folder, a hub id, char, bpe:SIZE or roberta:SIZE; absent: the model's", min=1)
     )
     data: DataConfig = field(default_factory=DataConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     batch: int = field(default=8, metadata=_is("sequences of one optimizer step, over all ranks", min=1))
@@ -75,6 +77,8 @@ class Recipe:
             refuse(None, "batch", str(self.batch), f"at most {MOST} sequences")
         if self.micro_batch is not None and self.batch % self.micro_batch:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
+        if self.adapter.name != "none" and self.init == "random":
+            refuse(None, "adapter.name", f"{self.adapter.name} with init random", "an adapter stands on pretrained weights")
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..checkpoint.state import flatten_optimizer, load_state, restore_optimizer, save_state
 from ..config import bind
 from ..errors import refuse
+from ..layers.adapter import adapted
 
 
 @dataclass
@@ -77,7 +78,10 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> Position:
 
 
 def weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters, a tied one once by its first name, and the buffers that a checkpoint keeps."""
+    """Parameters, a tied one once by its first name, and the buffers that a checkpoint keeps. Beside an adapter, which stands on
+    weights that never change, only what is trained."""
+    if adapted(model):
+        return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     names: dict[Tensor, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(tensor, name)

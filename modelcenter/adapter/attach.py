@@ -1,0 +1,192 @@
+"""Put an adapter on a model: which layers it is for, what is frozen, where the first values come from.
+
+Layers are named as the model names them (attn.q) or as Hugging Face's class does (c_attn), by the end of the name, as in peft; the
+table of names says which is which. What they hold as one matrix and we as several (q, k and v) gets one `a` for all, if it was
+named their way: the same adapter as theirs, in its training too. Named our way, each has its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..checkpoint.load import fill
+from ..errors import nearest, refuse
+from ..layers.adapter import Adapted, adapted, current_names
+from ..layers.initial import Constant, Uniform
+from ..layers.linear import Linear
+from ..layers.quantized import Int8Linear, NF4Linear, QuantizedLinear
+from ..names import Lazy, Shape, Split
+from ..ops._op import PLAIN
+from .config import ALL, AdapterConfig
+
+if TYPE_CHECKING:
+    from ..registry import Model
+
+QUANTIZED: dict[str, type[QuantizedLinear]] = {"nf4": NF4Linear, "int8": Int8Linear}
+LABELLED = ("classify", "tag", "qa")  # tasks whose head no checkpoint of the family shares
+
+
+@dataclass(frozen=True)
+class Site:
+    """A matrix that an adapter can be for: their layer, ours that it holds, and how its rows are shared out."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    rows: Split
+    transposed: bool  # stored (in, out)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An adapter for the layers `ours` of a site; `shared`: with one `a` for all."""
+
+    site: Site
+    ours: tuple[str, ...]
+    rank: int
+    scale: float
+    shared: bool
+
+
+def add_adapter(model: "Model", config: AdapterConfig, *, seed: int = 0) -> "Model":
+    """Freeze `model` and put an adapter on it, in place; its first values depend on `seed` and their names, and change nothing.
+
+    A model that is sharded already is refused: the adapter would be another one on every process. Errors: `InputError`.
+    """
+    if any(type(p) not in PLAIN for p in model.parameters()):
+        refuse(None, "adapter", "the model is sharded already", "add_adapter before parallelize, or load(..., machine=, adapter=)")
+    insert(model, config, choose(model, config))
+    with torch.no_grad():
+        for name, source in first_values(model, seed).items():
+            parameter = model.get_parameter(name)
+            parameter.copy_(source[tuple(slice(0, n) for n in parameter.shape)])
+    measure(model)
+    return model
+
+
+def sites(model: "Model") -> list[Site]:
+    """Every linear layer of the model, by their names."""
+    found = []
+    for entry in model.table.entries(model.shapes, bare=model.bare):
+        ours = tuple(name.removesuffix(".weight") for name in entry.ours)
+        if all(name.endswith(".weight") for name in entry.ours) and all(isinstance(model.get_submodule(n), LINEAR) for n in ours):
+            found.append(Site(entry.theirs.removesuffix(".weight"), ours, entry.verb.rows, entry.verb.rows is not entry.verb))
+    return found
+
+
+LINEAR = (Linear, QuantizedLinear, Adapted)
+
+
+def choose(model: "Model", config: AdapterConfig) -> list[Place]:
+    """Where the config's targets are. Errors: `InputError` for one that names nothing."""
+    all_sites = sites(model)
+    chosen: dict[Site, set[str]] = {}
+    shared: set[Site] = set()
+    for target in config.targets:
+        whole = [s for s in all_sites if ends(s.theirs, target) or (target == ALL and not s.ours[0].startswith("head."))]
+        parts = [(s, name) for s in all_sites for name in s.ours if ends(name, target)]
+        if not whole and not parts:
+            known = {".".join(n.split(".")[-k:]) for s in all_sites for n in (s.theirs, *s.ours) for k in (1, 2)}
+            refuse(None, "adapter.targets", f"{target!r} names no linear layer", nearest(target, {*known, ALL}))
+        for site in whole:
+            chosen[site] = set(site.ours)
+            shared.add(site)
+        for site, name in parts:
+            chosen.setdefault(site, set()).add(name)
+    there = [s for s in all_sites if s in chosen]
+    return [Place(s, tuple(n for n in s.ours if n in chosen[s]), config.rank, config.scale, s in shared) for s in there]
+
+
+def ends(name: str, target: str) -> bool:
+    """Whether `target` is the name or its last parts."""
+    return name == target or name.endswith(f".{target}")
+
+
+def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved: Iterable[str] | None = None,
+           ready: Callable[[str, Linear], None] = lambda name, layer: None) -> None:
+    """Freeze the model, quantise what the config says and wrap the layers of `places`; adapters have no values yet.
+
+    `saved` are parameters that stay trained; None: what the config names. `ready` is called with a layer before it is quantised.
+    """
+    if model.adapter is not None:
+        refuse(None, "adapter", "the model has one", "a model without, or merge it first")
+    trained = list(trained_whole(model, config) if saved is None else saved)
+    layers = {name for place in places for name in place.ours}
+    if both := sorted(layers & {name.rpartition(".")[0] for name in trained}):
+        refuse(None, "adapter.modules_to_save", f"{both[0]} is among the targets too", "one of the two")
+    model.requires_grad_(False)
+    for name in trained:
+        model.get_parameter(name).requires_grad_(True)
+    if config.quantize != "none":
+        kind = QUANTIZED[config.quantize]
+        for name, layer in list(model.named_modules()):
+            if type(layer) is Linear and not name.startswith("head.") and f"{name}.weight" not in trained:
+                ready(name, layer)
+                model.set_submodule(name, kind.of(layer))
+    for place in places:
+        a = None
+        for name in place.ours:
+            base = model.get_submodule(name)
+            assert isinstance(base, Linear | QuantizedLinear)
+            layer = Adapted(base, place.rank, place.scale, a=a, dropout=config.dropout, dora=config.name == "dora")
+            a = layer.a if place.shared else None
+            model.set_submodule(name, layer.train(base.training))
+    model.adapter = config
+
+
+def trained_whole(model: "Model", config: AdapterConfig) -> Iterator[str]:
+    """The parameters that are trained and saved as they are: those of the modules named, a new head's and a classifier's."""
+    tied = {source for name, source in model.tied(model.config).items() if name not in model.shapes}
+    head = [n for n in model.shapes if n in set(model.load_report.new) or (model.task in LABELLED and n.startswith("head.out."))]
+    entries = list(model.table.entries(model.shapes, bare=model.bare))
+    modules = {name.split(".")[-2] for e in entries for name in (e.theirs, *e.ours)}
+    for wanted in config.modules_to_save:
+        hits = [e for e in entries if any(ends(name.rpartition(".")[0], wanted) for name in (e.theirs, *e.ours))]
+        if not hits:
+            refuse(None, "adapter.modules_to_save", f"{wanted!r} names no module", nearest(wanted, modules))
+        for name in (name for e in hits for name in e.ours):
+            if name in tied:
+                refuse(None, "adapter.modules_to_save", f"{wanted}: {name} is the head's matrix too", "one that shares nothing")
+            head.append(name)
+    yield from dict.fromkeys(head)
+
+
+def first_values(model: nn.Module, seed: int) -> dict[str, Lazy]:
+    """Where the first values of adapters come from, by name: `a` uniform within 1 / sqrt(in), as in peft, and the rest zero."""
+    mine = {f"{name}." for name in adapted(model)}
+    out: dict[str, Lazy] = {}
+    for name, p in model.named_parameters():
+        shape: Shape = tuple(p.shape)
+        if name.endswith(".a.weight") and name.removesuffix("a.weight") in mine:
+            out[name] = Uniform(shape, shape[1] ** -0.5, seed, name)
+        elif name.removesuffix("b.weight") in mine or name.removesuffix("magnitude") in mine:
+            out[name] = Constant(shape, 0.0)
+    return out
+
+
+@torch.no_grad()
+def measure(model: nn.Module) -> None:
+    """Set every magnitude to the lengths of the rows: DoRA begins as the base."""
+    for layer in adapted(model).values():
+        if layer.magnitude is not None:
+            layer.magnitude.copy_(layer.lengths())
+
+
+def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy]) -> None:
+    """`fill`, where `base` has the names that the model's parameters had before the adapter."""
+    fill(model, {**{now: base[name] for name, now in current_names(model).items() if name in base}, **own})
+
+
+def merge_adapter(model: "Model") -> "Model":
+    """Put every adapter into the weights beneath it, in place and in their dtype; quantised layers become plain ones first."""
+    if any(type(p) not in PLAIN for p in model.parameters()):
+        refuse(None, "adapter", "merged where the model is sharded", "merge in one process")
+    for name, layer in adapted(model).items():
+        model.set_submodule(name, layer.merged())
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, QuantizedLinear):
+            model.set_submodule(name, layer.linear())
+    model.adapter = None
+    return model.requires_grad_(True)

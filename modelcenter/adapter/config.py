@@ -1,0 +1,46 @@
+"""What the `adapter` section of a recipe says; torch-free, so that a recipe is checked first."""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from modelcenter.errors import refuse
+
+ALL = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """An adapter on a frozen model: LoRA (Hu et al., 2021) or DoRA (Liu et al., 2024), in peft's terms."""
+
+    name: Literal["none", "lora", "dora"] = field(default="none", metadata={"help": "what is trained: none: the model itself"})
+    rank: int = field(default=8, metadata={"min": 1, "max": 65536, "help": "rank of each addition (peft: r)"})
+    alpha: float = field(default=16.0, metadata={"above": 0, "help": "an addition is scaled by alpha / rank (peft: lora_alpha)"})
+    dropout: float = field(default=0.0, metadata={"min": 0, "below": 1, "help": "on the input of the addition (lora_dropout)"})
+    rslora: bool = field(default=False, metadata={"help": "scale by alpha / sqrt(rank) (Kalajdzievski, 2023)"})
+    targets: tuple[str, ...] = field(
+        default=(ALL,), metadata={"help": "layers, by our names (attn.q) or Hugging Face's (c_attn); all-linear: all but the head"}
+    )
+    quantize: Literal["none", "nf4", "int8"] = field(
+        default="none", metadata={"help": "hold the frozen linear layers in 4 or 8 bits (QLoRA: nf4)"}
+    )
+    modules_to_save: tuple[str, ...] = field(
+        default=(), metadata={"help": "modules trained and saved whole; a new head and a classifier's always are"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.name != "none" and not self.targets:
+            refuse(None, "adapter.targets", "empty", f"names of layers, or {ALL}")
+        if self.name == "none" and (changed := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
+            refuse(None, f"adapter.{changed[0]}", "set, but adapter.name is none", "adapter.name=lora or dora")
+
+    @property
+    def scale(self) -> float:
+        return self.scaled(self.alpha, self.rank)
+
+    def scaled(self, alpha: float, rank: int) -> float:
+        """What multiplies the addition of a layer with this alpha and rank."""
+        return alpha / (rank**0.5 if self.rslora else rank)
+
+    def alpha_of(self, scale: float, rank: int) -> float:
+        """The alpha that gives a layer of this rank this scale."""
+        return scale * (rank**0.5 if self.rslora else rank)

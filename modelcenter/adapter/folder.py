@@ -1,0 +1,296 @@
+"""Adapters in peft's format: `adapter_model.safetensors` and `adapter_config.json`, out and in.
+
+A tensor's name is `base_model.model.`, their layer's name and what it is. What they hold as one matrix and we as several is exact
+in both directions: their `b` is the rows of our parts; where each of ours has its own `a`, theirs is all of them stacked, and
+each part's rows of `b` are zero in the columns of the others. Beside the two files stands a config.json, for the task and the
+names of its classes, which peft has no place for.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint.atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
+from ..checkpoint.files import ADAPTER, read_config, read_header, read_json
+from ..checkpoint.save import config_json, whole
+from ..checkpoint.write import Item, write_shard
+from ..errors import refuse, refuse_missing
+from ..layers.adapter import Adapted, adapted, current_names
+from ..names import Lazy
+from .attach import Place, Site, ends, sites
+from .config import ALL, AdapterConfig
+
+if TYPE_CHECKING:
+    from ..registry import Model
+
+(CONFIG, WEIGHTS), PREFIX = ADAPTER, "base_model.model."
+A, B, M = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+TASK_TYPES = {"lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classify": "SEQ_CLS", "tag": "TOKEN_CLS", "qa": "QUESTION_ANS",
+              "backbone": "FEATURE_EXTRACTION", "embed": "FEATURE_EXTRACTION"}  # fmt: skip
+PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}  # others change the base, or more
+READ = {"peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
+        "rank_pattern", "alpha_pattern", "modules_to_save", *PLAIN}  # fmt: skip
+IDLE = {  # keys of theirs that do not change what an adapter computes, or repeat what its tensors say
+    "auto_mapping", "inference_mode", "revision", "peft_version", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "fan_in_fan_out", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying", "target_modules", "loftq_config",
+    "runtime_config",
+}  # fmt: skip
+
+
+def is_adapter(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds an adapter and not a model."""
+    return os.path.isfile(Path(folder) / CONFIG)
+
+
+# ---- out -----------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(model: "Model", folder: Path) -> None:
+    """Write the model's adapter, what is trained beside it and the companions; peft opens the folder on transformers' model.
+
+    On a mesh every rank gathers and the first one writes; all return when it has. Errors: `InputError`."""
+    config = model.adapter
+    assert config is not None
+    tensors: dict[str, Tensor] = {}
+    sizes: dict[str, tuple[int, float]] = {}
+    layers, transposed, kept = adapted(model), False, []
+    all_sites = sites(model)
+    for site in all_sites:
+        if any(name in layers for name in site.ours):
+            a, b, m, scale = joined(model, site, layers)
+            sizes[site.theirs] = (len(a), scale)
+            transposed |= site.transposed
+            tensors |= {f"{PREFIX}{site.theirs}{A}": a, f"{PREFIX}{site.theirs}{B}": b}
+            if m is not None:
+                tensors[f"{PREFIX}{site.theirs}{M}"] = m
+    now = current_names(model)
+    trained = {name: model.get_parameter(now[name]) for name in model.shapes if name in now}
+    trained = {name: p for name, p in trained.items() if p.requires_grad}
+    gathered = {name: whole(p, model.shapes[name]) for name, p in trained.items()}
+    shapes = {name: model.shapes[name] for name in gathered}
+    for theirs, _, make in model.table.save({n: partial(gathered.get, n) for n in gathered}, shapes, bare=model.bare):  # type: ignore[misc]
+        tensors[f"{PREFIX}{theirs}"] = make()
+        kept.append(theirs)
+    (rank, scale), _ = Counter(sizes.values()).most_common(1)[0]
+    odd = {name: size for name, size in sizes.items() if size != (rank, scale)}
+    content = {
+        "peft_type": "LORA", "task_type": TASK_TYPES.get(model.task), "base_model_name_or_path": model.source,
+        "r": rank, "lora_alpha": plain(config.alpha_of(scale, rank)), "lora_dropout": config.dropout,
+        "use_rslora": config.rslora, "use_dora": config.name == "dora", "target_modules": short(list(sizes), all_sites),
+        "modules_to_save": sorted({theirs.rpartition(".")[0] for theirs in kept}) or None,
+        "rank_pattern": {name: size[0] for name, size in odd.items() if size[0] != rank},
+        "alpha_pattern": {name: plain(config.alpha_of(s, r)) for name, (r, s) in odd.items()},
+        "bias": "none", "fan_in_fan_out": transposed, "inference_mode": True, "init_lora_weights": True,
+    }  # fmt: skip
+    kind = next(iter(model.parameters())).dtype
+    files = {**model.companions, "config.json": config_json(model, kind), CONFIG: (json.dumps(content, indent=2) + "\n").encode()}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        write(folder, tensors, files, {"format": "pt"} | ({"quantize": config.quantize} if config.quantize != "none" else {}))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def joined(model: "Model", site: Site, layers: Mapping[str, Adapted]) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    """Their a (rank in), b (out rank) and magnitude (out), and the scale, of our layers in a site."""
+    mine = [layers.get(name) for name in site.ours]
+    there = [layer for layer in mine if layer is not None]
+    alone = {id(layer.a): gather(layer.a.weight) for layer in there}  # once, if it is shared
+    a = torch.cat(list(alone.values()))
+    starts = dict(zip(alone, torch.tensor([0, *(len(t) for t in alone.values())]).cumsum(0).tolist(), strict=False))
+    parts = []
+    for name, layer in zip(site.ours, mine, strict=True):
+        b = a.new_zeros(model.shapes[f"{name}.weight"][0], len(a))
+        if layer is not None:
+            start = starts[id(layer.a)]
+            b[:, start : start + layer.a.out_features] = gather(layer.b.weight)
+        parts.append(b)
+    magnitude = None
+    if there[0].magnitude is not None:
+        magnitude = site.rows.whole([
+            torch.linalg.vector_norm(model.get_submodule(name).weight.to(a.dtype), dim=1)
+            if layer is None or layer.magnitude is None else gather(layer.magnitude)
+            for name, layer in zip(site.ours, mine, strict=True)
+        ])  # fmt: skip
+    return a, site.rows.whole(parts), magnitude, there[0].scale
+
+
+def gather(parameter: Tensor) -> Tensor:
+    return whole(parameter, tuple(parameter.shape))
+
+
+def short(names: list[str], all_sites: list[Site]) -> list[str]:
+    """The layers' names, without their number where every layer that ends alike is meant."""
+    tails = {name: re.sub(r"^.*\.\d+\.", "", name) for name in names}
+    unmeant = [s.theirs for s in all_sites if s.theirs not in tails]
+    return sorted({name if any(ends(other, tail) for other in unmeant) else tail for name, tail in tails.items()})
+
+
+def plain(x: float) -> float:
+    return int(x) if x == int(x) else x
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
+    """Write all of it in one step; `folder` may be absent, empty or an adapter's."""
+    with disk_errors(folder):
+        target = folder.resolve()
+        there = target.is_dir() and any(target.iterdir())
+        if target.exists() and (not target.is_dir() or (there and not is_adapter(target))):
+            refuse(target, None, "exists and is no adapter's folder", "an empty folder, an adapter's or a new name")
+        items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()]  # type: ignore[misc]
+        check_space(target, 2**20 + sum(item.size for item in items) + sum(map(len, files.values())))
+        with staging(target) as temp:
+            write_shard(temp / WEIGHTS, items, metadata)
+            for name, data in files.items():
+                write_new(temp / name, [data])
+            if there:
+                replace_folder(temp, target, drop=lambda name: False)
+            else:
+                commit_folder(temp, target)
+
+
+# ---- in ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An adapter's folder as it was read: tensors by their name without the prefix."""
+
+    folder: Path
+    config: AdapterConfig
+    base: str
+    task_type: str | None
+    tensors: Mapping[str, Tensor]
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def size(self, layer: str) -> tuple[int, float]:
+        """Rank and scale of an adapter, by peft's patterns."""
+        rank = next((r for key, r in self.rank_pattern.items() if fits(key, layer)), self.config.rank)
+        alpha = next((a for key, a in self.alpha_pattern.items() if fits(key, layer)), self.config.alpha)
+        return rank, self.config.scaled(alpha, rank)
+
+    def task(self, architectures: Mapping[str, str]) -> str | None:
+        """The task: by the config.json beside it where there is one, else by peft's type; None: the base's own."""
+        if (self.folder / "config.json").is_file():
+            said = read_config(self.folder).get("architectures")
+            return next((task for task, name in architectures.items() if said == [name]), None)
+        kind = self.task_type
+        return next((task for task, name in TASK_TYPES.items() if name == kind and task in architectures), None)
+
+    def labels(self, heads: list[str]) -> dict[int, str] | None:
+        """The names of the classes, or as many as the head among `heads` has rows."""
+        said = read_config(self.folder).get("id2label") if (self.folder / "config.json").is_file() else None
+        if isinstance(said, dict) and all(str(i) in said and isinstance(said[str(i)], str) for i in range(len(said))):
+            return {i: said[str(i)] for i in range(len(said))}
+        rows = next((len(self.tensors[f"{h}.weight"]) for h in reversed(heads) if f"{h}.weight" in self.tensors), None)
+        return None if rows is None else {i: f"LABEL_{i}" for i in range(rows)}
+
+    def places(self, model: "Model") -> list[Place]:
+        """Where on the model the tensors belong. Errors: `InputError` for one that has no place or another shape."""
+        by_name = {site.theirs: site for site in sites(model)}
+        whole_names = {e.theirs for e in self.entries(model)}
+        out, dora = [], self.config.name == "dora"
+        for key in self.tensors:
+            layer, kind = next(((key.removesuffix(k), k) for k in (A, B, M) if key.endswith(k)), (key, None))
+            if kind is None and key not in whole_names:
+                refuse(self.folder / WEIGHTS, key, "no tensor of this model", "an adapter of LoRA or DoRA on linear layers")
+            if kind is None:
+                continue
+            if layer not in by_name:
+                refuse(self.folder / WEIGHTS, key, "not for a linear layer of this model", "an adapter of this model")
+            site = by_name[layer]
+            rank, scale = self.size(layer)
+            rows = sum(model.shapes[f"{name}.weight"][0] for name in site.ours)
+            wanted = {A: (rank, model.shapes[f"{site.ours[0]}.weight"][1]), B: (rows, rank), **({M: (rows,)} if dora else {})}
+            for other in wanted:
+                if f"{layer}{other}" not in self.tensors:
+                    refuse(self.folder / WEIGHTS, f"{layer}{other}", "missing", "beside the other parts of its adapter")
+            if kind not in wanted or tuple(self.tensors[key].shape) != wanted[kind]:
+                found = f"has shape {list(self.tensors[key].shape)}"
+                refuse(self.folder / WEIGHTS, key, found, f"{list(wanted.get(kind, ()))}, as {CONFIG} and the model say")
+            if kind == A:
+                out.append(Place(site, site.ours, rank, scale, shared=True))
+        return out
+
+    def entries(self, model: "Model") -> list[Any]:
+        """The rows of names whose tensors the folder holds whole."""
+        return [e for e in model.table.entries(model.shapes, bare=model.bare) if e.theirs in self.tensors]
+
+    def wholes(self, model: "Model") -> dict[str, Lazy]:
+        """The model's parameters that the folder replaces."""
+        shapes = {name: model.shapes[name] for e in self.entries(model) for name in e.ours}
+        for e in self.entries(model):
+            if tuple(self.tensors[e.theirs].shape) != (shape := e.verb.shape([shapes[name] for name in e.ours])):
+                refuse(self.folder / WEIGHTS, e.theirs, f"has shape {list(self.tensors[e.theirs].shape)}", f"{list(shape)}")
+        return model.table.load(lambda key: self.tensors[key], shapes, bare=model.bare)
+
+    def values(self, model: "Model", places: list[Place]) -> dict[str, Lazy]:
+        """The adapters' parameters, by the names that they have in the model."""
+        out: dict[str, Any] = {}
+        for place in places:
+            theirs, outs = place.site.theirs, [model.shapes[f"{name}.weight"][0] for name in place.ours]
+            out |= {f"{name}.a.weight": self.tensors[f"{theirs}{A}"] for name in place.ours}
+            b = place.site.rows.parts(self.tensors[f"{theirs}{B}"], [(n, place.rank) for n in outs])
+            out |= zip((f"{name}.b.weight" for name in place.ours), b, strict=True)
+            if self.config.name == "dora":
+                m = place.site.rows.parts(self.tensors[f"{theirs}{M}"], [(n,) for n in outs])
+                out |= zip((f"{name}.magnitude" for name in place.ours), m, strict=True)
+        return out
+
+
+def fits(pattern: str, layer: str) -> bool:
+    """As peft compares them; its keys are regular expressions, of which the ones for whole names are taken here."""
+    return ends(layer, pattern)
+
+
+def read_adapter(folder: str | os.PathLike[str]) -> Saved:
+    """Read an adapter's folder. Errors: `InputError` for one that is broken, or of a kind that is not offered."""
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    file = folder / CONFIG
+    said = read_json(file)
+    if not isinstance(said, dict) or said.get("peft_type") != "LORA":
+        refuse(file, "peft_type", repr(said.get("peft_type") if isinstance(said, dict) else said), "LORA (or DoRA, rsLoRA)")
+    for key, value in said.items():
+        if (key in PLAIN and value not in PLAIN[key]) or (key not in READ | IDLE and value):
+            refuse(file, key, repr(value), "an adapter of LoRA, DoRA or rsLoRA without this")
+    number = (int, float)
+    types: dict[str, Any] = {"r": int, "lora_alpha": number, "lora_dropout": number, "base_model_name_or_path": str,
+                             "rank_pattern": dict, "alpha_pattern": dict}  # fmt: skip
+    filled = {"lora_dropout": 0.0, "rank_pattern": {}, "alpha_pattern": {}} | {k: v for k, v in said.items() if v is not None}
+    for key, kind in types.items():
+        if not isinstance(filled.get(key), kind) or isinstance(filled[key], bool):
+            refuse(file, key, repr(filled.get(key)), "what peft writes there")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for name, value in filled[key].items():
+            if not isinstance(value, number) or isinstance(value, bool) or not re.fullmatch(r"[\w.-]+", name):
+                refuse(file, f"{key}.{name}", repr(value), "a layer's name and a number")
+    if not (folder / WEIGHTS).is_file():
+        refuse_missing(folder / WEIGHTS, None, "missing", f"beside {CONFIG}, as safetensors")
+    metadata = read_header(folder / WEIGHTS).metadata
+    tensors = {}
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        if not name.startswith(PREFIX):
+            refuse(folder / WEIGHTS, name, "no tensor of an adapter", f"{PREFIX}...")
+        tensors[name.removeprefix(PREFIX)] = tensor
+    quantize: Any = metadata.get("quantize", "none")
+    if quantize not in ("none", "nf4", "int8"):
+        refuse(folder / WEIGHTS, "quantize", repr(quantize), "nf4, int8 or nothing")
+    config = AdapterConfig(
+        name="dora" if filled.get("use_dora") else "lora", rank=filled["r"], alpha=float(filled["lora_alpha"]),
+        dropout=float(filled["lora_dropout"]), rslora=bool(filled.get("use_rslora")), quantize=quantize,
+        targets=tuple(sorted({n.removesuffix(A) for n in tensors if n.endswith(A)})) or (ALL,),
+    )  # fmt: skip
+    base, task_type = filled["base_model_name_or_path"], filled.get("task_type")
+    return Saved(folder, config, base, task_type, tensors, filled["rank_pattern"], filled["alpha_pattern"])

@@ -1,0 +1,93 @@
+"""A frozen linear layer with a trained addition of low rank. Hu et al., 2021, "LoRA"; Liu et al., 2024, "DoRA"."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .dropout import Dropout
+from .linear import Linear
+from .quantized import QuantizedLinear
+
+
+class Adapted(nn.Module):
+    """base(x) + scale b(a(dropout(x))), of weights a (rank in) and b (out rank); the base may be held in 4 or 8 bits (QLoRA).
+
+    With a `magnitude` (out), DoRA: the rows of W' = W + scale b a are brought to the lengths that it holds, and those that they had
+    are constants to the gradient (section 4.3). `a` may be shared by the parts of a matrix that others hold as one: there an
+    adapter has one `a` for all. The adapter's weights are fp32 over a base in half precision.
+    """
+
+    magnitude: nn.Parameter | None
+
+    def __init__(self, base: Linear | QuantizedLinear, rank: int, scale: float, *, a: Linear | None = None, dropout: float = 0.0,
+                 dora: bool = False):
+        super().__init__()
+        kept, kind = (base.codes, base.dtype) if isinstance(base, QuantizedLinear) else (base.weight, base.weight.dtype)
+        made: Any = {"device": kept.device, "dtype": torch.promote_types(kind, torch.float32)}
+        self.base, self.scale = base, scale
+        self.dropout = Dropout(dropout)
+        self.a = Linear(base.in_features, rank, bias=False, **made) if a is None else a
+        self.b = Linear(rank, base.out_features, bias=False, **made)
+        self.magnitude = nn.Parameter(torch.empty(base.out_features, **made)) if dora else None
+
+    def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        out: Tensor = self.base(x, bias=bias)
+        x = self.dropout(x)
+        low = x if torch.is_autocast_enabled(x.device.type) else x.to(self.a.weight.dtype)
+        change = (self.b(self.a(low)) * self.scale).to(out.dtype)
+        if self.magnitude is None:
+            return out.add(change)
+        if self.training and self.dropout.p:
+            plain = self.base(x, bias=False)
+        else:
+            plain = out - self.base.bias if bias and self.base.bias is not None else out
+        factor = (self.magnitude / self.lengths()).to(out.dtype)
+        return out.add((factor - 1) * plain + factor * change)
+
+    @torch.no_grad()
+    def summed(self) -> Tensor:
+        """W + scale b a (out in), in the adapter's dtype."""
+        return self.base.weight.to(self.b.weight.dtype).add(self.b.weight @ self.a.weight, alpha=self.scale)
+
+    @torch.no_grad()
+    def lengths(self) -> Tensor:
+        """Of the rows of W + scale b a (out)."""
+        lengths: Tensor = torch.linalg.vector_norm(self.summed(), dim=1)
+        return lengths
+
+    @torch.no_grad()
+    def merged(self) -> Linear:
+        """A plain layer that computes what this one does, in the dtype of the base's weight."""
+        weight, whole = self.summed(), self.base.linear() if isinstance(self.base, QuantizedLinear) else self.base
+        if self.magnitude is not None:
+            weight *= (self.magnitude / self.lengths())[:, None]
+        layer = Linear(whole.in_features, whole.out_features, bias=whole.bias is not None, device="meta")
+        layer.weight, layer.bias = nn.Parameter(weight.to(whole.weight.dtype)), whole.bias
+        return layer
+
+    @property
+    def in_features(self) -> int:
+        return self.base.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.base.out_features
+
+    def extra_repr(self) -> str:
+        return f"rank={self.a.out_features}, scale={self.scale:g}, dora={self.magnitude is not None}"
+
+
+def adapted(model: nn.Module) -> dict[str, Adapted]:
+    """The adapted layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+
+
+def current_names(model: nn.Module) -> dict[str, str]:
+    """The names of parameters as the model was made -> their names now that some layers stand inside an adapter."""
+    inside = {f"{name}.base." for name in adapted(model)}
+    out = {}
+    for name, _ in model.named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        out[f"{layer.removesuffix('.base')}.{leaf}" if f"{layer}." in inside else name] = name
+    return out

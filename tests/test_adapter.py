@@ -1,0 +1,440 @@
+"""Adapters against peft on transformers' models: the same numbers, gradients and files, whatever each side holds as one matrix."""
+
+import copy
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import zoo
+from mesh import spawn
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from zoo import Case, cases, inputs, scores, theirs_only, weighted, wide
+
+import modelcenter as mc
+from modelcenter.__main__ import main
+from modelcenter.adapter.attach import sites
+from modelcenter.adapter.folder import CONFIG, WEIGHTS
+from modelcenter.layers.adapter import adapted
+from modelcenter.train import loop
+from modelcenter.train.recipe import load_recipe
+
+CASES = cases(all_variants=False)
+FIRST = cases(all_tasks=False, all_variants=False)
+GPT, BERT, LLAMA, BLOOM, T5 = (
+    Case(kind, "default", task)
+    for kind, task in (("gpt2", "lm"), ("bert", "classify"), ("llama", "lm"), ("bloom", "lm"), ("t5", "seq2seq"))
+)
+
+
+def lora(**changes: Any) -> mc.AdapterConfig:
+    return mc.AdapterConfig(**{"name": "lora", "rank": 3, "alpha": 5.0, **changes})
+
+
+def disturb(model: mc.Model) -> mc.Model:
+    """Random values, exact in fp32, for everything that is trained."""
+    source = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += (torch.randn(p.shape, generator=source) * (0.5 if p.dim() == 1 else 1.5 * p.shape[-1] ** -0.5)).to(p)
+                p.copy_(p.float())
+    return model
+
+
+def loaded(case: Case, config: mc.AdapterConfig, dtype: torch.dtype = torch.float64) -> mc.Model:
+    return disturb(mc.load(zoo.reference(case)[1], task=case.task, dtype=dtype, adapter=config))
+
+
+def in_peft(case: Case, folder: Path) -> Any:
+    """The folder's adapter on transformers' model, as peft puts it there."""
+    base = copy.deepcopy(zoo.reference(case)[0]).float()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft asks transformers for it
+        model = peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+    return model.double().eval()
+
+
+def peft_scores(case: Case, model: Any) -> Tensor:
+    with wide(torch.float64):
+        return scores(model(**theirs_only(case, model.base_model.model, inputs(case))))
+
+
+def our_gradients(model: mc.Model) -> dict[str, Tensor]:
+    """Of adapters whose `a` is shared, and of what is trained whole, in peft's layout."""
+    layers, out = adapted(model), {}
+    for site in (s for s in sites(model) if s.ours[0] in layers):
+        mine = [layers[name] for name in site.ours]
+        out[f"{site.theirs}.lora_A"] = mine[0].a.weight.grad
+        out[f"{site.theirs}.lora_B"] = site.rows.whole([layer.b.weight.grad for layer in mine])
+        if mine[0].magnitude is not None:
+            out[f"{site.theirs}.lora_magnitude_vector"] = site.rows.whole([layer.magnitude.grad for layer in mine])
+    kept = {n: model.get_parameter(n).grad for n in model.shapes if n.startswith("head.out.") and model.adapter is not None
+            and n in dict(model.named_parameters()) and model.get_parameter(n).requires_grad}
+    out |= {name: make() for name, _, make in model.table.save({n: lambda g=g: g for n, g in kept.items()}, model.shapes | {},
+                                                               bare=model.bare)} if kept else {}  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_peft_computes_the_same(case: Case, name: str, tmp_path: Path) -> None:
+    ours = loaded(case, lora(name=name, rslora=name == "dora"))
+    ours.save_pretrained(tmp_path / "adapter")
+    theirs = in_peft(case, tmp_path / "adapter")
+    wanted, found = peft_scores(case, theirs), scores(ours(**inputs(case)))
+    plain = scores(mc.load(zoo.reference(case)[1], task=case.task, dtype=torch.float64)(**inputs(case)))
+    assert wanted.std() > 0.02 and (found - plain).abs().max() > 0.1
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    everything = torch.ones(wanted.shape[:1], dtype=torch.bool)
+    weighted(wanted, everything).backward()
+    weighted(found, everything).backward()
+    grads = {n.removeprefix("base_model.model.").replace(".default", "").replace(".modules_to_save", ""): p.grad
+             for n, p in theirs.named_parameters() if p.requires_grad}  # fmt: skip
+    mine = our_gradients(ours)
+    missing = {n.removesuffix(".weight") for n in grads} ^ {n.removesuffix(".weight") for n in mine}
+    assert not missing
+    largest = max(g.abs().max() for g in grads.values() if g is not None)
+    for key, grad in grads.items():
+        g = mine.get(key, mine.get(key.removesuffix(".weight")))
+        if grad is None:  # a head that this output does not pass through
+            assert g is None or not g.any()
+            continue
+        torch.testing.assert_close(g, grad, rtol=1e-8, atol=1e-9 * float(largest), msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_adapter_comes_back_to_the_bit(case: Case, name: str, tmp_path: Path) -> None:
+    ours = loaded(case, lora(name=name), torch.float32)
+    ours.save_pretrained(tmp_path / "a")
+    again = mc.load(tmp_path / "a")
+    assert again.task == ours.task or {again.task, ours.task} == {"embed", "backbone"}
+    before, after = dict(ours.named_parameters()), dict(again.named_parameters())
+    assert before.keys() == after.keys()
+    for key, p in before.items():
+        assert torch.equal(p, after[key]) and p.requires_grad == after[key].requires_grad, key
+    again.save_pretrained(tmp_path / "b")
+    assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "b" / WEIGHTS).read_bytes()
+    assert (tmp_path / "a" / CONFIG).read_bytes() == (tmp_path / "b" / CONFIG).read_bytes()
+
+
+def make_in_peft(case: Case, out: Path, dtype: torch.dtype = torch.float64, **config: Any) -> Tensor:
+    """An adapter that peft made, random, saved to `out`; what it computes."""
+    base = copy.deepcopy(zoo.reference(case)[0]).float()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        model = peft.get_peft_model(base, peft.LoraConfig(**config))
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += torch.randn(p.shape, generator=source) * 0.3
+    model.save_pretrained(str(out))
+    written = json.loads((out / CONFIG).read_text())
+    written["base_model_name_or_path"] = zoo.reference(case)[1]
+    (out / CONFIG).write_text(json.dumps(written))
+    return peft_scores(case, model.double().eval())
+
+
+PEFT = [
+    (GPT, dict(target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM")),
+    (GPT, dict(target_modules="all-linear", fan_in_fan_out=True, use_dora=True)),
+    (GPT, dict(target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, rank_pattern={"h.1.attn.c_attn": 6, "c_fc": 2},
+               alpha_pattern={"c_attn": 9})),
+    (BLOOM, dict(target_modules=["query_key_value"], use_rslora=True)),
+    (BERT, dict(target_modules=["query", "value", "dense"], task_type="SEQ_CLS")),
+    (LLAMA, dict(target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])),
+    (T5, dict(target_modules=["q", "wo"], layers_to_transform=[1], layers_pattern="block")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "config"), PEFT, ids=lambda v: str(v) if isinstance(v, Case) else "-".join(v))
+def test_what_peft_wrote_is_read(case: Case, config: dict[str, Any], tmp_path: Path) -> None:
+    wanted = make_in_peft(case, tmp_path, r=4, lora_alpha=6, **config)
+    ours = mc.load(tmp_path, task=case.task, dtype=torch.float64)
+    torch.testing.assert_close(scores(ours(**inputs(case))), wanted, rtol=1e-9, atol=1e-9)
+    ours.save_pretrained(tmp_path / "again")
+    theirs, mine = load_file(tmp_path / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
+    assert theirs.keys() == mine.keys()
+    assert all(torch.equal(mine[key].to(t), t) for key, t in theirs.items())
+    torch.testing.assert_close(peft_scores(case, in_peft(case, tmp_path / "again")), wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+@pytest.mark.parametrize("targets", [("attn.q", "attn.v"), ("q", "k", "v"), ("k", "ffn.up"), ("v",)], ids="+".join)
+@pytest.mark.parametrize("case", [GPT, BLOOM, LLAMA], ids=str)
+def test_parts_of_a_matrix_that_others_hold_as_one(case: Case, targets: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    """Each part has its own `a`; theirs stacks them. Magnitudes of rows without an adapter are new, and rounded to fp32 in peft."""
+    near = dict(rtol=1e-9, atol=1e-9) if name == "lora" else dict(rtol=1e-5, atol=1e-5)
+    ours = loaded(case, lora(name=name, targets=targets, rslora=case is BLOOM))
+    ours.save_pretrained(tmp_path)
+    wanted = scores(ours(**inputs(case)))
+    torch.testing.assert_close(peft_scores(case, in_peft(case, tmp_path)), wanted, **near)
+    again = mc.load(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(scores(again(**inputs(case))), wanted, rtol=1e-9, atol=1e-9)
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / WEIGHTS).read_bytes()
+    assert (tmp_path / "again" / CONFIG).read_bytes() == (tmp_path / CONFIG).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+@pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_merged_is_adapted(case: Case, quantize: str, name: str, tmp_path: Path) -> None:
+    ours = loaded(case, lora(name=name, quantize=quantize))
+    near = dict(rtol=1e-9, atol=1e-9) if quantize == "none" else dict(rtol=1e-5, atol=1e-5)  # whose weights are made in fp32
+    with torch.no_grad():
+        wanted = scores(ours(**inputs(case)))
+        ours.save_pretrained(tmp_path / "adapter")
+        assert torch.equal(scores(mc.load(tmp_path / "adapter", dtype="fp64")(**inputs(case))), wanted)
+        mc.merge_adapter(ours).save_pretrained(tmp_path / "merged")
+        assert ours.adapter is None and not adapted(ours)
+        merged = mc.load(tmp_path / "merged", task=case.task)
+        torch.testing.assert_close(scores(merged(**inputs(case))), wanted, **near)
+        theirs = type(zoo.reference(case)[0]).from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+        with wide(torch.float64):
+            torch.testing.assert_close(scores(theirs(**theirs_only(case, theirs, inputs(case)))), wanted, **near)
+
+
+# ---- what is trained, and on how many processes -----------------------------------------------------------------------
+
+
+def test_only_the_adapter_and_a_classifiers_head_are_trained() -> None:
+    model = mc.load(zoo.reference(BERT)[1], task="classify", adapter=lora(targets=("query",)))
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"head.out.weight", "head.out.bias"} | {
+        f"encoder.blocks.{i}.attn.q.{part}.weight" for i in range(2) for part in "ab"
+    }  # fmt: skip
+
+
+def test_a_new_adapter_changes_nothing_and_depends_on_the_seed() -> None:
+    folder = zoo.reference(GPT)[1]
+    plain, args = mc.load(folder), inputs(GPT)
+    for name in ("lora", "dora"):
+        first, again, other = (mc.load(folder, adapter=lora(name=name), seed=seed) for seed in (1, 1, 2))
+        torch.testing.assert_close(scores(first(**args)), scores(plain(**args)), rtol=1e-5, atol=2e-5)
+        a, b, c = (adapted(m)["decoder.blocks.1.ffn.up"].a.weight for m in (first, again, other))
+        assert torch.equal(a, b) and not torch.equal(a, c) and 0.9 / 32**0.5 < a.abs().max() < 1 / 32**0.5
+    direct, beside = mc.add_adapter(plain, lora(name="dora"), seed=1), mc.load(folder, adapter=lora(name="dora"), seed=1)
+    assert all(torch.equal(p, q) for p, q in zip(direct.parameters(), beside.parameters(), strict=True))
+
+
+def test_dropout_is_on_the_addition_alone() -> None:
+    for name in ("lora", "dora"):
+        model = loaded(LLAMA, lora(name=name, dropout=0.5)).train()
+        layer = adapted(model)["decoder.blocks.0.ffn.up"]
+        x = torch.ones(1, 32, dtype=torch.float64)
+        assert (layer(x) - layer(x)).abs().max() > 0.01
+        with torch.no_grad():
+            layer.b.weight.zero_()
+            if layer.magnitude is not None:
+                layer.magnitude.copy_(layer.lengths())
+        torch.testing.assert_close(layer(x), layer.base(x), rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_weights_in_half_precision_have_adapters_in_single(tmp_path: Path) -> None:
+    folder = zoo.reference(LLAMA)[1]
+    model = mc.load(folder, dtype="bf16", adapter=lora())
+    layer = adapted(model)["decoder.blocks.0.attn.q"]
+    assert layer.base.weight.dtype == torch.bfloat16 and layer.a.weight.dtype == layer.b.weight.dtype == torch.float32
+    out = model.train()(**inputs(LLAMA), labels=inputs(LLAMA)["input_ids"])
+    out.loss.backward()
+    assert layer.b.weight.grad.abs().max() > 0 and layer.b.weight.grad.dtype == torch.float32
+
+
+MESHES = {"fsdp2": (2, 1), "tp2": (1, 2), "fsdp2xtp2": (2, 2)}
+
+
+def spread(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Path) -> None:
+    """An adapter made before the model is sharded: the same weights, outputs, gradients and files as in one process."""
+    machine = mc.Machine(device="cpu", fsdp=shape[0], tensor_parallel=shape[1], recompute=shape == (2, 2))
+    for case, folder in folders.items():
+        for name in ("lora", "dora") if shape[1] == 1 else ("lora",):
+            config = lora(name=name)
+            alone = disturb(mc.load(folder, task=case.task, dtype="fp64", adapter=config))
+            alone.save_pretrained(out / f"{case}-{name}")
+            many = mc.load(out / f"{case}-{name}", dtype="fp64", machine=machine)
+            args = inputs(case)
+            wanted, found = scores(alone(**args)), scores(many(**args))
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, case=case: f"{case}: {m}")
+            everything = torch.ones(wanted.shape[:2], dtype=torch.bool)
+            weighted(wanted, everything).backward()
+            weighted(found, everything).backward()
+            grads = {n: p.grad for n, p in many.named_parameters() if p.requires_grad}
+            for n, p in alone.named_parameters():
+                if p.requires_grad:
+                    grad = grads[n].full_tensor() if hasattr(grads[n], "full_tensor") else grads[n]
+                    torch.testing.assert_close(grad, p.grad, rtol=1e-8, atol=1e-9, msg=lambda m, n=f"{case} {n}": f"{n}: {m}")
+            many.save_pretrained(out / f"{case}-{name}-again")
+            if rank == 0:
+                files = [(out / f"{case}-{name}{end}" / WEIGHTS).read_bytes() for end in ("", "-again")]
+                assert files[0] == files[1], f"{case}: not bit for bit"
+            new = mc.load(folder, task=case.task, dtype="fp64", machine=machine, adapter=config, seed=4)
+            one = mc.load(folder, task=case.task, dtype="fp64", adapter=config, seed=4)
+            for (n, p), q in zip(new.named_parameters(), one.parameters(), strict=True):
+                whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+                torch.testing.assert_close(whole[tuple(slice(0, k) for k in q.shape)], q, rtol=1e-12, atol=0, msg=n)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_adapters_on_a_mesh_equal_one_process(mesh: str, tmp_path: Path) -> None:
+    folders = {case: zoo.reference(case)[1] for case in (GPT, BERT, BLOOM, T5)}
+    spawn(MESHES[mesh][0] * MESHES[mesh][1], spread, MESHES[mesh], folders, tmp_path)
+
+
+def too_late(rank: int, folder: str) -> None:
+    """An adapter on a model that is sharded already would be a copy of its own on every process, and train there."""
+    for machine in (mc.Machine(device="cpu", fsdp=2), mc.Machine(device="cpu", tensor_parallel=2)):
+        with pytest.raises(mc.InputError, match="sharded already; add_adapter before parallelize"):
+            mc.add_adapter(mc.load(folder, machine=machine), lora())
+        with pytest.raises(mc.InputError, match=r"adapter\.quantize: nf4 on several ranks"):
+            mc.load(folder, machine=machine, adapter=lora(quantize="nf4"))
+    with pytest.raises(mc.InputError, match=r"tensor_parallel: an adapter on DoRA"):
+        mc.load(folder, machine=mc.Machine(device="cpu", tensor_parallel=2), adapter=lora(name="dora"))
+    with pytest.raises(mc.InputError, match="merge in one process"):
+        mc.merge_adapter(mc.load(folder, machine=mc.Machine(device="cpu", fsdp=2), adapter=lora()))
+    early = mc.parallelize(mc.add_adapter(mc.load(folder), lora(), seed=7), mc.Machine(device="cpu", fsdp=2))
+    wanted = dict(mc.load(folder, adapter=lora(), seed=7).named_parameters())
+    assert all(torch.equal(p.full_tensor(), wanted[n]) for n, p in early.named_parameters())
+
+
+def test_an_adapter_comes_before_sharding() -> None:
+    spawn(2, too_late, zoo.reference(GPT)[1])
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_peft_itself_works_on_our_models(case: Case) -> None:
+    ours = mc.load(zoo.reference(case)[1], task=case.task, dtype=torch.float64)
+    wanted = scores(ours(**inputs(case)))
+    model = peft.get_peft_model(ours, peft.LoraConfig(r=2, target_modules=["q", "up"]))
+    torch.testing.assert_close(scores(model(**inputs(case))), wanted)
+    weighted(scores(model(**inputs(case))), torch.ones(2, dtype=torch.bool)).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert len(grads) >= 8 and all(g.abs().max() > 0 for n, g in grads.items() if "lora_B" in n)
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("changes", "found"), [
+    (dict(targets=("c_attm",)), r"adapter\.targets: 'c_attm' names no linear layer; did you mean 'c_attn'\?"),
+    (dict(targets=("embed.tokens",)), r"adapter\.targets: 'embed\.tokens' names no linear layer"),
+    (dict(targets=("wte",)), r"adapter\.targets: 'wte' names no linear layer"),
+    (dict(targets=("lm_head",)), r"adapter\.targets: 'lm_head' names no linear layer"),  # it is the embedding's matrix
+    (dict(targets=()), r"adapter\.targets: empty"),
+    (dict(modules_to_save=("wte",)), r"adapter\.modules_to_save: wte: embed\.tokens\.weight is the head's matrix too"),
+    (dict(modules_to_save=("ln_g",)), r"adapter\.modules_to_save: 'ln_g' names no module; did you mean"),
+    (dict(modules_to_save=("c_attn",)), r"adapter\.modules_to_save: decoder.* is among the targets too"),
+    (dict(name="none", rank=4), r"adapter\.rank: set, but adapter\.name is none"),
+])  # fmt: skip
+def test_refused(changes: dict[str, Any], found: str) -> None:
+    with pytest.raises(mc.InputError, match=found):
+        mc.load(zoo.reference(GPT)[1], adapter=lora(**changes))
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        said = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(said | changes))
+
+    return change
+
+
+def change_tensors(work: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        tensors = {name: t.clone() for name, t in tensors.items()}
+        work(tensors)
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+    return change
+
+
+FIRST_A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
+
+
+@pytest.mark.parametrize(("spoil", "found"), [
+    (change_config(peft_type="IA3"), r"peft_type: 'IA3'; LORA"),
+    (change_config(bias="all"), r"bias: 'all'; an adapter of LoRA"),
+    (change_config(lora_bias=True), r"lora_bias: True"),
+    (change_config(init_lora_weights="pissa"), r"init_lora_weights: 'pissa'"),
+    (change_config(layer_replication=[[0, 1]]), r"layer_replication: \[\[0, 1\]\]"),
+    (change_config(something_new={"a": 1}), r"something_new: "),
+    (change_config(r="8"), r"r: '8'"),
+    (change_config(r=4), r"lora_A\.weight: has shape \[3, 32\]; \[4, 32\]"),
+    (change_config(use_dora=True), r"lora_magnitude_vector: missing"),
+    (change_config(rank_pattern={"a|b": 2}), r"rank_pattern\.a\|b"),
+    (change_tensors(lambda t: t.pop(FIRST_A)), r"c_attn\.lora_A\.weight: missing"),
+    (change_tensors(lambda t: t.update({FIRST_A.replace("h.0", "h.7"): t[FIRST_A].clone()})), r"h\.7.*: not for a linear layer"),
+    (change_tensors(lambda t: t.update({"base_model.model.wte.lora_embedding_A": t[FIRST_A].clone()})), r"embedding_A: no tensor"),
+    (change_tensors(lambda t: t.update({"x": t[FIRST_A].clone()})), r"x: no tensor of an adapter"),
+    (lambda folder: (folder / WEIGHTS).unlink(), r"adapter_model\.safetensors: missing"),
+])  # fmt: skip
+def test_a_spoilt_folder_is_refused(spoil: Callable[[Path], None], found: str, tmp_path: Path) -> None:
+    loaded(GPT, lora(), torch.float32).save_pretrained(tmp_path)
+    mc.load(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(mc.InputError, match=found):
+        mc.load(tmp_path)
+
+
+def test_an_adapter_is_not_written_over_a_model(tmp_path: Path) -> None:
+    mc.load(zoo.reference(GPT)[1]).save_pretrained(tmp_path / "model")
+    with pytest.raises(mc.InputError, match="no adapter's folder"):
+        loaded(GPT, lora(), torch.float32).save_pretrained(tmp_path / "model")
+    with pytest.raises(mc.InputError, match="the model has one"):
+        mc.add_adapter(loaded(GPT, lora()), lora())
+
+
+# ---- training ---------------------------------------------------------------------------------------------------------
+
+
+def run_of(folder: Path, base: str, **changes: Any) -> Any:
+    """12 steps on a little text from a pretrained folder, states every 4."""
+    (folder / "text.txt").write_text("\n".join(f"def f{n}(x):\n    return x * {n} + {n * n}" for n in range(60)))
+    (folder / "base.yaml").write_text("{}\n")
+    keys = {
+        "model": base, "tokenizer": "char", "data.path": str(folder / "text.txt"), "data.seq_len": 16, "data.eval_fraction": 0.1,
+        "optimizer.lr": 1e-2, "batch": 4, "micro_batch": 2, "precision": "fp32", "max_steps": 12, "save_steps": 4,
+        "adapter.name": "lora", "adapter.rank": 2, "adapter.dropout": 0.1, "output_dir": str(folder / "out"),
+    }  # fmt: skip
+    return load_recipe(folder / "base.yaml", {**keys, **changes})
+
+
+@pytest.mark.parametrize("changes", [{}, {"adapter.name": "dora"}, {"adapter.quantize": "nf4"}], ids=["lora", "dora", "nf4"])
+def test_a_run_trains_saves_and_resumes_the_adapter_alone(changes: dict[str, Any], tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+    base, machine = zoo.reference(GPT)[1], mc.Machine(device="cpu", threads=1)
+    run = mc.train(run_of(tmp_path, base, **changes), machine)
+    wanted = load_file(tmp_path / "out" / "model" / WEIGHTS)
+    state = load_file(tmp_path / "out" / "step-8" / "model.safetensors")
+    assert run.step == 12 and state.keys() == {n for n, p in run.model.named_parameters() if p.requires_grad}
+    assert all(".a." in n or ".b." in n or n.endswith(".magnitude") for n in state)
+    moments = load_file(tmp_path / "out" / "step-8" / "optimizer.safetensors")
+    assert {n.partition("/")[2] for n in moments} == state.keys()
+    assert not (tmp_path / "out" / "model" / "model.safetensors").exists()
+    shutil.rmtree(tmp_path / "out" / "step-12")
+    shutil.rmtree(tmp_path / "out" / "model")
+    mc.train(run_of(tmp_path, base, **changes), machine)
+    again = load_file(tmp_path / "out" / "model" / WEIGHTS)
+    assert again.keys() == wanted.keys() and all(torch.equal(again[n], wanted[n]) for n in wanted)
+    args = inputs(GPT)
+    run.model.eval()
+    assert torch.equal(scores(mc.load(tmp_path / "out" / "model", dtype="fp32")(**args)), scores(run.model(**args)))
+    assert main(["evaluate", str(tmp_path / "out"), "--machine", "cpu"]) == 0
+    assert main(["merge", str(tmp_path / "out" / "model"), str(tmp_path / "merged")]) == 0
+    torch.testing.assert_close(scores(mc.load(tmp_path / "merged")(**args)), scores(run.model(**args)), rtol=1e-3, atol=1e-3)
+
+
+def test_an_adapter_is_not_trained_on_random_weights(tmp_path: Path) -> None:
+    with pytest.raises(mc.InputError, match=r"adapter\.name: lora with init random"):
+        run_of(tmp_path, "gpt2", init="random")
