@@ -183,46 +183,88 @@ def train(args: Arguments) -> Answer:
 
 
 def evaluate(args: Arguments) -> Answer:
-    """Say how well a model does on a recipe's evaluation data.
+    """Say how well a model does, in the number that its field quotes.
 
-    modelcenter evaluate RUN|RECIPE [--machine M] [key=value ...]
+    modelcenter evaluate RUN [metrics=[...]] [key=value ...]
+    modelcenter evaluate MODEL data.path=FILE [objective=...] [metrics=[...]] [key=value ...]
+    modelcenter evaluate RECIPE model=FOLDER [key=value ...]
+    modelcenter evaluate FOLDER --suite glue|superglue
 
-    RUN is the output folder of a run: its recipe and its trained model. With a RECIPE, give model=FOLDER.
+    RUN is the output folder of a run: its recipe, its trained model, its evaluation data. MODEL is a folder that transformers,
+    peft or this package has saved. FOLDER holds a run for each task of the benchmark. Nothing is written.
     """
+    if suite := [setting.partition("=")[2] for setting in args.settings if setting.startswith("suite=")]:
+        (folder_name,) = take(replace(args, settings=[s for s in args.settings if not s.startswith("suite=")]), ["FOLDER"])
+        from modelcenter.metrics.suites import average
+
+        found = average(suite[0], Path(folder_name))
+        lines = [f"{task} {score:.1f}" for task, score in found["tasks"].items()]
+        lack = f" (the mean of what is there; missing: {', '.join(found['missing'])})" if found["missing"] else ""
+        return Answer(f"{suite[0]} {found['score']:.1f}{lack}: {', '.join(lines)}", found)
     folder = Path(args.names[0]) if args.names else None
     if folder is not None and (folder / "recipe.yaml").is_file():
         recipe, machine = run_of(replace(args, names=[str(folder / "recipe.yaml"), *args.names[1:]]))
         recipe = replace(recipe, model=str(folder / "model"), tokenizer=None, init="pretrained", config={},
                          adapter=AdapterConfig())
+    elif folder is not None and any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        recipe, machine = recipe_of(folder, args)
     else:
         recipe, machine = run_of(args)
     if recipe.data.eval_path is None and not recipe.data.eval_fraction:
         refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")
     if recipe.init == "pretrained":
         check_model(recipe.model)
-    from modelcenter.train.evaluate import evaluate
     from modelcenter.train.loop import autocast
     from modelcenter.train.prepare import prepare, resolve
 
     recipe, device = resolve(recipe, machine)
     setup = prepare(recipe, machine, device)
-    assert setup.eval_loader is not None
+    assert setup.evaluation is not None
     with autocast(recipe.precision, device):
-        results = evaluate(setup.model, setup.eval_loader.once(), recipe.objective)
-    return Answer("\n".join(f"{key} {value:.6g}" for key, value in results.items()), results)
+        results = setup.evaluation(setup.model)
+    return Answer(", ".join(f"{key.removeprefix('eval_')} {value:.6g}" for key, value in results.items()), results)
+
+
+def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
+    """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head."""
+    from modelcenter.config import assignments
+    from modelcenter.train.recipe import Recipe, settle
+
+    own = [setting for setting in args.settings if setting.startswith("machine.")]
+    take(replace(args, settings=[], machine=None), ["MODEL"])
+    over = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
+    data = dict(over.get("data", {}))
+    data["eval_path"] = data.get("eval_path", data.get("path"))
+    data["path"] = data.get("path", data["eval_path"])
+    if data["path"] is None:
+        refuse(None, "data.path", "missing", "give data.path=FILE")
+    if "objective" not in over:
+        if not (folder / "config.json").is_file():
+            refuse(None, "objective", "missing", "an adapter does not say what it is for: give objective=...")
+        from modelcenter.registry import task_named
+
+        over["objective"] = task_named(folder)
+    base = {"model": str(folder), "output_dir": "unused", "max_steps": 1, **over, "data": data}
+    return bind(Recipe, base, COMMAND_LINE), machine_of(args, own)
 
 
 def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe and the machine that a command line names, `machine.key=value` put over the latter."""
-    from modelcenter.parallel.machine import Machine, load_machine
     from modelcenter.train.recipe import load_recipe
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
     recipe = load_recipe(name, [setting for setting in args.settings if setting not in own])
+    return recipe, machine_of(args, own)
+
+
+def machine_of(args: Arguments, own: Sequence[str]) -> "Machine":
+    """The machine that a command line names, with the settings `own`, machine.key=value, put over it."""
+    from modelcenter.parallel.machine import Machine, load_machine
+
     machine = to_dict(load_machine(args.machine) if args.machine is not None else Machine())
     over = override(machine, [setting.removeprefix("machine.") for setting in own])
-    return recipe, bind(Machine, over, COMMAND_LINE, "machine.")
+    return bind(Machine, over, COMMAND_LINE, "machine.")
 
 
 def check_model(name: str) -> None:

@@ -4,14 +4,19 @@ Shapes: b sequences, s tokens, v vocabulary or labels.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..data.loader import Loader
+from ..data.tokenizer import Tokenizer
+from ..metrics.table import METRICS
 from ..ops.cross_entropy import IGNORE
 
+USUAL = {"lm": ("perplexity",), "seq2seq": ("perplexity",), "classify": ("accuracy",), "mlm": ("accuracy",)}  # always told
 Arguments = Mapping[str, Any]  # a batch of the loader: the model's keyword arguments, tensors and a few numbers
 
 
@@ -38,14 +43,19 @@ def count_targets(batch: Arguments, task: str) -> int:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str) -> dict[str, float]:
-    """`eval_loss`, the mean over all target tokens of `batches`, `eval_targets`, their number, and `eval_perplexity`
-    (lm, seq2seq) or `eval_accuracy` (classify: of sequences; mlm: of masked tokens). Leaves the model in the mode that
-    it was in; a set without targets has loss 0."""
+def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics: Sequence[str] = (),
+             text_bytes: int | None = None) -> dict[str, float]:
+    """`eval_loss`, the mean over all target tokens of `batches`, `eval_targets`, their number, what `USUAL` names for the
+    task, and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
+
+    `text_bytes`: of the text (UTF-8) that the targets of `lm` are, for bits per byte. Leaves the model in the mode that it
+    was in; a set without targets has loss 0."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total, targets, right = 0.0, 0, 0
+    total, targets = 0.0, 0
+    found: list[Tensor] = []
+    wanted: list[Tensor] = []
     try:
         for batch in batches:
             here = on_device(batch, device)
@@ -53,13 +63,69 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str) -> dict[
             total += float(out.loss)
             targets += count_targets(batch, task)
             if task in ("classify", "mlm"):
-                right += int((out.logits.argmax(-1) == here["labels"]).sum())  # an ignored label equals no class
+                real = here["labels"] != IGNORE
+                found.append(out.logits.argmax(-1)[real].cpu())
+                wanted.append(here["labels"][real].cpu())
     finally:
         model.train(was_training)
-    loss, count = total / max(1, targets), max(1, targets)
+    loss = total / max(1, targets)
     results = {"eval_loss": loss, "eval_targets": targets}
-    if task in ("lm", "seq2seq"):
+    names = [*USUAL.get(task, ()), *metrics]
+    if "perplexity" in names:
         results["eval_perplexity"] = math.exp(min(loss, 700.0))  # beyond e^709 a float overflows
-    if task in ("classify", "mlm"):
-        results["eval_accuracy"] = right / count
+    if text_bytes and task == "lm":
+        results["eval_bits_per_byte"] = total / math.log(2) / text_bytes
+    for name in names:
+        compute = METRICS[name].compute
+        if compute is not None and found:
+            results[f"eval_{name}"] = compute(torch.cat(found).numpy(), torch.cat(wanted).numpy()) if targets else 0.0
     return results
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a run's model is judged. `references`: the wanted texts of the loader's examples in order, where a metric is of texts;
+    they are compared with what the model writes by the options `generation`."""
+
+    loader: Loader
+    task: str
+    metrics: tuple[str, ...] = ()
+    text_bytes: int | None = None
+    tokenizer: Tokenizer | None = None
+    references: Sequence[str] = ()
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """As `evaluate`."""
+        results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes)
+        texts = [name for name in self.metrics if METRICS[name].of == "texts"]
+        if texts:
+            written = self.written(model)
+            for name in texts:
+                compute = METRICS[name].compute
+                assert compute is not None
+                results[f"eval_{name}"] = compute(written, list(self.references))
+        return results
+
+    def written(self, model: Any) -> list[str]:
+        """What the model writes for each example."""
+        assert self.tokenizer is not None
+        out: list[str] = []
+        for batch in self.loader.once():
+            here = on_device(batch, next(model.parameters()).device)
+            ids = model.generate(here["input_ids"], here["attention_mask"], **self.generation)
+            out += [self.tokenizer.decode(row[1:]) for row in ids.tolist()]  # the start token is no text
+        return out
+
+
+def stream_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
+    """The bytes (UTF-8) that a model predicts of one stream of `texts`: all but those of the first token, unless a beginning of
+    text stands before it."""
+    size = 0
+    for text in texts:
+        if not size and text and tokenizer.encode("")[:1] != [tokenizer.bos_id]:
+            start = text[:1000]
+            many = len(tokenizer.encode(start, special=False))
+            size -= len(text[: tokenizer.offset(start, 1)].encode()) if many > 1 else len(start.encode())
+        size += len(text.encode())
+    return size

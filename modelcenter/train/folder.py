@@ -12,7 +12,7 @@ from ..errors import refuse, refuse_missing
 from .recipe import Recipe
 
 RECIPE = "recipe.yaml"
-WATCHING = ("output_dir", "resume", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "report_to")
+WATCHING = ("output_dir", "resume", "logging_steps", "eval_steps", "metrics", "save_steps", "save_total_limit", "report_to")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     output_dir/recipe.yaml     the recipe as resolved: nothing in it is `auto` or derived any more
     output_dir/metrics.jsonl   what happened (train/metrics.py), drawn in loss.png
     output_dir/step-N/         training states (checkpoint/state.py)
-    output_dir/model/          the trained model with its tokenizer: a Hugging Face folder
+    output_dir/model/          the trained model with its tokenizer, a Hugging Face folder: of the last step, or the best so far
 """
 
 import math
@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 
 from ..checkpoint.state import SaveError
 from ..errors import refuse
+from ..metrics.table import METRICS
 from ..optim.adamw import AdamW
 from ..optim.optimizers import build_optimizer
 from ..optim.schedules import lr_factor
 from ..parallel.machine import Machine, load_machine
-from .evaluate import Arguments, count_targets, count_tokens, evaluate, on_device
+from .evaluate import Arguments, count_targets, count_tokens, on_device
 from .folder import claim, find_start, write_recipe
 from .interrupt import Interrupt
 from .metrics import Metrics, Progress, peak_memory_gb, plot_loss, read_rows
@@ -71,7 +72,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     with claim(folder, recipe), Interrupt() as interrupt:
         start = find_start(recipe.resume, folder)
         setup = prepare(recipe, machine, device)
-        model, total = setup.model, setup.steps
+        model, total, metric = setup.model, setup.steps, recipe.best or "loss"
         optimizer = build_optimizer(model, recipe.optimizer)
         torch.manual_seed(recipe.seed)
         random.seed(recipe.seed)
@@ -87,7 +88,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         steps = setup.loader.steps(at.sample, micro_batch=recipe.micro_batch)
         model.train()
         try:
-            while at.step < total and not interrupt:
+            while at.step < total and not interrupt and not tired(at, recipe):
                 began = time.perf_counter()
                 after, batches = next(steps)
                 loss, targets = accumulate(model, batches, task, compute)
@@ -109,14 +110,17 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                 if at.streak == PATIENCE:
                     refuse(None, f"step {at.step}", f"{PATIENCE} gradients in a row were not finite",
                            "a lower optimizer.lr, precision=fp32 or other data")
-                if setup.eval_loader is not None and (at.step == total or due(at.step, recipe.eval_steps)):
+                if setup.evaluation is not None and (at.step == total or due(at.step, recipe.eval_steps)):
                     with compute():
-                        results = evaluate(model, setup.eval_loader.once(), task)
-                    at.judge(results["eval_loss"])
-                    best = {"best_eval_loss": at.best_loss, "best_step": at.best_step}
+                        results = setup.evaluation(model)
+                    if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and recipe.best is not None:
+                        write_model(folder, setup)
+                    best = {f"best_eval_{metric}": at.best, "best_step": at.best_step}
                     metrics.write({"step": at.step, **results, **best})
                     progress.say(f"step {at.step}: " + ", ".join(f"{key} {v:.6g}" for key, v in results.items()))
-                if due(at.step, recipe.save_steps) or (at.step == total and recipe.save_steps):
+                    if tired(at, recipe):
+                        progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
+                if due(at.step, recipe.save_steps) or ((at.step == total or tired(at, recipe)) and recipe.save_steps):
                     saved = keep(folder, at, model, optimizer, recipe.save_total_limit, metrics, progress)
             if interrupt and at.step != saved:
                 keep(folder, at, model, optimizer, recipe.save_total_limit, metrics, progress)
@@ -126,13 +130,16 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         finally:
             metrics.close()
             progress.say(plot_loss(folder))
-        if at.step < total:
+        ended = at.step >= total or tired(at, recipe)
+        if not ended:
             progress.say(f"stopped after step {at.step} of {total}; resume=auto goes on")
+        elif recipe.best is not None and at.best_step is not None:
+            progress.say(f"model: {folder / 'model'}, of step {at.best_step}")
         else:
             progress.say(f"model: {write_model(folder, setup)}")
         last = {key: value for row in read_rows(folder / "metrics.jsonl") for key, value in row.items()}
         last.pop("environment", None)
-        return Run(folder, at.step, last, model, stopped=at.step < total)
+        return Run(folder, at.step, last, model, stopped=not ended)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -176,6 +183,11 @@ def explain_memory(error: Exception, recipe: Recipe, machine: Machine) -> None:
         ways = [*(["a smaller micro_batch"] if recipe.micro_batch != 1 else []), "a smaller data.seq_len",
                 *(["machine.recompute=true"] if not machine.recompute else [])]
         refuse(None, "micro_batch", f"{recipe.micro_batch}: out of memory", " or ".join(ways))
+
+
+def tired(at: Position, recipe: Recipe) -> bool:
+    """Whether no evaluation has been better for `patience` of them."""
+    return recipe.patience is not None and at.waited >= recipe.patience
 
 
 def due(step: int, every: int | None) -> bool:

@@ -15,13 +15,14 @@ from ..data.collate import describe_sample
 from ..data.loader import Loader
 from ..data.objective import label_names, make_examples, texts_of
 from ..data.read import read_split
-from ..data.record import Record
+from ..data.record import Record, Records
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import refuse
+from ..metrics.table import METRICS
 from ..parallel.device import device_of
 from ..parallel.machine import Machine
 from ..registry import Model, build, load, presets
-from .evaluate import count_tokens
+from .evaluate import Evaluation, count_tokens, stream_bytes
 from .recipe import Recipe
 
 FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
@@ -34,7 +35,7 @@ class Setup:
     model: Model
     tokenizer: Tokenizer
     loader: Loader
-    eval_loader: Loader | None
+    evaluation: Evaluation | None
     steps: int
     environment: dict[str, Any]
     lines: list[str]
@@ -81,6 +82,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
         return Loader(examples, examples.collate, batch, recipe.seed, shuffle=recipe.data.shuffle)
 
     train, evaluation = loader(records, True), loader(held_out, False) if held_out else None
+    judge = None if evaluation is None else find_evaluation(recipe, held_out, evaluation, tokenizer)
     epochs = ceil(recipe.num_epochs * len(train) / recipe.batch) if recipe.num_epochs is not None else None
     steps = min(limit for limit in (recipe.max_steps, epochs) if limit is not None)
 
@@ -104,7 +106,20 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
         "platform": platform.platform(), "device": device.type, "threads": torch.get_num_threads(),
         "precision": recipe.precision, "parameters": count, "trained": trained, "steps": steps,
     }  # fmt: skip
-    return Setup(model, tokenizer, train, evaluation, steps, environment, lines)
+    return Setup(model, tokenizer, train, judge, steps, environment, lines)
+
+
+def find_evaluation(recipe: Recipe, records: Records, loader: Loader, tokenizer: Tokenizer) -> Evaluation:
+    """What the recipe asks of an evaluation on `records`, which `loader` reads."""
+    data, size, wanted = recipe.data, None, tuple(dict.fromkeys((*recipe.metrics, *([recipe.best] if recipe.best else []))))
+    if recipe.objective == "lm" and not data.packing and data.response_key is None:
+        size = stream_bytes((r.text(data.text_key, "data.text_key") for r in records), tokenizer)
+    elif "bits_per_byte" in wanted:
+        refuse(None, "metrics", "bits_per_byte of packed or prompted text", "plain text: its first tokens are predicted too")
+    texts = any(METRICS[name].of == "texts" for name in wanted)
+    references = [r.text(data.target_key, "data.target_key") for r in records] if texts else []
+    generation = {"max_new_tokens": data.target_len or data.seq_len, **recipe.generation}
+    return Evaluation(loader, recipe.objective, wanted, size, tokenizer, references, generation)
 
 
 def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:

@@ -14,6 +14,8 @@ from modelcenter.adapter.config import AdapterConfig
 from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, packaged, read_recipe
 from modelcenter.data.config import DataConfig
 from modelcenter.errors import refuse
+from modelcenter.generate.options import Options
+from modelcenter.metrics.table import check
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 
 MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed
@@ -54,6 +56,16 @@ class Recipe:
     seed: int = field(default=0, metadata=_is("of weights, dropout and order", min=0, max=2**32 - 1))
     logging_steps: int = field(default=10, metadata=_is("steps between two lines of progress", min=1))
     eval_steps: int | None = field(default=None, metadata=_is("steps between evaluations; absent: at the end", min=1))
+    metrics: tuple[str, ...] = field(default=(), metadata=_is("what evaluations tell besides: [f1, mcc], [bleu, chrf] ...", min=1))
+    generation: dict[str, Any] = field(
+        default_factory=dict, metadata=_is("how texts are written for their metrics: generation.num_beams=4")
+    )
+    best: str | None = field(
+        default=None, metadata=_is("model/ is of the evaluation best by this metric; absent: of the last step", min=1)
+    )
+    patience: int | None = field(
+        default=None, metadata=_is("evaluations in a row without a better `best` (or loss) that end the run; absent: none", min=1)
+    )
     save_steps: int | None = field(
         default=None, metadata=_is("steps between saved training states; absent: one if stopped", min=1)
     )
@@ -67,6 +79,13 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
+        for name in self.metrics:
+            check(name, self.objective, "metrics")
+        if self.best is not None:
+            check(self.best, self.objective, "best")
+        bind(Options, self.generation, section="generation.")
+        if (self.best or self.patience) and self.data.eval_path is None and not self.data.eval_fraction:
+            refuse(None, "best" if self.best else "patience", "given without evaluation data", "data.eval_path or eval_fraction")
         if self.task not in ("auto", self.objective):
             refuse(None, "task", f"{self.task} with objective {self.objective}", "give one of the two")
         if self.data.path is None:

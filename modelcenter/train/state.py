@@ -26,8 +26,9 @@ class Position:
     streak: int = 0  # of them, in a row up to now
     window_loss: float = 0.0  # the summed loss of the targets since the last row of metrics
     window_targets: int = 0
-    best_loss: float | None = None  # the lowest evaluation loss
+    best: float | None = None  # the best evaluation's value of the metric that decides
     best_step: int | None = None
+    waited: int = 0  # evaluations since
 
     def advance(self, sample: int, tokens: int, loss: float, targets: int, sound: bool) -> None:
         """Count a step. What is not `sound` stays out of the mean: one NaN would hide the losses around it."""
@@ -36,10 +37,13 @@ class Position:
         if sound:
             self.window_loss, self.window_targets = self.window_loss + loss * targets, self.window_targets + targets
 
-    def judge(self, eval_loss: float) -> None:
-        """Compare an evaluation at this step with the best so far."""
-        if math.isfinite(eval_loss) and (self.best_loss is None or eval_loss < self.best_loss):
-            self.best_loss, self.best_step = eval_loss, self.step
+    def judge(self, value: float, more: bool) -> bool:
+        """Whether an evaluation at this step is the best so far; `more` is better, or less."""
+        better = math.isfinite(value) and (self.best is None or (value > self.best if more else value < self.best))
+        if better:
+            self.best, self.best_step = value, self.step
+        self.waited = 0 if better else self.waited + 1
+        return better
 
     def loss(self) -> float | None:
         """The mean loss of a target since the last row, 0 without targets; None where no step was sound."""

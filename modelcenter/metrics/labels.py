@@ -1,0 +1,98 @@
+"""Predictions against labels: classes, values, and spans of tags. n examples; every result is a share of one or a correlation."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = Sequence[float] | NDArray[np.float64]
+
+
+def accuracy(found: Numbers, wanted: Numbers) -> float:
+    """The share of predictions that are right."""
+    return float(np.mean(np.asarray(found) == np.asarray(wanted)))
+
+
+def counts(found: Numbers, wanted: Numbers) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """For each class that occurs on either side: how often it was found rightly, found, and wanted."""
+    f, w = np.asarray(found), np.asarray(wanted)
+    classes = np.unique(np.concatenate([f, w]))[:, None]
+    at, there = f == classes, w == classes
+    return (at & there).sum(1).astype(float), at.sum(1).astype(float), there.sum(1).astype(float)
+
+
+def ratio(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """a / b, zero where b is."""
+    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
+
+
+def f1(found: Numbers, wanted: Numbers) -> float:
+    """The harmonic mean of precision and recall of class 1, as GLUE's MRPC and QQP have it."""
+    f, w = np.asarray(found) == 1, np.asarray(wanted) == 1
+    return float(2 * (f & w).sum() / (f.sum() + w.sum())) if f.any() or w.any() else 0.0
+
+
+def f1_macro(found: Numbers, wanted: Numbers) -> float:
+    """The mean over classes of each one's F1."""
+    right, at, there = counts(found, wanted)
+    return float(ratio(2 * right, at + there).mean())
+
+
+def f1_micro(found: Numbers, wanted: Numbers) -> float:
+    """F1 of all decisions together; with one class an example that is the accuracy."""
+    right, at, there = (x.sum() for x in counts(found, wanted))
+    return float(2 * right / (at + there))
+
+
+def mcc(found: Numbers, wanted: Numbers) -> float:
+    """Matthews' correlation, for any number of classes (Gorodkin, 2004, equation 8); 0 where one side never varies."""
+    right, at, there = counts(found, wanted)
+    n = there.sum()
+    over = right.sum() * n - at @ there
+    under = float((n**2 - at @ at) * (n**2 - there @ there))
+    return float(over / under**0.5) if under > 0 else 0.0
+
+
+def mse(found: Numbers, wanted: Numbers) -> float:
+    """The mean squared error."""
+    return float(np.mean((np.asarray(found, float) - np.asarray(wanted, float)) ** 2))
+
+
+def pearson(found: Numbers, wanted: Numbers) -> float:
+    """Pearson's correlation; 0 where one side never varies."""
+    f, w = (np.asarray(x, float) - np.mean(x) for x in (found, wanted))
+    under = float(np.sqrt(f @ f) * np.sqrt(w @ w))
+    return float(f @ w / under) if under > 0 else 0.0
+
+
+def spearman(found: Numbers, wanted: Numbers) -> float:
+    """Spearman's correlation: Pearson's of the ranks, equal values sharing the mean of theirs."""
+    return pearson(ranks(found), ranks(wanted))
+
+
+def ranks(values: Numbers) -> NDArray[np.float64]:
+    _, which, count = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    shared: NDArray[np.float64] = (last - (count - 1) / 2)[which]
+    return shared
+
+
+def spans(tags: Sequence[str]) -> set[tuple[int, int, str]]:
+    """(start, stop, kind) of the spans that B-, I- and O tags mark. As in CoNLL's own script a span begins with a B, or with an I
+    that does not go on with its kind; a tag without a prefix is a span of one."""
+    found, start, kind = set(), 0, ""
+    for at, tag in enumerate([*tags, "O"]):
+        mark, _, name = tag.partition("-")
+        goes_on = mark == "I" and name == kind and name != ""
+        if kind and not goes_on:
+            found.add((start, at, kind))
+        if not goes_on:
+            start, kind = at, "" if tag == "O" else name or tag
+    return found
+
+
+def span_f1(found: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float:
+    """F1 of whole spans over all sequences of tags: CoNLL 2003's number."""
+    pairs = [(spans(f), spans(w)) for f, w in zip(found, wanted, strict=True)]
+    right, all_ = sum(len(f & w) for f, w in pairs), sum(len(f) + len(w) for f, w in pairs)
+    return 2 * right / all_ if all_ else 0.0

@@ -1,0 +1,61 @@
+"""Every metric by name: what it is computed of, and whether more of it is better. Torch-free."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from modelcenter.errors import nearest, refuse
+
+from . import labels, texts
+
+Of = Literal["loss", "classes", "values", "tags", "texts", "answers"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`compute(found, wanted)`; what follows from the loss is computed with it and has none."""
+
+    of: Of
+    more: bool = True  # is better
+    compute: Callable[[Any, Any], float] | None = None
+
+
+METRICS: dict[str, Metric] = {
+    "loss": Metric("loss", more=False),
+    "perplexity": Metric("loss", more=False),
+    "bits_per_byte": Metric("loss", more=False),
+    "accuracy": Metric("classes", compute=labels.accuracy),
+    "f1": Metric("classes", compute=labels.f1),
+    "f1_macro": Metric("classes", compute=labels.f1_macro),
+    "f1_micro": Metric("classes", compute=labels.f1_micro),
+    "mcc": Metric("classes", compute=labels.mcc),
+    "pearson": Metric("values", compute=labels.pearson),
+    "spearman": Metric("values", compute=labels.spearman),
+    "mse": Metric("values", more=False, compute=labels.mse),
+    "span_f1": Metric("tags", compute=labels.span_f1),
+    "exact_match": Metric("texts", compute=texts.exact_match),
+    "bleu": Metric("texts", compute=texts.bleu),
+    "chrf": Metric("texts", compute=texts.chrf),
+    **{kind.lower(): Metric("texts", compute=partial(texts.rouge, kind)) for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
+    "squad_em": Metric("answers", compute=texts.squad_em),
+    "squad_f1": Metric("answers", compute=texts.squad_f1),
+}
+
+
+OBJECTIVES: dict[str, tuple[Of, ...]] = {  # what an objective's evaluation has to compute metrics of
+    "lm": ("loss",), "mlm": ("loss", "classes"), "seq2seq": ("loss", "texts"), "classify": ("loss", "classes"),
+}  # fmt: skip
+
+
+def check(name: str, objective: str, key: str) -> None:
+    """Refuse a metric that is unknown, or that the objective's evaluation does not have."""
+    if name not in METRICS:
+        refuse(None, key, repr(name), nearest(name, METRICS))
+    if METRICS[name].of not in OBJECTIVES[objective]:
+        refuse(None, key, f"{name} with objective {objective}", f"one of {', '.join(named(OBJECTIVES[objective]))}")
+
+
+def named(of: Sequence[str]) -> list[str]:
+    """The metrics that can be computed of what there is."""
+    return [name for name, metric in METRICS.items() if metric.of in of]

@@ -1,0 +1,70 @@
+"""Texts against references. BLEU and chrF are sacrebleu's, ROUGE is rouge_score's: extras, imported where they are used."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from modelcenter.errors import refuse_missing
+
+Texts = Sequence[str]
+
+
+def exact_match(found: Texts, wanted: Texts) -> float:
+    """The share of texts that are the reference, spaces around them aside."""
+    return sum(f.strip() == w.strip() for f, w in zip(found, wanted, strict=True)) / len(found)
+
+
+def normalised(text: str) -> str:
+    """As SQuAD's own script: lower case, no punctuation, no articles, single spaces."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def squad_pair(found: str, wanted: Sequence[str]) -> tuple[float, float]:
+    """(exact match, F1 of words), each against the reference that suits it best; no reference: the answer is none. As the
+    evaluation script of SQuAD 2.0 (Rajpurkar et al., 2018), references that are nothing but articles left out."""
+    wanted = [w for w in wanted if normalised(w)] or [""]
+    f = normalised(found).split()
+    best = 0.0
+    for reference in wanted:
+        w = normalised(reference).split()
+        same = sum((Counter(f) & Counter(w)).values())
+        best = max(best, 2 * same / (len(f) + len(w)) if f and w else float(f == w))
+    return float(any(normalised(found) == normalised(w) for w in wanted)), best
+
+
+def squad_em(found: Texts, wanted: Sequence[Sequence[str]]) -> float:
+    return sum(squad_pair(f, w)[0] for f, w in zip(found, wanted, strict=True)) / len(found)
+
+
+def squad_f1(found: Texts, wanted: Sequence[Sequence[str]]) -> float:
+    return sum(squad_pair(f, w)[1] for f, w in zip(found, wanted, strict=True)) / len(found)
+
+
+def bleu(found: Texts, wanted: Texts) -> float:
+    """sacrebleu's corpus BLEU (Post, 2018) with its defaults, 0 to 100: what papers quote."""
+    return float(extra("sacrebleu", "bleu").corpus_bleu(list(found), [list(wanted)]).score)
+
+
+def chrf(found: Texts, wanted: Texts) -> float:
+    """sacrebleu's corpus chrF2 (Popovic, 2015), 0 to 100."""
+    return float(extra("sacrebleu", "chrf").corpus_chrf(list(found), [list(wanted)]).score)
+
+
+def rouge(kind: str, found: Texts, wanted: Texts) -> float:
+    """The mean F of rouge_score (Lin, 2004) with its stemmer, 0 to 100; rougeLsum takes lines for sentences."""
+    scorer = extra("rouge_score.rouge_scorer", kind).RougeScorer([kind], use_stemmer=True)
+    total = sum(float(scorer.score(w, f)[kind].fmeasure) for f, w in zip(found, wanted, strict=True))
+    return 100 * total / len(found)
+
+
+def extra(module: str, metric: str) -> Any:
+    """A module that the installation may lack."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        name = module.partition(".")[0].replace("_", "-")
+        refuse_missing(None, metric, f"{error.name} is not installed", f"pip install {name}, or leave the metric out")

@@ -1,0 +1,154 @@
+"""Evaluation of a run's model: bits per byte, texts, the best evaluation kept, and the end for want of a better one."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train import MACHINE, recipe_of, rows
+
+import modelcenter as mc
+from modelcenter.__main__ import main
+from modelcenter.data.tokenizer import open_tokenizer
+from modelcenter.errors import InputError
+from modelcenter.metrics.table import OBJECTIVES
+from modelcenter.train import evaluate, loop
+from modelcenter.train.evaluate import USUAL, stream_bytes
+from modelcenter.train.loop import train
+from modelcenter.train.metrics import read_rows
+from modelcenter.train.recipe import Recipe
+from modelcenter.train.state import Position
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+
+
+def told(folder: Path, key: str, values: list[float]) -> Callable[..., dict[str, float]]:
+    """An evaluation that says `values` in turn; which is next stands in the run's own metrics, so that a resumed run goes on."""
+
+    def evaluate(*_: Any) -> dict[str, float]:
+        seen = sum("eval_loss" in row for row in read_rows(folder / "metrics.jsonl"))
+        return {"eval_loss": 9.0, key: values[seen]}
+
+    return evaluate
+
+
+@pytest.mark.parametrize(("best", "values", "kept", "last"),
+                         [("loss", [3, 1, 2, 1.5, 0], 4, 8), ("perplexity", [3, 4, 2, 2, 2], 6, 10), (None, [3, 1, 2, 2, 0], 8, 8)],
+                         ids=["loss", "perplexity", "only-patience"])  # fmt: skip
+def test_the_best_is_kept_and_a_run_without_a_better_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: str | None, values: list[float], kept: int, last: int
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(evaluate, "evaluate", told(out, f"eval_{best or 'loss'}", values))
+    recipe = recipe_of(tmp_path, eval_steps=2, save_steps=2, best=best, patience=2)
+    run = train(recipe, MACHINE)
+    assert (run.step, run.stopped) == (last, False)
+    model, state = load_file(out / "model" / "model.safetensors"), load_file(out / f"step-{kept}" / "model.safetensors")
+    ours = mc.load(out / "model")
+    assert all(torch.equal(ours.get_parameter(name), state[name]) for name in ours.shapes) and model
+    evaluations = [r for r in rows(out) if "eval_loss" in r]
+    assert [r["best_step"] for r in evaluations][-1] == (kept if best else last - 4)
+    assert evaluations[-1][f"best_eval_{best or 'loss'}"] == min(values[: last // 2])
+    assert train(recipe, MACHINE).step == last and [r for r in rows(out) if "eval_loss" in r] == evaluations
+    for step in range(6, last + 1, 2):
+        shutil.rmtree(out / f"step-{step}")
+    again = train(recipe, MACHINE)
+    assert (again.step, again.stopped) == (last, False) and [r for r in rows(out) if "eval_loss" in r] == evaluations
+    after = load_file(out / "model" / "model.safetensors")
+    assert all(torch.equal(after[name], value) for name, value in model.items())
+
+
+def test_more_is_better_or_less() -> None:
+    at = Position()
+    judged = [at.judge(value, True) for value in (0.5, 0.5, math.nan, 0.6)]
+    assert judged == [True, False, False, True] and (at.best, at.waited) == (0.6, 0)
+    at = Position()
+    assert [at.judge(value, False) for value in (0.5, 0.6, 0.4, 0.7, math.nan)] == [True, False, True, False, False]
+    assert (at.best, at.waited) == (0.4, 2)
+
+
+def test_bits_per_byte_of_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: the nats of every character but the first, over ln 2 and the bytes of the text without it."""
+    run = train(recipe_of(tmp_path, max_steps=2, eval_steps=None, save_steps=None), MACHINE)
+    text = "def f7(x):\n    return x + 7\n" * 3
+    (tmp_path / "eval.txt").write_text(text)
+    bits = run.metrics["eval_loss"] / math.log(2)
+    assert run.metrics["eval_bits_per_byte"] == pytest.approx(bits, rel=1e-6)  # ASCII: a byte a token
+    model, tokenizer = mc.load(tmp_path / "out" / "model"), mc.load_tokenizer(tmp_path / "out" / "model")
+    ids = torch.tensor([tokenizer.encode(text)])
+    nats = 0.0
+    for start in range(0, ids.size(1) - 1, 15):
+        nats += float(model(ids[:, start : start + 16], labels=ids[:, start : start + 16], num_items_in_batch=1).loss.detach())
+    given = [f"data.path={tmp_path / 'eval.txt'}", "data.seq_len=16", "precision=fp32"]
+    command = ["evaluate", str(tmp_path / "out" / "model"), *given]
+    before = sorted(tmp_path.rglob("*"))
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["eval_targets"] == len(text) - 1
+    assert found["eval_bits_per_byte"] == pytest.approx(nats / math.log(2) / (len(text) - 1), rel=1e-5)
+    assert main(command) == 0 and sorted(tmp_path.rglob("*")) == before
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1 and f"bits_per_byte {found['eval_bits_per_byte']:.6g}" in line
+
+
+def test_bytes_are_utf_8_and_without_the_first_token() -> None:
+    tokenizer = open_tokenizer("char", ["é中ab"])
+    assert stream_bytes(["", "é中", "ab"], tokenizer) == 2 + 3 + 2 - 2
+    pieces = open_tokenizer("bpe:300", ["the cat sat on the mat. " * 20])
+    first = pieces.decode(pieces.encode("the cat")[:1])
+    assert 1 < len(first) < 7 and stream_bytes(["the cat"], pieces) == len("the cat") - len(first)
+
+
+def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"dim": 32, "hidden": 64, "heads": 2, "head_dim": 16, "layers": 2, "decoder_layers": 2}
+    pairs = [{"source": "x" * (n % 5 + 1), "target": "ab" if n % 2 else "b"} for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs))
+    changes = {"objective": "seq2seq", "model": "t5-small", "config": config, "tokenizer": "roberta:270", "save_steps": None,
+               "data.path": str(tmp_path / "data.jsonl"), "data.eval_fraction": 0.25, "max_steps": 30, "eval_steps": None,
+               "metrics": ["exact_match", "chrf"], "generation": {"num_beams": 2}, "data.target_len": 6}  # fmt: skip
+    run = train(recipe_of(tmp_path, **changes), MACHINE)
+    model, tokenizer = mc.load(tmp_path / "out" / "model"), mc.load_tokenizer(tmp_path / "out" / "model")
+    right = 0
+    for pair in pairs[30:]:
+        ids = tokenizer.encode(pair["source"])
+        ids = ids if ids[-1:] == [tokenizer.eos_id] else [*ids, tokenizer.eos_id]
+        out = model.generate(torch.tensor([ids]), max_new_tokens=6, num_beams=2)
+        right += tokenizer.decode(out[0, 1:].tolist()) == pair["target"]
+    assert 0 < right < 10 and run.metrics["eval_exact_match"] == right / 10 and 0 < run.metrics["eval_chrf"] < 100
+    assert main(["evaluate", str(tmp_path / "out"), "metrics=[rougel]", "generation.num_beams=1", "--json"]) in (0, 2)
+    said = capsys.readouterr()
+    assert "eval_rougel" in said.out or "rouge-score" in said.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"metrics": ["acuracy"]}, "metrics: 'acuracy'; did you mean 'accuracy'"), ({"metrics": ["bleu"]}, "bleu with objective lm"),
+     ({"best": "mcc"}, "best: mcc with objective lm"), ({"generation": {"num_beam": 2}}, "generation.num_beam: unknown key"),
+     ({"patience": 2, "data.eval_fraction": 0.0}, "patience: given without evaluation data"),
+     ({"data.packing": True, "metrics": ["bits_per_byte"]}, "bits_per_byte of packed")],
+    ids=["unknown", "of texts", "best", "generation", "nothing to wait for", "packed"],
+)  # fmt: skip
+def test_refusals(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        train(recipe_of(tmp_path, **changes), MACHINE)
+
+
+def test_a_benchmark_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rte").mkdir()
+    (tmp_path / "rte" / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 1, "eval_accuracy": 0.625}\n')
+    assert main(["evaluate", str(tmp_path), "--suite", "superglue"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("superglue 62.5 (the mean of what is there; missing: boolq, cb") and said.endswith(": rte 62.5\n")
+
+
+def test_every_objective_has_its_metrics() -> None:
+    objectives = set(Recipe.__dataclass_fields__["objective"].type.__args__)
+    assert objectives == set(OBJECTIVES) == set(USUAL)

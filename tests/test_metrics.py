@@ -1,0 +1,133 @@
+"""Metrics against scikit-learn, scipy, sacrebleu and published values."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from modelcenter.errors import InputError
+from modelcenter.metrics import labels, texts
+from modelcenter.metrics.suites import SUITES, average
+from modelcenter.metrics.table import METRICS, named
+
+RANDOM = np.random.default_rng(0)
+CLASSES = [(RANDOM.integers(0, n, 60), RANDOM.integers(0, n, 60)) for n in (2, 3, 7)]
+ODD = [(np.zeros(5, int), np.array([0, 1, 0, 1, 1])), (np.array([0, 1, 1]), np.zeros(3, int)),
+       (np.array([1, 2, 2]), np.array([2, 1, 1])), (np.array([3, 3, 0]), np.array([3, 0, 0]))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "wanted"), CLASSES + ODD, ids=str)
+def test_classes_as_scikit_learn(found: np.ndarray, wanted: np.ndarray) -> None:
+    of = pytest.importorskip("sklearn.metrics")
+    assert labels.accuracy(found, wanted) == pytest.approx(of.accuracy_score(wanted, found))
+    assert labels.f1(found, wanted) == pytest.approx(of.f1_score(wanted == 1, found == 1, zero_division=0))
+    for average_, ours in (("macro", labels.f1_macro), ("micro", labels.f1_micro)):
+        assert ours(found, wanted) == pytest.approx(of.f1_score(wanted, found, average=average_, zero_division=0))
+    assert labels.mcc(found, wanted) == pytest.approx(of.matthews_corrcoef(wanted, found))
+
+
+def test_correlations_as_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for ties in (False, True):
+        found, wanted = RANDOM.normal(size=40), RANDOM.normal(size=40)
+        wanted = np.round(wanted + found) if ties else wanted + found
+        assert labels.pearson(found, wanted) == pytest.approx(stats.pearsonr(found, wanted).statistic)
+        assert labels.spearman(found, wanted) == pytest.approx(stats.spearmanr(found, wanted).statistic)
+    assert labels.pearson([1.0, 2.0], [3.0, 3.0]) == 0 == labels.spearman([1.0, 1.0], [3.0, 4.0])
+
+
+def test_classes_and_values_by_hand() -> None:
+    """Where the two packages are not installed: 3 right of 5, tp 2, fp 1, fn 1, tn 1; ranks with a tie."""
+    found, wanted = [1, 1, 1, 0, 0], [1, 1, 0, 1, 0]
+    assert labels.accuracy(found, wanted) == 0.6 == labels.f1_micro(found, wanted)
+    assert labels.f1(found, wanted) == pytest.approx(2 / 3)
+    assert labels.f1_macro(found, wanted) == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert labels.mcc(found, wanted) == pytest.approx((2 * 1 - 1 * 1) / (3 * 3 * 2 * 2) ** 0.5)
+    assert labels.mcc([0, 0], [0, 0]) == 0 and labels.f1([0], [0]) == 0
+    assert labels.mse([1.0, 2.0], [2.0, 4.0]) == 2.5
+    assert labels.ranks([5.0, 1.0, 5.0, 9.0]).tolist() == [2.5, 1, 2.5, 4]
+    assert labels.pearson([1.0, 2.0, 3.0], [1.0, 2.0, 4.0]) == pytest.approx(3 / (2 * 14 / 3) ** 0.5)
+
+
+def test_spans_of_tags() -> None:
+    """The example of seqeval's own documentation, whose published F1 is 0.50, and the borders of CoNLL's script."""
+    wanted = [["O", "O", "O", "B-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
+    found = [["O", "O", "B-MISC", "I-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
+    assert labels.span_f1(found, wanted) == 0.5
+    assert labels.spans(["I-A", "I-A", "I-B", "B-B", "I-A"]) == {(0, 2, "A"), (2, 3, "B"), (3, 4, "B"), (4, 5, "A")}
+    assert labels.spans(["NN", "NN", "O"]) == {(0, 1, "NN"), (1, 2, "NN")}
+    assert labels.span_f1([["O"]], [["O"]]) == 0
+
+
+def test_squad_as_its_script() -> None:
+    assert texts.normalised("The  Norman-conquest, of AN a\nEngland!") == "normanconquest of england"
+    assert texts.squad_pair("the Denver Broncos", ["Denver Broncos", "Broncos"]) == (1, 1)
+    em, f1 = texts.squad_pair("in the city of Paris", ["Paris", "city Paris"])
+    assert em == 0 and f1 == pytest.approx(2 * 2 / (4 + 2))
+    assert texts.squad_pair("", []) == (1, 1) and texts.squad_pair("Paris", []) == (0, 0) == texts.squad_pair("", ["Paris"])
+    assert texts.squad_em(["a", "b c"], [["A."], ["c b"]]) == 0.5
+    assert texts.squad_f1(["x", "b c"], [["y"], ["c b"]]) == 0.5
+
+
+def test_texts() -> None:
+    """The sentences of sacrebleu's README with their first references; which side is the reference matters."""
+    found = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]
+    wanted = ["The dog bit the man.", "It was not unexpected.", "The man bit him."]
+    assert texts.exact_match([" a ", "b"], ["a", "c"]) == 0.5
+    sacrebleu = pytest.importorskip("sacrebleu")
+    assert texts.bleu(found, wanted) == sacrebleu.corpus_bleu(found, [wanted]).score != texts.bleu(wanted, found)
+    assert texts.bleu(wanted, wanted) == pytest.approx(100)
+    assert texts.chrf(found, wanted) == sacrebleu.corpus_chrf(found, [wanted]).score != texts.chrf(wanted, found)
+
+
+def test_rouge() -> None:
+    """rouge_score's README: `The quick brown fox jumps over the lazy dog` and `The quick brown dog jumps on the log.`"""
+    pytest.importorskip("rouge_score")
+    pair = ["The quick brown dog jumps on the log."], ["The quick brown fox jumps over the lazy dog"]
+    assert METRICS["rouge1"].compute(*pair) == pytest.approx(100 * 0.70588235)
+    assert METRICS["rougel"].compute(*pair) == pytest.approx(100 * 0.58823529)
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(InputError, match="bleu: sacrebleu is not installed; pip install sacrebleu"):
+        texts.bleu(["a"], ["a"])
+
+
+def write(folder: Path, task: str, **metrics: float) -> None:
+    (folder / task).mkdir(parents=True)
+    rows = [{"environment": {}}, {"step": 1, "eval_loss": 9.0}, {"step": 2, "eval_loss": 1.0} | metrics, {"step": 2, "loss": 1.0}]
+    (folder / task / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_benchmark_s_average(tmp_path: Path) -> None:
+    """BERT-base on GLUE's development sets as published with transformers' example, whose mean is of single tasks."""
+    published = {"cola": (56.53,), "sst2": (92.32,), "mrpc": (88.85, 84.07), "stsb": (88.64, 88.48), "qqp": (87.49, 90.71),
+                 "mnli": (83.91,), "qnli": (90.66,), "rte": (65.70,), "wnli": (56.34,)}  # fmt: skip
+    for task, values in published.items():
+        write(tmp_path, task, **{f"eval_{m}": v / 100 for m, v in zip(SUITES["glue"][task], values, strict=True)})
+    found = average("glue", tmp_path)
+    assert found["tasks"]["mrpc"] == pytest.approx(86.46) and found["missing"] == []
+    assert found["score"] == pytest.approx((56.53 + 92.32 + 86.46 + 88.56 + 89.10 + 83.91 + 90.66 + 65.70 + 56.34) / 9)
+
+
+def test_a_benchmark_with_gaps(tmp_path: Path) -> None:
+    write(tmp_path, "rte", eval_accuracy=0.5)
+    assert average("superglue", tmp_path) == {
+        "suite": "superglue", "tasks": {"rte": 50.0}, "score": 50.0,
+        "missing": ["boolq", "cb", "copa", "multirc", "record", "wic", "wsc"]}  # fmt: skip
+    write(tmp_path, "cb", eval_accuracy=0.5)
+    for suite, folder, words in (("superglue", tmp_path, "cb/metrics.jsonl: eval_f1_macro: missing"),
+                                 ("glu", tmp_path, "did you mean 'glue'"), ("glue", tmp_path / "cb", "no run in it"),
+                                 ("glue", tmp_path / "x", "no such folder")):  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            average(suite, folder)
+
+
+def test_the_table_is_whole() -> None:
+    assert {m for tasks in SUITES.values() for metrics in tasks.values() for m in metrics} <= set(METRICS)
+    assert all((metric.compute is None) == (metric.of == "loss") for metric in METRICS.values())
+    assert named(["values"]) == ["pearson", "spearman", "mse"]
