@@ -16,7 +16,7 @@ from modelcenter.data.collate import IGNORED, describe_sample
 from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Loader
 from modelcenter.data.objective import make_examples
-from modelcenter.data.packing import Packed, best_fit
+from modelcenter.data.packing import Packed, best_fit, exact_fit, fill
 from modelcenter.data.ragged import Ragged
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -165,20 +165,23 @@ def test_padding_free_batches_hold_the_same_examples(what: str, tokenizer: Token
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=60), size=st.integers(30, 50))
-def test_best_fit(lengths: list[int], size: int) -> None:
-    bins = best_fit(lengths, size)
-    assert sorted(k for b in bins for k in b) == list(range(len(lengths)))
-    assert all(sum(lengths[k] for k in b) <= size for b in bins)
-    assert len(bins) <= 11 / 9 * -(-sum(lengths) // size) * 1.5 + 1
-    # No bin could take in another: best fit never opens one needlessly.
-    loads = sorted(sum(lengths[k] for k in b) for b in bins)
-    assert all(a + b > size for a, b in pairwise(loads[:2]))
+def test_bins_hold_every_item_once(lengths: list[int], size: int) -> None:
+    for way in (best_fit, exact_fit):
+        bins = way(lengths, size)
+        assert sorted(k for b in bins for k in b) == list(range(len(lengths)))
+        assert all(sum(lengths[k] for k in b) <= size for b in bins)
+        # No bin could take in another: neither way opens one needlessly.
+        loads = sorted(sum(lengths[k] for k in b) for b in bins)
+        assert all(a + b > size for a, b in pairwise(loads[:2]))
+        assert way(lengths, size) == bins
+    assert len(fill(lengths, size)) == min(len(best_fit(lengths, size)), len(exact_fit(lengths, size)))
 
 
-def test_ragged_documents_fill_99_percent() -> None:
-    lengths = np.random.default_rng(0).lognormal(4, 1, 3000).astype(int).clip(1, 512).tolist()
-    bins = best_fit(lengths, 512)
-    assert sum(lengths) / (512 * len(bins)) >= 0.99
+def test_ragged_lengths_fill_99_percent() -> None:
+    random = np.random.default_rng(0)
+    for mean, spread, size in ((4, 1, 512), (3.6, 0.35, 256), (3.9, 0.35, 512)):  # documents; pairs of sentences; two sentences
+        lengths = random.lognormal(mean, spread, 3000).astype(int).clip(1, size).tolist()
+        assert sum(lengths) / (size * len(fill(lengths, size))) >= 0.99
 
 
 # ------------------------------------------------------------------------------------------------------ rows end to end

@@ -53,7 +53,7 @@ class Packed:
         lengths = examples.lengths
         self.examples, self.bins = examples, Ragged()
         for start in range(0, len(lengths), WINDOW):
-            for found in best_fit(lengths[start : start + WINDOW].tolist(), examples.size):
+            for found in fill(lengths[start : start + WINDOW].tolist(), examples.size):
                 self.bins.append([start + item for item in found])
         order = self.bins.flat(0, self.bins.total)
         self.lengths: NDArray[np.int64] = np.add.reduceat(lengths[order], self.bins.bounds[:-1]) if len(order) else lengths
@@ -68,6 +68,39 @@ class Packed:
     def collate(self, examples: list[list[Any]]) -> Batch:
         """One row (1, total) of the examples of all these bins, as their `pack` says."""
         return self.examples.pack([example for bin in examples for example in bin])
+
+
+def fill(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Bins of items whose lengths sum to at most `size`. Of two ways the better: neither is, where a bin holds two or three."""
+    return min(best_fit(lengths, size), exact_fit(lengths, size), key=len)
+
+
+def exact_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Bins filled one at a time: the longest item, then what fills the rest exactly, one item or two, or else the longest that
+    fits. What fits once is done as often as there are such lengths (Krell et al., 2021): the work depends on `size` alone."""
+    order = np.argsort(lengths, kind="stable")
+    count = np.bincount(lengths, minlength=size + 1)
+    ends = np.cumsum(count)  # the items of a length that are left are the last `count` before its end
+    bins: list[list[int]] = []
+    while len(left := np.flatnonzero(count)):
+        have, found, room, item = count.copy(), [], size, int(left[-1])
+        while item:
+            found.append(item)
+            have[item] -= 1
+            room -= item
+            fits = np.flatnonzero(have[: room + 1])
+            pairs = fits[(have[room - fits] > (2 * fits == room)) & (2 * fits >= room)]
+            item = room if have[room] else int(pairs[-1]) if len(pairs) else int(fits[-1]) if len(fits) else 0
+        which, often = np.unique(found, return_counts=True)
+        times = int((count[which] // often).min())
+        columns = []
+        for length, n in zip(which, often, strict=True):
+            stop = ends[length]
+            columns.append(order[stop - n * times : stop].reshape(times, n))
+            ends[length] -= n * times
+            count[length] -= n * times
+        bins += np.hstack(columns).tolist()
+    return bins
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
