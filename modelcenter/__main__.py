@@ -419,6 +419,27 @@ def merge(args: Arguments) -> Answer:
                                                                          "quantize": held})  # fmt: skip
 
 
+def tokenize(args: Arguments) -> Answer:
+    """Write a corpus as token files, which train without being read as a whole; again, or after a kill, it goes on.
+
+    modelcenter tokenize PATH OUT --tokenizer T [objective=lm|mlm] [text_key=...] [format=...] [processes=...]
+
+    OUT.bin and OUT.idx are an indexed dataset of Megatron-LM; data.path=OUT.bin trains on it.
+    """
+    from modelcenter.data.tokenize import Tokenization
+    from modelcenter.data.tokenize import tokenize as write
+
+    asked = settings(Tokenization, args, ["path", "out"])
+    if not os.path.isdir(os.path.expanduser(asked.tokenizer)):
+        from modelcenter.registry import presets
+
+        preset = presets().get(asked.tokenizer)
+        asked = replace(asked, tokenizer=(preset[1].hub if preset else None) or asked.tokenizer)
+    said = write(asked)
+    done = "" if said["made"] else ", which are there already"
+    return Answer(f"{asked.out}.bin: {said['tokens']:,} tokens of {said['documents']:,} documents{done}", said)
+
+
 def list_(args: Arguments) -> Answer:
     """Say what there is: models, recipes, machines or the keys of a recipe.
 
@@ -506,6 +527,7 @@ VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "generate": generate,
     "convert": convert,
     "merge": merge,
+    "tokenize": tokenize,
     "list": list_,
     "copy": copy,
     "doctor": doctor,

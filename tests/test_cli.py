@@ -49,6 +49,8 @@ REFUSED = [  # the command, how its one line goes on
     (("convert",), "command line: source: missing; "),
     (("merge",), "command line: adapter: missing; "),
     (("merge", "nothing", "out"), "nothing: no adapter_config.json; "),
+    (("tokenize", "a.txt", "out"), "command line: tokenizer: missing; "),
+    (("tokenize", "absent.txt", "out", "--tokenizer", "."), "absent.txt: path: no such file; "),
     (("convert", "a"), "command line: out: missing; "),
     (("convert", "a", "b", "c"), "command line: c: not wanted here; "),
     (("convert", "a", "b", "--dtyp", "bf16"), "command line: dtyp: unknown key; did you mean 'dtype'?"),

@@ -7,7 +7,7 @@ its bounds (`min` and `max` inclusive, `above` exclusive), which the binder of r
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet"]
+Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "tokens"]
 
 
 def _is(help: str, **bounds: float) -> dict[str, Any]:

@@ -6,12 +6,11 @@ predicted. Causal models shift them inside, so the first of a sequence is IGNORE
 predictions.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -19,14 +18,15 @@ from numpy.typing import NDArray
 
 from modelcenter.data.collate import IGNORED, Batch, join, pack, pad, stack, stack_mask
 from modelcenter.data.config import DataConfig
+from modelcenter.data.encode import Objective, Reader
+from modelcenter.data.indexed import Tokens
 from modelcenter.data.loader import Examples
 from modelcenter.data.packing import Packed, Unpadded
 from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
+from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.errors import nearest, refuse
 
-Objective = Literal["lm", "mlm", "seq2seq", "classify"]
 Lengths = NDArray[np.int64]
 
 
@@ -40,7 +40,7 @@ def make_examples(objective: Objective, records: Sequence[Record], tokenizer: To
     """
     if objective not in get_args(Objective):
         refuse(None, "objective", repr(objective), nearest(objective, get_args(Objective)))
-    if not records:
+    if not len(records):
         refuse(None, "data.path", "no record", "data with at least one record is wanted")
     read = Reader(tokenizer, vocab, train)
     if objective == "mlm":
@@ -73,66 +73,19 @@ def texts_of(objective: Objective, records: Sequence[Record], data: DataConfig) 
                 yield record.text(key, f"data.{option}")
 
 
-class Reader:
-    """A tokenizer that names the record when a text cannot be encoded for the model."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab: int | None, train: bool = True) -> None:
-        self.tokenizer, self.vocab, self.train = tokenizer, vocab, train
-        template = tokenizer.encode("") if tokenizer.bos_id is not None else []
-        self.bos = template[:1] if template[:1] == [tokenizer.bos_id] else []
-        self.eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-        self.sep = [] if tokenizer.sep_id is None else [tokenizer.sep_id]
-        size, top = tokenizer.vocab_size, max(self.bos + self.eos, default=-1)
-        if vocab is not None and top >= vocab:
-            found = f"a special token has id {top}, the model {vocab} tokens"
-            refuse(tokenizer.name, "tokenizer", found, "the tokenizer of this model is wanted")
-        if vocab is not None and size > vocab:
-            said = f"{tokenizer.name}: {size} tokens where the model has {vocab}; data that holds such an id is refused"
-            warnings.warn(said, stacklevel=3)
-
-    def encode(self, record: Record, text: str) -> list[int]:
-        """The ids of `text` without the tokenizer's template."""
-        try:
-            return self.check(record, text, self.tokenizer.encode(text, special=False))
-        except UnknownCharacter as e:
-            where = f"character {e.offset}, " if record.line is not None else ""
-            found = f"{where}{e.character!r}{'' if self.train else ' of the evaluation data'} is not in the vocabulary"
-            record.refuse(found, "a character of the training text is wanted", e.offset)
-
-    def encode_pair(self, record: Record, first: str, second: str | None, limit: int) -> tuple[list[int], list[int]]:
-        """The ids and the segments of one text or two, with the template, `limit` at most."""
-        ids, segments = self.tokenizer.encode_pair(first, second, limit)
-        if self.vocab is not None and max(ids, default=-1) >= self.vocab:
-            self.encode(record, first)
-            self.encode(record, second or "")
-        if not ids:
-            record.refuse("no token in its text", "a text is wanted")
-        if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
-            refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones is wanted")
-        return ids, segments
-
-    def check(self, record: Record, text: str, ids: list[int]) -> list[int]:
-        """`ids` where the model has them all; the first that it has not is refused with its place."""
-        if self.vocab is None or max(ids, default=-1) < self.vocab:
-            return ids
-        place = next(k for k, i in enumerate(ids) if i >= self.vocab)
-        offset = self.tokenizer.offset(text, place)
-        piece = self.tokenizer.decode(ids[place : place + 1], special=True)
-        where = f"character {offset}, " if record.line is not None else ""
-        found = f"{where}token {place} ({piece!r}) has id {ids[place]}, the model {self.vocab} tokens"
-        record.refuse(found, "the tokenizer of this model is wanted", offset)
-
-
-def documents(objective: Objective, records: Sequence[Record], read: Reader, data: DataConfig) -> Ragged:
-    """The ids of every document that is not empty. lm: between the beginning of text, where the tokenizer's own template
-    has one, and its end; mlm: with [SEP] behind them."""
-    rows, (before, after) = Ragged(), (([], read.sep) if objective == "mlm" else (read.bos, read.eos))
-    for record in records:
-        if ids := read.encode(record, record.text(data.text_key, "data.text_key")):
-            rows.append([*before, *ids, *after])
+def documents(objective: Objective, records: Sequence[Record], read: Reader, data: DataConfig) -> Ragged | Tokens:
+    """The ids of every document that is not empty: read, or found as `modelcenter tokenize` has left them."""
+    if isinstance(records, Tokens):
+        return records.checked(read.tokenizer, read.vocab)
+    rows = Ragged(filter(None, (read.document(objective, record, data.text_key) for record in records)))
     if not rows.total:
         refuse(records[0].file, data.text_key, "no token in all texts", "a text is wanted")
     return rows
+
+
+def behind(tokens: Ragged | Tokens, stop: int, tail: list[int]) -> int:
+    """The length of `tail` if it stands before `stop`: token files of other tools may lack it."""
+    return len(tail) if stop > len(tail) and tokens.flat(stop - len(tail), stop).tolist() == tail else 0
 
 
 def pieces(bounds: Lengths, size: int, drop: int = 0) -> tuple[Lengths, Lengths]:
@@ -176,8 +129,8 @@ class Blocks(Sequences):
     different contexts. The stream's first token, and what is past one turn of the ring, is ignored.
     """
 
-    def __init__(self, tokens: Ragged, read: Reader, data: DataConfig, seed: int, moving: bool) -> None:
-        self.tokens, self.total = tokens, tokens.total - len(read.eos)  # between documents, and not behind the last
+    def __init__(self, tokens: Ragged | Tokens, read: Reader, data: DataConfig, seed: int, moving: bool) -> None:
+        self.tokens, self.total = tokens, tokens.total - behind(tokens, tokens.total, read.eos)  # what parts documents ends none
         if self.total < 2:
             refuse(None, "data.path", f"{self.total} tokens in all", "at least two are wanted")
         self.size, self.seed, self.moving = data.seq_len, seed, moving
@@ -236,7 +189,7 @@ class Rows(Sequences):
 class Documents(Sequences):
     """lm over documents apart from one another; one that is longer is cut into sequences of seq_len."""
 
-    def __init__(self, tokens: Ragged, read: Reader, data: DataConfig) -> None:
+    def __init__(self, tokens: Ragged | Tokens, read: Reader, data: DataConfig) -> None:
         self.tokens, self.size, self.fill = tokens, data.seq_len, _pad(read.tokenizer)
         self.starts, self.stops = pieces(tokens.bounds, self.size)
         self.lengths = self.stops - self.starts
@@ -254,7 +207,7 @@ class Masked(Sequences):
     Devlin et al. 2018, 3.1: of the tokens chosen (15 %) 80 % are masked, 10 % replaced, 10 % kept; anew each epoch.
     """
 
-    def __init__(self, tokens: Ragged, read: Reader, data: DataConfig, seed: int) -> None:
+    def __init__(self, tokens: Ragged | Tokens, read: Reader, data: DataConfig, seed: int) -> None:
         tokenizer = read.tokenizer
         if tokenizer.mask_id is None:
             refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", "one with it is wanted")
@@ -271,7 +224,7 @@ class Masked(Sequences):
         self.ordinary = np.array([i for i in range(top) if i not in special], np.int32)
         self.tokens, self.size = tokens, data.seq_len
         bounds = tokens.bounds if data.packing else np.array([0, tokens.total])
-        self.starts, self.stops = pieces(bounds, room, drop=len(self.tail))
+        self.starts, self.stops = pieces(bounds, room, drop=behind(tokens, int(bounds[1]), self.tail))
         self.lengths = self.stops - self.starts + len(self.head) + len(self.tail)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:

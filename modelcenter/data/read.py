@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.config import DataConfig, Format
+from modelcenter.data.indexed import TokenFile, Tokens
 from modelcenter.data.record import Few, Part, Record, Records
 from modelcenter.data.source import LONGEST_LINE, Source
 from modelcenter.data.table import PREFIX, Parquet, is_saved, read_named, read_saved
@@ -27,6 +28,7 @@ from modelcenter.errors import refuse, refuse_missing
 DOCUMENT = 4 << 20  # bytes: a tokenizer takes some hundred times as much memory for a text
 ENDINGS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+    ".bin": "tokens", ".idx": "tokens",
 }  # fmt: skip
 
 
@@ -37,7 +39,7 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
     path = os.path.expanduser(path)
     here = Path(path)
     if here.is_dir():
-        found = [f for f in here.rglob("*") if f.is_file() and not hidden(f.relative_to(here))]
+        found = [f for f in here.rglob("*") if f.is_file() and not hidden(f.relative_to(here)) and not beside(f)]
         if format == "auto":
             kinds = sorted({format_of(f) for f in found})
             if len(kinds) > 1:
@@ -59,12 +61,17 @@ def hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
+def beside(file: Path) -> bool:
+    """Whether a file only describes a token file."""
+    return file.suffix in (".idx", ".json") and file.with_suffix(".bin").is_file() and file.with_suffix(".idx").is_file()
+
+
 def format_of(file: Path) -> Format:
     """The format that the ending says, .gz set aside; anything unknown is text."""
     return ENDINGS.get(Path(file.name.removesuffix(".gz")).suffix.lower(), "text")
 
 
-def read_records(path: str, format: Format = "auto", key: str = "data.path") -> Records:
+def read_records(path: str, format: Format = "auto", key: str = "data.path") -> Part:
     """The records of every file of `path` in order; an empty set is refused. `key` is the recipe's, for the message."""
     folder = Path(os.path.expanduser(path)) if "\0" not in path else None
     if path.startswith(PREFIX):
@@ -73,6 +80,8 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path") -> 
         parts = [read_saved(folder, key)]
     else:
         files = find_files(path, format, key)
+        if format == "tokens" or (format == "auto" and format_of(files[0]) == "tokens"):
+            return Tokens([TokenFile(file) for file in sorted({file.with_suffix(".bin") for file in files})])
         parts = [READERS[format_of(file) if format == "auto" else format](file) for file in files]
     records = Records(parts)
     if not len(records):
@@ -80,7 +89,7 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path") -> 
     return records
 
 
-def read_split(data: DataConfig) -> tuple[Records, Records]:
+def read_split(data: DataConfig) -> tuple[Part, Part]:
     """The training and the evaluation records that a recipe names; the latter is empty where it names none."""
     if data.path is None:
         refuse_missing(None, "data.path", "absent", "a file, a folder or a glob is wanted")
@@ -90,16 +99,19 @@ def read_split(data: DataConfig) -> tuple[Records, Records]:
     return split(train, data.eval_fraction)
 
 
-def split(records: Records, fraction: float) -> tuple[Records, Records]:
+def split(records: Part, fraction: float) -> tuple[Part, Part]:
     """`records` without and with their last `fraction`: of the characters for documents, of the count for rows.
 
     A document on the border is cut in two, so that the last tenth of one file is held out as of many.
     """
     if not fraction:
         return records, Records([])
-    if any(not isinstance(part, Documents) for part in records.parts):
+    if isinstance(records, Tokens):
+        return records.split(fraction)
+    parts: tuple[Part, Part]
+    if not isinstance(records, Records) or not all(isinstance(part, Documents) for part in records.parts):
         cut = int(len(records) * (1 - fraction))
-        parts = Records([records[:cut]]), Records([records[cut:]])
+        parts = records[:cut], records[cut:]
     else:
         ends = np.cumsum([len(record.fields["text"]) for record in records])
         left = int(ends[-1] * (1 - fraction))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,7 +63,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The highest id and one: what a model's embedding must hold, added tokens included."""
-        return max(self.raw.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self.vocabulary.values(), default=-1) + 1
 
     def id(self, role: str) -> int | None:
         """The id of the special token in `role`."""
@@ -82,6 +83,23 @@ class Tokenizer:
         """The ids of every token that stands for no text."""
         named = {i for i in map(self.id, ROLES) if i is not None}
         return named | {i for i, token in self.raw.get_added_tokens_decoder().items() if token.special}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the vocabulary: which token has which id."""
+        return sha256(json.dumps(sorted(self.vocabulary.items())).encode()).hexdigest()
+
+    @property
+    def behaviour(self) -> str:
+        """All that decides how a text is cut, where the tokenizer can say it."""
+        said: str = self.raw.to_str()
+        return said
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id."""
+        found: dict[str, int] = self.raw.get_vocab(with_added_tokens=True)
+        return found
 
     def token_to_id(self, token: str) -> int | None:
         """The id of one token as the vocabulary spells it; None for an unknown one."""
@@ -178,8 +196,13 @@ class ForeignTokenizer(Tokenizer):
         self.special = {role: str(token) for role, token in named.items() if token is not None}
 
     @property
-    def vocab_size(self) -> int:
-        return max(self.foreign.get_vocab().values(), default=-1) + 1
+    def behaviour(self) -> str:
+        return type(self.foreign).__name__
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        found: dict[str, int] = self.foreign.get_vocab()
+        return found
 
     @property
     def special_ids(self) -> set[int]:

@@ -1,0 +1,67 @@
+"""Texts into token ids, each text that cannot be encoded for the model refused by its record. Nothing here imports torch."""
+
+import warnings
+from typing import Literal
+
+from modelcenter.data.record import Record
+from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
+from modelcenter.errors import refuse
+
+Objective = Literal["lm", "mlm", "seq2seq", "classify"]
+
+
+class Reader:
+    """A tokenizer that names the record when a text cannot be encoded for the model."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int | None, train: bool = True) -> None:
+        self.tokenizer, self.vocab, self.train = tokenizer, vocab, train
+        template = tokenizer.encode("") if tokenizer.bos_id is not None else []
+        self.bos = template[:1] if template[:1] == [tokenizer.bos_id] else []
+        self.eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        self.sep = [] if tokenizer.sep_id is None else [tokenizer.sep_id]
+        size, top = tokenizer.vocab_size, max(self.bos + self.eos, default=-1)
+        if vocab is not None and top >= vocab:
+            found = f"a special token has id {top}, the model {vocab} tokens"
+            refuse(tokenizer.name, "tokenizer", found, "the tokenizer of this model is wanted")
+        if vocab is not None and size > vocab:
+            said = f"{tokenizer.name}: {size} tokens where the model has {vocab}; data that holds such an id is refused"
+            warnings.warn(said, stacklevel=3)
+
+    def encode(self, record: Record, text: str) -> list[int]:
+        """The ids of `text` without the tokenizer's template."""
+        try:
+            return self.check(record, text, self.tokenizer.encode(text, special=False))
+        except UnknownCharacter as e:
+            where = f"character {e.offset}, " if record.line is not None else ""
+            found = f"{where}{e.character!r}{'' if self.train else ' of the evaluation data'} is not in the vocabulary"
+            record.refuse(found, "a character of the training text is wanted", e.offset)
+
+    def encode_pair(self, record: Record, first: str, second: str | None, limit: int) -> tuple[list[int], list[int]]:
+        """The ids and the segments of one text or two, with the template, `limit` at most."""
+        ids, segments = self.tokenizer.encode_pair(first, second, limit)
+        if self.vocab is not None and max(ids, default=-1) >= self.vocab:
+            self.encode(record, first)
+            self.encode(record, second or "")
+        if not ids:
+            record.refuse("no token in its text", "a text is wanted")
+        if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
+            refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones is wanted")
+        return ids, segments
+
+    def check(self, record: Record, text: str, ids: list[int]) -> list[int]:
+        """`ids` where the model has them all; the first that it has not is refused with its place."""
+        if self.vocab is None or max(ids, default=-1) < self.vocab:
+            return ids
+        place = next(k for k, i in enumerate(ids) if i >= self.vocab)
+        offset = self.tokenizer.offset(text, place)
+        piece = self.tokenizer.decode(ids[place : place + 1], special=True)
+        where = f"character {offset}, " if record.line is not None else ""
+        found = f"{where}token {place} ({piece!r}) has id {ids[place]}, the model {self.vocab} tokens"
+        record.refuse(found, "the tokenizer of this model is wanted", offset)
+
+    def document(self, objective: Objective, record: Record, key: str) -> list[int]:
+        """The ids of a document; none where its text is empty. lm: between the beginning of text, where the tokenizer's own
+        template has one, and its end; mlm: with [SEP] behind them."""
+        ids = self.encode(record, record.text(key, "data.text_key"))
+        before, after = ([], self.sep) if objective == "mlm" else (self.bos, self.eos)
+        return [*before, *ids, *after] if ids else []

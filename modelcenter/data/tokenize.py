@@ -1,0 +1,260 @@
+"""Text into token files, by several processes, to be gone on with after a kill.
+
+While it runs there are, hidden beside the result, the ids and the lengths written so far and a journal of how far they are
+good. Parts of the records are encoded anywhere and appended in order; the journal moves on when a part is on the disk, and
+what lies behind its mark is cut off when work goes on. At the end the files take their names, NAME.json last: a hash in it
+says of which files, tokenizer and options they are, so that the same command has nothing to do.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from modelcenter.checkpoint.atomic import atomic_write, disk_errors, sync, write_new
+from modelcenter.data.config import Format
+from modelcenter.data.encode import Reader
+from modelcenter.data.indexed import TokenFile, dtype_of, index_head
+from modelcenter.data.read import find_files, read_records
+from modelcenter.data.record import Part, Record
+from modelcenter.data.source import CHUNK
+from modelcenter.data.table import PREFIX, is_saved
+from modelcenter.data.tokenizer import load_tokenizer
+from modelcenter.errors import refuse
+
+PART = 8 << 20  # bytes of text that are encoded at a time, about
+ROWS = 4096  # records of a part, where their size is not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """What `tokenize` takes."""
+
+    path: str = field(metadata={"help": "text: a file, a folder, a glob or datasets:NAME[,CONFIG][:SPLIT]", "min": 1})
+    out: str = field(metadata={"help": "the files to write, without their endings", "min": 1})
+    tokenizer: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
+    objective: Literal["lm", "mlm"] = field(default="lm", metadata={"help": "which tokens part the documents"})
+    format: Format = field(default="auto", metadata={"help": "auto: by the ending, text if it is unknown"})
+    text_key: str = field(default="text", metadata={"help": "the field of the text"})
+    processes: int | None = field(default=None, metadata={"help": "absent: one a processor", "min": 1, "max": 1024})
+
+
+@dataclass
+class Journal:
+    """How far the files are good."""
+
+    key: str
+    parts: int = 0
+    documents: int = 0
+    tokens: int = 0
+
+
+def tokenize(asked: Tokenization) -> dict[str, Any]:
+    """Write OUT.bin, OUT.idx and OUT.json; what OUT.json says. `tokenizer` is a folder or a hub id by now."""
+    out = Path(asked.out.removesuffix(".bin")).expanduser()
+    records, tokenizer = read_records(asked.path, asked.format, "path"), load_tokenizer(asked.tokenizer)
+    if not len(records):
+        refuse(asked.path, "path", "no record", "text is wanted")
+    dtype, name = dtype_of(tokenizer.vocab_size), tokenizer.name
+    options = {"objective": asked.objective, "text_key": asked.text_key, "format": asked.format, "type": dtype.name}
+    what = {"files": identity(asked), "tokenizer": name, "vocabulary": tokenizer.fingerprint, **options}
+    key = sha256(json.dumps([what, tokenizer.behaviour]).encode()).hexdigest()
+    final = {ending: out.parent / f"{out.name}.{ending}" for ending in ("bin", "idx", "json")}
+    if (done := finished(final, key)) is not None:
+        return {**done, "made": False}
+    with disk_errors(out), claimed(out) as hidden:
+        take_back(hidden, final, key)
+        if there := [file for file in final.values() if file.exists()]:
+            found = "exists, and is made of other files or options, or by another tool"
+            refuse(there[0], None, found, "another name, or remove it")
+        journal = resumed(hidden, key, dtype.itemsize)
+        cuts = parts_of(records, asked)
+        write_parts(asked, records, cuts, journal, hidden, dtype)
+        if not journal.documents:
+            refuse(asked.path, "text_key", "no token in all texts", "a text is wanted")
+        write_index(hidden["len"], hidden["idx"], dtype, journal)
+        for ending in ("bin", "idx"):
+            os.replace(hidden[ending], final[ending])
+        said = {"key": key, **what, "documents": journal.documents, "tokens": journal.tokens}
+        atomic_write(final["json"], (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode())
+        for ending in ("len", "json", "new"):
+            hidden[ending].unlink(missing_ok=True)
+        sync(out.parent)
+    return {**said, "made": True}
+
+
+def identity(asked: Tokenization) -> list[Any]:
+    """The files by name, size and time of their last change; a dataset of the hub by its name."""
+    if asked.path.startswith(PREFIX):
+        return [asked.path]
+    folder = Path(asked.path).expanduser()
+    found = folder.rglob("*") if is_saved(folder) else find_files(asked.path, asked.format, "path")
+    files = sorted(file for file in found if file.is_file())
+    return [[str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
+
+
+def finished(final: dict[str, Path], key: str) -> dict[str, Any] | None:
+    """What the files that are there say of themselves, if they are those wanted."""
+    try:
+        said = json.loads(final["json"].read_text("utf-8"))
+        if said["key"] != key:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    TokenFile(final["bin"])  # refuses what is damaged
+    return dict(said)
+
+
+def take_back(hidden: dict[str, Path], final: dict[str, Path], key: str) -> None:
+    """Hide again what a run of the same work had named when it was killed: its journal is there, and NAME.json is not."""
+    if not final["json"].exists() and journal_of(hidden["json"], key).parts:
+        for ending in ("bin", "idx"):
+            if final[ending].exists() and not hidden[ending].exists():
+                os.replace(final[ending], hidden[ending])
+
+
+def journal_of(file: Path, key: str) -> Journal:
+    """The journal of that work; a new one where there is none."""
+    try:
+        journal = Journal(**json.loads(file.read_text("utf-8")))
+        return journal if journal.key == key else Journal(key)
+    except (OSError, ValueError, TypeError):
+        return Journal(key)
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[dict[str, Path]]:
+    """The hidden files beside `out`, for this process alone."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    hidden = {ending: out.parent / f".{out.name}.{ending}" for ending in ("bin", "len", "idx", "json", "new", "lock")}
+    with open(hidden["lock"], "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            refuse(out, "out", "another process is writing it", "wait for it, or write elsewhere")
+        try:
+            yield hidden
+        finally:
+            hidden["lock"].unlink(missing_ok=True)
+
+
+def resumed(hidden: dict[str, Path], key: str, size: int) -> Journal:
+    """Where an interrupted run of the same work stands, its files cut to that; else a new beginning."""
+    journal = journal_of(hidden["json"], key)
+    lengths = {"bin": journal.tokens * size, "len": journal.documents * 4}
+    if any(not hidden[ending].is_file() or hidden[ending].stat().st_size < length for ending, length in lengths.items()):
+        journal, lengths = Journal(key), dict.fromkeys(lengths, 0)
+    for ending, length in lengths.items():
+        with open(hidden[ending], "ab") as file:
+            file.truncate(length)
+    hidden["idx"].unlink(missing_ok=True)
+    return journal
+
+
+def parts_of(records: Part, asked: Tokenization) -> range:
+    """Where each part of the records starts: a part does not depend on the number of processes."""
+    sizes = [entry[1] for entry in identity(asked) if isinstance(entry, list)]
+    rows = max(1, PART * len(records) // max(1, sum(sizes))) if sizes else ROWS
+    return range(0, len(records), min(rows, 16 * ROWS))
+
+
+def write_parts(asked: Tokenization, records: Part, cuts: range, journal: Journal, hidden: dict[str, Path],
+                dtype: np.dtype[Any]) -> None:
+    """Append what is missing, part by part."""
+    processes = asked.processes or os.cpu_count() or 1
+    waiting: deque[Future[tuple[bytes, bytes]]] = deque()
+    left = iter(cuts[journal.parts :])
+    bar = tqdm(total=len(cuts), initial=journal.parts, unit="part", disable=None)
+    work = (asked.tokenizer, asked.objective, asked.text_key, dtype.str)
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), start, work)
+    with open(hidden["bin"], "ab") as ids, open(hidden["len"], "ab") as lengths, bar:
+        try:
+            while True:
+                while len(waiting) < 2 * processes and (first := next(left, None)) is not None:
+                    some = list(records[first : first + cuts.step])
+                    waiting.append(pool.submit(encode, [only(record, asked.text_key) for record in some]))
+                if not waiting:
+                    break
+                flat, sizes = waiting.popleft().result()
+                for file, data in ((ids, flat), (lengths, sizes)):
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                journal.parts += 1
+                journal.documents += len(sizes) // 4
+                journal.tokens += len(flat) // dtype.itemsize
+                hidden["new"].unlink(missing_ok=True)
+                write_new(hidden["new"], [json.dumps(asdict(journal)).encode()])
+                os.replace(hidden["new"], hidden["json"])
+                bar.update()
+        except BrokenProcessPool:
+            refuse(asked.out, "processes", f"one of {processes} died", "fewer of them, if memory ran out; the same command goes on")
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def only(record: Record, key: str) -> Record:
+    """The record with the one field that is wanted, or, where it lacks that, with all, whose names the refusal tells."""
+    fields = {key: record.fields[key]} if key in record.fields else dict.fromkeys(record.fields, "")
+    return Record(fields, record.file, record.line, record.start, record.unit)
+
+
+def write_index(lengths: Path, index: Path, dtype: np.dtype[Any], journal: Journal) -> None:
+    """The index over documents of these lengths, in little memory."""
+    count = journal.documents
+
+    def chunks() -> Iterator[bytes]:
+        yield index_head(dtype, count)
+        every = np.fromfile(lengths, "<i4")
+        yield every.tobytes()
+        at = 0
+        for start in range(0, count, CHUNK):
+            some = every[start : start + CHUNK].astype(np.int64) * dtype.itemsize
+            ends = at + some.cumsum()
+            yield (ends - some).astype("<i8").tobytes()
+            at = int(ends[-1])
+        for start in range(0, count + 1, CHUNK):
+            yield np.arange(start, min(start + CHUNK, count + 1), dtype="<i8").tobytes()
+
+    write_new(index, chunks())
+
+
+# -------------------------------------------------------------------------------------------------- in another process
+
+WORK: dict[str, Any] = {}
+
+
+def start(tokenizer: str, objective: str, text_key: str, dtype: str) -> None:
+    """Open the tokenizer. Ctrl-C is the parent's matter, and without a parent there is nothing to do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=follow, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    WORK.update(read=Reader(load_tokenizer(tokenizer), None), objective=objective, key=text_key, dtype=dtype)
+
+
+def follow() -> None:
+    """End when the parent does, however it ends."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
+
+
+def encode(records: list[Record]) -> tuple[bytes, bytes]:
+    """The ids of all documents that are not empty, and their lengths."""
+    found = [row for record in records if (row := WORK["read"].document(WORK["objective"], record, WORK["key"]))]
+    flat = np.array([i for row in found for i in row], WORK["dtype"])
+    return flat.tobytes(), np.array([len(row) for row in found], "<i4").tobytes()

@@ -1,0 +1,169 @@
+"""`tokenize`: the files are Megatron's to the byte, train as their text does, and outlive a kill at any moment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_data_indexed import write
+
+from modelcenter.__main__ import main
+from modelcenter.data import tokenize as module
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import make_examples
+from modelcenter.data.read import read_records
+from modelcenter.data.tokenize import Tokenization, tokenize
+from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.errors import InputError
+
+TEXTS = ["a bcd", "", *(f"{'efg ' * (k % 7)}{k} é" for k in range(60))]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Tokenization:
+    train_tokenizer(["a bcd efg"], 280, "roberta").save(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    return Tokenization(path=str(tmp_path / "a.jsonl"), out=str(tmp_path / "new" / "a"), tokenizer=str(tmp_path / "tokenizer"),
+                        processes=1)
+
+
+def files(out: str) -> dict[str, bytes]:
+    return {ending: Path(f"{out}.{ending}").read_bytes() for ending in ("bin", "idx")}
+
+
+def left(out: str) -> list[str]:
+    return sorted(f.name for f in Path(out).parent.iterdir())
+
+
+@pytest.mark.parametrize("objective", ["lm", "mlm"])
+def test_the_files_are_megatrons_and_train_as_the_text_does(asked: Tokenization, objective: Any, monkeypatch: pytest.MonkeyPatch,
+                                                           tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "PART", 150)
+    said = tokenize(replace(asked, objective=objective))
+    assert left(asked.out) == ["a.bin", "a.idx", "a.json"]
+    tokenizer = module.load_tokenizer(asked.tokenizer)
+    frame = ([0], [2]) if objective == "lm" else ([], [2])  # <s> and </s>
+    rows = [[*frame[0], *tokenizer.encode(t, special=False), *frame[1]] for t in TEXTS if t]
+    write(tmp_path / "theirs", rows)
+    assert files(asked.out) == files(str(tmp_path / "theirs"))
+    assert (said["documents"], said["tokens"], said["type"], said["made"]) == (61, sum(map(len, rows)), "uint16", True)
+
+    for options in ({}, {"packing": True}):
+        data = DataConfig(seq_len=16, **options)
+        paths = asked.path, f"{asked.out}.bin"
+        text, ids = (make_examples(objective, read_records(path), tokenizer, data, seed=3) for path in paths)
+        assert len(text) == len(ids) > 5 and text.lengths.tolist() == ids.lengths.tolist()
+        for epoch, index in ((0, 0), (1, 2), (2, len(text) - 1)):
+            ours, theirs = (e.collate([e.at(epoch, index)]) for e in (text, ids))
+            assert all(np.array_equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_the_same_again_is_there_already_and_another_is_refused(asked: Tokenization) -> None:
+    tokenize(asked)
+    before = Path(f"{asked.out}.bin").stat().st_mtime_ns
+    assert not tokenize(asked)["made"] and Path(f"{asked.out}.bin").stat().st_mtime_ns == before
+    copy = Path(asked.path).with_name("b.jsonl")
+    copy.write_text('{"text": "a"}')
+    for other in (replace(asked, objective="mlm"), replace(asked, path=str(copy))):
+        with pytest.raises(InputError, match=r"a\.bin: exists, and is made of other files or options"):
+            tokenize(other)
+    assert left(asked.out) == ["a.bin", "a.idx", "a.json"]
+    Path(f"{asked.out}.json").unlink()
+    with pytest.raises(InputError, match=r"a\.bin: exists"):
+        tokenize(other)
+
+
+KILLED = """
+import json, sys
+from modelcenter.data import tokenize as module
+if __name__ == "__main__":
+    module.PART = 60
+    module.tokenize(module.Tokenization(**json.loads(sys.argv[1])))
+"""
+
+
+def test_a_kill_costs_a_part_at_most(asked: Tokenization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(asked.path).write_text("".join(json.dumps({"text": t * 40}) + "\n" for t in TEXTS * 5))
+    script = tmp_path / "run.py"
+    script.write_text(KILLED)
+    journal = Path(asked.out).parent / ".a.json"
+    arguments = {"path": asked.path, "out": asked.out, "tokenizer": asked.tokenizer, "processes": 1}
+    run = subprocess.Popen([sys.executable, str(script), json.dumps(arguments)], start_new_session=True)
+    until = time.monotonic() + 100
+    while not journal.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    run.kill()
+    run.wait()
+    parts = json.loads(journal.read_text())["parts"]
+    assert parts >= 1 and not Path(f"{asked.out}.bin").exists()
+    with open(journal.parent / ".a.bin", "ab") as file:
+        file.write(b"half a part")
+    done: list[int] = []
+    monkeypatch.setattr(module, "PART", 60)
+    monkeypatch.setattr(module, "resumed", lambda *a, real=module.resumed: done.append((found := real(*a)).parts) or found)
+    tokenize(asked)
+    assert done == [parts] and left(asked.out) == ["a.bin", "a.idx", "a.json"]
+    whole = tokenize(replace(asked, out=str(tmp_path / "whole"), processes=2))
+    assert files(asked.out) == files(str(tmp_path / "whole")) and done == [parts, 0]
+    assert whole["tokens"] == json.loads(Path(f"{asked.out}.json").read_text())["tokens"]
+
+
+def test_a_kill_while_the_files_take_their_names(asked: Tokenization, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tokenize(replace(asked, out=str(tmp_path / "whole")))
+    for moment in (1, 2):
+        with monkeypatch.context() as patch:
+            calls = []
+
+            def stop(source: Any, target: Any, calls: list[Any] = calls, moment: int = moment, real: Any = os.replace) -> None:
+                if Path(target).suffix in (".bin", ".idx"):
+                    calls.append(target)
+                    if len(calls) == moment:
+                        raise KeyboardInterrupt
+                real(source, target)
+
+            patch.setattr(module.os, "replace", stop)
+            with pytest.raises(KeyboardInterrupt):
+                tokenize(asked)
+        tokenize(asked)
+        assert files(asked.out) == files(str(tmp_path / "whole")) and left(asked.out) == ["a.bin", "a.idx", "a.json"]
+        for ending in ("bin", "idx", "json"):
+            Path(f"{asked.out}.{ending}").unlink()
+
+
+def test_refusals(asked: Tokenization, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a\.jsonl: line 1: no field 'body'; known: text"):
+        tokenize(replace(asked, text_key="body"))
+    (tmp_path / "e.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(InputError, match=r"e\.jsonl: text_key: no token in all texts"):
+        tokenize(replace(asked, path=str(tmp_path / "e.jsonl")))
+    (tmp_path / "n.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    with pytest.raises(InputError, match=r"n\.jsonl: line 2: text is 3; text is wanted"):
+        tokenize(replace(asked, path=str(tmp_path / "n.jsonl")))
+    with module.claimed(Path(asked.out)), pytest.raises(InputError, match="a: out: another process is writing it"):
+        tokenize(asked)
+
+
+def test_a_worker_that_dies_is_one_line(asked: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "encode", die)
+    with pytest.raises(InputError, match="processes: one of 1 died"):
+        tokenize(asked)
+
+
+def die(records: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_command(asked: Tokenization, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tokenize", asked.path, asked.out, "--tokenizer", asked.tokenizer, "processes=1"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith(f"{asked.out}.bin: ")
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["made"] is False
+    assert main([*arguments[:-1], "processes=0"]) == 2
