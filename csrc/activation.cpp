@@ -114,7 +114,7 @@ void gated_slopes(const float* grad, const float* gate, const float* up, float* 
         const vf g = load(grad + i);
         vf slope;
         const vf value = activate<KIND, FINE, true>(load(gate + i), slope);
-        store(dgate + i, g * load(up + i) * slope);
+        store(dgate + i, g * slope * load(up + i));  // in this order a slope of 0 is a gradient of 0, however large the rest
         store(dup + i, g * value);
     }
 }

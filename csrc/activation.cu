@@ -152,7 +152,7 @@ __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ 
     for (int j = 0; j < 8; j++) {
         float slope;
         const float value = activate<KIND, fine<T>, true>(to_float(a.at[j]), slope), given = to_float(g.at[j]);
-        a.at[j] = from_float<T>(given * to_float(b.at[j]) * slope);
+        a.at[j] = from_float<T>(given * slope * to_float(b.at[j]));
         b.at[j] = from_float<T>(given * value);
     }
     put(dgate, a, tile, count);

@@ -84,14 +84,18 @@ def results(out: Any) -> tuple[Tensor, ...]:
     return (out,) if isinstance(out, Tensor) else tuple(out)
 
 
-def run(function: Callable[..., Any], args: Sequence[Any], seed: int = 1) -> list[Tensor]:
-    """The values, then the gradients of the leaves for a random direction that depends on the seed alone."""
+def run(
+    function: Callable[..., Any], args: Sequence[Any], seed: int = 1, lay: Callable[[Tensor], Tensor] | None = None
+) -> list[Tensor]:
+    """The values, then the gradients of the leaves for a random direction that depends on the seed alone; `lay` puts it into
+    memory in another way."""
     wanted = [a for a in floating(args) if a.requires_grad]
     for a in wanted:
         a.grad = None
     outs = results(function(*args))
     generator = torch.Generator().manual_seed(seed)
     directions = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outs]
+    directions = [lay(d) for d in directions] if lay else directions
     if wanted:
         torch.autograd.backward(*zip(*[pair for pair in zip(outs, directions, strict=True) if pair[0].requires_grad], strict=True))
     return [*(out.detach() for out in outs), *(torch.zeros_like(a) if a.grad is None else a.grad for a in wanted)]

@@ -60,7 +60,8 @@ def quantize_nf4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = F.pad(x.float(), (0, -cols % GROUP)).unflatten(-1, (-(-cols // GROUP), GROUP))
     scales = scales_of(groups)
     levels = torch.tensor(LEVELS, dtype=torch.float64, device=x.device)
-    relative = (groups / divisor(scales)).double().nan_to_num(nan=-1.0)  # double: the middle of two levels is no fp32 number
+    relative = (groups / divisor(scales)).double()  # double: the middle of two levels is no fp32 number
+    relative = relative.nan_to_num(nan=-1.0).contiguous()
     codes = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2).flatten(-2)[..., : cols + cols % 2].to(torch.uint8)
     if cols % 2:
         codes[..., -1] = ZERO
@@ -204,7 +205,7 @@ def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
 
 def summed(grad: Tensor, dtype: torch.dtype | None) -> Tensor | None:
     """The gradient of the bias."""
-    return None if dtype is None else grad.flatten(0, -2).sum(0, dtype=torch.float32).to(dtype)
+    return None if dtype is None else grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
 
 
 def of_weight(grad: Tensor, x: Tensor) -> Tensor:
@@ -235,7 +236,9 @@ def takes(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> bool
 
 
 # of x, rows, cols
-SHAPES = (((1,), 1, 1), ((0,), 5, 7), ((3,), 5, 7), ((2, 5), 9, 65), ((8,), 33, 192), ((17,), 24, 130), ((4, 64), 64, 256))
+SHAPES = (
+    ((), 4, 9), ((1,), 1, 1), ((0,), 5, 7), ((3,), 5, 7), ((2, 5), 9, 65), ((8,), 33, 192), ((17,), 24, 130), ((4, 64), 64, 256),
+)  # fmt: skip
 
 
 def nf4_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
