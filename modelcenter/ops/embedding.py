@@ -42,13 +42,19 @@ def embedding_backward(grad: Tensor, ids: Tensor, vocab: int, pad: int | None) -
     grad, dtable = grad.reshape(-1, dim).contiguous(), grad.new_empty((vocab, dim))
     none = -1 if pad is None else pad
     if ids.is_cuda:
-        small, order = torch.sort(ids.int(), stable=True)  # half the digits to sort by
-        start = torch.searchsorted(small, torch.arange(vocab + 1, dtype=torch.int32, device=ids.device))
+        small, order, start = by_row(ids, vocab)
         partial = grad.new_empty((2 * -(-ids.numel() // RUN), dim), dtype=torch.float32)
         call("embedding_backward", small, order, start, grad, none, partial, dtable)
     else:
         call("embedding_backward", ids.contiguous(), dtable, grad, none, ids.new_empty(vocab + 1), torch.empty_like(ids))
     return dtable
+
+
+def by_row(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ids in rising order (int32: half the digits to sort by), the tokens in the order of their ids, and where those of each
+    row begin. An id that the table does not have is held at its end, not wrapped into it."""
+    small, order = torch.sort(ids.clamp(-1, vocab).int(), stable=True)
+    return small, order, torch.searchsorted(small, torch.arange(vocab + 1, dtype=torch.int32, device=ids.device))
 
 
 def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
