@@ -13,6 +13,7 @@ import torch
 
 from . import __version__
 from .ops import _op
+from .ops._op import NOT, reach
 from .ops.dropout import draw, dropout
 from .ops.linear import has_low_units
 from .train.prepare import automatic_precision
@@ -44,10 +45,7 @@ def examine() -> dict[str, Any]:
         names = ", ".join(f"sm_{arch}" for arch in built.cuda_architectures.split())
         found["cuda_kernels"] = f"{names} and later" if names else "none"
         if cards and built.cuda_architectures:
-            found["gpu_kernels"] = [
-                f"{card.name}: {reach((card.major, card.minor), built.cuda_architectures)}: {runs(torch.device('cuda', i))}"
-                for i, card in enumerate(cards)
-            ]
+            found["gpu_kernels"] = [f"{card.name}: {on_gpu(i, card, built.cuda_architectures)}" for i, card in enumerate(cards)]
         if not built.cuda_architectures and torch.version.cuda:
             advice.append(without_cuda())
         if cards and built.cuda_architectures:
@@ -96,17 +94,10 @@ def without_cuda() -> str:
     return f"kernels for GPUs: {nvcc} is there now: {AGAIN}"
 
 
-NOT = "no kernels"
-
-
-def reach(capability: tuple[int, int], architectures: str) -> str:
-    """Whether kernels built for `architectures` run on a GPU: machine code runs on later chips of its generation, and the PTX of
-    the last architecture is compiled by the driver for all later ones."""
-    numbers = [int(a) for a in architectures.split()]
-    mine = capability[0] * 10 + capability[1]
-    if any(a // 10 == capability[0] and a <= mine for a in numbers):
-        return "kernels built for it"
-    return "kernels compiled by the driver at their first use" if mine > max(numbers) else NOT
+def on_gpu(index: int, card: Any, architectures: str) -> str:
+    """Whether there are kernels for a GPU, and whether they run on it."""
+    found = reach((card.major, card.minor), architectures)
+    return f"{found}, the references compute" if found == NOT else f"{found}: {runs(torch.device('cuda', index))}"
 
 
 def runs(device: torch.device) -> str:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from modelcenter.ops._op import available
 from modelcenter.optim import adamw
 from modelcenter.optim.adamw import AdamW
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(1,), (7,), (0,), (64,), (65,), (3, 43), (adamw.CHUNK,), (adamw.CHUNK + 1,), (2 * adamw.CHUNK + 100,)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-kernels = pytest.mark.skipif(not adamw.available("cpu"), reason="no compiled kernels")
+kernels = pytest.mark.skipif(not available("cpu"), reason="no compiled kernels")
 
 
 def make(device: str = "cpu", dtype: torch.dtype = torch.float32, shapes: list[tuple[int, ...]] | None = None,

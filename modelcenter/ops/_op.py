@@ -115,10 +115,10 @@ def transformed() -> bool:
     )
 
 
-def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool]:
-    """What decides how a call is done, read in one pass: the device of the first tensor; whether no tensor is of a subclass, none
-    of a dtype that no kernel has; whether one of them wants a gradient."""
-    device, plain, known, grad = "", True, True, False
+def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
+    """What decides how a call is done, read in one pass: the kind of device of the first tensor; whether no tensor is of a
+    subclass, none of a dtype that no kernel has; whether one of them wants a gradient; the number of the first one's GPU."""
+    device, plain, known, grad, index = "", True, True, False, -1
     for a in args:
         kind = type(a)
         if kind is not Tensor and kind is not Parameter:
@@ -127,11 +127,12 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool]:
             plain = False
         if not device:
             device = "cpu" if a.is_cpu else "cuda" if a.is_cuda else a.device.type
+            index = a.get_device() if device == "cuda" else -1
         if a.dtype not in DTYPES:
             known = False
         if a.requires_grad:
             grad = True
-    return device, plain, known, grad
+    return device, plain, known, grad, index
 
 
 @dataclass(frozen=True)
@@ -178,11 +179,11 @@ class Op:
         kernel = self.kernel
         if kernel is None:
             return self.reference(*args)
-        device, plain, known, grad = look(args)
+        device, plain, known, grad, index = look(args)
         if not plain and sharded(args):
             out = on_shards(self.name, args, partial(Op.__call__, self))
             return self.reference(*args) if out is NotImplemented else out
-        fits = known and device in kernel.devices and available(device) and not transformed()
+        fits = known and device in kernel.devices and available(device, index) and not transformed()
         if not fits or (kernel.takes is not None and not kernel.takes(*args)):
             return self.reference(*args)
         if plain and unseen():
@@ -195,8 +196,7 @@ class Op:
 
     def fast(self, x: Tensor) -> bool:
         """Whether there is a kernel for a tensor like `x`: for a layer that would otherwise share out the work differently."""
-        device = x.device.type
-        here = self.kernel is not None and device in self.kernel.devices and available(device)
+        here = self.kernel is not None and x.device.type in self.kernel.devices and served(x)
         return here and x.dtype in FLOATS and not transformed()
 
 
@@ -249,13 +249,53 @@ def differentiable(name: str, kernel: Kernel) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
-def available(device: str) -> bool:
-    """Whether this installation has kernels for a kind of device; says so once where it has none at all."""
+def available(device: str, index: int = 0) -> bool:
+    """Whether this installation has kernels for a kind of device, and for the GPU of that number; says once that it has none."""
     if _C is None:
         if WANTED:
             warn_once()
         return False
-    return device == "cpu" or (device == "cuda" and bool(_C.cuda_architectures))
+    return device == "cpu" or (device == "cuda" and bool(_C.cuda_architectures) and covered(index))
+
+
+def served(x: Tensor) -> bool:
+    """Whether there are kernels for the device of `x`."""
+    return available(x.device.type, x.get_device())
+
+
+NOT = "no kernels"
+
+
+def reach(capability: tuple[int, int], architectures: str) -> str:
+    """Whether kernels built for `architectures` run on a GPU: machine code runs on later chips of its generation, and the PTX of
+    the last architecture is compiled by the driver for all later ones."""
+    numbers = [int(a) for a in architectures.split()]
+    mine = capability[0] * 10 + capability[1]
+    if any(a // 10 == capability[0] and a <= mine for a in numbers):
+        return "kernels built for it"
+    return "kernels compiled by the driver at their first use" if mine > max(numbers) else NOT
+
+
+COVERED: dict[int, bool] = {}  # by the number of a GPU
+
+
+def covered(index: int) -> bool:
+    """Whether this build's code runs on GPU `index`. Its tensors being there, asking makes no CUDA context that was not; a fake one
+    of a machine without GPUs is thought to be on one that fits."""
+    if index not in COVERED:
+        if not torch.cuda.is_available():
+            return True
+        chip, built = torch.cuda.get_device_capability(index), _C.cuda_architectures
+        COVERED[index] = reach(chip, built) != NOT
+        if not COVERED[index]:
+            names = ", ".join(f"sm_{arch}" for arch in built.split())
+            warnings.warn(f"modelcenter's kernels are for {names}; GPU {index} is sm_{chip[0]}{chip[1]} and computes with the "
+                          "references: `modelcenter doctor`", stacklevel=4)  # fmt: skip
+    return COVERED[index]
+
+
+# To the compiler a constant, as by torch.compiler.assume_constant_result, which would import the compiler.
+covered._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _warned = False

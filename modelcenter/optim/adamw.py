@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..ops._op import FLOATS, PLAIN, available, call
+from ..ops._op import FLOATS, PLAIN, call, served
 from ..ops.dropout import bits
 
 CHUNK, PIECE, BLOCK, WORDS = 8192, 32768, 128, 12  # csrc/adamw.h
@@ -157,7 +157,7 @@ def local(x: Tensor) -> Tensor:
 
 def usable(x: Tensor) -> bool:
     """Whether there is a kernel for tensors like `x`."""
-    return x.device.type in ("cpu", "cuda") and available(x.device.type)
+    return x.device.type in ("cpu", "cuda") and served(x)
 
 
 def squares(grads: list[Tensor]) -> Tensor:
