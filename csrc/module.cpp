@@ -1,8 +1,8 @@
 // The Python module modelcenter._C: one callable for each kernel, in `cpu` and in `cuda`, and what was built.
 //
 // This file alone knows Python, and torch only by the attributes of its tensors, so that one build serves every torch. Every
-// pointer a kernel gets passes through `read` below: a plain tensor (not a subclass, whose data_ptr may be 0), contiguous, of a
-// known dtype, on the right device.
+// pointer a kernel gets passes through `look` below: a plain tensor (not a subclass, whose data_ptr may be 0), contiguous, of a
+// known dtype, on the right device, with all of its memory there.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -92,7 +92,9 @@ struct Names {  // interned once
     PyObject *data_ptr = PyUnicode_InternFromString("data_ptr"), *dtype = PyUnicode_InternFromString("dtype"),
              *shape = PyUnicode_InternFromString("shape"), *is_contiguous = PyUnicode_InternFromString("is_contiguous"),
              *get_device = PyUnicode_InternFromString("get_device"), *is_cuda = PyUnicode_InternFromString("is_cuda"),
-             *is_cpu = PyUnicode_InternFromString("is_cpu"), *numel = PyUnicode_InternFromString("numel");
+             *is_cpu = PyUnicode_InternFromString("is_cpu"), *numel = PyUnicode_InternFromString("numel"),
+             *is_neg = PyUnicode_InternFromString("is_neg"), *storage = PyUnicode_InternFromString("untyped_storage"),
+             *nbytes = PyUnicode_InternFromString("nbytes");
 };
 const Names& names() {
     static const Names all;
@@ -161,11 +163,8 @@ struct Call::State {
 };
 
 // What is behind a tensor, when it is one that a kernel may touch; `flat`: as one axis, which is quicker to ask for.
-static Array look(Call::State& state, const char* name, PyObject* object, uint32_t allowed, bool flat = false) {
+static Array read(Call::State& state, const char* name, PyObject* object, uint32_t allowed, bool flat) {
     Array array;
-    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-    if (type != tensor_type && type != parameter_type)
-        state.wrong(name, std::string("a ") + Py_TYPE(object)->tp_name + "; a torch.Tensor and no subclass is wanted");
     const py::object dtype = get(object, names().dtype);
     int kind = 0;
     while (kind < 9 && dtypes[kind] != dtype.ptr()) kind++;
@@ -191,7 +190,28 @@ static Array look(Call::State& state, const char* name, PyObject* object, uint32
     array.given = true;
     if (!array.data && array.shape.count()) state.wrong(name, "no memory behind it");
     if (reinterpret_cast<uintptr_t>(array.data) % dtype_bytes[kind]) state.wrong(name, "not aligned to its elements");
+    if (ask(object, names().is_neg).ptr() != Py_False) state.wrong(name, "its numbers are to be negated when read (resolve_neg)");
+    // A storage may have been resized under its tensor. To nothing, it has no pointer; to less, asking costs 0.4 us a tensor, which a
+    // kernel of the CPU can bear; one of CUDA would be slower by a tenth, and no signal comes of reading there.
+    if (array.data && !cuda) {
+        const py::object storage = ask(object, names().storage);
+        const char* begin = static_cast<const char*>(PyLong_AsVoidPtr(ask(storage.ptr(), names().data_ptr).ptr()));
+        const int64_t bytes = PyLong_AsLongLong(ask(storage.ptr(), names().nbytes).ptr());
+        const int64_t before = static_cast<const char*>(array.data) - begin;
+        if (before < 0 || bytes - before < array.shape.count() * dtype_bytes[kind]) state.wrong(name, "its storage ends before it does");
+    }
     return array;
+}
+
+static Array look(Call::State& state, const char* name, PyObject* object, uint32_t allowed, bool flat = false) {
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    if (type != tensor_type && type != parameter_type)
+        state.wrong(name, std::string("a ") + Py_TYPE(object)->tp_name + "; a torch.Tensor and no subclass is wanted");
+    try {
+        return read(state, name, object, allowed, flat);
+    } catch (py::error_already_set& error) {  // a nested tensor has no shape, one of another library no pointer
+        state.wrong(name, py::str(error.value()).cast<std::string>());
+    }
 }
 
 static Call::State::Range range_of(const Array& array, bool written, const char* name) {

@@ -72,7 +72,20 @@ def wrong_tensors(a: Tensor) -> dict[str, Any]:
         "one axis more": a.detach().unsqueeze(0).unsqueeze(0).unsqueeze(0).unsqueeze(0).unsqueeze(0).unsqueeze(0),
         "fake": FakeTensorMode().from_tensor(a.detach().clone()),
         "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+        "under vmap": torch._C._functorch._add_batch_dim(a.detach()[None], 0, 1),
+        "of another library": torch.ones(3).to_mkldnn(), "nested": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]),
+        "nested, jagged": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged),
     }  # fmt: skip
+    if a.is_floating_point():
+        wrong["negated"] = torch._neg_view(a.detach().clone())
+    if a.numel():
+        wrong["zeros without memory"] = torch._efficientzerotensor(a.shape, dtype=a.dtype)
+        wrong["functional"] = torch._to_functional_tensor(a.detach().clone())
+    if (size := a.numel() * a.element_size()) > 1:
+        shorter, further = a.detach().clone(), torch.cat((a.detach().reshape(-1), a.detach().reshape(-1)[:1]))[1:].view(a.shape)
+        shorter.untyped_storage().resize_(size - 1)
+        further.untyped_storage().resize_(size)
+        wrong |= {"in a shortened storage": shorter, "past the end of a storage": further}
     if a.numel() > 1:
         wrong["spread"] = torch.empty((*a.shape, 2), dtype=a.dtype)[..., 0]
         wrong["expanded"] = torch.empty((), dtype=a.dtype).expand(a.shape)
@@ -94,7 +107,7 @@ def wrong_tensors(a: Tensor) -> dict[str, Any]:
 def wrong_lists(a: list[Tensor]) -> dict[str, Any]:
     wrong = {"None": None, "a tuple": tuple(a), "a number": 3, "a tensor": torch.ones(3)}
     for what, bad in wrong_tensors(torch.ones(3)).items():
-        if "axes" not in what and "axis" not in what:
+        if "axes" not in what and "axis" not in what and what != "nested":  # elements are counted, and those of a nested one adjoin
             wrong[f"a list of {what}"] = [*a, bad]
     return wrong | {"a list of two dtypes": [torch.ones(2), torch.ones(2).half()], "a list of None": [None]}
 
