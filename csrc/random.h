@@ -18,7 +18,7 @@ struct Rate {
 MC_INLINE void multiply(vu a, uint32_t m, vu& high, vu& low) {
     low = a * m;
 #if defined(__AVX512F__)
-    const __m512i x = reinterpret_cast<__m512i>(a), y = _mm512_set1_epi32(static_cast<int>(m));
+    const __m512i x = reinterpret_cast<__m512i>(a), y = _mm512_set1_epi32(static_cast<int32_t>(m));
     const __m512i even = _mm512_mul_epu32(x, y), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), y);
     high = reinterpret_cast<vu>(_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd));
 #else

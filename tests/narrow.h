@@ -1,0 +1,17 @@
+// For a build in which what kernels hold in an `int` has 16 bits (test_narrow.py). They index by int64_t; an int is for what does
+// not grow with a tensor: a lane, the rows of a tile. One that does grow is wrong here from 32768 on, where a test can afford it,
+// and not only from 2^31 on. What has an int as another sees it is declared before.
+#ifdef MC_LEVEL
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+#ifdef __CUDACC__
+#include "../csrc/cuda.h"
+#endif
+#include "../csrc/kernel.h"
+#define int short
+#endif
