@@ -194,13 +194,17 @@ class Model(nn.Module):
         return self.get_input_embeddings()
 
     def freeze(self, *patterns: str) -> list[str]:
-        """Stop training the parameters whose names match (`embed.*`); a pattern that matches none is refused."""
+        """Stop training the parameters whose names, ours or Hugging Face's, match (`embed.*`); a pattern that matches none is
+        refused. Returns our names."""
+        names: dict[str, tuple[str, ...]] = {name: (name,) for name in self.shapes}
+        names |= {entry.theirs: entry.ours for entry in self.table.entries(self.shapes, bare=self.bare)}
         frozen: list[str] = []
         for pattern in patterns:
-            hits = [n for n in self.shapes if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")]
+            hits = [ours for n, ours in names.items() if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")]
             if not hits:
-                refuse(None, "freeze", f"{pattern!r} matches no parameter", nearest(pattern, self.shapes))
-            frozen += hits
+                stems = {name.rpartition(".")[0] for name in names}
+                refuse(None, "freeze", f"{pattern!r} matches no parameter", nearest(pattern, {*names, *stems}))
+            frozen += [name for ours in hits for name in ours if name not in frozen]
         now = current_names(self)
         for name in frozen:
             self.get_parameter(now[name]).requires_grad_(False)

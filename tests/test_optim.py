@@ -1,13 +1,20 @@
 """Optimizers and schedules: transformers' tables exactly, weight decay where it belongs."""
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
+import modelcenter as mc
+from modelcenter.checkpoint.state import flatten_optimizer, restore_optimizer
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
-from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.optim.ema import EMA
+from modelcenter.optim.optimizers import build_optimizer, set_lr
 from modelcenter.optim.schedules import lr_factor
 
 
@@ -16,27 +23,90 @@ def peer_table(scheduler, total: int) -> list[float]:
     return [scheduler.lr_lambdas[0](step) for step in range(total + 1)]
 
 
-@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 17), (1, 17), (5, 17), (16, 17), (17, 17)])
+def sgd(lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr)
+
+
+def table(total: int, **settings) -> list[float]:
+    """Our factors at steps 0..total."""
+    return [lr_factor(ScheduleConfig(**settings), step, total) for step in range(total + 1)]
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 17), (1, 17), (5, 17), (16, 17), (17, 17), (0, 100), (10, 100)])
 def test_schedules_equal_transformers(warmup: int, total: int) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     peers = {
-        "linear": transformers.get_linear_schedule_with_warmup(optimizer, warmup, total),
-        "cosine": transformers.get_cosine_schedule_with_warmup(optimizer, warmup, total),
-        "constant": transformers.get_constant_schedule_with_warmup(optimizer, warmup),
+        "linear": transformers.get_linear_schedule_with_warmup(sgd(), warmup, total),
+        "cosine": transformers.get_cosine_schedule_with_warmup(sgd(), warmup, total),
+        "constant": transformers.get_constant_schedule_with_warmup(sgd(), warmup),
+        "inverse_sqrt": transformers.get_inverse_sqrt_schedule(sgd(), warmup),
     }
     for name, peer in peers.items():
-        config = ScheduleConfig(name=name, warmup_steps=warmup, min_lr_ratio=0.0)
-        assert [lr_factor(config, step, total) for step in range(total + 1)] == peer_table(peer, total), name
+        assert table(total, name=name, warmup_steps=warmup) == peer_table(peer, total), name
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize(("warmup", "floor"), [(0, 0.0), (10, 0.0), (10, 0.05)])
+def test_polynomial_equals_transformers(warmup: int, floor: float, power: float) -> None:
+    peer = transformers.get_polynomial_decay_schedule_with_warmup(sgd(0.25), warmup, 100, lr_end=0.25 * floor, power=power)
+    found = table(100, name="polynomial", warmup_steps=warmup, min_lr_ratio=floor, power=power)
+    assert found == pytest.approx(peer_table(peer, 100), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "1-sqrt"])
+@pytest.mark.parametrize(("warmup", "steps", "floor"), [(0, 20, 0.0), (10, 30, 0.0), (10, 90, 0.1), (7, None, 0.2)])
+def test_wsd_equals_transformers(warmup: int, steps: int | None, floor: float, decay: str) -> None:
+    peer = transformers.get_wsd_schedule(sgd(), warmup, steps or 10, 100, decay_type=decay, min_lr_ratio=floor)
+    wanted = peer_table(peer, 100)
+    wanted[:warmup] = [step / warmup for step in range(warmup)]  # theirs begins at the floor, all of ours at 0
+    found = table(100, name="wsd", warmup_steps=warmup, decay_steps=steps, min_lr_ratio=floor, decay=decay)
+    assert found == pytest.approx(wanted, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("dim", [512])
+@pytest.mark.parametrize("warmup", [1, 4, 40])
+def test_noam_is_as_published(warmup: int, dim: int) -> None:
+    """Attention Is All You Need, equation 3, whose steps count from 1; here the rate is that of the peak."""
+    published = [dim**-0.5 * min(n**-0.5, n * warmup**-1.5) for n in range(1, 102)]
+    peak = dim**-0.5 * warmup**-0.5
+    assert table(100, name="noam", warmup_steps=warmup) == pytest.approx([p / peak for p in published], rel=0, abs=1e-12)
+    assert max(table(100, name="noam", warmup_steps=warmup)) == 1.0
+
+
+def test_exponential_equals_torch() -> None:
+    optimizer = sgd()
+    peer = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.97)
+    wanted = []
+    for _ in range(101):
+        wanted.append(peer.get_last_lr()[0])
+        optimizer.step()
+        peer.step()
+    assert table(100, name="exponential", gamma=0.97) == pytest.approx(wanted, rel=0, abs=1e-12)
+    late = table(100, name="exponential", gamma=0.97, warmup_steps=8, min_lr_ratio=0.1)
+    assert late == pytest.approx([n / 8 for n in range(8)] + [0.1 + 0.9 * w for w in wanted[:93]], rel=0, abs=1e-12)
 
 
 def test_min_lr_equals_transformers() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    peer = transformers.get_cosine_with_min_lr_schedule_with_warmup(optimizer, 4, 30, min_lr_rate=0.1)
-    config = ScheduleConfig(name="cosine", warmup_steps=4, min_lr_ratio=0.1)
-    assert [lr_factor(config, step, 30) for step in range(31)] == peer_table(peer, 30)
+    peer = transformers.get_cosine_with_min_lr_schedule_with_warmup(sgd(), 4, 30, min_lr_rate=0.1)
+    assert table(30, name="cosine", warmup_steps=4, min_lr_ratio=0.1) == peer_table(peer, 30)
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine"])
+@pytest.mark.parametrize(("settings", "found"), [
+    (dict(name="noam"), r"schedule\.warmup_steps: 0 with name noam"),
+    (dict(name="linear", gamma=0.9), r"schedule\.gamma: 0\.9 with name linear, which has none"),
+    (dict(name="cosine", decay_steps=3), r"schedule\.decay_steps: 3 with name cosine"),
+    (dict(name="wsd", power=2.0), r"schedule\.power"),
+])  # fmt: skip
+def test_settings_of_another_schedule_are_refused(settings: dict, found: str) -> None:
+    with pytest.raises(InputError, match=found):
+        ScheduleConfig(**settings)
+
+
+def test_a_decay_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(InputError, match=r"schedule\.decay_steps: 8 after 3 of warm-up, in a run of 10"):
+        table(10, name="wsd", warmup_steps=3, decay_steps=8)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd", "polynomial"])
 def test_past_the_end_the_rate_stays_at_its_floor(name: str) -> None:
     config = ScheduleConfig(name=name, warmup_steps=2, min_lr_ratio=0.25)
     assert [lr_factor(config, step, 10) for step in (10, 15, 20)] == [0.25] * 3
@@ -107,3 +177,227 @@ def test_the_update_is_adamw() -> None:
 def test_a_model_in_which_nothing_trains_is_refused() -> None:
     with pytest.raises(InputError, match="frozen"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizerConfig())
+
+
+# ---- other optimizers -------------------------------------------------------------------------------------------------
+
+
+def lion(w: Tensor, g: Tensor, state: dict[str, Any], step: int) -> Tensor:
+    """Chen et al., 2023, algorithm 2: rate 0.01, betas 0.8 and 0.9, decay 0.2."""
+    m = state.get("m", torch.zeros_like(w))
+    update = (0.8 * m + 0.2 * g).sign()
+    state["m"] = 0.9 * m + 0.1 * g
+    return w - 0.01 * (update + 0.2 * w)
+
+
+def adafactor(w: Tensor, g: Tensor, state: dict[str, Any], step: int) -> Tensor:
+    """Shazeer and Stern, 2018, algorithms 4 and 5, decay 1 - t^-0.8, relative steps of min(0.01, 1 / sqrt(t)); decoupled decay."""
+    beta, rho = 1 - step**-0.8, min(0.01, step**-0.5)
+    alpha = max(1e-3, float(w.square().mean().sqrt())) * rho
+    if w.dim() == 2:
+        row = state["row"] = beta * state.get("row", 0) + (1 - beta) * g.square().mean(1)
+        col = state["col"] = beta * state.get("col", 0) + (1 - beta) * g.square().mean(0)
+        v = torch.outer(row, col) / row.mean()
+    else:
+        v = state["v"] = beta * state.get("v", 0) + (1 - beta) * g.square()
+    u = g / v.sqrt()
+    u = u / max(1.0, float(u.square().mean().sqrt()))
+    return w * (1 - 0.01 * (0.2 if w.dim() > 1 else 0.0)) - alpha * u
+
+
+def muon(w: Tensor, g: Tensor, state: dict[str, Any], step: int) -> Tensor:
+    """Jordan et al., 2024: Nesterov's momentum 0.95, five steps of a quintic iteration in bf16; their size by Liu et al., 2025."""
+    m = state["m"] = 0.95 * state.get("m", torch.zeros_like(w)) + 0.05 * g  # an average, as torch has it: the direction is the same
+    x = (0.05 * g + 0.95 * m).bfloat16()
+    x = x.mT if w.size(0) > w.size(1) else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    x = x.mT if w.size(0) > w.size(1) else x
+    return w * (1 - 0.01 * 0.2) - 0.01 * 0.2 * max(w.shape) ** 0.5 * x.to(w)
+
+
+def small(dtype: torch.dtype = torch.float64) -> mc.Model:
+    model = mc.build("gpt2", config={"vocab": 31, "positions": 16, "dim": 16, "heads": 2, "layers": 2}, dtype=dtype).train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(dtype) * 0.3
+    return model
+
+
+def noise(model: nn.Module, step: int, size: float = 1.0) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(step)
+    return {name: torch.randn(p.shape, generator=source).to(p) * size for name, p in model.named_parameters()}
+
+
+def steps(model: nn.Module, optimizer: Any, of: range, max_norm: float = 0.0) -> None:
+    for step in of:
+        for (_, p), g in zip(model.named_parameters(), noise(model, step).values(), strict=True):
+            p.grad = g.clone()
+        optimizer.step(clip=optimizer.clip(max_norm))
+        optimizer.zero_grad()
+
+
+NEAR = {"lion": 1e-12, "adafactor": 1e-7, "muon": 2e-3}  # torch's eps of fp32 in the second moment; bf16 in Newton and Schulz'
+
+
+@pytest.mark.parametrize(("name", "formula"), [("lion", lion), ("adafactor", adafactor), ("muon", muon)])
+def test_ten_steps_are_as_published(name: str, formula: Callable[..., Tensor]) -> None:
+    model = small()
+    betas = {"betas": (0.8, 0.9)} if name == "lion" else {}
+    optimizer = build_optimizer(model, OptimizerConfig(name=name, lr=0.01, weight_decay=0.2, **betas))
+    wanted, states = {n: p.detach().clone() for n, p in model.named_parameters()}, {n: {} for n, _ in model.named_parameters()}
+    chosen = [n for n in wanted if name != "muon" or (n.startswith("decoder.blocks") and wanted[n].dim() == 2)]
+    assert len(chosen) == (8 + 4 if name == "muon" else len(wanted))  # q, k, v, o, up, down of two blocks
+    for step in range(1, 11):
+        for n in chosen:
+            wanted[n] = without_decay(formula, wanted[n], noise(model, step)[n], states[n], step)
+        steps(model, optimizer, range(step, step + 1))
+    for n in chosen:
+        found = model.get_parameter(n).detach()
+        assert (found - wanted[n]).norm() <= NEAR[name] * wanted[n].norm(), n
+
+
+def without_decay(formula: Callable[..., Tensor], w: Tensor, g: Tensor, state: dict[str, Any], step: int) -> Tensor:
+    """A vector has no decay: the formula's is taken back (Adafactor's knows)."""
+    out = formula(w, g, state, step)
+    return out + 0.01 * 0.2 * w if w.dim() == 1 and formula is lion else out
+
+
+def test_adafactor_equals_transformers() -> None:
+    ours, theirs = small(torch.float32), small(torch.float32)
+    optimizer = build_optimizer(ours, OptimizerConfig(name="adafactor", lr=1e-3, weight_decay=0.0))
+    peer = transformers.Adafactor(theirs.parameters(), lr=1e-3, relative_step=False, scale_parameter=True, warmup_init=False)
+    for step in range(10):
+        steps(ours, optimizer, range(step, step + 1))
+        for (_, p), g in zip(theirs.named_parameters(), noise(theirs, step).values(), strict=True):
+            p.grad = g
+        peer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_leaves_what_is_not_a_hidden_matrix_to_adamw() -> None:
+    ours, theirs = small(), small()
+    optimizer = build_optimizer(ours, OptimizerConfig(name="muon", lr=0.01, weight_decay=0.2))
+    steps(ours, optimizer, range(10))
+    steps(theirs, build_optimizer(theirs, OptimizerConfig(lr=0.01, weight_decay=0.2)), range(10))
+    for name, p in ours.named_parameters():
+        same = not (name.startswith("decoder.blocks") and p.dim() == 2)
+        assert torch.equal(p, theirs.get_parameter(name)) == same, name
+        assert optimizer.state[p].keys() == ({"step", "exp_avg", "exp_avg_sq"} if same else {"momentum_buffer"})
+
+
+OTHERS = ["adafactor", "lion", "muon"]
+
+
+@pytest.mark.parametrize("name", ["adamw", *OTHERS])
+def test_the_state_comes_back_to_the_bit(name: str) -> None:
+    config = OptimizerConfig(name=name, lr=0.01, layer_decay=0.8)
+    whole, again = small(torch.float32), small(torch.float32)
+    optimizer = build_optimizer(whole, config)
+    steps(whole, optimizer, range(5))
+    half = {n: p.detach().clone() for n, p in whole.named_parameters()}
+    tensors, content = flatten_optimizer(optimizer, whole)
+    tensors = {n: t.clone() for n, t in tensors.items()}
+    steps(whole, optimizer, range(5, 10))
+    second = build_optimizer(again, config)
+    with torch.no_grad():
+        for n, p in again.named_parameters():
+            p.copy_(half[n])
+    restore_optimizer(second, again, tensors, content)
+    steps(again, second, range(5, 10))
+    for p, q in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_clipping_and_bad_gradients(name: str) -> None:
+    clipped, scaled = small(torch.float32), small(torch.float32)
+    one, two = (build_optimizer(m, OptimizerConfig(name=name, lr=0.01)) for m in (clipped, scaled))
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in noise(clipped, 1).values()))
+    for m, size in ((clipped, 1.0), (scaled, 0.5 / norm)):
+        for (_, p), g in zip(m.named_parameters(), noise(m, 1, size).values(), strict=True):
+            p.grad = g
+    clip = one.clip(0.5)
+    assert float(clip[0]) == pytest.approx(norm, rel=1e-5)
+    one.step(clip=clip)
+    two.step()
+    for p, q in zip(clipped.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+    before = [p.detach().clone() for p in clipped.parameters()]
+    kept = {k: t.clone() for k, t in flatten_optimizer(one, clipped)[0].items()}
+    for p in clipped.parameters():
+        p.grad = torch.ones_like(p)
+    next(clipped.parameters()).grad[0, 0] = math.nan
+    one.step(clip=one.clip(1.0))
+    assert all(torch.equal(p, q) for p, q in zip(clipped.parameters(), before, strict=True))
+    assert all(torch.equal(t, kept[k]) for k, t in flatten_optimizer(one, clipped)[0].items())
+
+
+@pytest.mark.parametrize(("settings", "found"), [
+    (dict(name="lion", moments="int8"), r"optimizer\.moments: 'int8' with name lion"),
+    (dict(name="adafactor", betas=(0.5, 0.9)), r"optimizer\.betas"),
+    (dict(name="adamw", momentum=0.9), r"optimizer\.momentum: 0\.9 with name adamw"),
+])  # fmt: skip
+def test_settings_of_another_optimizer_are_refused(settings: dict, found: str) -> None:
+    with pytest.raises(InputError, match=found):
+        OptimizerConfig(**settings)
+
+
+# ---- which rate, and what is left alone -------------------------------------------------------------------------------
+
+
+def test_layer_decay_is_by_depth() -> None:
+    """transformers' ElectraConfig and BEiT count alike: the embeddings are under the first block, the head over the last."""
+    model = mc.build("bert-base-uncased", config={"vocab": 20, "dim": 8, "hidden": 8, "heads": 2, "layers": 3, "positions": 8})
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1.0, layer_decay=0.5))
+    set_lr(optimizer, 2.0)
+    rates = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}
+    assert rates["embed.tokens.weight"] == rates["embed.norm.bias"] == 2 * 0.5**4
+    assert [rates[f"encoder.blocks.{i}.attn.q.weight"] for i in range(3)] == [2 * 0.5**3, 2 * 0.5**2, 2 * 0.5]
+    assert rates["head.transform.dense.weight"] == 2.0 and rates["encoder.blocks.2.ffn_norm.bias"] == 1.0
+    sizes = {"vocab": 20, "dim": 8, "hidden": 8, "heads": 2, "head_dim": 4, "layers": 2, "decoder_layers": 2}
+    optimizer = build_optimizer(mc.build("t5-small", config=sizes), OptimizerConfig(lr=1.0, layer_decay=0.5))
+    rates = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}
+    assert rates["embed.tokens.weight"] == 0.5**5
+    assert rates["encoder.blocks.1.ffn.up.weight"] == rates["encoder.norm.weight"] == 0.5**3
+    assert rates["decoder.blocks.0.attn.q.weight"] == 0.5**2 and rates["decoder.norm.weight"] == 1.0
+    with pytest.raises(InputError, match=r"optimizer\.layer_decay: 0\.5, and the model has no blocks"):
+        build_optimizer(nn.Linear(2, 2), OptimizerConfig(layer_decay=0.5))
+
+
+@pytest.mark.parametrize("patterns", [("embed", "decoder.blocks.0"), ("transformer.wte", "transformer.wpe", "transformer.h.0")])
+def test_what_is_frozen_has_no_state_and_does_not_move(patterns: tuple[str, ...]) -> None:
+    model = small()
+    frozen = model.freeze(*patterns)
+    assert {n.split(".")[0] for n in frozen} == {"embed", "decoder"} and not any("blocks.1" in n for n in frozen)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1))
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) == (name in frozen) == (p not in optimizer.state), name
+    with pytest.raises(InputError, match=r"freeze: 'transformer\.wtf' matches no parameter; did you mean 'transformer\.wte'\?"):
+        model.freeze("transformer.wtf")
+
+
+# ---- averages ---------------------------------------------------------------------------------------------------------
+
+
+def test_averages_equal_torch() -> None:
+    model = small(torch.float32)
+    peer = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    peer.update_parameters(model)  # the first one copies
+    ema, optimizer = EMA(model, 0.9), build_optimizer(model, OptimizerConfig(lr=0.1))
+    for step in range(10):
+        steps(model, optimizer, range(step, step + 1))
+        ema.update()
+        peer.update_parameters(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    with ema.in_place():
+        for p, q, raw in zip(model.parameters(), peer.module.parameters(), before, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+            assert not torch.equal(p, raw)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

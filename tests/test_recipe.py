@@ -162,7 +162,7 @@ REFUSED = {  # what is added to a good recipe: what is said of it
     "layers: 2": "layers: unknown key",
     "lr: 1": "lr: unknown key; did you mean 'optimizer.lr'?",
     "optimzer: {lr: 1}": "optimzer: unknown key; did you mean 'optimizer'?",
-    "optimizer: {name: lion}": "optimizer.name: 'lion'; adamw",
+    "optimizer: {name: lyon}": "optimizer.name: 'lyon'; adamw | adafactor",
     "optimizer: {lr: 0}": "optimizer.lr: 0; a number above 0",
     "optimizer: {lr: .nan}": "line 5: '.nan'; a finite number",
     "optimizer: {betas: [0.9, 1.0]}": "optimizer.betas.1: 1.0; a number at least 0 and below 1",

@@ -1,9 +1,11 @@
 """The training loop: gradients by tokens, exact resume, what a bad gradient may do, and transformers' own losses."""
 
+import copy
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import modelcenter as mc
 from modelcenter.errors import InputError
@@ -26,6 +29,7 @@ from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING
 from modelcenter.train.loop import accumulate, train, update
 from modelcenter.train.metrics import TIMINGS, Metrics, Progress, read_rows
+from modelcenter.train.prepare import prepare, resolve
 from modelcenter.train.recipe import Recipe, load_recipe
 from modelcenter.train.state import Position, restore, save
 
@@ -610,3 +614,90 @@ def test_the_schedule_reaches_the_optimizer(whole: Path) -> None:
     for row in rows(whole):
         if "lr" in row:
             assert row["lr"] == 1e-2 * lr_factor(config, row["step"] - 1, 20)  # step n was made at the rate of n - 1
+
+
+# ---- what else a recipe can ask of the loop ---------------------------------------------------------------------------
+
+MEANS = {
+    "ema": {"ema": 0.9}, "adafactor": {"optimizer.name": "adafactor"}, "lion": {"optimizer.name": "lion", "optimizer.lr": 1e-3},
+    "muon": {"optimizer.name": "muon"}, "layers": {"optimizer.layer_decay": 0.7, "freeze": ["transformer.wpe"]},
+    "loss": {"loss.label_smoothing": 0.1, "loss.z_loss": 1e-3}, "wsd": {"schedule.name": "wsd", "schedule.decay_steps": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", MEANS.values(), ids=list(MEANS))
+def test_every_means_learns_and_resumes_to_the_bit(changes: dict[str, Any], tmp_path: Path, whole: Path) -> None:
+    (tmp_path / "a").mkdir()
+    run = train(recipe_of(tmp_path / "a", **changes), MACHINE)
+    found = [row["eval_loss"] for row in rows(tmp_path / "a" / "out") if "eval_loss" in row]
+    usual = [row["eval_loss"] for row in rows(whole) if "eval_loss" in row]
+    assert found != usual and found[-1] < found[0]
+    state, model = bytes_of(tmp_path / "a" / "out" / "step-20"), sha256(model_file(tmp_path / "a")).hexdigest()
+    for name in ("step-15", "step-20", "model"):
+        shutil.rmtree(tmp_path / "a" / "out" / name)
+    train(recipe_of(tmp_path / "a", **changes), MACHINE)
+    assert bytes_of(tmp_path / "a" / "out" / "step-20") == state
+    assert sha256(model_file(tmp_path / "a")).hexdigest() == model and run.step == 20
+
+
+def model_file(folder: Path) -> bytes:
+    return (folder / "out" / "model" / "model.safetensors").read_bytes()
+
+
+def test_averaged_weights_are_evaluated_and_written(tmp_path: Path, whole: Path) -> None:
+    """Training is that of a run without; what is judged and written is the average."""
+    run = train(recipe_of(tmp_path, ema=0.9), MACHINE)
+    for step in (5, 20):
+        raw, before = (load_file(f / f"step-{step}" / "model.safetensors") for f in (tmp_path / "out", whole))
+        assert all(torch.equal(raw[n], before[n]) for n in before)
+    average = load_file(tmp_path / "out" / "step-20" / "ema.safetensors")
+    written = mc.load(tmp_path / "out" / "model")
+    for name, p in written.named_parameters():
+        assert torch.equal(p, average[name]) and torch.equal(p, run.model.get_parameter(name)) and not torch.equal(p, raw[name])
+    judge = prepare(*resolved(tmp_path)).evaluation
+    assert judge is not None
+    found = judge(written)["eval_loss"]
+    assert found == pytest.approx(run.metrics["eval_loss"], rel=1e-6)
+    with pytest.raises(InputError, match=r"recipe\.yaml: ema: 0\.9 there, None here"):
+        train(recipe_of(tmp_path), MACHINE)
+
+
+def resolved(folder: Path) -> tuple[Recipe, Machine, torch.device]:
+    recipe, device = resolve(recipe_of(folder, ema=0.9), MACHINE)
+    return recipe, MACHINE, device
+
+
+@pytest.mark.parametrize("task", ["lm", "classify"])
+def test_label_smoothing_equals_transformers(task: str) -> None:
+    """Loss and gradients of transformers' own LabelSmoother; evaluation is without."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    ours, args = tiny(task, torch.float64), uneven()
+    if task == "classify":
+        args = {"input_ids": args["input_ids"], "labels": torch.tensor([0, 1, -100, 1])}
+    theirs = copy.deepcopy(ours)
+    ours.head.smoothing = 0.3
+    loss = ours(**args).loss
+    loss.backward()
+    outputs = {"logits": theirs(**{k: v for k, v in args.items() if k != "labels"}).logits}
+    wanted = LabelSmoother(epsilon=0.3)(outputs, args["labels"], shift_labels=task == "lm")
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)  # theirs is summed in fp32
+    torch.testing.assert_close(gradients(ours), gradients(theirs), rtol=1e-6, atol=1e-9)
+    assert not torch.isclose(ours.eval()(**args).loss, loss)
+    torch.testing.assert_close(ours(**args).loss, theirs.eval()(**args).loss)
+
+
+@pytest.mark.parametrize(("changes", "found"), [
+    ({"freeze": ["wtf"]}, r"freeze: 'wtf' matches no parameter"),
+    ({"freeze": ["*"]}, r"model: every parameter is frozen"),
+    ({"loss.z_loss": 1e-4, "objective": "classify"}, r"loss\.z_loss: 0\.0001 with objective classify"),
+    ({"adapter.name": "lora", "init": "pretrained", "freeze": ["embed"]}, r"freeze: with adapter\.name lora"),
+    ({"schedule.name": "wsd", "schedule.decay_steps": 18}, r"schedule\.decay_steps: 18 after 3 of warm-up, in 20 steps"),
+    ({"ema": 1.0}, r"ema: 1\.0"),
+    ({"loss.label_smoothing": 1.0}, r"loss\.label_smoothing: 1\.0"),
+    ({"optimizer.layer_decay": 0}, r"optimizer\.layer_decay: 0"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(changes: dict[str, Any], found: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=found):
+        train(recipe_of(tmp_path, **changes), MACHINE)

@@ -24,7 +24,14 @@ def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
 
 
 class Head(nn.Module):
-    """No head: the backbone's own output."""
+    """No head: the backbone's own output. `smoothing` of the labels is for training alone: set it on the head."""
+
+    smoothing = 0.0
+
+    @property
+    def smooth(self) -> float:
+        """The smoothing of this moment."""
+        return self.smoothing if self.training else 0.0
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         return Output(last_hidden_state=x)
@@ -33,12 +40,11 @@ class Head(nn.Module):
 class LMHead(Head):
     """Scores over the vocabulary: out(transform(x) * scale). `shift`: position i predicts token i + 1.
 
-    In training with labels whole logits are never materialised (ops.linear_cross_entropy). `smoothing` of the labels and the
-    z-loss' factor `z` are for training alone: set them on the head.
+    In training with labels whole logits are never materialised (ops.linear_cross_entropy). The z-loss' factor `z` is for training
+    alone, as `smoothing` is.
     """
 
     tp = {"out": "logits"}
-    smoothing = 0.0
     z = 0.0
 
     def __init__(
@@ -141,7 +147,7 @@ class ClassifyHead(Head):
         logits = self.out(self.dropout(h))
         if batch.labels is None:
             return Output(logits=logits, last_hidden_state=x)
-        return Output(loss=label_loss(logits, batch.labels, items), logits=logits, last_hidden_state=x)
+        return Output(loss=label_loss(logits, batch.labels, items, self.smooth), logits=logits, last_hidden_state=x)
 
 
 class TagHead(Head):
@@ -156,7 +162,7 @@ class TagHead(Head):
         logits = self.out(self.dropout(x))
         if batch.labels is None:
             return Output(logits=logits, last_hidden_state=x)
-        return Output(loss=label_loss(logits, batch.labels, items), logits=logits, last_hidden_state=x)
+        return Output(loss=label_loss(logits, batch.labels, items, self.smooth), logits=logits, last_hidden_state=x)
 
 
 class SpanHead(Head):
@@ -173,7 +179,7 @@ class SpanHead(Head):
         if batch.labels is not None:
             labels = batch.labels.masked_fill((batch.labels < 0) | (batch.labels >= x.size(1)), IGNORE)
             # the mean of the two means, each over its own labels, as transformers
-            parts = [mean(ops.cross_entropy(logits[..., i], labels[:, i]), labels[:, i], items) for i in (0, 1)]
+            parts = [mean(ops.cross_entropy(logits[..., i], labels[:, i], self.smooth), labels[:, i], items) for i in (0, 1)]
             out = Output(loss=(parts[0] + parts[1]) / 2, **out)
         return out
 
@@ -206,9 +212,9 @@ class EmbedHead(Head):
         return out
 
 
-def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
+def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoothing: float) -> Tensor:
     """Cross entropy of integer labels."""
-    return mean(ops.cross_entropy(logits.flatten(0, -2), labels.flatten()), labels, items)
+    return mean(ops.cross_entropy(logits.flatten(0, -2), labels.flatten(), smoothing), labels, items)
 
 
 def first_token(x: Tensor, batch: Batch) -> Tensor:

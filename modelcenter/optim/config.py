@@ -1,31 +1,74 @@
-"""What the `optimizer` and `schedule` sections of a recipe say; torch-free, so that a recipe is checked first."""
+"""What the `optimizer`, `schedule` and `loss` sections of a recipe say; torch-free, so that a recipe is checked first."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from modelcenter.errors import refuse
+
+TIMELESS = ("constant", "noam", "inverse_sqrt", "exponential")  # schedules in which no step depends on how many there are
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled decay, kept off norms and biases (Loshchilov & Hutter 2019)."""
+    """AdamW (Loshchilov & Hutter, 2019) or another; decay is decoupled and kept off norms and biases."""
 
-    name: Literal["adamw"] = field(default="adamw", metadata={"help": "the optimizer"})
-    lr: float = field(default=5e-5, metadata={"above": 0, "help": "peak learning rate"})
+    name: Literal["adamw", "adafactor", "lion", "muon"] = field(
+        default="adamw", metadata={"help": "the optimizer; muon: of the blocks' matrices, adamw for the rest"}
+    )
+    lr: float = field(default=5e-5, metadata={"above": 0, "help": "peak learning rate; adafactor: of a weight's size"})
     betas: tuple[float, float] = field(
-        default=(0.9, 0.999), metadata={"min": 0, "below": 1, "help": "decay of the two moments"}
+        default=(0.9, 0.999), metadata={"min": 0, "below": 1, "help": "decay of the two moments; Lion's authors: [0.9, 0.99]"}
     )
     eps: float = field(default=1e-8, metadata={"above": 0, "help": "added to the root of the second moment"})
     weight_decay: float = field(default=0.01, metadata={"min": 0, "help": "decoupled decay; norms and biases have none"})
     moments: Literal["fp32", "bf16", "int8"] = field(
         default="fp32", metadata={"help": "how the two moments are kept: 8, 4 or 2 bytes a parameter"}
     )
+    momentum: float = field(default=0.95, metadata={"min": 0, "below": 1, "help": "of muon"})
+    layer_decay: float = field(
+        default=1.0, metadata={"above": 0, "max": 1, "help": "a block's rate / that of the block above; the head has all of it"}
+    )
+
+    def __post_init__(self) -> None:
+        of_lion = ["eps", "moments", "momentum"]
+        useless = {"adamw": ["momentum"], "adafactor": ["betas", *of_lion], "lion": of_lion}
+        refuse_changed(self, "optimizer", useless.get(self.name, []), f"with name {self.name}, which has none")
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The learning rate over steps: a linear warm-up, then the shape that `name` says."""
 
-    name: Literal["linear", "cosine", "constant"] = field(
+    name: Literal["linear", "cosine", "constant", "wsd", "noam", "inverse_sqrt", "exponential", "polynomial"] = field(
         default="linear", metadata={"help": "shape of the decay after the warm-up"}
     )
     warmup_steps: int = field(default=0, metadata={"min": 0, "help": "optimizer steps from 0 to the peak"})
     min_lr_ratio: float = field(default=0.0, metadata={"min": 0, "max": 1, "help": "last rate / peak rate"})
+    decay_steps: int | None = field(default=None, metadata={"min": 1, "help": "wsd: of the last part; absent: a tenth of the run"})
+    decay: Literal["cosine", "linear", "1-sqrt"] = field(default="cosine", metadata={"help": "wsd: the shape of the last part"})
+    power: float = field(default=1.0, metadata={"above": 0, "help": "polynomial: the exponent"})
+    gamma: float = field(default=0.999, metadata={"above": 0, "max": 1, "help": "exponential: a step's rate / that before"})
+
+    def __post_init__(self) -> None:
+        own = {"wsd": ["decay_steps", "decay"], "polynomial": ["power"], "exponential": ["gamma"]}
+        others = [key for name, keys in own.items() if name != self.name for key in keys]
+        refuse_changed(self, "schedule", others, f"with name {self.name}, which has none")
+        if self.name == "noam" and not self.warmup_steps:
+            refuse(None, "schedule.warmup_steps", "0 with name noam", "1 at least: its peak is at the end of the warm-up")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is added to the cross entropy in training; evaluation is without."""
+
+    label_smoothing: float = field(
+        default=0.0, metadata={"min": 0, "below": 1, "help": "part of a target spread over all classes (Szegedy et al., 2016)"}
+    )
+    z_loss: float = field(default=0.0, metadata={"min": 0, "help": "factor of the squared log of the normaliser (PaLM: 1e-4)"})
+
+
+def refuse_changed(config: Any, section: str, keys: list[str], why: str) -> None:
+    """Refuse a key of `keys` that is not at its default."""
+    for f in fields(config):
+        if f.name in keys and getattr(config, f.name) != f.default:
+            refuse(None, f"{section}.{f.name}", f"{getattr(config, f.name)!r} {why}", "leave the key out")

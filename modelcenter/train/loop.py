@@ -24,7 +24,9 @@ from ..checkpoint.state import SaveError
 from ..errors import refuse
 from ..metrics.table import METRICS
 from ..optim.adamw import AdamW
-from ..optim.optimizers import build_optimizer
+from ..optim.clipped import Clipped
+from ..optim.ema import EMA
+from ..optim.optimizers import build_optimizer, set_lr
 from ..optim.schedules import lr_factor
 from ..parallel.machine import Machine, load_machine
 from .evaluate import Arguments, count_targets, count_tokens, on_device
@@ -74,9 +76,11 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         setup = prepare(recipe, machine, device)
         model, total, metric = setup.model, setup.steps, recipe.best or "loss"
         optimizer = build_optimizer(model, recipe.optimizer)
+        ema = EMA(model, recipe.ema) if recipe.ema is not None else None
+        averaged = ema.in_place if ema is not None else nullcontext
         torch.manual_seed(recipe.seed)
         random.seed(recipe.seed)
-        at = restore(start, model, optimizer) if start is not None else Position()
+        at = restore(start, model, optimizer, ema) if start is not None else Position()
         write_recipe(folder, recipe)
         metrics, progress = Metrics(folder, setup.environment, at.step, recipe.report_to), Progress(at.step, total)
         for line in setup.lines:
@@ -94,6 +98,8 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                 loss, targets = accumulate(model, batches, task, compute)
                 lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, total)
                 norm = update(model, optimizer, loss, lr, recipe.max_grad_norm)
+                if ema is not None and math.isfinite(norm):
+                    ema.update()
                 read = sum(count_tokens(batch, task) for batch in batches)
                 at.advance(after, read, loss, targets, sound=math.isfinite(norm))
                 seconds, tokens = seconds + time.perf_counter() - began, tokens + read
@@ -111,19 +117,20 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                     refuse(None, f"step {at.step}", f"{PATIENCE} gradients in a row were not finite",
                            "a lower optimizer.lr, precision=fp32 or other data")
                 if setup.evaluation is not None and (at.step == total or due(at.step, recipe.eval_steps)):
-                    with compute():
-                        results = setup.evaluation(model)
-                    if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and recipe.best is not None:
-                        write_model(folder, setup)
+                    with averaged():
+                        with compute():
+                            results = setup.evaluation(model)
+                        if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and recipe.best is not None:
+                            write_model(folder, setup)
                     best = {f"best_eval_{metric}": at.best, "best_step": at.best_step}
                     metrics.write({"step": at.step, **results, **best})
                     progress.say(f"step {at.step}: " + ", ".join(f"{key} {v:.6g}" for key, v in results.items()))
                     if tired(at, recipe):
                         progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
                 if due(at.step, recipe.save_steps) or ((at.step == total or tired(at, recipe)) and recipe.save_steps):
-                    saved = keep(folder, at, model, optimizer, recipe.save_total_limit, metrics, progress)
+                    saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress)
             if interrupt and at.step != saved:
-                keep(folder, at, model, optimizer, recipe.save_total_limit, metrics, progress)
+                keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress)
         except (MemoryError, RuntimeError) as error:
             explain_memory(error, recipe, machine)
             raise
@@ -136,7 +143,9 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         elif recipe.best is not None and at.best_step is not None:
             progress.say(f"model: {folder / 'model'}, of step {at.best_step}")
         else:
-            progress.say(f"model: {write_model(folder, setup)}")
+            if ema is not None:
+                ema.swap()
+            progress.say(f"model{' (averaged weights)' if ema is not None else ''}: {write_model(folder, setup)}")
         last = {key: value for row in read_rows(folder / "metrics.jsonl") for key, value in row.items()}
         last.pop("environment", None)
         return Run(folder, at.step, last, model, stopped=not ended)
@@ -162,13 +171,12 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     return sum(map(float, losses)), targets
 
 
-def update(model: nn.Module, optimizer: AdamW, loss: float, lr: float, max_norm: float) -> float:
+def update(model: nn.Module, optimizer: AdamW | Clipped, loss: float, lr: float, max_norm: float) -> float:
     """Clip the gradients to `max_norm` (0: never), step at the rate `lr` and drop them; their norm before clipping.
     Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed."""
     norm = math.nan
     if math.isfinite(loss):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(optimizer, lr)
         clip = optimizer.clip(max_norm)
         optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
         norm = float(clip[0])
@@ -194,12 +202,12 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def keep(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, limit: int | None, metrics: Metrics,
+def keep(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, ema: EMA | None, limit: int | None, metrics: Metrics,
          progress: Progress) -> int:
     """Save a state, its metrics first; a disk that refuses costs a line and not the run. Returns the step."""
     metrics.sync()
     try:
-        progress.say(f"saved: {save(folder, at, model, optimizer, limit)}")
+        progress.say(f"saved: {save(folder, at, model, optimizer, limit, ema)}")
     except SaveError as error:
         progress.say(str(error))
     return at.step

@@ -18,6 +18,7 @@ from ..data.read import read_split
 from ..data.record import Record, Records
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import refuse
+from ..layers import LMHead
 from ..metrics.table import METRICS
 from ..parallel.device import device_of
 from ..parallel.machine import Machine
@@ -69,6 +70,10 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     tokenizer = find_tokenizer(recipe, records)
     names = label_names(records, recipe.data) if recipe.objective == "classify" else None
     model = find_model(recipe, tokenizer, names, machine, device)
+    model.freeze(*recipe.freeze)
+    model.head.smoothing = recipe.loss.label_smoothing
+    if isinstance(model.head, LMHead):
+        model.head.z = recipe.loss.z_loss
     if recipe.objective == "classify":
         model.config.single_label()
     size = vars(model.config)  # `vocab` in every family, `positions` where they are learned

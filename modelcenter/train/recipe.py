@@ -16,8 +16,9 @@ from modelcenter.data.config import DataConfig
 from modelcenter.errors import refuse
 from modelcenter.generate.options import Options
 from modelcenter.metrics.table import check
-from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
+from modelcenter.optim.config import LossConfig, OptimizerConfig, ScheduleConfig
 
+LARGE = ("lm", "mlm", "seq2seq")  # objectives whose classes are the vocabulary
 MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed
 
 
@@ -43,6 +44,13 @@ class Recipe:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    freeze: tuple[str, ...] = field(
+        default=(), metadata=_is("parameters not trained, by our names or Hugging Face's, * for any part")
+    )
+    ema: float | None = field(
+        default=None, metadata=_is("decay of an average of the weights, evaluated and written; absent: none", above=0, below=1)
+    )
     batch: int = field(default=8, metadata=_is("sequences of one optimizer step, over all ranks", min=1))
     micro_batch: int | None = field(default=None, metadata=_is("sequences of one forward; absent: derived", min=1))
     precision: Literal["auto", "bf16", "fp32"] = field(
@@ -96,6 +104,13 @@ class Recipe:
             refuse(None, "batch", str(self.batch), f"at most {MOST} sequences")
         if self.micro_batch is not None and self.batch % self.micro_batch:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
+        if self.adapter.name != "none" and self.freeze:
+            refuse(None, "freeze", f"with adapter.name {self.adapter.name}", "an adapter freezes all: modules_to_save are trained")
+        if self.loss.z_loss and self.objective not in LARGE:
+            refuse(None, "loss.z_loss", f"{self.loss.z_loss} with objective {self.objective}", "it is for heads over a vocabulary")
+        if self.schedule.decay_steps and self.max_steps and self.schedule.warmup_steps + self.schedule.decay_steps > self.max_steps:
+            found = f"{self.schedule.decay_steps} after {self.schedule.warmup_steps} of warm-up, in {self.max_steps} steps"
+            refuse(None, "schedule.decay_steps", found, "fewer, or more steps")
         if self.adapter.name != "none" and self.init == "random":
             refuse(None, "adapter.name", f"{self.adapter.name} with init random", "an adapter stands on pretrained weights")
 

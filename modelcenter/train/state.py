@@ -13,6 +13,7 @@ from ..checkpoint.state import flatten_optimizer, load_state, restore_optimizer,
 from ..config import bind
 from ..errors import refuse
 from ..layers.adapter import adapted
+from ..optim.ema import EMA
 
 
 @dataclass
@@ -52,22 +53,29 @@ class Position:
         return self.window_loss / max(1, self.window_targets)
 
 
-def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimizer, keep: int | None) -> Path:
+def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimizer, keep: int | None,
+         ema: EMA | None = None) -> Path:
     """Write `folder`/step-N, on the disk when this returns; the newest `keep` remain. Errors: `SaveError`."""
     moments, groups = flatten_optimizer(optimizer, model)
     moments = dict(sorted(moments.items()))  # in one order, whether they were made here or restored
     tensors = {"model": dict(weights(model)), "optimizer": moments, "random": random_states()}
+    if ema is not None:
+        tensors["ema"] = ema.averages
     state = {"position": asdict(position), "optimizer": groups, "python": random.getstate()}
     return save_state(folder, position.step, tensors, state, keep)
 
 
-def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> Position:
-    """Put a step-N folder back into `model`, `optimizer` and the random generators. Errors: `InputError`."""
+def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None = None) -> Position:
+    """Put a step-N folder back into `model`, `optimizer`, the averages and the random generators. Errors: `InputError`."""
     tensors, state = load_state(path)
     mine, theirs = dict(weights(model)), tensors["model"]
-    if odd := [n for n in sorted(mine.keys() | theirs.keys())
-               if n not in mine or n not in theirs or mine[n].shape != theirs[n].shape]:
-        refuse(path / "model.safetensors", odd[0], "missing, unknown or of another shape", "the weights of this model")
+    for group, these in (("model", mine), *((("ema", ema.averages),) if ema is not None else ())):
+        those = tensors.get(group, {})
+        if odd := [n for n in sorted(these.keys() | those.keys())
+                   if n not in these or n not in those or these[n].shape != those[n].shape]:
+            refuse(path / f"{group}.safetensors", odd[0], "missing, unknown or of another shape", "the weights of this model")
+    if ema is not None:
+        ema.load(tensors["ema"])
     with torch.no_grad():
         for name, parameter in mine.items():
             parameter.copy_(theirs[name])

@@ -1,0 +1,110 @@
+"""Optimizers other than AdamW behind its face: `clip` gives norm and factor on the device, `step(clip=)` obeys them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .adamw import AdamW, local
+
+
+class Clipped(Optimizer):
+    """Scales the gradients by what `clip` gave and steps; where the norm was not finite nothing changes."""
+
+    squares: Any = AdamW.squares  # which ask for nothing but groups
+    clip: Any = AdamW.clip
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
+        if clip is not None and not scaled(self.param_groups, clip):
+            return None
+        return super().step(closure)
+
+
+def scaled(groups: list[dict[str, Any]], clip: Tensor) -> bool:
+    """Multiply the gradients by what `clip` gave; False, and nothing done, where that is not a number."""
+    if not bool(clip[1].isfinite()):
+        return False
+    grads = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, clip[1].to(grads[0].device))
+    return True
+
+
+class Adafactor(Clipped, torch.optim.Adafactor):
+    """torch's: the second moment of a matrix as a row and a column, no first one, and steps relative to the size of the weight, by
+    at most min(lr, 1 / sqrt(step)). Shazeer and Stern, 2018."""
+
+
+class Lion(Clipped):
+    """The sign of an interpolated momentum. Chen et al., 2023, algorithm 2:
+
+        p = p (1 - lr decay) - lr sign(beta1 m + (1 - beta1) g)
+        m = beta2 m + (1 - beta2) g
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if clip is not None and not scaled(self.param_groups, clip):
+            return loss
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if "exp_avg" not in self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            weights, moments = [local(p) for p in params], [local(self.state[p]["exp_avg"]) for p in params]
+            grads, (beta1, beta2) = [local(p.grad).to(p.dtype) for p in params], group["betas"]
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            directions = torch._foreach_lerp(moments, grads, 1 - beta1)
+            torch._foreach_sign_(directions)
+            torch._foreach_add_(weights, directions, alpha=-group["lr"])
+            torch._foreach_lerp_(moments, grads, 1 - beta2)
+        return loss
+
+
+class Muon(AdamW):
+    """Momentum made orthogonal for groups that say `muon`, AdamW for the others. Jordan et al., 2024, by torch.optim.Muon; steps
+    are as long as AdamW's (0.2 sqrt(max(out, in)): Liu et al., 2025, "Muon is Scalable"), so that one rate serves both."""
+
+    def __init__(self, params: Any, *, momentum: float = 0.95, **options: Any):
+        super().__init__(params, **options)
+        self.mine = [group for group in self.param_groups if group["muon"]]
+        self.others = [group for group in self.param_groups if not group["muon"]]
+        self.inner = None
+        if self.mine:
+            matrices = [p for group in self.mine for p in group["params"]]
+            self.inner = torch.optim.Muon(matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+            for group in self.mine:
+                for key, value in self.inner.defaults.items():
+                    if key not in ("lr", "weight_decay"):
+                        group[key] = value
+            self.inner.param_groups, self.inner.state = self.mine, self.state  # one state, under one roof
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if clip is not None and not scaled(self.mine, clip):
+            return loss
+        both = self.param_groups
+        try:
+            self.param_groups = self.others
+            super().step(clip=clip)
+        finally:
+            self.param_groups = both
+        if self.inner is not None:
+            self.inner.step()
+        return loss

@@ -1,0 +1,45 @@
+"""An exponential moving average of the weights. Polyak and Juditsky, 1992; Tarvainen and Valpola, 2017."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class EMA:
+    """average = decay average + (1 - decay) weight, after each update, from the first weights on; fp32, of what trains alone."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        kinds = {name: torch.promote_types(p.dtype, torch.float32) for name, p in self.weights.items()}
+        self.averages = {name: p.detach().to(kinds[name], copy=True) for name, p in self.weights.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of this moment in."""
+        weights = [p.detach().to(a.dtype) for p, a in zip(self.weights.values(), self.averages.values(), strict=True)]
+        torch._foreach_lerp_(list(self.averages.values()), weights, 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange weights and averages; twice is nothing at all, where the weights are fp32."""
+        for name, p in self.weights.items():
+            weight = p.detach().to(self.averages[name].dtype, copy=True)
+            p.copy_(self.averages[name])
+            self.averages[name] = weight
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the averages for as long as the context lasts."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    def load(self, averages: dict[str, Tensor]) -> None:
+        """Put back what `averages` held, whose names and shapes are this model's."""
+        for name, average in self.averages.items():
+            average.copy_(averages[name])
