@@ -348,9 +348,9 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 def _read(text: Text, kinds: tuple[Any, ...]) -> Any:
     """A command-line value for one of `kinds`. Where text is wanted it is taken as it stands: the shell has already
-    had its quotes. `null` is None where that is allowed."""
+    had its quotes; a list or a mapping is read where one will do as well. `null` is None where that is allowed."""
     plain = str(text)
-    if set(kinds) <= {str, NoneType}:
+    if str in kinds and (set(kinds) <= {str, NoneType} or plain[:1] not in ("[", "{")):
         return None if NoneType in kinds and plain in ("null", "~") else plain
     try:
         return parse(plain) if plain[:1] in ("[", "{", '"', "'") else resolve(plain)
@@ -402,6 +402,8 @@ def _words(kind: Any, bounds: Mapping[str, Any]) -> str:
     if origin is tuple:
         many = args[-1] is Ellipsis
         return f"a list of {_words(args[0], bounds)}" if many else f"[{', '.join(_words(a, bounds) for a in args)}]"
+    if origin is dict and args[1] in (int, float):
+        return f"a mapping to {_words(args[1], bounds)}"
     if kind is str:
         return "text that is not empty" if bounds.get("min") else "text"
     if kind not in (int, float):

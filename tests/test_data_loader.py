@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelcenter.data.collate import IGNORED
-from modelcenter.data.loader import Loader, order
+from modelcenter.data.loader import Loader
+from modelcenter.data.order import order
 
 
 class Numbers:

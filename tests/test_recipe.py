@@ -80,7 +80,8 @@ def test_names_and_paths(tmp_path: Path) -> None:
 
 SPELLED = {
     "model_name_or_path": "x", "tokenizer_name": "x", "train_file": "x", "validation_file": "x", "max_seq_length": 77,
-    "packing": True, "learning_rate": 3e-4, "weight_decay": 0.5, "adam_epsilon": 1e-6, "lr_scheduler_type": "cosine",
+    "packing": True, "group_by_length": True,
+    "learning_rate": 3e-4, "weight_decay": 0.5, "adam_epsilon": 1e-6, "lr_scheduler_type": "cosine",
     "warmup_steps": 5, "per_device_train_batch_size": 4, "num_train_epochs": 2, "resume_from_checkpoint": "auto",
 }  # fmt: skip
 

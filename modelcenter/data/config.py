@@ -18,9 +18,11 @@ def _is(help: str, **bounds: float) -> dict[str, Any]:
 class DataConfig:
     """Files, keys and lengths; a key that the objective does not use is ignored."""
 
-    path: str | None = field(
-        default=None, metadata=_is("training data: a file, a folder, a glob or datasets:NAME[,CONFIG][:SPLIT]")
-    )
+    path: str | tuple[str, ...] | dict[str, float] | None = field(
+        default=None,
+        metadata=_is("training data: a file, folder, glob or datasets:NAME[,CONFIG][:SPLIT]; more of them: a list, or "
+                     "{one: weight, another: weight}", above=0),
+    )  # fmt: skip
     eval_path: str | None = field(default=None, metadata=_is("evaluation data; wins over eval_fraction"))
     eval_fraction: float = field(default=0.0, metadata=_is("the last part of `path` held out; 0: none", min=0, max=0.9))
     format: Format = field(default="auto", metadata=_is("auto: by the ending, text if it is unknown"))
@@ -39,4 +41,5 @@ class DataConfig:
     )
     padding_free: bool = field(default=False, metadata=_is("the sequences of a batch side by side, not padded"))
     mlm_probability: float = field(default=0.15, metadata=_is("the share of tokens to predict (mlm)", above=0, max=1))
+    group_by_length: bool = field(default=False, metadata=_is("examples of about one length in a batch: less padding"))
     shuffle: bool = field(default=True, metadata=_is("a new order of the training examples each epoch"))

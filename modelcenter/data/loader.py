@@ -1,12 +1,12 @@
 """Batches in an order that one number restarts: the position, counted in samples since the start of training.
 
-Sample p of the run is the `p % n`-th of epoch `p // n`, whose order is a permutation drawn from (seed, epoch) alone. So
+Which example stands at a position is a pure function (data/order.py), and so is where the batch ends that begins there. So
 a batch is a range of positions, however many ranks or micro-batches share it, and going on from any position is exact.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from modelcenter.data.collate import IGNORED, Batch
+from modelcenter.data.order import Order, Shuffled, Straight
+
+MOST = 2**20  # samples of a step: its micro-batches are all made before the first is computed
 
 
 class Examples(Protocol):
@@ -31,9 +34,35 @@ class Examples(Protocol):
         """One batch of some examples."""
 
 
+class Chain:
+    """The examples of several sources of one kind, one source after the other."""
+
+    def __init__(self, sources: Sequence[Examples]) -> None:
+        self.sources, self.collate = sources, sources[0].collate
+        self.ends = np.cumsum([len(source) for source in sources])
+        self.lengths = np.concatenate([source.lengths for source in sources])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def at(self, epoch: int, index: int) -> Any:
+        source = int(np.searchsorted(self.ends, index, "right"))
+        return self.sources[source].at(epoch, index - int(self.ends[source - 1] if source else 0))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Batches counted in tokens instead of samples: as many as fit into `batch`, a forward of `forward` at most, padding
+    counted with them if they are `padded`. A single sample may exceed both."""
+
+    batch: int
+    forward: int
+    padded: bool = True
+
+
 @dataclass(frozen=True)
 class Loader:
-    """Batches of `batch` samples over all ranks; this rank's share is a contiguous slice of each.
+    """Batches of `batch` samples over all ranks, or of the tokens of `budget`; this rank's share is a contiguous slice of each.
 
     `collate` makes one batch of a list of examples. The share of a rank is `batch / world`, the first ones taking one
     more where that leaves a rest. All ranks see the same number of micro-batches, or their collectives would hang: one
@@ -47,6 +76,8 @@ class Loader:
     rank: int = 0
     world: int = 1
     shuffle: bool = True
+    order: Order | None = None  # absent: by `shuffle`
+    budget: Budget | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world or self.batch < self.world:
@@ -58,16 +89,62 @@ class Loader:
         """Samples of one epoch."""
         return len(self.examples)
 
+    @cached_property
+    def places(self) -> Order:
+        return self.order or (Shuffled(len(self), self.seed) if self.shuffle else Straight(len(self)))
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.examples.lengths
+
     def index(self, position: int) -> tuple[int, int]:
         """The (epoch, example) of the sample at `position`."""
-        epoch, place = divmod(position, len(self))
-        return epoch, int(order(len(self), self.seed, epoch)[place]) if self.shuffle else place
+        return self.places.place(position)
 
-    def share(self, start: int, stop: int) -> range:
+    def length(self, position: int) -> int:
+        """Tokens of the sample at `position`."""
+        return int(self.lengths[self.index(position)[1]])
+
+    def end(self, start: int) -> int:
+        """Where the batch ends that begins at `start`."""
+        if self.budget is None:
+            return start + self.batch
+        stop, tokens = start, 0
+        while stop - start < MOST:
+            tokens += self.length(stop)
+            if tokens > self.budget.batch and stop - start >= self.world:
+                break
+            stop += 1
+        return stop
+
+    def count(self, limit: int) -> int:
+        """Steps from the beginning until `limit` samples are read."""
+        if self.budget is None:
+            return -(-limit // self.batch)
+        steps = start = 0
+        while start < limit:
+            start, steps = self.end(start), steps + 1
+        return steps
+
+    def share(self, start: int, stop: int, rank: int | None = None) -> range:
         """The positions in [start, stop) that belong to this rank."""
+        rank = self.rank if rank is None else rank
         each, rest = divmod(stop - start, self.world)
-        first = start + self.rank * each + min(self.rank, rest)
-        return range(first, first + each + (self.rank < rest))
+        first = start + rank * each + min(rank, rest)
+        return range(first, first + each + (rank < rest))
+
+    def cuts(self, positions: range) -> list[range]:
+        """The micro-batches of a share, by the tokens of a forward."""
+        assert self.budget is not None
+        found, first, longest, total = [], positions.start, 0, 0
+        for position in positions:
+            length = self.length(position)
+            longest, total = max(longest, length), total + length
+            size = longest * (position + 1 - first) if self.budget.padded else total
+            if size > self.budget.forward and position > first:
+                found.append(range(first, position))
+                first, longest, total = position, length, length
+        return [*found, range(first, positions.stop)] if positions else []
 
     def steps(self, start: int = 0, limit: int | None = None, micro_batch: int | None = None
               ) -> Iterator[tuple[int, list[Batch]]]:
@@ -76,10 +153,14 @@ class Loader:
         An epoch's last, incomplete batch is filled from the next epoch. With `limit` the last batch is what is left.
         """
         while limit is None or start < limit:
-            stop = start + self.batch if limit is None else min(start + self.batch, limit)
+            stop = self.end(start) if limit is None else min(self.end(start), limit)
             mine, most = self.share(start, stop), -(-(stop - start) // self.world)
-            size = micro_batch or most
-            cuts = [mine[k : k + size] for k in range(0, most, size)]
+            if self.budget is not None and micro_batch is None:
+                every = [self.cuts(self.share(start, stop, rank)) for rank in range(self.world)]
+                cuts = every[self.rank] + [range(0)] * (max(map(len, every)) - len(every[self.rank]))
+            else:
+                size = micro_batch or most
+                cuts = [mine[k : k + size] for k in range(0, most, size)]
             yield stop, [self.gather(cut) if cut else self.blank(start) for cut in cuts]
             start = stop
 
@@ -101,9 +182,3 @@ class Loader:
         """Every example once, in its own order: an evaluation. The last batch may be smaller."""
         plain = Loader(self.examples, self.collate, self.batch, self.seed, self.rank, self.world, shuffle=False)
         return (batch for _, batch in plain.batches(limit=len(self)))
-
-
-@lru_cache(maxsize=4)  # a batch may straddle two epochs, and training and evaluation take turns
-def order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The permutation of an epoch; numpy's PCG64, so that no other use of randomness moves it."""
-    return np.random.default_rng((seed, epoch, 0)).permutation(size)

@@ -20,10 +20,10 @@ from modelcenter.data.collate import IGNORED, Batch, join, pack, pad, stack, sta
 from modelcenter.data.config import DataConfig
 from modelcenter.data.encode import Objective, Reader
 from modelcenter.data.indexed import Tokens
-from modelcenter.data.loader import Examples
+from modelcenter.data.loader import Chain, Examples
 from modelcenter.data.packing import Packed, Unpadded
 from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
+from modelcenter.data.record import Mixture, Record
 from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.errors import nearest, refuse
 
@@ -33,7 +33,7 @@ Lengths = NDArray[np.int64]
 def make_examples(objective: Objective, records: Sequence[Record], tokenizer: Tokenizer, data: DataConfig, *,
                   vocab: int | None = None, seed: int = 0, train: bool = True,
                   names: Sequence[str] | None = None) -> Examples:
-    """The examples of `records` for `objective`; packed, or their batches without padding, where `data` says so.
+    """The examples of `records` for `objective`; those to train on packed, or their batches without padding, where `data` says so.
 
     `vocab` is the model's vocabulary (an id outside it is refused by file and line), `names` the classes' (by default
     those of `records`). Without `train` the blocks of a stream do not move from epoch to epoch.
@@ -42,19 +42,27 @@ def make_examples(objective: Objective, records: Sequence[Record], tokenizer: To
         refuse(None, "objective", repr(objective), nearest(objective, get_args(Objective)))
     if not len(records):
         refuse(None, "data.path", "no record", "data with at least one record is wanted")
+    if objective == "classify":
+        names = names or label_names(records, data)
+    if isinstance(records, Mixture):
+        sources = [source for source in records.sources if len(source)]
+        return Chain([make_examples(objective, source, tokenizer, data, vocab=vocab, seed=seed, train=train, names=names)
+                      for source in sources])
     read = Reader(tokenizer, vocab, train)
     if objective == "mlm":
         found: Sequences | Labelled = Masked(documents(objective, records, read, data), read, data, seed)
     elif objective == "seq2seq":
         found = Pairs(records, read, data)
     elif objective == "classify":
-        found = Labelled(records, read, data, names or label_names(records, data))
+        found = Labelled(records, read, data, names or ())
     elif data.prompt_key is not None or data.response_key is not None:
         found = Rows(records, read, data)
     elif data.packing:
         found = Documents(documents(objective, records, read, data), read, data)
     else:
         found = Blocks(documents(objective, records, read, data), read, data, seed, train)
+    if not train:
+        return found  # as they come and padded: a metric compares them one by one
     return Packed(found) if data.packing else Unpadded(found) if data.padding_free else found
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from modelcenter.data.config import DataConfig, Format
 from modelcenter.data.indexed import TokenFile, Tokens
-from modelcenter.data.record import Few, Part, Record, Records
+from modelcenter.data.record import Few, Mixture, Part, Record, Records
 from modelcenter.data.source import LONGEST_LINE, Source
 from modelcenter.data.table import PREFIX, Parquet, is_saved, read_named, read_saved
 from modelcenter.errors import refuse, refuse_missing
@@ -93,10 +93,29 @@ def read_split(data: DataConfig) -> tuple[Part, Part]:
     """The training and the evaluation records that a recipe names; the latter is empty where it names none."""
     if data.path is None:
         refuse_missing(None, "data.path", "absent", "a file, a folder or a glob is wanted")
-    train = read_records(data.path, data.format)
+    train = read_sources(data.path, data.format)
     if data.eval_path is not None:
         return train, read_records(data.eval_path, data.format, "data.eval_path")
+    if isinstance(train, Mixture):
+        parts = [split(source, data.eval_fraction) for source in train.sources]
+        return Mixture([part for part, _ in parts], train.weights), Mixture([part for _, part in parts])
     return split(train, data.eval_fraction)
+
+
+def read_sources(path: str | tuple[str, ...] | dict[str, float], format: Format) -> Part:
+    """The records of one path; of a list of them, one after the other; of a mapping, a mixture by the weights."""
+    if isinstance(path, str):
+        return read_records(path, format)
+    if not path:
+        refuse(None, "data.path", "no path in it", "a file, a folder or a glob is wanted")
+    if isinstance(path, dict):
+        return Mixture([read_records(source, format, f"data.path.{source}") for source in path], list(path.values()))
+    parts = [read_records(source, format, f"data.path.{k}") for k, source in enumerate(path)]
+    if all(isinstance(part, Tokens) for part in parts):
+        return Tokens([file for part in parts if isinstance(part, Tokens) for file in part.files])
+    if any(isinstance(part, Tokens) for part in parts):
+        refuse(None, "data.path", "token files and texts in one list", "one kind, or a mapping of each to its weight")
+    return Records([one for part in parts for one in (part.parts if isinstance(part, Records) else [part])])
 
 
 def split(records: Part, fraction: float) -> tuple[Part, Part]:

@@ -111,3 +111,11 @@ class Records(Part):
 
     def __iter__(self) -> Iterator[Record]:
         return (record for part in self.parts for record in part)
+
+
+class Mixture(Records):
+    """Sources that are drawn from in the proportions of their weights; without them, one after the other."""
+
+    def __init__(self, sources: Sequence[Part], weights: Sequence[float] | None = None) -> None:
+        super().__init__(sources)
+        self.sources, self.weights = sources, weights

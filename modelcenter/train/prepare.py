@@ -12,10 +12,12 @@ import torch
 
 from .. import __version__
 from ..data.collate import describe_sample
-from ..data.loader import Loader
+from ..data.indexed import Tokens
+from ..data.loader import Budget, Chain, Examples, Loader
 from ..data.objective import label_names, make_examples, texts_of
+from ..data.order import Blended, Grouped, Order
 from ..data.read import read_split
-from ..data.record import Record, Records
+from ..data.record import Mixture, Part, Record
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import refuse
 from ..layers import LMHead
@@ -53,8 +55,9 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     precision = recipe.precision
     if precision == "auto":
         precision = automatic_precision(device)
-    most = max(1, FORWARD // recipe.data.seq_len)
-    micro = recipe.micro_batch or max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
+    most, micro = most_of(recipe), recipe.micro_batch
+    if micro is None and recipe.batch_tokens is None:
+        micro = max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
     return replace(recipe, precision=precision, micro_batch=micro, task=recipe.objective), device
 
 
@@ -83,27 +86,28 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     def loader(some: Sequence[Record], train: bool) -> Loader:
         examples = make_examples(recipe.objective, some, tokenizer, recipe.data, vocab=size.get("vocab"), train=train,
                                  seed=recipe.seed, names=names)
-        batch = recipe.batch if train else recipe.micro_batch or recipe.batch
-        return Loader(examples, examples.collate, batch, recipe.seed, shuffle=recipe.data.shuffle)
+        if not train:
+            return Loader(examples, examples.collate, recipe.micro_batch or most_of(recipe))
+        return Loader(examples, examples.collate, recipe.batch, recipe.seed, shuffle=recipe.data.shuffle,
+                      order=order_of(recipe, records, examples), budget=budget_of(recipe))
 
     train, evaluation = loader(records, True), loader(held_out, False) if held_out else None
     judge = None if evaluation is None else find_evaluation(recipe, held_out, evaluation, tokenizer)
-    epochs = ceil(recipe.num_epochs * len(train) / recipe.batch) if recipe.num_epochs is not None else None
+    epochs = train.count(ceil(recipe.num_epochs * len(train))) if recipe.num_epochs is not None else None
     steps = min(limit for limit in (recipe.max_steps, epochs) if limit is not None)
 
-    _, (first, *_) = next(train.steps(micro_batch=recipe.micro_batch))
+    samples, batches = next(train.steps(micro_batch=recipe.micro_batch))
+    first, forwards, tokens = batches[0], len(batches), sum(count_tokens(batch, recipe.objective) for batch in batches)
     count = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    forwards = recipe.batch // (recipe.micro_batch or recipe.batch)
-    tokens = count_tokens(first, recipe.objective) * forwards
     weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
     lines = [
         f"model: {recipe.model} ({weights}), {count / 1e6:,.2f} M parameters, {trained / 1e6:,.2f} M of them trained; "
         f"{recipe.precision} on {device.type}, {torch.get_num_threads()} threads",
         f"data: {len(train):,} examples, {len(evaluation) if evaluation else 0:,} for evaluation; {recipe.objective}, "
         f"at most {recipe.data.seq_len} tokens each; tokenizer {tokenizer.name} of {len(tokenizer):,}",
-        f"steps: {steps:,} of {recipe.batch} sequences ({forwards} x {recipe.micro_batch}), "
-        f"about {tokens:,} tokens each: {steps * recipe.batch / len(train):.2f} epochs",
+        f"steps: {steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} forwards, "
+        f"about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
         f"sample, trained on where it stands in [[ ]]:\n  {describe_sample(first, tokenizer, names)}",
     ]
     environment = {
@@ -114,13 +118,36 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     return Setup(model, tokenizer, train, judge, steps, environment, lines)
 
 
-def find_evaluation(recipe: Recipe, records: Records, loader: Loader, tokenizer: Tokenizer) -> Evaluation:
+def most_of(recipe: Recipe) -> int:
+    """Sequences of a forward, where they are of the greatest length."""
+    return max(1, FORWARD // recipe.data.seq_len)
+
+
+def order_of(recipe: Recipe, records: Part, examples: Examples) -> Order | None:
+    """The order of the training examples, where it is another than a permutation of them all."""
+    data = recipe.data
+    if isinstance(records, Mixture) and isinstance(examples, Chain) and records.weights is not None:
+        return Blended([len(source) for source in examples.sources], records.weights, recipe.seed, data.shuffle)
+    if not data.group_by_length:
+        return None
+    batch = int(recipe.batch_tokens / examples.lengths.mean()) if recipe.batch_tokens else recipe.batch
+    return Grouped(examples.lengths, recipe.seed, max(1, batch))
+
+
+def budget_of(recipe: Recipe) -> Budget | None:
+    """The tokens of a step and of a forward, where the recipe counts in tokens."""
+    padded = not (recipe.data.packing or recipe.data.padding_free)
+    return Budget(recipe.batch_tokens, FORWARD, padded) if recipe.batch_tokens is not None else None
+
+
+def find_evaluation(recipe: Recipe, records: Part, loader: Loader, tokenizer: Tokenizer) -> Evaluation:
     """What the recipe asks of an evaluation on `records`, which `loader` reads."""
     data, size, wanted = recipe.data, None, tuple(dict.fromkeys((*recipe.metrics, *([recipe.best] if recipe.best else []))))
-    if recipe.objective == "lm" and not data.packing and data.response_key is None:
+    if recipe.objective == "lm" and not data.packing and data.response_key is None and not isinstance(records, Tokens):
         size = stream_bytes((r.text(data.text_key, "data.text_key") for r in records), tokenizer)
     elif "bits_per_byte" in wanted:
-        refuse(None, "metrics", "bits_per_byte of packed or prompted text", "plain text: its first tokens are predicted too")
+        refuse(None, "metrics", "bits_per_byte of packed, prompted or tokenized text",
+               "plain text: its first tokens are predicted too")
     texts = any(METRICS[name].of == "texts" for name in wanted)
     references = [r.text(data.target_key, "data.target_key") for r in records] if texts else []
     generation = {"max_new_tokens": data.target_len or data.seq_len, **recipe.generation}

@@ -52,6 +52,9 @@ class Recipe:
         default=None, metadata=_is("decay of an average of the weights, evaluated and written; absent: none", above=0, below=1)
     )
     batch: int = field(default=8, metadata=_is("sequences of one optimizer step, over all ranks", min=1))
+    batch_tokens: int | None = field(
+        default=None, metadata=_is("tokens of one optimizer step at most, instead of `batch`: as many sequences as fit", min=1)
+    )
     micro_batch: int | None = field(default=None, metadata=_is("sequences of one forward; absent: derived", min=1))
     precision: Literal["auto", "bf16", "fp32"] = field(
         default="auto", metadata=_is("of the computation; auto: bf16 where the device is fast at it")
@@ -98,11 +101,13 @@ class Recipe:
             refuse(None, "task", f"{self.task} with objective {self.objective}", "give one of the two")
         if self.data.path is None:
             refuse(None, "data.path", "missing", "give data.path=FILE")
+        if self.data.group_by_length and isinstance(self.data.path, dict):
+            refuse(None, "data.group_by_length", "true with a mixture", "a mixture has an order of its own: leave it out")
         if self.max_steps is None and self.num_epochs is None:
             refuse(None, "max_steps", "missing, and so is num_epochs", "give one of them, or the training never ends")
         if self.batch > MOST:
             refuse(None, "batch", str(self.batch), f"at most {MOST} sequences")
-        if self.micro_batch is not None and self.batch % self.micro_batch:
+        if self.batch_tokens is None and self.micro_batch is not None and self.batch % self.micro_batch:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
         if self.adapter.name != "none" and self.freeze:
             refuse(None, "freeze", f"with adapter.name {self.adapter.name}", "an adapter freezes all: modules_to_save are trained")
@@ -130,6 +135,7 @@ ALIASES = {  # transformers' TrainingArguments and example scripts: our key
     "validation_file": "data.eval_path",
     "max_seq_length": "data.seq_len",
     "packing": "data.packing",
+    "group_by_length": "data.group_by_length",
     "learning_rate": "optimizer.lr",
     "weight_decay": "optimizer.weight_decay",
     "adam_epsilon": "optimizer.eps",
