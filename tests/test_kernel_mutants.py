@@ -1,0 +1,127 @@
+"""Bugs planted in the CPU's kernels. Each changes a line of a copy of csrc, is compiled for the instruction set that is used here,
+and the test that it names must then fail; on an unchanged copy all of them pass."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from modelcenter.ops import _op
+
+HERE = Path(__file__).parent
+LEVELS = {"base": 0, "avx2": 1, "avx512": 2}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In csrc/`file`, which is compiled into the object of `unit`, `old` stands once and becomes `new`; `test` must then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    error: str = "(AssertionError|assert )"
+
+    @property
+    def unit(self) -> str:
+        return self.file.split(".")[0]
+
+
+def exact(op: str) -> str:
+    return f"test_kernels.py::test_no_less_exact_than_the_peers[torch.float32-{op}]"
+
+
+def bitwise(dtype: str, options: str) -> str:
+    return f"test_adamw.py::test_the_kernel_is_the_reference_bit_for_bit[torch.{dtype}-{options}-bf16-aligned-cpu]"
+
+
+DECAY = "    p = p * c.keep;\n"
+MOMENTS = "    m = m + (g - m) * c.rise1;\n    v = v * c.keep2 + (g * g) * c.rise2;\n"
+STEP = "    p = p - (m * item.size) / (square_root(v) * item.root + c.eps);\n"
+
+MUTANTS = (
+    Mutant("norm-forgets-the-mean-of-the-gradient", "norm.cpp", "const float level = dbias ? sum(plain) / n : 0.0f;",
+           "const float level = 0.0f;", exact("layer_norm")),
+    Mutant("partial-sum-of-one-chunk-lost", "norm.cpp", "for (int64_t chunk = 0; chunk < chunks; chunk++) total",
+           "for (int64_t chunk = 0; chunk + 1 < chunks; chunk++) total", exact("rms_norm")),
+    Mutant("last-part-of-a-bias-lost", "activation.cpp", "for (int64_t part = 0; part * height < rows; part++)",
+           "for (int64_t part = 0; (part + 1) * height < rows; part++)", exact("gelu")),
+    Mutant("odd-half-of-a-byte-lost", "quantize.cpp", "memcpy(some, p, (n + 1) / 2);", "memcpy(some, p, n / 2);",
+           "test_quantize.py::test_kernels_and_references_agree_to_the_bit[torch.float32-nf4-cpu]"),
+    Mutant("truncated-not-rounded", "adamw.cpp", "nan : (u + random) >> 16", "nan : u >> 16", bitwise("bfloat16", "plain")),
+    Mutant("decay-after-the-update", "adamw.h", DECAY + MOMENTS + STEP, MOMENTS + STEP + DECAY, bitwise("float32", "nearest")),
+    Mutant("wrong-lane-of-philox", "dropout.cpp", "random + i, threshold", "random + (i ^ 16), threshold", exact("dropout")),
+    Mutant("one-past-the-table", "embedding.cpp", """    for (int64_t i = 0; i < n; i++)
+        if (at[i] < 0 || at[i] >= vocab)""", """    for (int64_t i = 0; i < n; i++)
+        if (at[i] < 0 || at[i] > vocab)""", "test_embedding.py::test_an_id_outside_is_refused_on_the_cpu[40]", "Failed"),
+    Mutant("no-label-is-ignored", "cross_entropy.cpp", "constexpr int64_t IGNORE = -100;", "constexpr int64_t IGNORE = -1;",
+           exact("cross_entropy"), "ValueError"),
+    Mutant("half-of-the-z-loss", "cross_entropy.cpp", "grad * (1 + 2 * loss.z * lse[i])", "grad * (1 + loss.z * lse[i])",
+           exact("cross_entropy")),
+    Mutant("sum-of-earlier-keys-not-rescaled", "attention.cpp", "                total[r] *= less;\n", "", exact("attention")),
+    Mutant("turned-forth-again", "rotary.cpp", "back ? -1.0f : 1.0f", "back ? 1.0f : 1.0f", exact("rotary")),
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not _op.available("cpu") or not shutil.which("g++"), reason="no compiled kernels"),
+]
+
+
+def build(source: Path, temp: Path) -> Path:
+    """The extension at one level of optimisation and one instruction set: what is wrong is so with any."""
+    env = {**os.environ, "MODELCENTER_CUDA": "0", "CFLAGS": "-O1 -w", "MODELCENTER_LEVELS": str(LEVELS[_op._C.cpu_level])}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", str(temp), "--build-lib", str(temp)]
+    done = subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, timeout=500)
+    made = list((temp / "modelcenter").glob("_C*"))
+    assert made and not done.stderr, done.stderr
+    return made[0]
+
+
+def verdict(kernels: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "MODELCENTER_KERNELS": str(kernels), "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *(str(HERE / test) for test in tests)]
+    return subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A copy of the sources, the objects made of it, the extension."""
+    folder = tmp_path_factory.mktemp("kernels")
+    source, temp = folder / "source", folder / "temp"
+    for part in ("csrc", "modelcenter", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        place = HERE.parent / part
+        skip = shutil.ignore_patterns("_C*", "__pycache__")
+        shutil.copytree(place, source / part, ignore=skip) if place.is_dir() else shutil.copy2(place, source / part)
+    return source, temp, build(source, temp)
+
+
+def test_unchanged_all_pass(unchanged: tuple[Path, Path, Path]) -> None:
+    done = verdict(unchanged[2], *dict.fromkeys(mutant.test for mutant in MUTANTS))
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_mutant(mutant: Mutant, unchanged: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    source, temp, _ = unchanged
+    shutil.copytree(temp, tmp_path / "temp")
+    for made in (tmp_path / "temp").glob(f"{mutant.unit}.*.o"):
+        made.unlink()
+    file = source / "csrc" / mutant.file
+    before, stat = file.read_text(), file.stat()
+    assert before.count(mutant.old) == 1, "what it changes has changed"
+    try:
+        file.write_text(before.replace(mutant.old, mutant.new))
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # or a header would be new to all that include it
+        done = verdict(build(source, tmp_path / "temp"), mutant.test)
+    finally:
+        file.write_text(before)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert done.returncode == 1 and re.search(f"^E   {mutant.error}", done.stdout, re.M), done.stdout[-2000:]
