@@ -5,6 +5,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,23 @@ def test_frozen_weights_in_half_precision_have_adapters_in_single(tmp_path: Path
     assert layer.b.weight.grad.abs().max() > 0 and layer.b.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler looks
+@pytest.mark.parametrize("changes", [{}, {"name": "dora"}, {"quantize": "nf4"}], ids=["lora", "dora", "nf4"])
+def test_compiled_and_recomputed_blocks_are_the_eager_ones(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    grads = []
+    for options in ({}, {"compile": True}, {"recompute": True}):
+        machine = mc.Machine(device="cpu", **options)
+        model = disturb(mc.load(zoo.reference(LLAMA)[1], dtype="fp32", adapter=lora(**changes), machine=machine))
+        weighted(scores(model(**inputs(LLAMA))), torch.ones(2, dtype=torch.bool)).backward()
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+    torch._dynamo.reset()
+    for other in grads[1:]:
+        for wanted, found in zip(grads[0], other, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+
+
 MESHES = {"fsdp2": (2, 1), "tp2": (1, 2), "fsdp2xtp2": (2, 2)}
 
 
@@ -409,12 +427,19 @@ def run_of(folder: Path, base: str, **changes: Any) -> Any:
     return load_recipe(folder / "base.yaml", {**keys, **changes})
 
 
-@pytest.mark.parametrize("changes", [{}, {"adapter.name": "dora"}, {"adapter.quantize": "nf4"}], ids=["lora", "dora", "nf4"])
-def test_a_run_trains_saves_and_resumes_the_adapter_alone(changes: dict[str, Any], tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+RUNS = {"lora": {}, "dora": {"adapter.name": "dora"}, "nf4": {"adapter.quantize": "nf4"}, "bf16": {"precision": "bf16"}}
+
+
+@pytest.mark.parametrize("changes", RUNS.values(), ids=list(RUNS))
+def test_a_run_trains_saves_and_resumes_the_adapter_alone(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
     base, machine = zoo.reference(GPT)[1], mc.Machine(device="cpu", threads=1)
     run = mc.train(run_of(tmp_path, base, **changes), machine)
+    size, told = sum(p.numel() for p in zoo.reference(GPT)[0].parameters()), "".join(capsys.readouterr())
+    assert f"{size / 1e6:.2f} M parameters" in told and "of rank 2 on 12 layers" in told
+    assert ("weights held in nf4" in told) == ("adapter.quantize" in changes)
     wanted = load_file(tmp_path / "out" / "model" / WEIGHTS)
     state = load_file(tmp_path / "out" / "step-8" / "model.safetensors")
     assert run.step == 12 and state.keys() == {n for n, p in run.model.named_parameters() if p.requires_grad}

@@ -4,7 +4,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from ..data.record import Mixture, Part, Record
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import refuse
 from ..layers import LMHead
+from ..layers.adapter import adapted
 from ..metrics.table import METRICS
 from ..parallel.device import device_of
 from ..parallel.machine import Machine
@@ -98,7 +99,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
 
     samples, batches = next(train.steps(micro_batch=recipe.micro_batch))
     first, forwards, tokens = batches[0], len(batches), sum(count_tokens(batch, recipe.objective) for batch in batches)
-    count = sum(p.numel() for p in model.parameters())
+    count = sum(prod(shape) for shape in model.shapes.values())  # whatever they are held in
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
     lines = [
@@ -110,6 +111,10 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
         f"about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
         f"sample, trained on where it stands in [[ ]]:\n  {describe_sample(first, tokenizer, names)}",
     ]
+    if model.adapter is not None:
+        layers, how = len(adapted(model)), model.adapter
+        held = f", weights held in {how.quantize}" if how.quantize != "none" else ""
+        lines.insert(1, f"adapter: {how.name} of rank {how.rank} on {layers} layers{held}")
     environment = {
         "modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version(),
         "platform": platform.platform(), "device": device.type, "threads": torch.get_num_threads(),
