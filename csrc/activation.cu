@@ -44,7 +44,7 @@ __device__ __forceinline__ float inverse(float x) {
 
 namespace {
 
-constexpr int THREADS = 256, TILE = THREADS * 8;  // elements that a block reads at a time
+constexpr int THREADS = 128, TILE = THREADS * 8;  // elements that a block reads at a time
 
 template <class T>
 constexpr bool fine = sizeof(T) == 4;
@@ -167,16 +167,27 @@ template <int KIND, class T, bool VECTOR>
 __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
     const T* __restrict__ grad, const T* __restrict__ x, const Bias bias, T* __restrict__ dx, float* __restrict__ partial, int64_t rows, int64_t dim, int64_t height, unsigned strips) {
     constexpr int AHEAD = VECTOR ? 3 : 2;  // rows read before the first is used
-    const int64_t strip = int64_t{blockIdx.x % strips} * STRIP, column = strip + static_cast<int>(threadIdx.x) * 8;
-    const int64_t part = blockIdx.x / strips, last = part * height + height < rows ? part * height + height : rows;
-    const int mine = dim - column >= 8 ? 8 : dim > column ? static_cast<int>(dim - column) : 0;  // VECTOR: eight or none
+    const int64_t strip = int64_t{blockIdx.x % strips} * STRIP, part = blockIdx.x / strips;
+    const int64_t last = part * height + height < rows ? part * height + height : rows;
+    // of a strip, a thread has eight neighbours, or where they are not aligned every 64th column: neighbours for a warp
+    const auto place = [](int j) { return static_cast<int>(VECTOR ? threadIdx.x * 8 + j : threadIdx.x + j * ACROSS); };
     float added[8], sums[8] = {};
+    bool mine[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) added[j] = bias.at && j < mine ? bias.one<T>(column + j) : 0.0f;
-    const auto read = [&](const T* p) { return VECTOR || mine == 8 ? load8<VECTOR>(p) : load8<false>(p, mine); };
-    if (mine)
+    for (int j = 0; j < 8; j++) {
+        mine[j] = strip + place(j) < dim;
+        added[j] = bias.at && mine[j] ? bias.one<T>(strip + place(j)) : 0.0f;
+    }
+    const auto read = [&](const T* row) {
+        if (VECTOR) return load8<true>(row + place(0));
+        Pack<T> pack;
+#pragma unroll
+        for (int j = 0; j < 8; j++) pack.at[j] = mine[j] ? row[place(j)] : from_float<T>(0.0f);
+        return pack;
+    };
+    if (mine[0])
         for (int64_t row = part * height + threadIdx.y; row < last; row += DOWN * AHEAD) {
-            const int64_t at = row * dim + column;
+            const int64_t at = row * dim + strip;
             Pack<T> in[AHEAD], given[AHEAD];
 #pragma unroll
             for (int u = 0; u < AHEAD; u++)
@@ -193,12 +204,16 @@ __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
                     sums[j] += d;
                 }
                 T* to = dx + at + u * DOWN * dim;
-                VECTOR || mine == 8 ? store8<VECTOR>(to, in[u]) : store8<false>(to, in[u], mine);
+                if (VECTOR) store8<true>(to + place(0), in[u]);
+                else
+#pragma unroll
+                    for (int j = 0; j < 8; j++)
+                        if (mine[j]) to[place(j)] = in[u].at[j];
             }
         }
     __shared__ float shared[DOWN][STRIP];
 #pragma unroll
-    for (int j = 0; j < 8; j++) shared[threadIdx.y][threadIdx.x * 8 + j] = sums[j];
+    for (int j = 0; j < 8; j++) shared[threadIdx.y][place(j)] = sums[j];
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < STRIP / (ACROSS * DOWN); k++) {

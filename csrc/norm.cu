@@ -1,12 +1,16 @@
 // LayerNorm and RMSNorm over the last axis, each with an optional residual add and dropout before it: norm.cpp has the formulas.
 //
-// Rows of up to 8192 columns: a thread has 8 columns of all rows of its blocks, so that weights, bias and the sums for their
-// gradients stay in its registers; a row is a group of warps, a block one or several such groups, and as many blocks as fit walk
-// over the rows. Rows to come are on their way into shared memory meanwhile (cp.async), where a thread reads only what it has
-// copied, so that a row costs no barrier but the one of its sums. Where rows are not aligned, a thread's columns are `threads`
-// apart and all of a row's loads are issued before one is used, as on chips without such copies, the next row being on its way
-// into the second cache. The blocks write their sums to `partial`, which a second kernel adds up in a fixed order. Longer rows are
-// read again for each sum.
+// A group of warps takes ROWS rows at a time, a thread PACKS times eight neighbouring columns of them: the weights and the sums for
+// their gradients stay in its registers for good, and a barrier and a reduction serve all of these rows. As many blocks as fit walk
+// over the rows; rows to come are on their way into shared memory meanwhile (cp.async). The blocks write their sums for weight and
+// bias to `partial`, which a second kernel adds up in a fixed order.
+//
+// Memory moves in aligned packs of eight elements even where rows are not aligned (SHIFT): a thread's columns are those of aligned
+// packs of the result, an input is copied in its own aligned packs, and a thread takes its columns from two of them. Which columns
+// these are depends on the row's number modulo 8 at most, and a group takes rows for which it is the same.
+//
+// Arithmetic is in fp32, and what dtypes the arrays have is asked when a pack is read or written. Rows for which the ring has no room
+// are read again for each sum (norm_any_rows).
 //
 // Bytes an element must move in bf16: forward 4 (8 with a residual), backward 6 (8).
 #include "cuda.h"
@@ -14,34 +18,51 @@
 
 namespace {
 
-constexpr int64_t WIDEST = 8192;  // eight columns for each of 1024 threads
-constexpr int STAGES = 4;         // rows in shared memory, at most
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-constexpr bool COPIES = true;  // cp.async
-#else
-constexpr bool COPIES = false;
-#endif
+constexpr int THREADS = 640;  // of a block, at most, with 96 registers each
+constexpr int STAGES = 4;     // of the ring in shared memory, at most
+
+// An array of eights; `wide`: of fp32.
+struct Tensor {
+    void* data;
+    Dtype dtype;
+    __device__ __host__ __forceinline__ int size() const { return dtype == F32 ? 4 : 2; }
+    __device__ __forceinline__ float one(int64_t at) const {
+        MC_FOR_FLOAT(dtype, T, return to_float(static_cast<const T*>(data)[at]))
+        return 0.0f;
+    }
+    __device__ __forceinline__ void put(int64_t at, float value) const {
+        MC_FOR_FLOAT(dtype, T, static_cast<T*>(data)[at] = from_float<T>(value))
+    }
+    // How far element `at` lies behind an aligned pack.
+    __device__ __forceinline__ int skew(int64_t at) const {
+        return static_cast<int>((reinterpret_cast<uintptr_t>(data) / size() + at) % 8);
+    }
+};
+
+constexpr int ANY = 0;  // a dtype known only when the kernel runs; nvcc cannot name an enumeration of another namespace in a kernel
+template <int D>
+__device__ __forceinline__ Dtype kind(const Tensor& tensor) {
+    return D == ANY ? tensor.dtype : static_cast<Dtype>(D);
+}
+template <int D>
+__device__ __forceinline__ int size(const Tensor& tensor) {
+    return kind<D>(tensor) == F32 ? 4 : 2;
+}
 
 struct Problem {
-    const void *x, *residual;  // backward: the gradient of the norm, and of the total by another way
-    const void* total_in;      // backward: what was normalised
-    const void *weight, *bias;
-    Dtype weight_dtype, apart;  // apart: of `branch`
+    Tensor x, residual;      // backward: the gradient of the norm, and of the total by another way
+    Tensor normed;           // backward: what was normalised
+    Tensor weight, bias;
+    Tensor out, total;       // backward: the gradients of the branch and of the total
     const int64_t* seed;
     uint32_t threshold;
     float scale, eps;
-    bool centred;
-    void *out, *total, *branch;  // backward: total is the gradient of the total
+    bool centred, alike;     // alike: results are equally far from alignment
     float *stats, *partial;
-    int64_t rows;
-    int64_t dim;
-    int stages;  // of the ring in shared memory
+    int64_t rows, dim;
+    int64_t groups;          // that work, over all blocks
+    int stages;
 };
-
-__device__ __forceinline__ float weight1(const void* p, Dtype dtype, int64_t at) {
-    MC_FOR_FLOAT(dtype, W, return to_float(static_cast<const W*>(p)[at]))
-    return 0.0f;
-}
 
 // Bit i: is element e + i kept? Where e is a multiple of 8 they share one counter.
 __device__ __forceinline__ uint32_t bits8(uint64_t counter, uint64_t key, uint32_t threshold) {
@@ -51,9 +72,11 @@ __device__ __forceinline__ uint32_t bits8(uint64_t counter, uint64_t key, uint32
     for (int i = 0; i < 8; i++) found |= static_cast<uint32_t>(kept(words, i, threshold)) << i;
     return found;
 }
-__device__ __forceinline__ uint32_t kept8(uint64_t e, uint64_t key, uint32_t threshold) {
-    uint32_t found = bits8(e / 8, key, threshold);
-    if (e % 8) found = (found | bits8(e / 8 + 1, key, threshold) << 8) >> (e % 8) & 0xFFu;
+__device__ __noinline__ uint32_t kept8(int64_t e, uint64_t key, uint32_t threshold) {
+    const auto counter = static_cast<uint64_t>(e >> 3);
+    const int within = static_cast<int>(e & 7);
+    uint32_t found = bits8(counter, key, threshold);
+    if (within) found = (found | bits8(counter + 1, key, threshold) << 8) >> within & 0xFFu;
     return found;
 }
 
@@ -66,376 +89,439 @@ __device__ __forceinline__ float inverse_root(float x) {
 struct Stats {
     float mean, rstd, shift;
     __device__ __forceinline__ float normal(float x) const { return fmaf(x - mean, rstd, shift); }
+
 };
 
-// residual + dropout(x), eight at a time
-template <class T, class R>
-__device__ __forceinline__ Pack<R> add8(const Pack<T>& x, const Pack<R>& residual, bool drop, uint32_t keep, float scale) {
-    Pack<R> total;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const float value = to_float(x.at[i]);
-        total.at[i] = from_float<R>((!drop ? value : keep >> i & 1 ? value * scale : 0.0f) + to_float(residual.at[i]));
-    }
-    return total;
-}
+// ---- sums over the threads of a row
 
-// Sums over groups of `wide` lanes, a power of two.
-template <int N>
-__device__ __forceinline__ void lane_sums(float (&x)[N], int wide = 32) {
-    for (int lane = wide / 2; lane; lane /= 2)
-#pragma unroll
-        for (int i = 0; i < N; i++) x[i] += __shfl_xor_sync(0xFFFFFFFFu, x[i], lane);
-}
-__device__ __forceinline__ int lanes_for(int warps) { return warps == 1 ? 1 : 1 << (32 - __clz(warps - 1)); }
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+__device__ __forceinline__ int warps() { return static_cast<int>(blockDim.x / 32); }
+__device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x / 32); }
+__device__ __forceinline__ float from_lane(float x, int which) { return __shfl_sync(0xFFFFFFFFu, x, which); }
 
-// The threads of a row wait for each other; other rows of the block go on.
-__device__ __forceinline__ void row_barrier() {
+// The threads of a group wait for each other; other groups of the block go on.
+__device__ __forceinline__ void group_barrier() {
+    if (blockDim.x == 32) return __syncwarp();
     asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(threadIdx.y) + 1), "r"(static_cast<int>(blockDim.x)) : "memory");
 }
 
-// Statistics of a row that a group of threads holds. A warp's columns are first taken about some number near to them: n, that
-// number, what the sum is beyond it, and squares about it. Warps are combined by Chan's rule; one barrier, for `parts` is used in
-// turns.
-__device__ __forceinline__ Stats row_stats(float n, float about, float left, float squares, float all, bool centred, float eps,
-                                           float4 (*parts)[32], int& turn) {
-    const int warps = blockDim.x / 32, first = threadIdx.y * warps, lane = threadIdx.x % 32, wide = lanes_for(warps);
-    if (centred) {
-        float both[2] = {left, squares};
-        lane_sums(both);
-        left = both[0], squares = both[1];
-    } else {
-        squares = warp_sum(squares);
-    }
-    float4 part = make_float4(n, about, left, squares);
-    if (warps > 1) {
-        if (lane == 0) parts[turn][first + threadIdx.x / 32] = part;
-        row_barrier();
-        part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (lane % wide < warps) part = parts[turn][first + lane % wide];
-        turn ^= 1;
-    }
-    float mean = 0.0f, more = 0.0f;
-    if (centred) {
-        float sum[1] = {fmaf(part.x, part.y, part.z)};
-        lane_sums(sum, wide);
-        mean = sum[0] / all;
-        const float d = part.y - mean;
-        float both[2] = {fmaf(part.x, d, part.z), part.w + d * fmaf(part.x, d, 2.0f * part.z)};
-        lane_sums(both, wide);
-        more = both[0] / all, squares = both[1];
-    } else {
-        float sum[1] = {part.w};
-        lane_sums(sum, wide);
-        squares = sum[0];
-    }
-    const float rstd = inverse_root(squares / all - more * more + eps);
-    return {mean, rstd, -more * rstd};
+// x over the lanes that are a multiple of N apart
+template <int N>
+__device__ __forceinline__ float across(float x) {
+#pragma unroll
+    for (int hop = N; hop < 32; hop *= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, hop);
+    return x;
 }
 
-// The eight columns of a thread: neighbours where rows are aligned (dim divides by 8), otherwise as far apart as there are threads.
-template <bool VECTOR>
-struct Mine {
-    int first, step, dim;
-    __device__ __forceinline__ explicit Mine(int dim)
-        : first(VECTOR ? static_cast<int>(threadIdx.x) * 8 : static_cast<int>(threadIdx.x)),
-          step(VECTOR ? 1 : static_cast<int>(blockDim.x)), dim(dim) {}
-    __device__ __forceinline__ int column(int k) const { return first + k * step; }
-    __device__ __forceinline__ bool has(int k) const { return VECTOR ? first < dim : column(k) < dim; }
-    template <class T>
-    __device__ __forceinline__ Pack<T> load(const T* row) const {
-        if (VECTOR && first < dim) return load8<true>(row + first);
-        Pack<T> pack;
-        const Mine here = apart();
+// N sums over a warp at once: lane l gets that of x[l % N]. Each step passes on half of what is left: fewer steps than N trees.
+template <int N>
+__device__ __forceinline__ float warp_sums(float (&x)[N]) {
 #pragma unroll
-        for (int k = 0; k < 8; k++) pack.at[k] = !VECTOR && here.has(k) ? row[here.column(k)] : from_float<T>(0.0f);
-        return pack;
+    for (int half = N / 2; half; half /= 2) {
+        const bool upper = threadIdx.x & half;
+#pragma unroll
+        for (int i = 0; i < half; i++)
+            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(0xFFFFFFFFu, upper ? x[i] : x[i + half], half);
     }
-    // Into the second cache, a line a thread: a thread has 32 bytes of a row at most.
-    template <class T>
-    __device__ __forceinline__ void prefetch(const T* row) const {
-        const int line = static_cast<int>(threadIdx.x) * static_cast<int>(128 / sizeof(T));
-#ifdef __CUDA_ARCH__
-        if (line < dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + line));
-#endif
+    return across<N>(x[0]);
+}
+
+// What the warps of a block tell each other; in turns, so that one barrier is enough.
+template <int ROWS>
+struct Board {
+    float said[2][32][2 * ROWS];
+};
+
+// N sums over a group, lane l getting that of x[l % N]
+template <int N, int ROWS>
+__device__ __forceinline__ float group_sums(float (&x)[N], Board<ROWS>& board, int& turn) {
+    const int first = static_cast<int>(threadIdx.y) * warps();
+    const float sum = warp_sums(x);
+    if (blockDim.x == 32) return sum;
+    if (lane() < N) board.said[turn][first + warp()][lane()] = sum;
+    group_barrier();
+    float whole = 0.0f;
+    for (int i = lane() / N; i < warps(); i += 32 / N) whole += board.said[turn][first + i][lane() % N];
+    turn ^= 1;
+    return across<N>(whole);
+}
+
+// ---- eights
+
+struct Eight {
+    float at[8];
+};
+
+template <int WORDS>
+__device__ __forceinline__ Eight decode(const uint32_t (&words)[WORDS], Dtype dtype) {
+    Eight to;
+    if (WORDS >= 8 && dtype == F32) {
+#pragma unroll
+        for (int k = 0; k < 8; k++) to.at[k] = __uint_as_float(words[k % WORDS]);
+    } else if (dtype == BF16) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            to.at[2 * k] = __uint_as_float(words[k] << 16);
+            to.at[2 * k + 1] = __uint_as_float(words[k] & 0xFFFF0000u);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            to.at[2 * k] = to_float(__ushort_as_half(static_cast<unsigned short>(words[k])));
+            to.at[2 * k + 1] = to_float(__ushort_as_half(static_cast<unsigned short>(words[k] >> 16)));
+        }
     }
-    template <class T>
-    __device__ __forceinline__ void store(T* row, const Pack<T>& pack) const {
-        if (VECTOR) {
-            if (first < dim) store8<true>(row + first, pack);
-        } else {
-            const Mine here = apart();
+    return to;
+}
+__device__ __forceinline__ uint32_t half_bits(float x, Dtype dtype) {
+    return dtype == BF16 ? __bfloat16_as_ushort(from_float<bf16>(x)) : __half_as_ushort(from_float<fp16>(x));
+}
+__device__ __forceinline__ uint4 encode(const Eight& from, Dtype dtype) {
+    uint32_t words[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) words[k] = half_bits(from.at[2 * k], dtype) | half_bits(from.at[2 * k + 1], dtype) << 16;
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+__device__ __forceinline__ Eight rounded(const Eight& from, Dtype dtype) {
+    if (dtype == F32) return from;
+    const uint4 words = encode(from, dtype);
+    return decode({words.x, words.y, words.z, words.w}, dtype);
+}
+
+// eight elements from `at` on, which is aligned
+template <int D>
+__device__ __forceinline__ void put(const Tensor& to, int64_t at, const Eight& from) {
+    auto* place = reinterpret_cast<uint4*>(static_cast<char*>(to.data) + at * size<D>(to));
+    if (kind<D>(to) != F32) {
+        *place = encode(from, kind<D>(to));
+    } else {
+        const auto word = [&](int k) { return __float_as_uint(from.at[k]); };
+        place[0] = make_uint4(word(0), word(1), word(2), word(3));
+        place[1] = make_uint4(word(4), word(5), word(6), word(7));
+    }
+}
+
+// Eight columns of a thread; some of them may be none of the row's.
+template <bool SHIFT>
+struct Window {
+    int first;
+    uint32_t valid;  // bit k: column first + k is one
+    __device__ __forceinline__ void set(int at, int dim) {
+        first = at, valid = 0;
+#pragma unroll
+        for (int k = 0; k < 8; k++) valid |= static_cast<uint32_t>(at + k >= 0 && at + k < dim) << k;
+    }
+    __device__ __forceinline__ bool has(int k) const { return SHIFT ? valid >> k & 1 : valid != 0; }
+    __device__ __forceinline__ Eight read(const Tensor& from) const {
+        Eight to;
+#pragma unroll 1
+        for (int k = 0; k < 8; k++) to.at[k] = has(k) && from.data ? from.one(first + k) : 0.0f;
+        return to;
+    }
+    // into the row that begins at element `at`
+    template <int D>
+    __device__ __forceinline__ void store(const Tensor& to, int64_t at, const Eight& from) const {
+        if (valid == 0xFF) {
+            put<D>(to, at + first, from);
+        } else if (SHIFT && valid && kind<D>(to) != F32) {
+            auto* place = static_cast<uint16_t*>(to.data) + at + first;
 #pragma unroll
             for (int k = 0; k < 8; k++)
-                if (here.has(k)) row[here.column(k)] = pack.at[k];
+                if (valid >> k & 1) place[k] = static_cast<uint16_t>(half_bits(from.at[k], kind<D>(to)));
+        } else if (SHIFT && valid) {
+            auto* place = static_cast<float*>(to.data) + at + first;
+#pragma unroll
+            for (int k = 0; k < 8; k++)
+                if (valid >> k & 1) place[k] = from.at[k];
         }
-    }
-    // The same columns, of which the compiler does not know that they are: it would keep all their numbers in registers.
-    __device__ __forceinline__ Mine apart() const {
-        Mine here = *this;
-#ifdef __CUDA_ARCH__
-        if (!VECTOR) asm volatile("" : "+r"(here.step));
-#endif
-        return here;
-    }
-    __device__ __forceinline__ void weights(float (&to)[8], const void* p, Dtype dtype) const {
-        MC_FOR_FLOAT(dtype, W, const Pack<W> pack = load(static_cast<const W*>(p));
-                     for (int k = 0; k < 8; k++) to[k] = to_float(pack.at[k]);)
-    }
-    // bit k: is column k of the row that begins at element `at` kept?
-    __device__ __forceinline__ uint32_t keep(int64_t at, uint64_t key, uint32_t threshold) const {
-        if (VECTOR) return bits8((at + first) / 8, key, threshold);
-        uint32_t found = 0;
-#pragma unroll 1
-        for (int k = 0; k < 8; k++) {
-            const uint64_t e = at + column(k);
-            found |= (bits8(e / 8, key, threshold) >> (e % 8) & 1) << k;
-        }
-        return found;
     }
 };
 
-template <class T>
-constexpr int PLANES = sizeof(Pack<T>) / 16;
+// ---- rows in shared memory: for each row to come a slot of 16 bytes, or two of fp32, for each pack of eight
 
-// Shared memory of one thread: for each row to come, packs in planes of 16 bytes a thread.
-struct Ring {
-    uint4* own;
-    int threads, planes, stages;
-    template <class T>
-    __device__ __forceinline__ void copy(int stage, int plane, const T* from) const {
-#pragma unroll
-        for (int i = 0; i < PLANES<T>; i++)
-            copy16(at(stage, plane + i), reinterpret_cast<const uint4*>(from) + i);
-    }
-    template <class T>
-    __device__ __forceinline__ void put(int stage, int plane, const Pack<T>& pack) const {
-#pragma unroll
-        for (int i = 0; i < PLANES<T>; i++) *at(stage, plane + i) = reinterpret_cast<const uint4*>(&pack)[i];
-    }
-    template <class T>
-    __device__ __forceinline__ Pack<T> get(int stage, int plane) const {
-        Pack<T> pack;
-#pragma unroll
-        for (int i = 0; i < PLANES<T>; i++) reinterpret_cast<uint4*>(&pack)[i] = *at(stage, plane + i);
-        return pack;
-    }
-    __device__ __forceinline__ uint4* at(int stage, int plane) const { return own + (stage * planes + plane) * threads; }
-    static __device__ __forceinline__ void copy16(uint4* to, const uint4* from) {
+// 16 bytes, of which those beyond `bytes` become zero
+__device__ __forceinline__ void copy16(uint4* to, const void* from, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-        const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
 #else
-        *to = *from;
+    uint4 found = make_uint4(0, 0, 0, 0);
+    if (bytes == 16) found = *static_cast<const uint4*>(from);
+    else
+        for (int i = 0; 2 * i < bytes; i++) reinterpret_cast<uint16_t*>(&found)[i] = static_cast<const uint16_t*>(from)[i];
+    *to = found;
 #endif
-    }
-    static __device__ __forceinline__ void commit() {
+}
+__device__ __forceinline__ void commit() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-        asm volatile("cp.async.commit_group;" ::: "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
-    }
-    // until the oldest row has come
-    __device__ __forceinline__ void wait() const {
+}
+// until no more than `newer` groups of copies are on their way
+__device__ __forceinline__ void wait(int newer) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-        switch (stages) {
-            case 1: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-            case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-            case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-            default: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+    if (newer == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+    else if (newer == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
+}
+
+// The memory of a group: slot after slot, in each a pack for every PACKS of every thread.
+template <int PACKS>
+struct Ring {
+    uint4* base;
+    __device__ __forceinline__ int packs() const { return PACKS * static_cast<int>(blockDim.x); }
+    __device__ __forceinline__ static int pack(int j) { return static_cast<int>(threadIdx.x + j * blockDim.x); }
+    __device__ __forceinline__ uint4* at(int slot, int j) const { return base + slot * packs() + pack(j); }
+};
+
+// An input whose rows pass through the ring.
+template <int D, bool SHIFT, int PACKS>
+struct Source {
+    Tensor from;
+    int skew, shift;  // of its own packs before the row; how many elements behind one the thread's columns begin
+    __device__ __forceinline__ Source(const Tensor& from, int64_t start, int window) : from(from), skew(0), shift(0) {
+        if (!SHIFT) return;
+        skew = from.skew(start);
+        if (skew < window) skew += 8;
+        shift = skew - window;
+    }
+    __device__ __forceinline__ int slots() const { return size<D>(from) / 2; }
+    __device__ __forceinline__ int first(int j) const { return Ring<PACKS>::pack(j) * 8 - skew; }
+    __device__ __forceinline__ bool copies(int j, int dim) const { return first(j) < dim && (!SHIFT || first(j) + 8 > 0); }
+    // Zeros where no copy writes.
+    __device__ __forceinline__ void clear(const Ring<PACKS>& ring, int slot, int dim) const {
+#pragma unroll
+        for (int j = 0; j < PACKS; j++)
+            if (!copies(j, dim))
+                for (int i = 0; i < slots(); i++) *ring.at(slot + i, j) = make_uint4(0, 0, 0, 0);
+    }
+    // The row that begins at element `at`, or zeros where there is none.
+    __device__ __forceinline__ void copy(const Ring<PACKS>& ring, int slot, int64_t at, int dim, bool exists) const {
+#pragma unroll
+        for (int j = 0; j < PACKS; j++) {
+            if (!copies(j, dim)) continue;
+            const char* place = static_cast<const char*>(from.data) + (exists ? (at + first(j)) * size<D>(from) : 0);
+            const int bytes = !exists ? 0 : (SHIFT ? min(dim - first(j), 8) : 8) * size<D>(from);
+            copy16(ring.at(slot, j), place, min(bytes, 16));
+            if (kind<D>(from) == F32) copy16(ring.at(slot + 1, j), place + (bytes > 16 ? 16 : 0), max(bytes - 16, 0));
         }
-#endif
     }
-    // nothing comes for threads beyond the row
-    __device__ __forceinline__ void clear() const {
-        for (int i = 0; i < stages * planes; i++) own[i * threads] = make_uint4(0, 0, 0, 0);
+    __device__ __forceinline__ Eight get(const Ring<PACKS>& ring, int slot, int j, uint32_t valid) const {
+        Eight to;
+        if (kind<D>(from) == F32) {
+            uint32_t words[SHIFT ? 16 : 8];
+            read(words, ring.at(slot, j)), read(words + 4, ring.at(slot + 1, j));
+            if (SHIFT && shift) {
+                const int next = Ring<PACKS>::pack(j) + 1 < ring.packs() ? 1 : 0;
+                read(words + 8 % (SHIFT ? 16 : 8), ring.at(slot, j) + next), read(words + 12 % (SHIFT ? 16 : 8), ring.at(slot + 1, j) + next);
+                behind<4>(words);
+            }
+            to = decode(words, F32);
+        } else {
+            uint32_t words[SHIFT ? 8 : 4];
+            read(words, ring.at(slot, j));
+            if (SHIFT && shift) {
+                const int next = Ring<PACKS>::pack(j) + 1 < ring.packs() ? 1 : 0;
+                read(words + 4 % (SHIFT ? 8 : 4), ring.at(slot, j) + next);
+                behind<2>(words);
+            }
+            to = decode<4>({words[0], words[1], words[2], words[3]}, kind<D>(from));
+        }
+        if (SHIFT && valid != 0xFF)
+#pragma unroll
+            for (int k = 0; k < 8; k++) to.at[k] = valid >> k & 1 ? to.at[k] : 0.0f;
+        return to;
+    }
+    static __device__ __forceinline__ void read(uint32_t* to, const uint4* from) {
+        const uint4 found = *from;
+        to[0] = found.x, to[1] = found.y, to[2] = found.z, to[3] = found.w;
+    }
+    // the elements, of SIZE bytes, from `shift` on of two packs
+    template <int SIZE, int WORDS>
+    __device__ __forceinline__ void behind(uint32_t (&words)[WORDS]) const {
+        if (shift & 4)
+#pragma unroll
+            for (int i = 0; i + SIZE < WORDS; i++) words[i] = words[i + SIZE];
+        if (shift & 2)
+#pragma unroll
+            for (int i = 0; i + SIZE / 2 < WORDS - SIZE; i++) words[i] = words[i + SIZE / 2];
+        if (shift & 1)
+#pragma unroll
+            for (int i = 0; i < WORDS / 2; i++)
+                words[i] = SIZE == 4 ? words[i + 1] : __funnelshift_r(words[i], words[i + 1], 16);
     }
 };
 
-// f(row, stage) for the rows of this group of threads; copy(row, stage) starts what brings a row, or else read(row, next)
-// waits for it, while the next row is on its way into a cache.
-template <bool ASYNC, class Copy, class Read, class F>
-__device__ __forceinline__ void walk(const Ring& ring, int64_t rows, Copy copy, Read read, F f) {
-    const int64_t step = int64_t{gridDim.x} * blockDim.y, begin = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-    const auto bring = [&](int64_t row, int stage) {
-        if (row < rows) copy(row, stage);
-        Ring::commit();
+// f(row, at, slot) for the first of every ROWS rows of this group, which are p.groups apart, and the element that it begins at;
+// copy(at, slot, exists) has started what brings one.
+template <int ROWS, bool SHIFT, class Copy, class F>
+__device__ __forceinline__ void walk(const Problem& p, int64_t group, int slots, Copy copy, F f) {
+    const int64_t step = p.groups * ROWS, apart = p.groups * p.dim;
+    int64_t next = group, ahead = group * p.dim;
+    const auto bring = [&](int stage) {
+        if (next < p.rows)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++)
+                copy(ahead + r * apart, (stage * ROWS + r) * slots, ROWS == 1 || next + r * p.groups < p.rows);
+        next += step, ahead += ROWS * apart;
+        commit();
     };
+    for (int i = 0; i + 1 < p.stages; i++) bring(i);
     int stage = 0;
-    if (ASYNC)
-        for (int i = 0; i + 1 < ring.stages; i++) bring(begin + i * step, i);
-    for (int64_t row = begin; row < rows; row += step) {
-        if (ASYNC) {
-            bring(row + (ring.stages - 1) * step, stage ? stage - 1 : ring.stages - 1);
-            ring.wait();
-        } else {
-            read(row, row + step < rows ? row + step : row);
-        }
-        f(row, stage);
-        if (ASYNC && ++stage == ring.stages) stage = 0;
+    int64_t at = group * p.dim;
+#pragma unroll 1
+    for (int64_t row = group; row < p.rows; row += step, at += ROWS * apart) {
+        wait(p.stages - 2);
+        if (SHIFT) group_barrier();  // what neighbours have copied; and they have done with what is overwritten next
+        bring(stage ? stage - 1 : p.stages - 1);
+        f(row, at, stage * ROWS * slots);
+        if (++stage == p.stages) stage = 0;
     }
+    wait(0);
 }
 
-__device__ __forceinline__ void weights8(float (&to)[8], const void* p, Dtype dtype, int64_t column) {
-    MC_FOR_FLOAT(dtype, W, const Pack<W> pack = load8<true>(static_cast<const W*>(p) + column);
-                 for (int k = 0; k < 8; k++) to[k] = to_float(pack.at[k]);)
-}
+// ---- forward
 
-// The same of a row that is held: each(f) passes a thread's columns to f, twice. Fewer instructions count for more here than fewer
-// reductions: the mean of a warp first, then what is beyond it, and all warps added up by every thread.
-template <class F>
-__device__ __forceinline__ Stats held_stats(F each, float n, float all, bool centred, float eps, float4 (*parts)[32], int& turn) {
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    float mean = 0.0f, left = 0.0f, squares = 0.0f;
-    if (centred) {
-        each([&](float x) { mean += x; });
-        mean = n > 0.0f ? warp_sum(mean) / n : 0.0f;
-    }
-    each([&](float x) {
-        const float d = x - mean;
-        left += d;
-        squares = fmaf(d, d, squares);
-    });
-    squares = warp_sum(squares);
-    left = centred ? warp_sum(left) : 0.0f;
-    if (warps > 1) {
-        if (threadIdx.x % 32 == 0) parts[turn][warp] = make_float4(n, mean, left, squares);
-        __syncthreads();
-        float whole = 0.0f;
-        for (int i = 0; i < warps; i++) whole = fmaf(parts[turn][i].x, parts[turn][i].y, whole);
-        mean = whole / all, left = squares = 0.0f;
-        for (int i = 0; i < warps; i++) {
-            const float4 part = parts[turn][i];
-            const float d = part.y - mean;
-            left += fmaf(part.x, d, part.z);
-            squares += fmaf(d, fmaf(part.x, d, 2.0f * part.z), part.w);
-        }
-        turn ^= 1;
-    }
-    const float more = centred ? left / all : 0.0f;
-    const float rstd = inverse_root(squares / all - more * more + eps);
-    return {mean, rstd, -more * rstd};
-}
+// Eights that stay in registers, as they are in memory where that is half precision.
+template <int D>
+struct Kept {
+    uint4 words;
+    __device__ __forceinline__ Eight get() const { return decode<4>({words.x, words.y, words.z, words.w}, static_cast<Dtype>(D)); }
+    __device__ __forceinline__ void set(const Eight& from) { words = encode(from, static_cast<Dtype>(D)); }
+    __device__ __forceinline__ void take(const uint4& from) { words = from; }
+};
+template <>
+struct Kept<ANY> {
+    Eight own;
+    __device__ __forceinline__ Eight get() const { return own; }
+    __device__ __forceinline__ void set(const Eight& from) { own = from; }
+    __device__ __forceinline__ void take(const uint4&) {}
+};
 
-// Aligned rows, forward: a group of warps holds a row in its registers, up to PACKS packs of eight columns a thread, so that many
-// rows are under way at once. (Bringing rows through shared memory, as the backward does, was half as fast here.)
-template <class T, class R, class O, int PACKS>
-__global__ void __launch_bounds__(PACKS == 1 ? 128 : 1024 / PACKS, PACKS == 1 ? 8 : PACKS == 2 ? 2 : 3) norm_held(const Problem p) {
-    __shared__ float4 parts[2][32];
-    const T* __restrict__ x = static_cast<const T*>(p.x);
-    const R* __restrict__ source = static_cast<const R*>(p.residual ? p.residual : p.x);  // without a residual, T is R
-    R* __restrict__ total = static_cast<R*>(p.total);
-    O* __restrict__ out = static_cast<O*>(p.out);
-    const int dim = static_cast<int>(p.dim), across = static_cast<int>(blockDim.x), me = static_cast<int>(threadIdx.x);
-    const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
-    const auto packs = [&](auto f) {
-#pragma unroll
-        for (int i = 0; i < PACKS; i++)
-            if ((i * across + me) * 8 < dim) f(i, (i * across + me) * 8);
-    };
-    float n = 0.0f;  // columns of this warp
-#pragma unroll
-    for (int i = 0; i < PACKS; i++) {
-        const int begin = (i * across + me / 32 * 32) * 8;
-        n += static_cast<float>(min(max(dim - begin, 0), 256));
-    }
-    int turn = 0;
-    for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < p.rows; row += int64_t{gridDim.x} * blockDim.y) {
-        const int64_t at = row * dim;
-        Pack<R> h[PACKS];
-        packs([&](int i, int column) { h[i] = load8<true>(source + at + column); });
-        if (p.residual) {
-            Pack<T> more[PACKS];
-            packs([&](int i, int column) { more[i] = load8<true>(x + at + column); });
-            packs([&](int i, int column) {
-                h[i] = add8(more[i], h[i], p.seed, p.seed ? bits8((at + column) / 8, key, p.threshold) : 0, p.scale);
-                store8<true>(total + at + column, h[i]);
-            });
-        }
-        const Stats s = held_stats(
-            [&](auto f) {
-                packs([&](int i, int) {
-#pragma unroll
-                    for (int k = 0; k < 8; k++) f(to_float(h[i].at[k]));
-                });
-            },
-            n, static_cast<float>(dim), p.centred, p.eps, parts, turn);
-        if (me == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
-        packs([&](int i, int column) {
-            float w[8], b[8] = {};
-            weights8(w, p.weight, p.weight_dtype, column);
-            if (p.bias) weights8(b, p.bias, p.weight_dtype, column);
-            Pack<O> y;
-#pragma unroll
-            for (int k = 0; k < 8; k++) y.at[k] = from_float<O>(fmaf(s.normal(to_float(h[i].at[k])), w[k], b[k]));
-            store8<true>(out + at + column, y);
-        });
-    }
-}
-
-template <class T, class R, class O, bool VECTOR>
-__global__ void __launch_bounds__(1024) norm_rows(const Problem p) {
-    constexpr bool ASYNC = VECTOR && COPIES;
-    constexpr int AFTER = PLANES<R>;
+template <int D, bool CENTRED, bool SHIFT, int PACKS, int ROWS>
+__global__ void __launch_bounds__(THREADS) norm_rows(const Problem p) {
     extern __shared__ uint4 memory[];
-    __shared__ float4 parts[2][32];
-    const T* __restrict__ x = static_cast<const T*>(p.x);
-    const R* __restrict__ source = static_cast<const R*>(p.residual ? p.residual : p.x);  // without a residual, T is R
-    R* __restrict__ total = static_cast<R*>(p.total);
-    O* __restrict__ out = static_cast<O*>(p.out);
-    const bool adds = p.residual;
+    __shared__ Board<ROWS> board;
     const int dim = static_cast<int>(p.dim);
-    const Mine<VECTOR> mine(dim);
-    const Ring ring{memory + threadIdx.y * blockDim.x + threadIdx.x, static_cast<int>(blockDim.x * blockDim.y),
-                    AFTER + (adds ? PLANES<T> : 0), ASYNC ? p.stages : 1};
+    const int64_t group = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    if (group >= p.groups) return;
+    const bool adds = p.residual.data;
+    const int skew = SHIFT ? p.out.skew(group * dim) : 0;
+    const Source<D, SHIFT, PACKS> x(p.x, group * dim, skew), residual(adds ? p.residual : p.x, group * dim, skew);
+    const int after = x.slots(), slots = after + (adds ? residual.slots() : 0);
+    Ring<PACKS> ring{memory};
+    ring.base += threadIdx.y * ring.packs() * p.stages * ROWS * slots;
+    for (int i = 0; i < p.stages * ROWS; i++) {
+        x.clear(ring, i * slots, dim);
+        if (adds) residual.clear(ring, i * slots + after, dim);
+    }
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
-    float w[8], b[8] = {}, n = 0.0f;
-    mine.weights(w, p.weight, p.weight_dtype);
-    if (p.bias) mine.weights(b, p.bias, p.weight_dtype);
+    const float scale = p.seed ? p.scale : 1.0f;
+    Window<SHIFT> mine[PACKS];
+    Eight w[PACKS], b[PACKS];
 #pragma unroll
-    for (int k = 0; k < 8; k++) n += mine.has(k) ? 1.0f : 0.0f;
-    const float shared = __shfl_sync(0xFFFFFFFFu, n, 0);  // columns of the first lane
-    n = warp_sum(n);
+    for (int j = 0; j < PACKS; j++) {
+        mine[j].set(ring.pack(j) * 8 - skew, dim);
+        w[j] = mine[j].read(p.weight), b[j] = mine[j].read(p.bias);
+    }
+    if (SHIFT) group_barrier();
+    const int64_t apart = p.groups * p.dim;
     int turn = 0;
-    if (ASYNC && mine.first >= dim) ring.clear();
-    walk<ASYNC>(
-        ring, p.rows,
-        [&](int64_t row, int stage) {
-            if (mine.first >= dim) return;
-            ring.copy(stage, 0, source + row * dim + mine.first);
-            if (adds) ring.copy(stage, AFTER, x + row * dim + mine.first);
+    walk<ROWS, SHIFT>(
+        p, group, slots,
+        [&](int64_t at, int slot, bool exists) {
+            x.copy(ring, slot, at, dim, exists);
+            if (adds) residual.copy(ring, slot + after, at, dim, exists);
         },
-        [&](int64_t row, int64_t next) {
-            const Pack<R> first = mine.load(source + row * dim);
-            mine.prefetch(source + next * dim);
-            if (adds) mine.prefetch(x + next * dim);
-            if (adds) ring.put(0, AFTER, mine.load(x + row * dim));
-            ring.put(0, 0, first);
-        },
-        [&](int64_t row, int stage) {
-            const int64_t at = row * dim;
-            Pack<R> h = ring.get<R>(stage, 0);
-            if (adds) {
-                h = add8(ring.get<T>(stage, AFTER), h, p.seed, p.seed ? mine.keep(at, key, p.threshold) : 0, p.scale);
-                mine.store(total + at, h);
-            }
-            float about = 0.0f, left = 0.0f, squares = 0.0f;
-            if (p.centred) {
+        [&](int64_t row, int64_t start, int slot) {
+            Kept<D> h[ROWS][PACKS];
+            // at once, as the rows come: what is good enough in half precision where the mean is small beside the spread
+            constexpr bool ONCE = CENTRED && D != ANY;
+            float sums[ONCE ? 2 * ROWS : ROWS] = {};
 #pragma unroll
-                for (int k = 0; k < 8; k++) about += mine.has(k) ? to_float(h.at[k]) : 0.0f;
-                about = __shfl_sync(0xFFFFFFFFu, about, 0) / shared;
+            for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+                for (int j = 0; j < PACKS; j++) {
+                    Eight v = x.get(ring, slot + r * slots, j, mine[j].valid);
+                    if (adds) {
+                        const int64_t at = start + r * apart;
+                        const Eight more = residual.get(ring, slot + r * slots + after, j, mine[j].valid);
+                        const uint32_t keep = p.seed ? kept8(at + mine[j].first, key, p.threshold) : 0xFFu;
+#pragma unroll
+                        for (int k = 0; k < 8; k++) v.at[k] = (keep >> k & 1 ? v.at[k] * scale : 0.0f) + more.at[k];
+                        v = rounded(v, kind<D>(p.total));
+                        if (row + r * p.groups < p.rows) mine[j].template store<D>(p.total, at, v);
+                    }
+                    if (D == ANY || SHIFT || adds) h[r][j].set(v);
+                    else h[r][j].take(*ring.at(slot + r * slots, j));
+#pragma unroll
+                    for (int k = 0; k < 8; k++) {
+                        sums[r] = CENTRED ? sums[r] + v.at[k] : fmaf(v.at[k], v.at[k], sums[r]);
+                        if (ONCE) sums[r + ROWS * ONCE] = fmaf(v.at[k], v.at[k], sums[r + ROWS * ONCE]);
+                    }
+                }
+            }
+            Stats found{};  // lane l has those of row l % ROWS
+            const float means = group_sums(sums, board, turn) / static_cast<float>(dim);
+            float squares = means;
+            bool again = CENTRED;
+            if (CENTRED) found.mean = from_lane(means, lane() % ROWS);
+            if (ONCE) {
+                squares = from_lane(means, ROWS + lane() % ROWS) - found.mean * found.mean;
+                again = __any_sync(0xFFFFFFFFu, found.mean * found.mean > 16.0f * squares);
+            }
+            if (CENTRED && again) {
+                // about the mean as it was rounded; in half precision nothing shows of what that leaves
+                constexpr int SUMS = D == ANY ? 2 : 1;
+                float about[SUMS * ROWS];
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    const float mean = from_lane(found.mean, r);
+                    float left = 0.0f, square = 0.0f;
+#pragma unroll
+                    for (int j = 0; j < PACKS; j++) {
+                        const Eight v = h[r][j].get();
+                        const float near = mine[j].valid ? mean : 0.0f;
+#pragma unroll
+                        for (int k = 0; k < 8; k++) {
+                            const float d = !SHIFT || mine[j].has(k) ? v.at[k] - near : 0.0f;
+                            left += d;
+                            square = fmaf(d, d, square);
+                        }
+                    }
+                    about[r] = square;
+                    if (SUMS == 2) about[(SUMS - 1) * ROWS + r] = left;
+                }
+                squares = group_sums(about, board, turn) / static_cast<float>(dim);
+                if (SUMS == 2) {
+                    const float left = from_lane(squares, ROWS + lane() % ROWS);
+                    found.shift = left, squares = from_lane(squares, lane() % ROWS) - left * left;
+                }
+            }
+            found.rstd = inverse_root(squares + p.eps);
+            found.shift *= -found.rstd;
+            if (threadIdx.x < ROWS && row + threadIdx.x * p.groups < p.rows) {
+                float* to = p.stats + row + threadIdx.x * p.groups;
+                to[0] = found.mean, to[p.rows] = found.rstd, to[2 * p.rows] = found.shift;
             }
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                const float d = mine.has(k) ? to_float(h.at[k]) - about : 0.0f;
-                left += d;
-                squares = fmaf(d, d, squares);
-            }
-            const Stats s = row_stats(n, about, left, squares, static_cast<float>(dim), p.centred, p.eps, parts, turn);
-            if (threadIdx.x == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
-            Pack<O> y;
+            for (int r = 0; r < ROWS; r++) {
+                Stats s{};
+                s.rstd = from_lane(found.rstd, r);
+                if (CENTRED) s.mean = from_lane(found.mean, r), s.shift = D == ANY ? from_lane(found.shift, r) : 0.0f;
+                const float minus = -s.mean * s.rstd;
+                if (row + r * p.groups >= p.rows) continue;
 #pragma unroll
-            for (int k = 0; k < 8; k++) y.at[k] = from_float<O>(fmaf(s.normal(to_float(h.at[k])), w[k], b[k]));
-            mine.store(out + at, y);
+                for (int j = 0; j < PACKS; j++) {
+                    Eight y = h[r][j].get();
+#pragma unroll
+                    for (int k = 0; k < 8; k++) y.at[k] = !CENTRED ? y.at[k] * s.rstd : again ? s.normal(y.at[k]) : fmaf(y.at[k], s.rstd, minus);
+#pragma unroll
+                    for (int k = 0; k < 8; k++) y.at[k] = fmaf(y.at[k], w[j].at[k], b[j].at[k]);
+                    mine[j].template store<D>(p.out, start + r * apart, y);
+                }
+            }
         });
 }
 
@@ -445,287 +531,204 @@ template <class F>
 __device__ __forceinline__ void columns(int64_t dim, F f) {
     for (int64_t c = threadIdx.x; c < dim; c += blockDim.x) f(c);
 }
-// f(column, how many) for groups of eight, which share one counter or two of the random bits
-template <class F>
-__device__ __forceinline__ void eights(int64_t dim, F f) {
-    const int64_t step = int64_t{blockDim.x} * 8;
-    for (int64_t c = int64_t{threadIdx.x} * 8; c < dim; c += step) f(c, static_cast<int>(min(dim - c, int64_t{8})));
-}
 
-template <class T, class R, class O>
 __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
-    __shared__ float4 parts[2][32];
+    __shared__ Board<1> board;
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
+    const float scale = p.seed ? p.scale : 1.0f, all = static_cast<float>(p.dim);
+    const Tensor h = p.residual.data ? p.total : p.x;
     int turn = 0;
-    float n = 0.0f;
-    columns(p.dim, [&](int64_t) { n += 1.0f; });
-    n = warp_sum(n);
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const int64_t at = row * p.dim;
-        const R* h = p.residual ? static_cast<R*>(p.total) + at : static_cast<const R*>(p.x) + at;
-        if (p.residual) {
-            eights(p.dim, [&](int64_t c, int count) {
-                const uint32_t keep = p.seed ? kept8(at + c, key, p.threshold) : 0;
-                const Pack<R> sum = add8(load8<false>(static_cast<const T*>(p.x) + at + c, count),
-                                         load8<false>(static_cast<const R*>(p.residual) + at + c, count), p.seed, keep, p.scale);
-                store8<false>(static_cast<R*>(p.total) + at + c, sum, count);
+        if (p.residual.data)
+            columns((p.dim + 7) / 8, [&](int64_t i) {
+                const uint32_t keep = p.seed ? kept8(at + i * 8, key, p.threshold) : 0xFFu;
+                for (int k = 0; k < 8 && i * 8 + k < p.dim; k++) {
+                    const int64_t e = at + i * 8 + k;
+                    p.total.put(e, (keep >> k & 1 ? p.x.one(e) * scale : 0.0f) + p.residual.one(e));
+                }
             });
-            __syncthreads();
-        }
-        const auto each = [&](auto f) { columns(p.dim, [&](int64_t c) { f(to_float(h[c])); }); };
-        float about = 0.0f, left = 0.0f, squares = 0.0f;
-        if (p.centred) each([&](float v) { about += v; });
-        about = warp_sum(about) / n;
+        __syncthreads();
+        const auto each = [&](auto f) { columns(p.dim, [&](int64_t c) { f(h.one(at + c)); }); };
+        float sum[1] = {}, about[2] = {};
+        if (p.centred) each([&](float v) { sum[0] += v; });
+        const float mean = p.centred ? group_sums(sum, board, turn) / all : 0.0f;
         each([&](float v) {
-            left += v - about;
-            squares = fmaf(v - about, v - about, squares);
+            about[0] = fmaf(v - mean, v - mean, about[0]);
+            about[1] += v - mean;
         });
-        const Stats s = row_stats(n, about, left, squares, static_cast<float>(p.dim), p.centred, p.eps, parts, turn);
+        const float found = group_sums(about, board, turn) / all;
+        const float left = p.centred ? from_lane(found, 1) : 0.0f, rstd = inverse_root(from_lane(found, 0) - left * left + p.eps);
+        const Stats s{mean, rstd, -left * rstd};
         if (threadIdx.x == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
         columns(p.dim, [&](int64_t c) {
-            const float w = weight1(p.weight, p.weight_dtype, c), b = p.bias ? weight1(p.bias, p.weight_dtype, c) : 0.0f;
-            static_cast<O*>(p.out)[at + c] = from_float<O>(fmaf(s.normal(to_float(h[c])), w, b));
+            p.out.put(at + c, fmaf(s.normal(h.one(at + c)), p.weight.one(c), p.bias.data ? p.bias.one(c) : 0.0f));
         });
     }
 }
 
-// As many threads as there are packs, in whole warps.
-int threads_for(int64_t dim, int columns, int most) {
-    const int64_t wanted = (dim + columns - 1) / columns * 32;
-    return static_cast<int>(wanted < most ? wanted : most);
-}
+// ---- backward
 
-// A group of threads for a row and several groups for a block; rows in shared memory, at most STAGES, 0 where not one fits.
-struct Plan {
-    dim3 block;
-    int groups, resident, stages;
-    size_t bytes;
-};
-
-int attribute(cudaDeviceAttr which) {
-    int device = 0, value = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&value, which, device);
-    return value;
-}
-
-// `planes` of 16 bytes a thread hold a row; `least`: bytes a thread for other uses of the same memory
-Plan plan(int64_t dim, int planes, int least) {
-    Plan found{};
-    const int threads = threads_for(dim, 256, 1024), groups = threads <= 256 ? 512 / threads : 1;  // _norm.py: lines
-    const int all = threads * groups, resident = 1024 / all;
-    const int fit = min(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                        attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / resident - 1024) - 1024;
-    found.block = dim3(threads, groups), found.groups = groups, found.resident = resident;
-    const int stages = fit / (16 * planes * all);
-    found.stages = stages < STAGES ? stages : STAGES;
-    const int bytes = 16 * planes * found.stages;
-    found.bytes = static_cast<size_t>(bytes < least ? least : bytes) * all;
-    return found;
-}
-
-template <class K>
-void launch(K kernel, const Plan& plan, int blocks, const Problem& p, cudaStream_t stream) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.bytes));
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-    Problem with = p;
-    with.stages = plan.stages;
-    kernel<<<blocks, plan.block, plan.bytes, stream>>>(with);
-}
-
-template <class T, class R, class O>
-void forward(const Problem& p, bool vector, cudaStream_t stream) {
-    const Plan found = plan(p.dim, PLANES<R> + (p.residual ? PLANES<T> : 0), 0);
-    if (p.dim > WIDEST || !found.stages) {
-        const int threads = threads_for(p.dim, 128, 1024);
-        norm_any_rows<T, R, O><<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
-        return;
-    }
-    if (!vector) return launch(norm_rows<T, R, O, false>, found, grid(p.rows, found.groups, found.resident), p, stream);
-    if (p.dim <= 256) {
-        norm_held<T, R, O, 1><<<grid(p.rows, 4, 64), dim3(32, 4), 0, stream>>>(p);
-        return;
-    }
-    constexpr int PACKS = sizeof(R) == 4 ? 2 : 4;  // 64 bytes of the row for a thread
-    const int threads = threads_for(p.dim, 256 * PACKS, 1024 / PACKS), rows = threads == 32 ? 4 : 1;
-    norm_held<T, R, O, PACKS><<<grid(p.rows, rows, 64), dim3(threads, rows), 0, stream>>>(p);
-}
-
-// ---- backward. O: the norm's gradient; R: the total and its gradient
-
-// f(a number of the dtype that the gradient of what was dropped and added has): the total's, or any around a total in fp32
-template <class R, class F>
-__device__ __forceinline__ void for_branch(Dtype dtype, F f) {
-    if constexpr (sizeof(R) == 2) f(from_float<R>(0.0f));
-    else MC_FOR_FLOAT(dtype, T, f(from_float<T>(0.0f)))
-}
-
-// Sums of two numbers over the threads of a row; one barrier where it has several warps.
-__device__ __forceinline__ float2 row_sums(float a, float b, float2 (*parts)[32], int& turn) {
-    const int warps = blockDim.x / 32, first = threadIdx.y * warps, lane = threadIdx.x % 32, wide = lanes_for(warps);
-    float sums[2] = {a, b};
-    lane_sums(sums);
-    if (warps > 1) {
-        if (lane == 0) parts[turn][first + threadIdx.x / 32] = make_float2(sums[0], sums[1]);
-        row_barrier();
-        float2 part = make_float2(0.0f, 0.0f);
-        if (lane % wide < warps) part = parts[turn][first + lane % wide];
-        turn ^= 1;
-        sums[0] = part.x, sums[1] = part.y;
-        lane_sums(sums, wide);
-    }
-    return make_float2(sums[0], sums[1]);
-}
-
-// PLAIN: no residual, no branch
-template <class O, class R, bool VECTOR, bool PLAIN>
-__global__ void __launch_bounds__(1024) norm_rows_backward(const Problem p) {
-    constexpr bool ASYNC = VECTOR && COPIES;
-    constexpr int TOTAL = PLANES<O>, MORE = TOTAL + PLANES<R>;
+template <int D, bool CENTRED, bool SHIFT, int PACKS, int ROWS>
+__global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
+    constexpr int SUMS = CENTRED ? 2 : 1;
     extern __shared__ uint4 memory[];
-    __shared__ float2 parts[2][32];
-    const O* __restrict__ grad = static_cast<const O*>(p.x);
-    const R* __restrict__ total = static_cast<const R*>(p.total_in);
-    const R* __restrict__ residual = PLAIN ? nullptr : static_cast<const R*>(p.residual);
-    const float* __restrict__ stats = p.stats;
-    R* __restrict__ stream = static_cast<R*>(p.total);
+    __shared__ Board<ROWS> board;
     const int dim = static_cast<int>(p.dim);
-    const Mine<VECTOR> mine(dim);
-    const Ring ring{memory + threadIdx.y * blockDim.x + threadIdx.x, static_cast<int>(blockDim.x * blockDim.y),
-                    MORE + (residual ? PLANES<R> : 0), ASYNC ? p.stages : 1};
-    const uint64_t key = !PLAIN && p.seed ? static_cast<uint64_t>(*p.seed) : 0;
-    const float share = 1.0f / static_cast<float>(dim), scale = p.seed ? p.scale : 1.0f;
-    int turn = 0;
-    float w[8], dw[8] = {}, db[8] = {};
-    mine.weights(w, p.weight, p.weight_dtype);
-    if (ASYNC && mine.first >= dim) ring.clear();
-    Stats next{};
-    const auto read_stats = [&](int64_t row) { next = {stats[row], stats[p.rows + row], stats[2 * p.rows + row]}; };
-    const int64_t step = int64_t{gridDim.x} * blockDim.y, begin = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-    if (begin < p.rows) read_stats(begin);
-    walk<ASYNC>(
-        ring, p.rows,
-        [&](int64_t row, int stage) {
-            if (mine.first >= dim) return;
-            ring.copy(stage, 0, grad + row * dim + mine.first);
-            ring.copy(stage, TOTAL, total + row * dim + mine.first);
-            if (residual) ring.copy(stage, MORE, residual + row * dim + mine.first);
-        },
-        [&](int64_t row, int64_t next) {
-            const Pack<O> first = mine.load(grad + row * dim);
-            const Pack<R> second = mine.load(total + row * dim);
-            mine.prefetch(grad + next * dim);
-            mine.prefetch(total + next * dim);
-            if (residual) mine.prefetch(residual + next * dim);
-            if (residual) ring.put(0, MORE, mine.load(residual + row * dim));
-            ring.put(0, 0, first);
-            ring.put(0, TOTAL, second);
-        },
-        [&](int64_t row, int stage) {
-            const Stats s = next;
-            if (row + step < p.rows) read_stats(row + step);
-            const int64_t at = row * dim;
-            Pack<O> g = ring.get<O>(stage, 0);
-            Pack<R> v = ring.get<R>(stage, TOTAL);
-            float level = 0.0f, skewed = 0.0f;
-#pragma unroll
-            for (int k = 0; k < 8; k++) {  // beyond the row all is zero
-                const float d = to_float(g.at[k]), h = s.normal(to_float(v.at[k])), weighted = d * w[k];
-                dw[k] = fmaf(d, h, dw[k]);
-                db[k] += d;
-                level += weighted;
-                skewed = fmaf(weighted, h, skewed);
-            }
-            const float2 found = row_sums(level, skewed, parts, turn);
-            level = p.centred ? found.x * share : 0.0f, skewed = found.y * share;
-            g = ring.get<O>(stage, 0);  // again, rather than in registers meanwhile
-            v = ring.get<R>(stage, TOTAL);
-            Pack<R> d, more;
-            if (residual) more = ring.get<R>(stage, MORE);
-#pragma unroll
-            for (int k = 0; k < 8; k++) {
-                const float weighted = to_float(g.at[k]) * w[k], h = s.normal(to_float(v.at[k]));
-                const float own = (weighted - level - h * skewed) * s.rstd;
-                d.at[k] = from_float<R>(residual ? own + to_float(more.at[k]) : own);
-            }
-            mine.store(stream + at, d);
-            if (!PLAIN && p.branch) {
-                const uint32_t keep = p.seed ? mine.keep(at, key, p.threshold) : 0xFFu;
-                for_branch<R>(p.apart, [&](auto like) {
-                    using T = decltype(like);
-                    Pack<T> b;
-#pragma unroll
-                    for (int k = 0; k < 8; k++) b.at[k] = from_float<T>(keep >> k & 1 ? to_float(d.at[k]) * scale : 0.0f);
-                    mine.store(static_cast<T*>(p.branch) + at, b);
-                });
-            }
-        });
-    // the block's groups together, then one line of `partial`
-    if (blockDim.y > 1) {
-        float* sums = reinterpret_cast<float*>(memory);
-        const auto at = [&](int y, int j) -> float& { return sums[((y * 16) + j) * blockDim.x + threadIdx.x]; };
-        __syncthreads();
-#pragma unroll
-        for (int k = 0; k < 8; k++) at(threadIdx.y, k) = dw[k], at(threadIdx.y, 8 + k) = db[k];
-        __syncthreads();
-        if (threadIdx.y) return;
-        for (int y = 1; y < static_cast<int>(blockDim.y); y++)
-#pragma unroll
-            for (int k = 0; k < 8; k++) dw[k] += at(y, k), db[k] += at(y, 8 + k);
+    const int64_t group = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    const int skew = SHIFT ? p.total.skew(group * dim) : 0;
+    const bool adds = p.residual.data;
+    const Source<D, SHIFT, PACKS> grad(p.x, group * dim, skew), normed(p.normed, group * dim, skew);
+    const Source<D, SHIFT, PACKS> residual(adds ? p.residual : p.x, group * dim, skew);
+    const int after = grad.slots(), last = after + normed.slots(), slots = last + (adds ? residual.slots() : 0);
+    Ring<PACKS> ring{memory};
+    ring.base += threadIdx.y * ring.packs() * p.stages * ROWS * slots;
+    for (int i = 0; i < p.stages * ROWS; i++) {
+        grad.clear(ring, i * slots, dim);
+        normed.clear(ring, i * slots + after, dim);
+        if (adds) residual.clear(ring, i * slots + last, dim);
     }
-    float* line = p.partial + int64_t{blockIdx.x} * (p.centred ? 2 : 1) * dim;
+    const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
+    const float share = 1.0f / static_cast<float>(dim), scale = p.seed ? p.scale : 1.0f;
+    Window<SHIFT> mine[PACKS];
+    Eight w[PACKS], dw[PACKS] = {}, db[PACKS] = {};
 #pragma unroll
-    for (int k = 0; k < 8; k++)
-        if (mine.has(k)) {
-            line[mine.column(k)] = dw[k];
-            if (p.centred) line[dim + mine.column(k)] = db[k];
-        }
+    for (int j = 0; j < PACKS; j++) {
+        mine[j].set(ring.pack(j) * 8 - skew, dim);
+        w[j] = mine[j].read(p.weight);
+    }
+    int turn = 0;
+    // lane l has statistic l / ROWS of row l % ROWS
+    const auto read_stats = [&](int64_t row) {
+        const int64_t mine = row + lane() % ROWS * p.groups;
+        return lane() < 3 * ROWS && mine < p.rows ? p.stats[lane() / ROWS * p.rows + mine] : 0.0f;
+    };
+    const auto stats = [&](float held, int r) {
+        const float rstd = from_lane(held, ROWS + r);
+        return CENTRED ? Stats{from_lane(held, r), rstd, D == ANY ? from_lane(held, 2 * ROWS + r) : 0.0f} : Stats{0.0f, rstd, 0.0f};
+    };
+    const auto normal = [](const Stats& s, float x) {
+        return D == ANY && CENTRED ? s.normal(x) : (CENTRED ? x - s.mean : x) * s.rstd;
+    };
+    const int64_t apart = p.groups * p.dim;
+    float next = group < p.groups ? read_stats(group) : 0.0f;
+    if (SHIFT) group_barrier();
+    if (group < p.groups)
+        walk<ROWS, SHIFT>(
+            p, group, slots,
+            [&](int64_t at, int slot, bool exists) {
+                grad.copy(ring, slot, at, dim, exists);
+                normed.copy(ring, slot + after, at, dim, exists);
+                if (adds) residual.copy(ring, slot + last, at, dim, exists);
+            },
+            [&](int64_t row, int64_t start, int slot) {
+                const float held = next;
+                next = read_stats(row + ROWS * p.groups);
+                float sums[SUMS * ROWS];
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    const Stats s = stats(held, r);
+                    float level = 0.0f, skewed = 0.0f;
+#pragma unroll
+                    for (int j = 0; j < PACKS; j++) {
+                        const Eight g = grad.get(ring, slot + r * slots, j, mine[j].valid);
+                        const Eight v = normed.get(ring, slot + r * slots + after, j, mine[j].valid);
+#pragma unroll
+                        for (int k = 0; k < 8; k++) {  // no column, no row: a gradient of zero
+                            const float h = normal(s, v.at[k]), weighted = g.at[k] * w[j].at[k];
+                            dw[j].at[k] = fmaf(g.at[k], h, dw[j].at[k]);
+                            if (CENTRED) db[j].at[k] += g.at[k], level += weighted;
+                            skewed = fmaf(weighted, h, skewed);
+                        }
+                    }
+                    sums[r] = skewed;
+                    if (CENTRED) sums[(SUMS - 1) * ROWS + r] = level;
+                }
+                const float found = group_sums(sums, board, turn) * share;
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    const int64_t at = start + r * apart;
+                    const Stats s = stats(held, r);
+                    const float skewed = from_lane(found, r), level = CENTRED ? from_lane(found, (SUMS - 1) * ROWS + r) : 0.0f;
+                    if (ROWS > 1 && row + r * p.groups >= p.rows) continue;
+#pragma unroll
+                    for (int j = 0; j < PACKS; j++) {
+                        Eight d = grad.get(ring, slot + r * slots, j, mine[j].valid);  // again, rather than in registers meanwhile
+                        const Eight v = normed.get(ring, slot + r * slots + after, j, mine[j].valid);
+#pragma unroll
+                        for (int k = 0; k < 8; k++)
+                            d.at[k] = fmaf(-normal(s, v.at[k]), skewed, d.at[k] * w[j].at[k] - level) * s.rstd;
+                        if (adds) {
+                            const Eight more = residual.get(ring, slot + r * slots + last, j, mine[j].valid);
+#pragma unroll
+                            for (int k = 0; k < 8; k++) d.at[k] += more.at[k];
+                        }
+                        mine[j].template store<D>(p.total, at, d);
+                        if (!p.out.data) continue;
+                        d = rounded(d, kind<D>(p.total));
+                        const uint32_t keep = p.seed ? kept8(at + mine[j].first, key, p.threshold) : 0xFFu;
+#pragma unroll
+                        for (int k = 0; k < 8; k++) d.at[k] = keep >> k & 1 ? d.at[k] * scale : 0.0f;
+                        mine[j].template store<D>(p.out, at, d);
+                    }
+                }
+            });
+    // the block's groups together, by columns, then one line of `partial`
+    float* sums = reinterpret_cast<float*>(memory);
+    const int width = SUMS * dim, all = static_cast<int>(blockDim.x * blockDim.y);
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < PACKS; j++)
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            if (mine[j].has(k)) {
+                float* to = sums + threadIdx.y * width + mine[j].first + k;
+                to[0] = dw[j].at[k];
+                if (CENTRED) to[dim] = db[j].at[k];
+            }
+    __syncthreads();
+    for (int c = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x); c < width; c += all) {
+        float sum = 0.0f;
+        for (int y = 0; y < static_cast<int>(blockDim.y); y++) sum += sums[y * width + c];
+        p.partial[int64_t{blockIdx.x} * width + c] = sum;
+    }
 }
 
 // Rows of any length and alignment: a block each; the sums for weight and bias are another kernel's.
-template <class O, class R>
 __global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) {
-    __shared__ float2 parts[2][32];
+    __shared__ Board<1> board;
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
     int turn = 0;
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const int64_t at = row * p.dim;
         const Stats s = {p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]};
         const auto each = [&](auto f) {
-            columns(p.dim, [&](int64_t c) {
-                f(at + c, to_float(static_cast<const O*>(p.x)[at + c]) * weight1(p.weight, p.weight_dtype, c),
-                  s.normal(to_float(static_cast<const R*>(p.total_in)[at + c])));
-            });
+            columns(p.dim, [&](int64_t c) { f(at + c, p.x.one(at + c) * p.weight.one(c), s.normal(p.normed.one(at + c))); });
         };
-        float level = 0.0f, skewed = 0.0f;
+        float sums[2] = {};
         each([&](int64_t, float g, float h) {
-            level += g;
-            skewed = fmaf(g, h, skewed);
+            sums[0] += g;
+            sums[1] = fmaf(g, h, sums[1]);
         });
-        const float2 found = row_sums(level, skewed, parts, turn);
-        level = p.centred ? found.x / static_cast<float>(p.dim) : 0.0f, skewed = found.y / static_cast<float>(p.dim);
-        R* stream = static_cast<R*>(p.total);
+        const float found = group_sums(sums, board, turn) / static_cast<float>(p.dim);
+        const float level = p.centred ? from_lane(found, 0) : 0.0f, skewed = from_lane(found, 1);
         each([&](int64_t e, float g, float h) {
             const float d = (g - level - h * skewed) * s.rstd;
-            stream[e] = from_float<R>(p.residual ? d + to_float(static_cast<const R*>(p.residual)[e]) : d);
+            p.total.put(e, p.residual.data ? d + p.residual.one(e) : d);
         });
-        if (!p.branch) continue;
+        if (!p.out.data) continue;
         __syncthreads();
-        eights(p.dim, [&](int64_t c, int count) {
-            const uint32_t keep = p.seed ? kept8(at + c, key, p.threshold) : 0xFFu;
-            for_branch<R>(p.apart, [&](auto like) {
-                using T = decltype(like);
-                for (int j = 0; j < count; j++) {
-                    const float d = to_float(stream[at + c + j]) * (p.seed ? p.scale : 1.0f);
-                    static_cast<T*>(p.branch)[at + c + j] = from_float<T>(keep >> j & 1 ? d : 0.0f);
-                }
-            });
+        columns((p.dim + 7) / 8, [&](int64_t i) {
+            const uint32_t keep = p.seed ? kept8(at + i * 8, key, p.threshold) : 0xFFu;
+            for (int k = 0; k < 8 && i * 8 + k < p.dim; k++) {
+                const int64_t e = at + i * 8 + k;
+                p.out.put(e, keep >> k & 1 ? p.total.one(e) * (p.seed ? p.scale : 1.0f) : 0.0f);
+            }
         });
     }
 }
 
 // partial[y]: sums over the rows y, y + gridDim.y ..., for 32 columns a block
-template <class O, class R>
 __global__ void __launch_bounds__(256) norm_columns(const Problem p) {
     __shared__ float weights[8][33], biases[8][33];
     const int64_t c = int64_t{blockIdx.x} * 32 + threadIdx.x;
@@ -734,8 +737,8 @@ __global__ void __launch_bounds__(256) norm_columns(const Problem p) {
     if (c < p.dim)
         for (int64_t row = int64_t{blockIdx.y} + int64_t{gridDim.y} * threadIdx.y; row < p.rows; row += step) {
             const Stats s = {p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]};
-            const float d = to_float(static_cast<const O*>(p.x)[row * p.dim + c]);
-            dw = fmaf(d, s.normal(to_float(static_cast<const R*>(p.total_in)[row * p.dim + c])), dw);
+            const float d = p.x.one(row * p.dim + c);
+            dw = fmaf(d, s.normal(p.normed.one(row * p.dim + c)), dw);
             db += d;
         }
     weights[threadIdx.y][threadIdx.x] = dw, biases[threadIdx.y][threadIdx.x] = db;
@@ -763,18 +766,92 @@ __global__ void __launch_bounds__(512) norm_add_partial(const float* partial, in
     (c < dim ? dweight[c] : dbias[c - dim]) = from_float<W>(sum);
 }
 
-template <class R, class O>
-void backward(const Problem& p, int64_t lines, bool vector, cudaStream_t stream) {
-    const auto blocks = static_cast<unsigned>(lines);
-    const Plan found = plan(p.dim, PLANES<O> + (p.residual ? 2 : 1) * PLANES<R>, 64);
-    if (p.dim > WIDEST || !found.stages) {
-        const int threads = threads_for(p.dim, 128, 1024);
-        norm_any_rows_backward<O, R><<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
-        norm_columns<O, R><<<dim3(static_cast<unsigned>((p.dim + 31) / 32), blocks), dim3(32, 8), 0, stream>>>(p);
-    } else {
-        MC_FOR_BOOL(vector, VECTOR, MC_FOR_BOOL(!p.residual && !p.branch, PLAIN,
-            launch(norm_rows_backward<O, R, VECTOR, PLAIN>, found, static_cast<int>(lines), p, stream)))
+// ---- launching
+
+int attribute(cudaDeviceAttr which) {
+    int device = 0, value = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&value, which, device);
+    return value;
+}
+
+// After how many rows their alignment repeats.
+int period(int64_t dim) { return dim % 8 == 0 ? 1 : dim % 4 == 0 ? 2 : dim % 2 == 0 ? 4 : 8; }
+
+// Runs `kernel` on groups of threads, several for a block where rows are short; false where its ring does not fit. `slots` of 16
+// bytes hold a pack of a row, `least` bytes a column are wanted for other uses of the same memory; `lines`: how many blocks there
+// may be, and then how many there were.
+template <auto KERNEL>
+bool launch(int packs, int rows, Problem p, bool shift, int slots, int least, int64_t& lines, cudaStream_t stream) {
+    const int64_t wanted = (p.dim + (shift ? 22 : 7)) / 8;
+    const int64_t threads = ((wanted + packs - 1) / packs + 31) / 32 * 32;
+    if (threads > THREADS) return false;
+    static const int registers = [] {  // of this kernel, on any chip
+        cudaFuncAttributes found{};
+        cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(KERNEL));
+        return found.numRegs > 0 ? (found.numRegs + 7) / 8 * 8 : 96;
+    }();
+    const int groups = threads < 512 ? min(static_cast<int>(512 / threads), 15) : 1, block = static_cast<int>(threads) * groups;
+    int resident = 65536 / (registers * block);
+    const int each = 16 * slots * packs * rows * block;  // bytes of a stage
+    const int whole = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
+    int fit = 0;
+    for (; resident; resident--) {
+        fit = min(most, whole / resident - 6144);
+        if (fit >= 2 * each && fit >= least * p.dim * groups) break;
     }
+    if (!resident) return false;
+    p.stages = min(fit / each, STAGES);
+    const int every = shift ? period(p.dim) : 1;
+    int64_t blocks = grid(p.rows, groups * rows, resident);
+    if (blocks * groups < every) blocks = (every + groups - 1) / groups;
+    if (blocks > lines) blocks = lines;
+    if (blocks * groups < every) return false;
+    p.groups = blocks * groups / every * every, lines = blocks;
+    const int64_t bytes = max(int64_t{each} * p.stages, int64_t{least} * p.dim * groups);
+    cudaFuncSetAttribute(reinterpret_cast<const void*>(KERNEL), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    cudaFuncSetAttribute(reinterpret_cast<const void*>(KERNEL), cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+    KERNEL<<<static_cast<unsigned>(blocks), dim3(static_cast<unsigned>(threads), groups), bytes, stream>>>(p);
+    return true;
+}
+
+// The fastest of the kernels that there are whose ring fits: for half precision four rows at a time, for all else two packs of one.
+#define MC_LAUNCH(kernel, dtype, ...)                                                                                  \
+    [&] {                                                                                                              \
+        MC_FOR_BOOL(p.centred, CENTRED,                                                                                \
+            const bool half = dtype == BF16, known = half || (dtype == F16 && !shift);                                 \
+            if (half && shift && launch<kernel<BF16, CENTRED, true, 1, 4>>(1, 4, __VA_ARGS__)) return true;            \
+            if (half && !shift && launch<kernel<BF16, CENTRED, false, 1, 4>>(1, 4, __VA_ARGS__)) return true;          \
+            if (half && !shift && launch<kernel<BF16, CENTRED, false, 1, 2>>(1, 2, __VA_ARGS__)) return true;          \
+            if (half && !shift && launch<kernel<BF16, CENTRED, false, 2, 1>>(2, 1, __VA_ARGS__)) return true;          \
+            if (known && !half && launch<kernel<F16, CENTRED, false, 1, 4>>(1, 4, __VA_ARGS__)) return true;           \
+            if (shift) return launch<kernel<ANY, CENTRED, true, 2, 1>>(2, 1, __VA_ARGS__);                             \
+            return launch<kernel<ANY, CENTRED, false, 2, 1>>(2, 1, __VA_ARGS__);)                                      \
+    }()
+
+int slots_of(const Tensor& tensor) { return tensor.data ? tensor.size() / 2 : 0; }
+int threads_for(int64_t dim) {
+    const int64_t wanted = (dim + 127) / 128 * 32;
+    return static_cast<int>(wanted < 1024 ? wanted : 1024);
+}
+
+void forward(const Problem& p, bool shift, cudaStream_t stream) {
+    int64_t lines = INT32_MAX;
+    const int slots = slots_of(p.x) + slots_of(p.residual);
+    if (p.alike && MC_LAUNCH(norm_rows, (p.residual.data ? p.residual.dtype : p.x.dtype), p, shift, slots, 0, lines, stream)) return;
+    const int threads = threads_for(p.dim);
+    norm_any_rows<<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
+}
+
+// How many lines of `partial` there are.
+int64_t backward(const Problem& p, int64_t lines, bool shift, cudaStream_t stream) {
+    const int slots = slots_of(p.x) + slots_of(p.normed) + slots_of(p.residual);
+    if (p.alike && MC_LAUNCH(norm_rows_backward, p.normed.dtype, p, shift, slots, p.centred ? 8 : 4, lines, stream)) return lines;
+    const int threads = threads_for(p.dim);
+    norm_any_rows_backward<<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
+    norm_columns<<<dim3(static_cast<unsigned>((p.dim + 31) / 32), static_cast<unsigned>(lines)), dim3(32, 8), 0, stream>>>(p);
+    return lines;
 }
 
 // What is added and what comes out may be in half precision around a total in fp32; otherwise all three are one dtype.
@@ -783,25 +860,20 @@ bool known(Dtype x, Dtype total, Dtype out) {
     return x == F32 || out == F32 || x == out;
 }
 
-}  // namespace
+Tensor tensor(const Array& array) { return {array.data, array.dtype}; }
 
-#define MC_NORM_TYPE(A, B, C, ...)      \
-    {                                   \
-        using T = A;                    \
-        using R = B;                    \
-        using O = C;                    \
-        __VA_ARGS__;                    \
-    }
-#define MC_FOR_NORM(x, total, out, ...)                                              \
-    if (total == BF16) MC_NORM_TYPE(bf16, bf16, bf16, __VA_ARGS__)                   \
-    else if (total == F16) MC_NORM_TYPE(fp16, fp16, fp16, __VA_ARGS__)               \
-    else if (x == F32 && out == F32) MC_NORM_TYPE(float, float, float, __VA_ARGS__)  \
-    else if (x == F32 && out == BF16) MC_NORM_TYPE(float, float, bf16, __VA_ARGS__)  \
-    else if (x == F32) MC_NORM_TYPE(float, float, fp16, __VA_ARGS__)                 \
-    else if (x == BF16 && out == F32) MC_NORM_TYPE(bf16, float, float, __VA_ARGS__)  \
-    else if (x == BF16) MC_NORM_TYPE(bf16, float, bf16, __VA_ARGS__)                 \
-    else if (out == F32) MC_NORM_TYPE(fp16, float, float, __VA_ARGS__)               \
-    else MC_NORM_TYPE(fp16, float, fp16, __VA_ARGS__)
+// Whether rows begin at aligned packs in every array of these, all of one shape.
+template <class... Arrays>
+bool packed(int64_t dim, const Arrays&... arrays) {
+    return dim % 8 == 0 && (arrays.aligned() && ...);
+}
+// Whether the results, of one shape, are equally far from alignment.
+bool alike(const Array& a, const Array& b) {
+    const auto skew = [](const Array& x) { return reinterpret_cast<uintptr_t>(x.data) / (x.dtype == F32 ? 4 : 2) % 8; };
+    return !b || skew(a) == skew(b);
+}
+
+}  // namespace
 
 static void set_rate(Problem& p, const Array& seed, double rate) {
     p.seed = seed.as<int64_t>();
@@ -827,16 +899,14 @@ MC_KERNEL(norm) {
     const Dtype source = residual ? residual.dtype : x.dtype;
     if (!known(x.dtype, source, out.dtype)) call.refuse("no kernel for this mixture of dtypes");
     call.ready();
+    if (!rows.at[0] || !columns.at[0]) return;
     Problem p{};
-    p.x = x.data, p.residual = residual.data, p.weight = weight.data, p.bias = bias.data, p.weight_dtype = weight.dtype;
-    p.eps = static_cast<float>(eps), p.centred = centred, p.out = out.data, p.total = total.data, p.stats = stats.as<float>();
+    p.x = tensor(x), p.residual = tensor(residual), p.weight = tensor(weight), p.bias = tensor(bias);
+    p.out = tensor(out), p.total = tensor(total), p.stats = stats.as<float>();
+    p.eps = static_cast<float>(eps), p.centred = centred, p.alike = alike(out, total);
     p.rows = rows.at[0], p.dim = columns.at[0];
     set_rate(p, seed, rate);
-    if (!p.rows || !p.dim) return;
-    const bool vector = p.dim % 8 == 0 && x.aligned() && residual.aligned() && weight.aligned() && bias.aligned() &&
-                        out.aligned() && total.aligned();
-    const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_NORM(x.dtype, source, out.dtype, forward<T, R, O>(p, vector, stream))
+    forward(p, !packed(p.dim, x, residual, out, total) || !weight.aligned() || !bias.aligned(), static_cast<cudaStream_t>(call.stream));
 }
 
 MC_KERNEL(norm_backward) {
@@ -856,20 +926,17 @@ MC_KERNEL(norm_backward) {
     const int64_t dim = columns.at[0], lines = partial.shape.rank ? partial.shape.at[0] : 0;
     if (!(partial.shape == Shape{lines, dbias ? 2 : 1, dim}) || lines < 1 || lines > 65535)
         call.refuse("partial: 1 to 65535 lines of sums are wanted");
-    const Dtype apart = branch ? branch.dtype : total.dtype;
-    if (!known(apart, total.dtype, grad.dtype)) call.refuse("no kernel for this mixture of dtypes");
+    if (!known(branch ? branch.dtype : total.dtype, total.dtype, grad.dtype)) call.refuse("no kernel for this mixture of dtypes");
     call.ready();
     if (!dim) return;
     Problem p{};
-    p.x = grad.data, p.total_in = total.data, p.residual = more.data, p.weight = weight.data, p.weight_dtype = weight.dtype;
-    p.centred = static_cast<bool>(dbias), p.stats = stats.as<float>(), p.total = stream.data, p.branch = branch.data;
-    p.apart = apart, p.partial = partial.as<float>(), p.rows = grad.shape.rows(), p.dim = dim;
+    p.x = tensor(grad), p.normed = tensor(total), p.residual = tensor(more), p.weight = tensor(weight);
+    p.total = tensor(stream), p.out = tensor(branch), p.stats = stats.as<float>(), p.partial = partial.as<float>();
+    p.centred = static_cast<bool>(dbias), p.alike = alike(stream, branch), p.rows = grad.shape.rows(), p.dim = dim;
     set_rate(p, seed, rate);
-    const bool vector = dim % 8 == 0 && grad.aligned() && total.aligned() && more.aligned() && weight.aligned() &&
-                        stream.aligned() && branch.aligned();
     const auto on = static_cast<cudaStream_t>(call.stream);
     const int64_t width = partial.shape.at[1] * dim;
-    if (p.rows) MC_FOR_NORM(apart, total.dtype, grad.dtype, backward<R, O>(p, lines, vector, on))
+    const int64_t used = p.rows ? backward(p, lines, !packed(dim, grad, total, more, stream, branch), on) : 0;
     MC_FOR_FLOAT(weight.dtype, W, norm_add_partial<W><<<static_cast<unsigned>((width + 31) / 32), dim3(32, 16), 0, on>>>(
-        p.partial, p.rows ? lines : 0, dim, width, dweight.as<W>(), dbias.as<W>()))
+        p.partial, used, dim, width, dweight.as<W>(), dbias.as<W>()))
 }

@@ -61,16 +61,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def lines(total: Tensor, rows: int) -> int:
-    """How many partial sums the backward makes: a matter of the sizes and the chip alone, so that results repeat."""
-    dim = total.size(-1)
+    """Room for how many partial sums the backward has: a matter of the sizes and the chip alone, so that results repeat."""
     if not total.is_cuda:
         return min(max(rows // ROWS, 1), CHUNKS)
-    if dim > 8192 or not dim:
-        return min(max(rows // 64, 1), 64)
-    threads = -(-dim // 256) * 32  # csrc/norm.cu, plan: threads of a row, rows of a block, and blocks beside each other
-    beside = 512 // threads if threads <= 256 else 1
-    blocks = 1024 // (threads * beside)
-    return max(min(multiprocessors(total.device) * blocks, -(-rows // beside)), 1)
+    return max(min(multiprocessors(total.device) * 5, -(-rows // 4)), 1)  # csrc/norm.cu has at most so many blocks at a time
 
 
 @raw(
