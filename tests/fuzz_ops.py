@@ -1,6 +1,6 @@
 """Random calls of everything that has a kernel, under sanitizers or not: `make fuzz`.
 
-    python tests/fuzz_ops.py --cases 100000 [--device cuda] [--seed 0] [--first 0] [--only NAME,NAME] [--compare 0.1] [--large]
+    python tests/fuzz_ops.py --cases 100000 [--device cuda] [--seed 0] [--only NAME,NAME] [--compare 0.1] [--large] ... (--help)
 
 A case draws sizes (none, one, odd, past a block), dtypes, a mixture of them, layouts and values, runs forward and backward, and of
 a share of them (--compare) holds values and gradients to the reference. It is a function of the seed and its own number, which is
@@ -226,9 +226,10 @@ def doubled(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def compare(name: str, args: tuple[Any, ...], found: list[Tensor], seed: int) -> None:
-    loud = max([float(a.detach().abs().max()) for a in floating(args) if a.numel()], default=0.0)
-    if not loud < 1e18:
+    sizes = [float(a.detach().abs().max()) for a in floating(args) if a.numel()]
+    if not all(size < 1e18 for size in sizes):
         return  # a square overflows, or what is not finite meets a zero: who computes in which order decides
+    loud = max([1.0, *sizes])
     exact = run(OPS[name].reference, doubled(args), seed)
     peer = run(OPS[name].reference, each(args, lambda a: a.detach().clone().requires_grad_(a.requires_grad)), seed)
     finite = [t for t, p in zip(exact, peer, strict=True) if t.numel() and t.isfinite().all() and p.isfinite().all()]
@@ -238,7 +239,7 @@ def compare(name: str, args: tuple[Any, ...], found: list[Tensor], seed: int) ->
         if not truth.isfinite().all() or not theirs.isfinite().all():
             continue  # out of the dtype's range, there as here
         rough = max((torch.finfo(a.dtype).eps for a in [*floating(args), ours]), default=1e-7)
-        bound = 4 * error(theirs, truth) + 32 * rough * max(most, 1) * max(loud, 1)
+        bound = 4 * error(theirs, truth) + 32 * rough * max(most, 1) * loud
         if name.endswith("_norm") and args[0].shape[-1:].numel() <= 2:
             eps = next(a for a in args if isinstance(a, float))
             bound *= 1 + 4 / math.sqrt(eps)  # times a difference that cancels
@@ -365,14 +366,14 @@ def subjects(device: str) -> dict[str, tuple[str, Callable[[random.Random, str, 
 
 
 def fuzz(
-    count: int, device: str, seed: int, first: int, only: Sequence[str], share: float, verbose: bool
+    count: int, device: str, seed: int, first: int, only: Sequence[str], share: float, verbose: bool, seconds: float
 ) -> tuple[Counter[str], int]:
-    """Runs until `count` cases were seen by a kernel; how many of each there were, and how many were wrong."""
+    """Runs until `count` cases were seen by a kernel, or for so long; how many of each there were, and how many were wrong."""
     known = subjects(device)
     names = [name for name in known if not only or name in only]
     done, wrong, number, began = Counter[str](), 0, first, time.monotonic()
     with kernels_called() as seen:
-        while sum(done.values()) < count and wrong < WRONG:
+        while sum(done.values()) < count and wrong < WRONG and time.monotonic() - began < seconds:
             name, here = names[number % len(names)], number
             kernel, make = known[name]
             rng = random.Random(f"{seed} {number}")
@@ -407,6 +408,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end after so long, with what was done by then")
     parser.add_argument("--only", default="")
     parser.add_argument("--compare", type=float, default=0.1)
     parser.add_argument("--large", action="store_true", help="an axis of more than 32767 or 65535 in most cases")
@@ -418,7 +420,9 @@ def main() -> int:
         SIZES = WIDTHS = LENGTHS = LARGE
         MOST = 5 * max(LARGE)
     began = time.monotonic()
-    done, wrong = fuzz(o.cases, o.device, o.seed, o.first, [n for n in o.only.split(",") if n], o.compare, o.verbose)
+    done, wrong = fuzz(
+        o.cases, o.device, o.seed, o.first, [n for n in o.only.split(",") if n], o.compare, o.verbose, o.seconds
+    )
     each_one = ", ".join(f"{name} {n}" for name, n in sorted(done.items()))
     level = _op._C.cpu_level if o.device == "cpu" else torch.cuda.get_device_name()
     print(f"{sum(done.values())} cases on {level} in {time.monotonic() - began:.0f} s, {wrong or 'none'} wrong: {each_one}")

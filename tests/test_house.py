@@ -262,6 +262,16 @@ def test_constraints_hold_every_dependency() -> None:
     assert names <= {p.lower() for p in pinned}
 
 
+def test_cuda_counts_its_threads_in_64_bits() -> None:
+    """A product with the number of a block is one of 32 bits unless a factor says otherwise."""
+    product = re.compile(r"(blockIdx|gridDim)\.[xyz] \* (?!int64_t\{)|(?<!\}) \* (blockIdx|gridDim)\.[xyz]")
+    assert product.search("blockIdx.x * blockDim.x") and product.search("blockDim.x * blockIdx.x")
+    assert not product.search("int64_t{blockIdx.x} * 8") and not product.search("blockIdx.x * int64_t{blockDim.x}")
+    found = [f"{file.name}: {line}" for file in HOUSE.glob("csrc/*.cu*") for line in file.read_text("utf-8").splitlines()
+             if product.search(line)]  # fmt: skip
+    assert not found and list(HOUSE.glob("csrc/*.cu"))
+
+
 def test_the_makefile_installs_torch_first() -> None:
     lines = (HOUSE / "Makefile").read_text("utf-8").splitlines()
     installs = [line for line in lines if line.startswith("\t$(PIP)")]

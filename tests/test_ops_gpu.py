@@ -44,6 +44,20 @@ def test_no_less_exact_than_the_peers(name: str, dtype: torch.dtype) -> None:
         is_as_exact(name, args)
 
 
+def test_a_tensor_s_own_gpu_is_where_its_kernel_runs() -> None:
+    """On its stream, whichever GPU is current, and which stays so; tensors of two GPUs are refused."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    x, bias = torch.randn(64, 256, device="cuda:0"), torch.randn(256, device="cuda:0")
+    wanted = OPS["gelu"](x, bias)
+    with torch.cuda.device(0):
+        found = OPS["gelu"](x.to("cuda:1"), bias.to("cuda:1"))
+        assert found.device.index == 1 and torch.cuda.current_device() == 0
+    same([found.cpu()], [wanted.cpu()])
+    with pytest.raises(ValueError, match="on another device"):
+        OPS["gelu"](x, bias.to("cuda:1"))
+
+
 @each_op
 def test_the_kernel_is_what_runs(name: str) -> None:
     with kernels_called() as seen:
