@@ -134,7 +134,7 @@ class Model(nn.Module):
         `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None.
         """
         if labels is not None and self.task == "classify":
-            self.config.single_label()
+            self.config.numbers() if labels.is_floating_point() else self.config.single_label()
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
             decoder_input_ids = shift_right(labels, cu_seq_lens_q, self.config.start, self.config.file.get("pad_token_id") or 0)
         batch = batch_of(

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import transformers
 from safetensors.torch import load_file
 
 import modelcenter as mc
+from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
@@ -529,6 +531,8 @@ OBJECTIVES = {
     "mlm": ("bert-base-uncased", TINY, "roberta:300", {"text": "f of x is y"}, "eval_accuracy"),
     "seq2seq": ("t5-small", {"dim": 32, "hidden": 64, "heads": 2, "head_dim": 16, "layers": 2, "decoder_layers": 2},
                 "roberta:300", {"source": "f of x", "target": "y"}, "eval_perplexity"),
+    "regress": ("bert-base-uncased", TINY, "roberta:300", {"text": "f of x", "label": 0.5}, "eval_pearson"),
+    "tag": ("bert-base-uncased", TINY, "roberta:300", {"tokens": ["f", "of", "x"], "tags": ["B-F", "O", "B-X"]}, "eval_span_f1"),
 }  # fmt: skip
 
 
@@ -538,11 +542,30 @@ def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
     records = [{**record, "text": f"{n} {record.get('text')}"} for n in range(40)]
     if objective == "classify":
         records = [{**r, "label": "yes" if n % 2 else "no"} for n, r in enumerate(records)]
+    if objective == "regress":
+        records = [{**r, "text": "up up" if n % 3 else "down", "label": float(n % 3)} for n, r in enumerate(records)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     changes = {"objective": objective, "model": model, "config": config, "tokenizer": tokenizer, "save_steps": None}
     run = train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl"), "max_steps": 4}), MACHINE)
+    losses = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
+    assert losses[-1] < losses[0]
     assert run.metrics["loss"] > 0 and measure in run.metrics and run.metrics["skipped"] == 0
-    assert mc.load(str(tmp_path / "out" / "model"), task=objective).load_report.new == []
+    task = {"regress": "classify"}.get(objective, objective)
+    assert mc.load(str(tmp_path / "out" / "model"), task=task).load_report.new == []
+
+
+def test_span_corruption_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a tokenizer that has sentinels; the sample shows what stands behind each."""
+    tokenizer = open_tokenizer("roberta:300", [TEXT])
+    tokenizer.raw.add_special_tokens([f"<extra_id_{k}>" for k in range(10)])
+    tokenizer.save(tmp_path / "tokenizer")
+    changes = {"objective": "span", "model": "t5-small", "config": OBJECTIVES["seq2seq"][1], "data.seq_len": 32, "save_steps": None}
+    run = train(recipe_of(tmp_path, **changes, tokenizer=str(tmp_path / "tokenizer"), max_steps=12), MACHINE)
+    losses = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
+    assert losses[-1] < losses[0] - 0.3 and "eval_perplexity" in run.metrics
+    source, target = capsys.readouterr().err.partition("sample, ")[2].split("  target: [[")
+    marks = [re.findall(r"<extra_id_\d+>", side) for side in (source, target.partition("]]")[0])]
+    assert marks[0] == marks[1] != []
 
 
 # ----------------------------------------------------------------------------------------------------------- reporting

@@ -1,6 +1,7 @@
 """Every family against transformers on the same loud weights, and against itself: parity, padding, packing, dropout, round
 trips, generation, presets. Parametrised over the registry: a new family file is tested with no further line."""
 
+import dataclasses
 import filecmp
 import json
 import sys
@@ -364,3 +365,60 @@ def test_initial_weights_follow_the_seed_and_the_name() -> None:
             assert torch.equal(deep.get_parameter(name), value), "another model's same parameter"
         assert not torch.equal(other.get_parameter(name), value), "another seed"
         assert not any(o is not value and o.shape == value.shape and torch.equal(o, value) for o in drawn.values())
+
+
+HEADED = [(c, kind) for c in cases(all_variants=False) for kind in ("classes", "values", "several", "tags", "answers")
+          if c.task == {"tags": "tag", "answers": "qa"}.get(kind, "classify")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "kind"), HEADED, ids=lambda x: str(x))
+def test_losses_of_task_heads(case: Case, kind: str, tmp_path: Path) -> None:
+    """Labels that are classes, numbers, several at once, a tag a token, an answer's ends: loss and gradients."""
+    import transformers
+
+    theirs, _ = zoo.reference(case)
+    config, source = theirs.config, torch.Generator().manual_seed(3)
+    n = 1 if kind == "values" else config.num_labels
+    problem = {"classes": "single_label_classification", "values": "regression", "several": "multi_label_classification"}.get(kind)
+    names = {i: str(i) for i in range(n)}
+    changed = type(config).from_dict({**config.to_dict(), "num_labels": n, "problem_type": problem, "id2label": names})
+    changed._attn_implementation = "eager"
+    model = type(theirs)(changed).eval()
+    zoo.loud(model)
+    model.save_pretrained(tmp_path)
+    ours, args = mc.load(tmp_path, task=case.task, dtype=torch.float64), inputs(case, "right")
+    model.to(torch.float64)
+    assert isinstance(model, getattr(transformers, case.family.tasks[case.task].architecture))
+    labels = {
+        "classes": torch.tensor([1, 2]), "values": torch.tensor([0.5, -2.0], dtype=torch.float64),
+        "several": torch.tensor([[1.0, 0, 1], [0, 0, 1]], dtype=torch.float64),
+        "tags": torch.randint(0, n, (2, 11), generator=source).masked_fill(args["attention_mask"] == 0, -100), "answers": None,
+    }[kind]  # fmt: skip
+    ends = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 2])}
+    said = ends if labels is None else {"labels": labels}
+    mine = labels if labels is not None else torch.stack(list(said.values()), 1)
+    with zoo.wide(torch.float64):
+        wanted = model(**zoo.theirs_only(case, model, args), **said).loss
+        wanted.backward()
+    found = ours(**args, labels=mine).loss
+    found.backward()
+    assert abs(found - wanted) < 1e-10 * max(1, wanted.item())
+    reference = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    largest = max(g.abs().max().item() for g in reference.values())
+    for name, grad in zoo.gradients_like_theirs(ours).items():
+        assert (grad - reference.get(name, 0)).abs().max() <= 1e-10 * largest, name
+    items = ours(**args, labels=mine, num_items_in_batch=1).loss / 2  # two sequences
+    if kind != "tags":
+        assert abs(items - wanted) < 1e-10 * max(1, wanted.item())
+
+
+def test_labels_that_do_not_fit_the_head_are_refused(tmp_path: Path) -> None:
+    case = next(c for c in CASES if str(c) == "bert-default-classify")
+    ids = inputs(case)["input_ids"]
+    for problem, labels, words in (("regression", torch.tensor([1, 0]), "only single_label"),
+                                   ("regression", torch.rand(2, 3), "'regression' with 3 labels"),
+                                   ("single_label_classification", torch.rand(2, 3), "'single_label_class.* with 3")):  # fmt: skip
+        ours = mc.load(zoo.reference(case)[1])
+        ours.config = dataclasses.replace(ours.config, file={**ours.config.file, "problem_type": problem})
+        with pytest.raises(mc.InputError, match=words):
+            ours(ids, labels=labels)

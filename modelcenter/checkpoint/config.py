@@ -98,6 +98,13 @@ class Config:
         if kind is None and self.num_labels == 1:
             refuse("config.json", "num_labels", "1, which means a regression", "two at least: only classes are trained here")
 
+    def numbers(self) -> None:
+        """Refuse to train a classifier on labels that are numbers where transformers would compute another loss of them."""
+        kind, several = self.file.get("problem_type"), self.num_labels > 1
+        if kind not in (None, "multi_label_classification" if several else "regression"):
+            found = f"{kind!r} with {self.num_labels} labels, each a number"
+            refuse("config.json", "problem_type", found, "regression of one label, or multi_label_classification of several")
+
     def to_dict(self) -> dict[str, Any]:
         """The Hugging Face config."""
         return write(self)

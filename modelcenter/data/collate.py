@@ -59,17 +59,22 @@ def pack(ids: Sequence[Row], labels: Sequence[Row] | None = None) -> Batch:
     }  # fmt: skip
 
 
-def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None = None) -> str:
+def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None = None, objective: str = "") -> str:
     """The first sample of `batch` as text, with [[ ]] around what is trained on; `names` are the classes'.
 
-    A masked token stands as [[seen -> wanted]]; of a pair of sequences the source and the target are shown.
+    A masked token stands as [[seen -> wanted]], a tagged one as [[seen / tag]]; of a pair of sequences the source and the target
+    are shown.
     """
     ids, labels = _first(batch), batch["labels"][0].tolist()
-    if isinstance(labels, int):
-        return f"{_text(ids, tokenizer)}\n  label: {names[labels] if names else labels}"
+    if not isinstance(labels, list):
+        return f"{_text(ids, tokenizer)}\n  label: {names[labels] if names and isinstance(labels, int) else labels}"
     if "cu_seq_lens_q" in batch:
         labels = labels[: int(batch["cu_seq_lens_q"][1])]
     trained = [label != IGNORED for label in labels]
+    if objective == "tag":
+        pairs = zip(ids, labels, strict=False)
+        said = [(tokenizer.decode([i], special=True), names[t] if names and t != IGNORED else str(t), t) for i, t in pairs]
+        return _shortened(" ".join(text if t == IGNORED else f"[[{text} / {tag}]]" for text, tag, t in said))
     if trained[0]:  # only a decoder has something to predict its first token from
         wanted = [label for label in labels if label != IGNORED]
         return f"{_text(ids, tokenizer)}\n  target: [[{_text(wanted, tokenizer)}]]"

@@ -7,7 +7,7 @@ from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
 from modelcenter.errors import refuse
 
-Objective = Literal["lm", "mlm", "seq2seq", "classify"]
+Objective = Literal["lm", "mlm", "span", "seq2seq", "classify", "regress", "tag"]
 
 
 class Reader:
@@ -61,7 +61,8 @@ class Reader:
 
     def document(self, objective: Objective, record: Record, key: str) -> list[int]:
         """The ids of a document; none where its text is empty. lm: between the beginning of text, where the tokenizer's own
-        template has one, and its end; mlm: with [SEP] behind them."""
+        template has one, and its end; mlm: with [SEP] behind them; span: with the end of text behind them."""
         ids = self.encode(record, record.text(key, "data.text_key"))
-        before, after = ([], self.sep) if objective == "mlm" else (self.bos, self.eos)
+        around: dict[str, tuple[list[int], list[int]]] = {"mlm": ([], self.sep), "span": ([], self.eos)}
+        before, after = around.get(objective, (self.bos, self.eos))
         return [*before, *ids, *after] if ids else []

@@ -6,6 +6,7 @@ predicted. Causal models shift them inside, so the first of a sequence is IGNORE
 predictions.
 """
 
+import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from modelcenter.data.loader import Chain, Examples
 from modelcenter.data.packing import Packed, Unpadded
 from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Mixture, Record
+from modelcenter.data.span import corrupt, longest, sentinels, span_mask, spans_of
+from modelcenter.data.tag import Tagged, sentence, tag_names
 from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.errors import nearest, refuse
 
@@ -44,17 +47,25 @@ def make_examples(objective: Objective, records: Sequence[Record], tokenizer: To
         refuse(None, "data.path", "no record", "data with at least one record is wanted")
     if objective == "classify":
         names = names or label_names(records, data)
+    if objective == "tag":
+        names = names or tag_names(records, data)
     if isinstance(records, Mixture):
         sources = [source for source in records.sources if len(source)]
         return Chain([make_examples(objective, source, tokenizer, data, vocab=vocab, seed=seed, train=train, names=names)
                       for source in sources])
     read = Reader(tokenizer, vocab, train)
     if objective == "mlm":
-        found: Sequences | Labelled = Masked(documents(objective, records, read, data), read, data, seed)
+        found: Sequences | Labelled | Tagged = Masked(documents(objective, records, read, data), read, data, seed)
     elif objective == "seq2seq":
         found = Pairs(records, read, data)
     elif objective == "classify":
         found = Labelled(records, read, data, names or ())
+    elif objective == "regress":
+        found = Valued(records, read, data, ())
+    elif objective == "tag":
+        found = Tagged(records, tokenizer, vocab, data, names or (), _pad(tokenizer))
+    elif objective == "span":
+        found = Spans(documents(objective, records, read, data), read, data, seed)
     elif data.prompt_key is not None or data.response_key is not None:
         found = Rows(records, read, data)
     elif data.packing:
@@ -73,10 +84,12 @@ def texts_of(objective: Objective, records: Sequence[Record], data: DataConfig) 
         keys = [("source_key", data.source_key), ("target_key", data.target_key)]
     elif objective == "lm" and data.response_key is not None:
         keys = [("prompt_key", data.prompt_key), ("response_key", data.response_key)]
-    elif objective != "classify":
+    elif objective not in ("classify", "regress"):
         keys = keys[:1]
     for record in records:
-        for option, key in keys:
+        if objective == "tag":
+            yield " ".join(sentence(record, data)[0])
+        for option, key in keys if objective != "tag" else ():
             if key is not None:
                 yield record.text(key, f"data.{option}")
 
@@ -279,9 +292,11 @@ class Pairs(Sequences):
 class Labelled:
     """classify: one text or two and a class; `names` are the classes in order."""
 
+    kind = "q"  # of array that holds the labels
+
     def __init__(self, records: Sequence[Record], read: Reader, data: DataConfig, names: Sequence[str]) -> None:
         self.names, self.fill, self.size = tuple(names), _pad(read.tokenizer), data.seq_len
-        self.ids, self.segments, self.labels = Ragged(), Ragged(), array("q")
+        self.ids, self.segments, self.labels = Ragged(), Ragged(), array(self.kind)
         for record in records:
             first = record.text(data.text_key, "data.text_key")
             second = None if data.pair_key is None else record.text(data.pair_key, "data.pair_key")
@@ -293,7 +308,7 @@ class Labelled:
         # Decided once, so that every batch has the same keys; families without segments get none to refuse.
         self.segmented = data.pair_key is not None and any(read.tokenizer.encode_pair("a", "a")[1])
 
-    def label(self, record: Record, key: str) -> int:
+    def label(self, record: Record, key: str) -> Any:
         """The number of a record's class."""
         value = record.get(key, "data.label_key")
         if value in self.names:
@@ -322,6 +337,55 @@ class Labelled:
         ids, segments, labels = zip(*examples, strict=True)
         batch = pack(ids) | {"labels": torch.tensor(labels)}
         return batch | ({"token_type_ids": join(segments)} if self.segmented else {})
+
+
+class Valued(Labelled):
+    """regress: one text or two and a number; labels are fp32."""
+
+    kind = "d"
+
+    def label(self, record: Record, key: str) -> float:
+        """The number that is wanted."""
+        value = record.get(key, "data.label_key")
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number) or number == IGNORED:
+            record.refuse(f"{key} is {value!r}", f"a number other than {IGNORED} is wanted")
+        return number
+
+
+class Spans(Sequences):
+    """span: the stream of all documents, cut so that a source is of seq_len at most when spans of it are masked; anew each epoch.
+
+    Raffel et al., 2019, section 3.1.4: `mlm_probability` of the tokens are dropped in spans of `span_length` on average; each
+    is a sentinel in the source, and the target says behind each sentinel what it stands for. Both end in the end of text.
+    """
+
+    def __init__(self, tokens: Ragged | Tokens, read: Reader, data: DataConfig, seed: int) -> None:
+        if not read.eos:
+            refuse(read.tokenizer.name, "objective", "span with a tokenizer without an end of text", "one is wanted")
+        self.tokens, self.seed, self.eos, self.fill = tokens, seed, read.eos[0], _pad(read.tokenizer)
+        self.density, self.mean = data.mlm_probability, data.span_length
+        raw = longest(data.seq_len, self.density, self.mean)
+        self.starts, self.stops = pieces(np.array([0, tokens.total]), raw)
+        if self.stops[-1] - self.starts[-1] < 2:  # nothing is left of one token without a span
+            self.starts, self.stops = self.starts[:-1], self.stops[:-1]
+        if not len(self.starts):
+            refuse(None, "data.path", f"{tokens.total} tokens in all", "at least two are wanted")
+        counts = [spans_of(int(n), self.density, self.mean) for n in self.stops - self.starts]
+        self.sentinels = sentinels(read.tokenizer, max(k for _, k in counts), read.vocab)
+        self.lengths = self.stops - self.starts + np.array([2 * k + 2 for _, k in counts])  # of source and target together
+        self.size = int(self.lengths.max())
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(source ids, target ids)."""
+        ids = self.tokens.flat(int(self.starts[index]), int(self.stops[index]))
+        noise = span_mask(len(ids), self.density, self.mean, np.random.default_rng((self.seed, epoch, index, 3)))
+        source, target = corrupt(ids, noise, self.sentinels)
+        end = np.array([self.eos], np.int32)
+        return np.concatenate([source, end]), np.concatenate([target, end])
 
 
 def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:

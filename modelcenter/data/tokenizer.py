@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -125,6 +125,21 @@ class Tokenizer:
             self.raw.no_truncation()
         return encoding.ids, encoding.type_ids
 
+    def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
+        """The ids of words with the template's special tokens, `limit` at most, and of each the number of its word (None: of none).
+
+        A tokenizer that keeps spaces with the words that follow them (GPT-2's) is given these spaces.
+        """
+        self.raw.enable_truncation(limit)
+        try:
+            both, first, second = (self.raw.encode(text, add_special_tokens=False).tokens for text in ("a b", "a", "b"))
+            spaced = both != first + second
+            given = [word if k == 0 or not spaced else f" {word}" for k, word in enumerate(words)]
+            encoding = self.raw.encode(given, is_pretokenized=True)
+        finally:
+            self.raw.no_truncation()
+        return encoding.ids, encoding.word_ids
+
     def offset(self, text: str, token: int) -> int:
         """The character of `text` at which its `token`-th id starts, for messages."""
         return int(self.raw.encode(text, add_special_tokens=False).offsets[token][0])
@@ -183,6 +198,10 @@ class CharTokenizer(Tokenizer):
         ids = (self.encode(first) + self.encode(second or ""))[:limit]
         return ids, [0] * len(ids)
 
+    def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
+        ids = [(i, n) for n, word in enumerate(words) for i in self.encode(word)][:limit]
+        return [i for i, _ in ids], [n for _, n in ids]
+
     def offset(self, text: str, token: int) -> int:
         return token
 
@@ -220,6 +239,9 @@ class ForeignTokenizer(Tokenizer):
                     ) -> tuple[list[int], list[int]]:
         out = self.foreign(first, second, return_token_type_ids=True, truncation=limit is not None, max_length=limit)
         return out["input_ids"], out["token_type_ids"]
+
+    def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
+        refuse(self.name, "objective", "tag with a tokenizer that does not say which word a token is of", "another tokenizer")
 
     def offset(self, text: str, token: int) -> int:
         return len(self.foreign.decode(self.encode(text, special=False)[:token]))

@@ -119,7 +119,8 @@ class Transform(nn.Module):
 
 
 class ClassifyHead(Head):
-    """One label a sequence from one vector a sequence: out(dropout(tanh(pooler(x)))), the pooler where the family has one.
+    """One label a sequence from one vector a sequence: out(dropout(tanh(pooler(x)))), the pooler where the family has one. Labels
+    that are numbers and no classes are a regression, or, of several outputs, labels that may be there together.
 
     `pick` chooses the vector (b dim) out of hidden states (b s dim).
     """
@@ -147,6 +148,8 @@ class ClassifyHead(Head):
         logits = self.out(self.dropout(h))
         if batch.labels is None:
             return Output(logits=logits, last_hidden_state=x)
+        if batch.labels.is_floating_point():
+            return Output(loss=value_loss(logits, batch.labels, items), logits=logits, last_hidden_state=x)
         return Output(loss=label_loss(logits, batch.labels, items, self.smooth), logits=logits, last_hidden_state=x)
 
 
@@ -215,6 +218,19 @@ class EmbedHead(Head):
 def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoothing: float) -> Tensor:
     """Cross entropy of integer labels."""
     return mean(ops.cross_entropy(logits.flatten(0, -2), labels.flatten(), smoothing), labels, items)
+
+
+def value_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
+    """Of labels that are numbers: the squared error of one output (labels b), or the binary cross entropy of several, each a label
+    that is there or not (labels b n), which is the mean over them."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.to(logits.dtype).view_as(logits)
+    if logits.size(-1) == 1:
+        losses = (logits - labels).square()
+    else:
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    total = losses.masked_fill(labels == IGNORE, 0).sum() / logits.size(-1)
+    return mean(total, labels[..., :1], items)
 
 
 def first_token(x: Tensor, batch: Batch) -> Tensor:

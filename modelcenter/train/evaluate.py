@@ -4,7 +4,7 @@ Shapes: b sequences, s tokens, v vocabulary or labels.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,10 @@ from ..data.tokenizer import Tokenizer
 from ..metrics.table import METRICS
 from ..ops.cross_entropy import IGNORE
 
-USUAL = {"lm": ("perplexity",), "seq2seq": ("perplexity",), "classify": ("accuracy",), "mlm": ("accuracy",)}  # always told
+USUAL = {  # always told
+    "lm": ("perplexity",), "seq2seq": ("perplexity",), "span": ("perplexity",), "classify": ("accuracy",), "mlm": ("accuracy",),
+    "regress": ("pearson", "spearman"), "tag": ("accuracy", "span_f1"),
+}  # fmt: skip
 Arguments = Mapping[str, Any]  # a batch of the loader: the model's keyword arguments, tensors and a few numbers
 
 
@@ -28,7 +31,7 @@ def on_device(batch: Arguments, device: torch.device) -> dict[str, Any]:
 def count_tokens(batch: Arguments, task: str) -> int:
     """How many tokens the model reads: padding is none, and what a decoder is to write counts too."""
     tokens = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
-    return int(tokens) + (int((batch["labels"] != IGNORE).sum()) if task == "seq2seq" else 0)
+    return int(tokens) + (int((batch["labels"] != IGNORE).sum()) if task in ("seq2seq", "span") else 0)
 
 
 def target_labels(labels: Tensor, task: str) -> Tensor:
@@ -44,12 +47,12 @@ def count_targets(batch: Arguments, task: str) -> int:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics: Sequence[str] = (),
-             text_bytes: int | None = None) -> dict[str, float]:
+             text_bytes: int | None = None, tags: Sequence[str] = ()) -> dict[str, float]:
     """`eval_loss`, the mean over all target tokens of `batches`, `eval_targets`, their number, what `USUAL` names for the
     task, and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
 
-    `text_bytes`: of the text (UTF-8) that the targets of `lm` are, for bits per byte. Leaves the model in the mode that it
-    was in; a set without targets has loss 0."""
+    `text_bytes`: of the text (UTF-8) that the targets of `lm` are, for bits per byte. `tags`: the names of the labels of `tag`.
+    Leaves the model in the mode that it was in; a set without targets has loss 0."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
@@ -62,10 +65,11 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
             out = model(**here, num_items_in_batch=1)  # one item: the sum over targets, whatever their number
             total += float(out.loss)
             targets += count_targets(batch, task)
-            if task in ("classify", "mlm"):
-                real = here["labels"] != IGNORE
-                found.append(out.logits.argmax(-1)[real].cpu())
-                wanted.append(here["labels"][real].cpu())
+            if task in ("classify", "mlm", "regress", "tag"):
+                told = out.logits.squeeze(-1) if task == "regress" else out.logits.argmax(-1)
+                for row, labels in rows_of(told, here) if task == "tag" else ((told, here["labels"]),):
+                    found.append(row[labels != IGNORE].float().cpu())
+                    wanted.append(labels[labels != IGNORE].float().cpu())
     finally:
         model.train(was_training)
     loss = total / max(1, targets)
@@ -76,10 +80,24 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     if text_bytes and task == "lm":
         results["eval_bits_per_byte"] = total / math.log(2) / text_bytes
     for name in names:
-        compute = METRICS[name].compute
-        if compute is not None and found:
+        of, compute = METRICS[name].of, METRICS[name].compute
+        if compute is None or not found:
+            continue
+        if of == "tags":
+            sides = ([[tags[int(i)] for i in row] for row in side] for side in (found, wanted))
+            results[f"eval_{name}"] = compute(*sides)
+        else:
             results[f"eval_{name}"] = compute(torch.cat(found).numpy(), torch.cat(wanted).numpy()) if targets else 0.0
     return results
+
+
+def rows_of(told: Tensor, batch: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
+    """The predictions and the labels of each sequence, packed or not."""
+    bounds = batch.get("cu_seq_lens_q")
+    if bounds is None:
+        return zip(told, batch["labels"], strict=True)
+    cuts = bounds[1:-1].tolist()
+    return zip(told[0].tensor_split(cuts), batch["labels"][0].tensor_split(cuts), strict=True)
 
 
 @dataclass(frozen=True)
@@ -94,10 +112,11 @@ class Evaluation:
     tokenizer: Tokenizer | None = None
     references: Sequence[str] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)
+    tags: Sequence[str] = ()
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """As `evaluate`."""
-        results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes)
+        results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes, self.tags)
         texts = [name for name in self.metrics if METRICS[name].of == "texts"]
         if texts:
             written = self.written(model)

@@ -18,6 +18,7 @@ from ..data.objective import label_names, make_examples, texts_of
 from ..data.order import Blended, Grouped, Order
 from ..data.read import read_split
 from ..data.record import Mixture, Part, Record
+from ..data.tag import tag_names
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import refuse
 from ..layers import LMHead
@@ -59,7 +60,7 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     most, micro = most_of(recipe), recipe.micro_batch
     if micro is None and recipe.batch_tokens is None:
         micro = max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
-    return replace(recipe, precision=precision, micro_batch=micro, task=recipe.objective), device
+    return replace(recipe, precision=precision, micro_batch=micro, task=recipe.head), device
 
 
 def automatic_precision(device: torch.device) -> Literal["bf16", "fp32"]:
@@ -72,7 +73,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     """Read the data, make or load the tokenizer and the model, and say what was found. `recipe` is resolved."""
     records, held_out = read_split(recipe.data)
     tokenizer = find_tokenizer(recipe, records)
-    names = label_names(records, recipe.data) if recipe.objective == "classify" else None
+    names = names_of(recipe, records)
     model = find_model(recipe, tokenizer, names, machine, device)
     model.freeze(*recipe.freeze)
     model.head.smoothing = recipe.loss.label_smoothing
@@ -80,6 +81,9 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
         model.head.z = recipe.loss.z_loss
     if recipe.objective == "classify":
         model.config.single_label()
+    if recipe.objective == "regress":
+        model.config.numbers()
+        model.config = replace(model.config, file={**model.config.to_dict(), "problem_type": "regression"})
     size = vars(model.config)  # `vocab` in every family, `positions` where they are learned
     if recipe.data.seq_len > (size.get("positions") or recipe.data.seq_len):
         refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {size['positions']}, the model's positions")
@@ -93,7 +97,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
                       order=order_of(recipe, records, examples), budget=budget_of(recipe))
 
     train, evaluation = loader(records, True), loader(held_out, False) if held_out else None
-    judge = None if evaluation is None else find_evaluation(recipe, held_out, evaluation, tokenizer)
+    judge = None if evaluation is None else find_evaluation(recipe, held_out, evaluation, tokenizer, names)
     epochs = train.count(ceil(recipe.num_epochs * len(train))) if recipe.num_epochs is not None else None
     steps = min(limit for limit in (recipe.max_steps, epochs) if limit is not None)
 
@@ -109,7 +113,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
         f"at most {recipe.data.seq_len} tokens each; tokenizer {tokenizer.name} of {len(tokenizer):,}",
         f"steps: {steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} forwards, "
         f"about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
-        f"sample, trained on where it stands in [[ ]]:\n  {describe_sample(first, tokenizer, names)}",
+        f"sample, trained on where it stands in [[ ]]:\n  {describe_sample(first, tokenizer, names, recipe.objective)}",
     ]
     if model.adapter is not None:
         layers, how = len(adapted(model)), model.adapter
@@ -145,18 +149,27 @@ def budget_of(recipe: Recipe) -> Budget | None:
     return Budget(recipe.batch_tokens, FORWARD, padded) if recipe.batch_tokens is not None else None
 
 
-def find_evaluation(recipe: Recipe, records: Part, loader: Loader, tokenizer: Tokenizer) -> Evaluation:
+def names_of(recipe: Recipe, records: Sequence[Record]) -> tuple[str, ...] | None:
+    """The labels that the data has; a regression has one without a name."""
+    if recipe.objective == "classify":
+        return label_names(records, recipe.data)
+    if recipe.objective == "tag":
+        return tag_names(records, recipe.data)
+    return ("LABEL_0",) if recipe.objective == "regress" else None
+
+
+def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, tokenizer: Tokenizer,
+                    names: Sequence[str] | None) -> Evaluation:
     """What the recipe asks of an evaluation on `records`, which `loader` reads."""
     data, size, wanted = recipe.data, None, tuple(dict.fromkeys((*recipe.metrics, *([recipe.best] if recipe.best else []))))
     if recipe.objective == "lm" and not data.packing and data.response_key is None and not isinstance(records, Tokens):
         size = stream_bytes((r.text(data.text_key, "data.text_key") for r in records), tokenizer)
     elif "bits_per_byte" in wanted:
-        refuse(None, "metrics", "bits_per_byte of packed, prompted or tokenized text",
-               "plain text: its first tokens are predicted too")
+        refuse(None, "metrics", "bits_per_byte of packed or prompted text or of token files", "plain text, not packed")
     texts = any(METRICS[name].of == "texts" for name in wanted)
     references = [r.text(data.target_key, "data.target_key") for r in records] if texts else []
     generation = {"max_new_tokens": data.target_len or data.seq_len, **recipe.generation}
-    return Evaluation(loader, recipe.objective, wanted, size, tokenizer, references, generation)
+    return Evaluation(loader, recipe.objective, wanted, size, tokenizer, references, generation, names or ())
 
 
 def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:

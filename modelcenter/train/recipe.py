@@ -33,8 +33,10 @@ class Recipe:
     model: str = field(metadata=_is("a folder, a preset or a hub id", min=1))
     config: dict[str, Any] = field(default_factory=dict, metadata=_is("model fields to change: config.layers=2"))
     init: Literal["pretrained", "random"] = field(default="pretrained", metadata=_is("the weights to start from"))
-    objective: Literal["lm", "mlm", "seq2seq", "classify"] = field(default="lm", metadata=_is("what is to be learned"))
-    task: Literal["auto", "lm", "mlm", "seq2seq", "classify"] = field(
+    objective: Literal["lm", "mlm", "span", "seq2seq", "classify", "regress", "tag"] = field(
+        default="lm", metadata=_is("what is to be learned")
+    )
+    task: Literal["auto", "lm", "mlm", "seq2seq", "classify", "tag"] = field(
         default="auto", metadata=_is("the model's head; auto: the objective's")
     )
     tokenizer: str | None = field(
@@ -95,9 +97,11 @@ class Recipe:
         if self.best is not None:
             check(self.best, self.objective, "best")
         bind(Options, self.generation, section="generation.")
+        if self.objective == "regress" and self.loss.label_smoothing:
+            refuse(None, "loss.label_smoothing", f"{self.loss.label_smoothing} with objective regress", "0: values are no classes")
         if (self.best or self.patience) and self.data.eval_path is None and not self.data.eval_fraction:
             refuse(None, "best" if self.best else "patience", "given without evaluation data", "data.eval_path or eval_fraction")
-        if self.task not in ("auto", self.objective):
+        if self.task not in ("auto", self.head):
             refuse(None, "task", f"{self.task} with objective {self.objective}", "give one of the two")
         if self.data.path is None:
             refuse(None, "data.path", "missing", "give data.path=FILE")
@@ -118,6 +122,13 @@ class Recipe:
             refuse(None, "schedule.decay_steps", found, "fewer, or more steps")
         if self.adapter.name != "none" and self.init == "random":
             refuse(None, "adapter.name", f"{self.adapter.name} with init random", "an adapter stands on pretrained weights")
+
+    @property
+    def head(self) -> Literal["lm", "mlm", "seq2seq", "classify", "tag"]:
+        """The task that the objective trains."""
+        if self.objective == "span":
+            return "seq2seq"
+        return "classify" if self.objective == "regress" else self.objective
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:

@@ -1,0 +1,80 @@
+"""Span corruption against the paper's own example and counts."""
+
+import numpy as np
+import pytest
+
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import make_examples
+from modelcenter.data.record import Record
+from modelcenter.data.span import corrupt, longest, span_mask, spans_of
+from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.errors import InputError
+
+WORDS = ["Thank", "you", "for", "inviting", "me", "to", "your", "party", "last", "week", "."]
+
+
+def test_the_example_of_the_paper() -> None:
+    """Raffel et al., 2019, figure 2: `for inviting` and `last` are dropped."""
+    marks = [100, 101, 102]
+    names = dict(enumerate(WORDS)) | dict(zip(marks, ("<X>", "<Y>", "<Z>"), strict=True))
+    noise = np.isin(WORDS, ["for", "inviting", "last"])
+    source, target = corrupt(np.arange(len(WORDS), dtype=np.int32), noise, marks)
+    assert " ".join(names[i] for i in source.tolist()) == "Thank you <X> me to your party <Y> week ."
+    # the figure's target; what the source keeps at its beginning is told by the first sentinel
+    assert " ".join(names[i] for i in target.tolist()) == "<X> for inviting <Y> last <Z>"
+
+
+def test_the_published_lengths() -> None:
+    """T5's own pre-training: 512 tokens of input are made of 568, whose target has 114 (with 15 % in spans of 3)."""
+    assert longest(512, 0.15, 3.0) == 568
+    noise, k = spans_of(568, 0.15, 3.0)
+    assert (noise, k) == (85, 28) and 568 - noise + k + 1 == 512 and noise + k + 1 == 114
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 50, 568])
+def test_every_mask_has_its_counts(n: int) -> None:
+    seen = set()
+    for seed in range(50):
+        mask = span_mask(n, 0.15, 3.0, np.random.default_rng(seed))
+        starts = (mask & ~np.concatenate([[False], mask[:-1]])).sum()
+        assert (mask.sum(), starts) == spans_of(n, 0.15, 3.0) and not mask[0] and mask[-1]
+        seen.add(mask.tobytes())
+    assert len(seen) > (40 if n >= 50 else 0)
+
+
+def tokenizer(count: int = 20) -> object:
+    raw = train_tokenizer(["the cat sat on the mat. a dog ran. " * 30], 300, "roberta")
+    raw.raw.add_special_tokens([f"<extra_id_{k}>" for k in range(count)])
+    return raw
+
+
+def test_examples_hold_all_that_was_there() -> None:
+    made, data = tokenizer(), DataConfig(path="x", seq_len=32)
+    records = [Record({"text": "the cat sat on the mat. " * 9}, "f", 1), Record({"text": "a dog ran. " * 5}, "f", 2)]
+    examples = make_examples("span", records, made, data)
+    marks = [made.token_to_id(f"<extra_id_{k}>") for k in range(20)]
+    stream = [i for r in records for i in [*made.encode(r.fields["text"], special=False), made.eos_id]]
+    whole, epochs = [], []
+    for index in range(len(examples)):
+        source, target = (x.tolist() for x in examples.at(0, index))
+        assert len(source) <= 32 and len(source) + len(target) == examples.lengths[index]
+        assert source.pop() == target.pop() == made.eos_id
+        for k, mark in enumerate(marks):
+            if mark not in source:
+                break
+            at, begin = source.index(mark), target.index(mark)
+            stop = target.index(marks[k + 1]) if marks[k + 1] in target else len(target)
+            source[at : at + 1] = target[begin + 1 : stop]
+        assert k > 0
+        whole += source
+        epochs.append(examples.at(0, index)[0].tolist() == examples.at(1, index)[0].tolist())
+        assert examples.at(0, index)[0].tolist() == examples.at(0, index)[0].tolist()
+    assert whole == stream[: len(whole)] and len(stream) - len(whole) <= 1 and not all(epochs)
+    batch = examples.collate([examples.at(0, k) for k in range(2)])
+    assert batch["input_ids"].shape[1] <= 32 and batch["labels"].shape[0] == 2
+
+
+def test_a_tokenizer_without_sentinels_is_refused() -> None:
+    records = [Record({"text": "the cat sat on the mat. " * 30}, "f", 1)]
+    with pytest.raises(InputError, match=r"the tokenizer has 1; a shorter data\.seq_len"):
+        make_examples("span", records, tokenizer(1), DataConfig(path="x", seq_len=64))

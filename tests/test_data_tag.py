@@ -1,0 +1,74 @@
+"""Tagging: labels stand at the first tokens of words, in tokenizers of every kind."""
+
+import pytest
+import torch
+import transformers
+
+from modelcenter.data.collate import IGNORED, describe_sample
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import make_examples, texts_of
+from modelcenter.data.record import Record
+from modelcenter.data.tag import tag_names
+from modelcenter.data.tokenizer import open_tokenizer
+from modelcenter.errors import InputError
+
+SENTENCES = [(["Angela", "Merkel", "visited", "Paris", "."], ["B-PER", "I-PER", "O", "B-LOC", "O"]), (["No", "names"], ["O", "O"])]
+DATA = DataConfig(path="x", seq_len=40)
+
+
+def records() -> list[Record]:
+    return [Record({"tokens": words, "tags": tags}, "f", n) for n, (words, tags) in enumerate(SENTENCES, 1)]
+
+
+@pytest.mark.parametrize("spec", ["roberta:280", "bpe:280", "char"])
+def test_the_first_token_of_a_word_has_its_label(spec: str) -> None:
+    tokenizer = open_tokenizer(spec, [*texts_of("tag", records(), DATA)] * 3)
+    examples = make_examples("tag", records(), tokenizer, DATA)
+    names = ("B-LOC", "B-PER", "I-PER", "O")
+    assert tag_names(records(), DATA) == names
+    for index, (words, tags) in enumerate(SENTENCES):
+        ids, labels = (x.tolist() for x in examples.at(0, index))
+        spans = [i for i, label in enumerate(labels) if label != IGNORED]
+        assert [names[labels[i]] for i in spans] == tags
+        ends = [*spans[1:], len(ids)]
+        assert [tokenizer.decode(ids[a:b]).strip() for a, b in zip(spans, ends, strict=True)] == words
+    batch = examples.collate([examples.at(0, 0), examples.at(0, 1)])
+    assert batch["labels"].shape == batch["input_ids"].shape and (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
+    shown = describe_sample(batch, tokenizer, names, "tag")
+    assert "/ B-PER]]" in shown and shown.count("[[") == 5
+    packed = examples.pack([examples.at(0, 0), examples.at(0, 1)])
+    assert (packed["labels"] != IGNORED).sum() == 7
+
+
+def test_words_are_cut_as_transformers_cuts_them(tmp_path: object) -> None:
+    """GPT-2's tokenizer with add_prefix_space but for the first word, which stands at the beginning of a text."""
+    tokenizer = open_tokenizer("roberta:280", [" ".join(words) for words, _ in SENTENCES] * 3)
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for words, _ in SENTENCES:
+        given = [words[0], *(f" {w}" for w in words[1:])]
+        ids, where = tokenizer.encode_words(words, 100)
+        wanted = theirs(given, is_split_into_words=True)
+        assert ids == wanted["input_ids"] and where == wanted.word_ids()
+        assert ids == tokenizer.encode(" ".join(words))
+        short = theirs(given, is_split_into_words=True, truncation=True, max_length=4)["input_ids"]
+        assert tokenizer.encode_words(words, 4)[0] == short
+
+
+def test_text_and_numbers_will_do() -> None:
+    some = [Record({"tokens": "a b", "tags": [0, 2]}, "f", 1)]
+    assert tag_names(some, DATA) == ("LABEL_0", "LABEL_1", "LABEL_2")
+    examples = make_examples("tag", some, open_tokenizer("char", ["ab"]), DATA)
+    assert examples.at(0, 0)[1].tolist() == [0, 2] and torch.is_tensor(examples.collate([examples.at(0, 0)])["labels"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"tokens": ["a"], "tags": ["O", "O"]}, "1 words and 2 tags"), ({"tokens": [], "tags": []}, "tokens is"),
+     ({"tokens": ["a", 1], "tags": ["O", "O"]}, "the word 1"), ({"tokens": ["a"]}, "no field 'tags'"),
+     ({"tokens": ["a"], "tags": ["B-X"]}, "tags has 'B-X'")],
+    ids=["lengths", "empty", "number", "absent", "unknown"],
+)  # fmt: skip
+def test_refusals(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=f"f: line 1: {words}"):
+        make_examples("tag", [Record(fields, "f", 1)], open_tokenizer("char", ["ab"]), DATA, names=("O", "B-PER"))
