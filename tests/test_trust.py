@@ -224,7 +224,7 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "no state to go on from": ({"resume": "gpt2"}, "gpt2: resume: no valid training state"),
 }  # fmt: skip
 TRAINING_FILES = {"empty.txt": b"", "bad.txt": b"fine\nbad\xff\n", "long.txt": b"x" * (2**24 + 1), "z.txt": b"the cat Z",
-                  "bad.jsonl": b'{"text": "a"}\n{"text": }\n'}  # fmt: skip
+                  "bad.jsonl": b'{"text": "abc"}\n{"text": }\n'}  # fmt: skip
 
 
 def command(**changes: str) -> list[str]:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.state import SaveError
+from ..data.prefetch import prefetch
 from ..errors import refuse
 from ..metrics.table import METRICS
 from ..optim.adamw import AdamW
@@ -89,7 +90,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
             progress.say(f"resumed from {start}: step {at.step} of {total}")
 
         saved, seconds, tokens = at.step, 0.0, 0  # the time and the tokens since the last row
-        steps = setup.loader.steps(at.sample, micro_batch=recipe.micro_batch)
+        steps = prefetch(setup.loader.steps(at.sample, micro_batch=recipe.micro_batch))
         model.train()
         try:
             while at.step < total and not interrupt and not tired(at, recipe):
@@ -135,6 +136,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
             explain_memory(error, recipe, machine)
             raise
         finally:
+            steps.close()
             metrics.close()
             progress.say(plot_loss(folder))
         ended = at.step >= total or tired(at, recipe)
