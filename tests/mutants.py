@@ -377,6 +377,12 @@ MUTANTS = (
            "test_data_span.py::test_the_example_of_the_paper"),
     Mutant("span-lengths-without-the-end", "data/span.py", "spans_of(n + 1, density, mean)[1] + 1 <= size", "spans_of(n + 1, density, mean)[1] <= size",
            "test_data_span.py::test_the_published_lengths"),
+    Mutant("end-before-start", "data/answer.py", "if a <= b < a + LONGEST and", "if b < a + LONGEST and",
+           "test_data_answer.py::test_the_best_answer_of_all_windows"),
+    Mutant("answer-in-the-question", "data/answer.py", "np.where(starts >= 0, side, -np.inf)", "np.where(starts >= -1, side, -np.inf)",
+           "test_data_answer.py::test_the_best_answer_of_all_windows"),
+    Mutant("half-an-answer-learned", "data/answer.py", "if first and last and stops[first[-1]] > begin else (0, 0)", "if first and last else (0, 0)",
+           "test_data_answer.py::test_labels_are_the_answer_where_a_window_holds_it_whole"),
     # ---- generation
     Mutant("ended-row-goes-on", "generate/run.py", "new = torch.where(done, o.pad, new)", "new = new.clone()",
            "test_generate.py::test_a_row_that_has_ended_is_padded_and_all_ended_stop"),

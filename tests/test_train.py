@@ -532,6 +532,8 @@ OBJECTIVES = {
     "seq2seq": ("t5-small", {"dim": 32, "hidden": 64, "heads": 2, "head_dim": 16, "layers": 2, "decoder_layers": 2},
                 "roberta:300", {"source": "f of x", "target": "y"}, "eval_perplexity"),
     "regress": ("bert-base-uncased", TINY, "roberta:300", {"text": "f of x", "label": 0.5}, "eval_pearson"),
+    "qa": ("bert-base-uncased", TINY, "roberta:300", {"question": "x?", "answers": {"text": ["y"], "answer_start": [8]}},
+           "eval_squad_f1"),
     "tag": ("bert-base-uncased", TINY, "roberta:300", {"tokens": ["f", "of", "x"], "tags": ["B-F", "O", "B-X"]}, "eval_span_f1"),
 }  # fmt: skip
 
@@ -542,10 +544,13 @@ def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
     records = [{**record, "text": f"{n} {record.get('text')}"} for n in range(40)]
     if objective == "classify":
         records = [{**r, "label": "yes" if n % 2 else "no"} for n, r in enumerate(records)]
+    if objective == "qa":
+        records = [{**r, "context": "f of x, y."} for r in records]
     if objective == "regress":
         records = [{**r, "text": "up up" if n % 3 else "down", "label": float(n % 3)} for n, r in enumerate(records)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     changes = {"objective": objective, "model": model, "config": config, "tokenizer": tokenizer, "save_steps": None}
+    changes["data.stride"] = 2
     run = train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl"), "max_steps": 4}), MACHINE)
     losses = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
     assert losses[-1] < losses[0]

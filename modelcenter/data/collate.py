@@ -70,6 +70,8 @@ def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] |
         return f"{_text(ids, tokenizer)}\n  label: {names[labels] if names and isinstance(labels, int) else labels}"
     if "cu_seq_lens_q" in batch:
         labels = labels[: int(batch["cu_seq_lens_q"][1])]
+    if objective == "qa":
+        return _runs(ids, [labels[0] <= k <= labels[1] for k in range(len(ids))], tokenizer)
     trained = [label != IGNORED for label in labels]
     if objective == "tag":
         pairs = zip(ids, labels, strict=False)

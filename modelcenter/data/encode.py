@@ -7,7 +7,7 @@ from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
 from modelcenter.errors import refuse
 
-Objective = Literal["lm", "mlm", "span", "seq2seq", "classify", "regress", "tag"]
+Objective = Literal["lm", "mlm", "span", "seq2seq", "classify", "regress", "tag", "qa"]
 
 
 class Reader:

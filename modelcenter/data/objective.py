@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from modelcenter.data.answer import Questions, questions
 from modelcenter.data.collate import IGNORED, Batch, join, pack, pad, stack, stack_mask
 from modelcenter.data.config import DataConfig
 from modelcenter.data.encode import Objective, Reader
@@ -64,6 +65,8 @@ def make_examples(objective: Objective, records: Sequence[Record], tokenizer: To
         found = Valued(records, read, data, ())
     elif objective == "tag":
         found = Tagged(records, tokenizer, vocab, data, names or (), _pad(tokenizer))
+    elif objective == "qa":
+        return Questions(records, tokenizer, vocab, data, _pad(tokenizer))
     elif objective == "span":
         found = Spans(documents(objective, records, read, data), read, data, seed)
     elif data.prompt_key is not None or data.response_key is not None:
@@ -89,7 +92,9 @@ def texts_of(objective: Objective, records: Sequence[Record], data: DataConfig) 
     for record in records:
         if objective == "tag":
             yield " ".join(sentence(record, data)[0])
-        for option, key in keys if objective != "tag" else ():
+        if objective == "qa":
+            yield from (text for question in questions(record, data) for text in (question.text, question.context))
+        for option, key in keys if objective not in ("tag", "qa") else ():
             if key is not None:
                 yield record.text(key, f"data.{option}")
 

@@ -44,6 +44,8 @@ GPT2_CLASSES = ("GPT2Tokenizer",)
 JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
 FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "config.json"]
 
+Window = tuple[list[int], list[int], list[int], list[int]]  # ids, segments, and the characters from and to which a token stands
+
 
 class Tokenizer:
     """A tokenizers.Tokenizer with the ids of its special tokens (`eos_id` and so on), None where absent."""
@@ -140,6 +142,22 @@ class Tokenizer:
             self.raw.no_truncation()
         return encoding.ids, encoding.word_ids
 
+    def windows(self, first: str, second: str, limit: int, stride: int) -> Iterator[Window]:
+        """Windows of `limit` tokens: `first` whole and as much of `second`, each beginning `stride` tokens before the end of the
+        one before it."""
+        lone = len(self.encode_pair(first, "")[0])
+        if limit <= lone + stride:
+            found = f"{limit} with a question of {lone} tokens"
+            refuse(None, "data.seq_len", found, f"more than {lone + stride}: data.stride is {stride}")
+        self.raw.enable_truncation(limit, stride=stride, strategy="only_second")
+        try:
+            encoding = self.raw.encode(first, second)
+        finally:
+            self.raw.no_truncation()
+        for part in (encoding, *encoding.overflowing):
+            places = [o if s == 1 else (-1, -1) for o, s in zip(part.offsets, part.sequence_ids, strict=True)]
+            yield part.ids, part.type_ids, [a for a, _ in places], [b for _, b in places]
+
     def offset(self, text: str, token: int) -> int:
         """The character of `text` at which its `token`-th id starts, for messages."""
         return int(self.raw.encode(text, add_special_tokens=False).offsets[token][0])
@@ -202,6 +220,9 @@ class CharTokenizer(Tokenizer):
         ids = [(i, n) for n, word in enumerate(words) for i in self.encode(word)][:limit]
         return [i for i, _ in ids], [n for _, n in ids]
 
+    def windows(self, first: str, second: str, limit: int, stride: int) -> Iterator[Window]:
+        refuse(self.name, "objective", "qa with a tokenizer of characters", "another tokenizer")
+
     def offset(self, text: str, token: int) -> int:
         return token
 
@@ -242,6 +263,9 @@ class ForeignTokenizer(Tokenizer):
 
     def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
         refuse(self.name, "objective", "tag with a tokenizer that does not say which word a token is of", "another tokenizer")
+
+    def windows(self, first: str, second: str, limit: int, stride: int) -> Iterator[Window]:
+        refuse(self.name, "objective", "qa with a tokenizer that does not say where a token stands", "another tokenizer")
 
     def offset(self, text: str, token: int) -> int:
         return len(self.foreign.decode(self.encode(text, special=False)[:token]))

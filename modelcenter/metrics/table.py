@@ -45,7 +45,7 @@ METRICS: dict[str, Metric] = {
 
 OBJECTIVES: dict[str, tuple[Of, ...]] = {  # what an objective's evaluation has to compute metrics of
     "lm": ("loss",), "mlm": ("loss", "classes"), "seq2seq": ("loss", "texts"), "classify": ("loss", "classes"),
-    "regress": ("loss", "values"), "tag": ("loss", "classes", "tags"), "span": ("loss",),
+    "regress": ("loss", "values"), "tag": ("loss", "classes", "tags"), "span": ("loss",), "qa": ("loss", "answers"),
 }  # fmt: skip
 
 

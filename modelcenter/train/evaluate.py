@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.answer import Questions
 from ..data.loader import Loader
 from ..data.tokenizer import Tokenizer
 from ..metrics.table import METRICS
@@ -18,7 +19,7 @@ from ..ops.cross_entropy import IGNORE
 
 USUAL = {  # always told
     "lm": ("perplexity",), "seq2seq": ("perplexity",), "span": ("perplexity",), "classify": ("accuracy",), "mlm": ("accuracy",),
-    "regress": ("pearson", "spearman"), "tag": ("accuracy", "span_f1"),
+    "regress": ("pearson", "spearman"), "tag": ("accuracy", "span_f1"), "qa": ("squad_em", "squad_f1"),
 }  # fmt: skip
 Arguments = Mapping[str, Any]  # a batch of the loader: the model's keyword arguments, tensors and a few numbers
 
@@ -37,6 +38,8 @@ def count_tokens(batch: Arguments, task: str) -> int:
 def target_labels(labels: Tensor, task: str) -> Tensor:
     """The labels that predictions stand against: for `lm` (b s) position i predicts label i + 1, so the first label of
     a row is nobody's target; elsewhere each label has its own prediction."""
+    if task == "qa":
+        return labels[..., 0]  # a start and an end are one answer
     return labels[..., 1:] if task == "lm" else labels
 
 
@@ -47,24 +50,28 @@ def count_targets(batch: Arguments, task: str) -> int:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics: Sequence[str] = (),
-             text_bytes: int | None = None, tags: Sequence[str] = ()) -> dict[str, float]:
+             text_bytes: int | None = None, tags: Sequence[str] = (), questions: Questions | None = None) -> dict[str, float]:
     """`eval_loss`, the mean over all target tokens of `batches`, `eval_targets`, their number, what `USUAL` names for the
     task, and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
 
     `text_bytes`: of the text (UTF-8) that the targets of `lm` are, for bits per byte. `tags`: the names of the labels of `tag`.
-    Leaves the model in the mode that it was in; a set without targets has loss 0."""
+    `questions`: what `batches` of `qa` hold, in order. Leaves the model in the mode that it was in; a set without targets has
+    loss 0."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
     total, targets = 0.0, 0
     found: list[Tensor] = []
     wanted: list[Tensor] = []
+    scores: list[tuple[Any, Any]] = []  # of starts and ends, a window
     try:
         for batch in batches:
             here = on_device(batch, device)
             out = model(**here, num_items_in_batch=1)  # one item: the sum over targets, whatever their number
             total += float(out.loss)
             targets += count_targets(batch, task)
+            if task == "qa":
+                scores += zip(*(out.logits[..., k].double().cpu().numpy() for k in (0, 1)), strict=True)
             if task in ("classify", "mlm", "regress", "tag"):
                 told = out.logits.squeeze(-1) if task == "regress" else out.logits.argmax(-1)
                 for row, labels in rows_of(told, here) if task == "tag" else ((told, here["labels"]),):
@@ -81,6 +88,8 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
         results["eval_bits_per_byte"] = total / math.log(2) / text_bytes
     for name in names:
         of, compute = METRICS[name].of, METRICS[name].compute
+        if of == "answers" and compute is not None and questions is not None:
+            results[f"eval_{name}"] = compute(questions.answers(scores), [question.answers for question in questions.questions])
         if compute is None or not found:
             continue
         if of == "tags":
@@ -116,7 +125,8 @@ class Evaluation:
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """As `evaluate`."""
-        results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes, self.tags)
+        results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes, self.tags,
+                           self.loader.examples if isinstance(self.loader.examples, Questions) else None)
         texts = [name for name in self.metrics if METRICS[name].of == "texts"]
         if texts:
             written = self.written(model)

@@ -33,10 +33,10 @@ class Recipe:
     model: str = field(metadata=_is("a folder, a preset or a hub id", min=1))
     config: dict[str, Any] = field(default_factory=dict, metadata=_is("model fields to change: config.layers=2"))
     init: Literal["pretrained", "random"] = field(default="pretrained", metadata=_is("the weights to start from"))
-    objective: Literal["lm", "mlm", "span", "seq2seq", "classify", "regress", "tag"] = field(
+    objective: Literal["lm", "mlm", "span", "seq2seq", "classify", "regress", "tag", "qa"] = field(
         default="lm", metadata=_is("what is to be learned")
     )
-    task: Literal["auto", "lm", "mlm", "seq2seq", "classify", "tag"] = field(
+    task: Literal["auto", "lm", "mlm", "seq2seq", "classify", "tag", "qa"] = field(
         default="auto", metadata=_is("the model's head; auto: the objective's")
     )
     tokenizer: str | None = field(
@@ -97,6 +97,8 @@ class Recipe:
         if self.best is not None:
             check(self.best, self.objective, "best")
         bind(Options, self.generation, section="generation.")
+        if self.objective == "qa" and (self.data.packing or self.data.padding_free):
+            refuse(None, "data.packing" if self.data.packing else "data.padding_free", "true with objective qa", "false")
         if self.objective == "regress" and self.loss.label_smoothing:
             refuse(None, "loss.label_smoothing", f"{self.loss.label_smoothing} with objective regress", "0: values are no classes")
         if (self.best or self.patience) and self.data.eval_path is None and not self.data.eval_fraction:
@@ -124,7 +126,7 @@ class Recipe:
             refuse(None, "adapter.name", f"{self.adapter.name} with init random", "an adapter stands on pretrained weights")
 
     @property
-    def head(self) -> Literal["lm", "mlm", "seq2seq", "classify", "tag"]:
+    def head(self) -> Literal["lm", "mlm", "seq2seq", "classify", "tag", "qa"]:
         """The task that the objective trains."""
         if self.objective == "span":
             return "seq2seq"

@@ -1,0 +1,131 @@
+"""Extractive question answering: windows over a context, and the answer that their scores point at. w windows, s tokens.
+
+A record is one question (`context`, `question`, `answers` with `text` and `answer_start`, as datasets' squad), or what SQuAD's own
+files nest: an article with `paragraphs`, or a whole file with `data`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from modelcenter.data.collate import Batch, stack, stack_mask
+from modelcenter.data.config import DataConfig
+from modelcenter.data.ragged import Ids, Ragged
+from modelcenter.data.record import Record
+
+if TYPE_CHECKING:
+    from modelcenter.data.tokenizer import Tokenizer
+
+BEST = 20  # starts and ends of a window that are tried with one another, as in transformers' example
+LONGEST = 30  # tokens of an answer
+
+
+class Question(NamedTuple):
+    text: str
+    context: str
+    answers: list[str]
+    start: int  # of the first answer, in characters; -1: there is none
+
+
+class Questions:
+    """qa: windows of seq_len tokens, the question first, then as much of the context; the next window goes back by `stride`.
+
+    A label is the (first, last) token of the answer, both the first token of the window where the answer is not whole in it.
+    """
+
+    def __init__(self, records: Sequence[Record], tokenizer: "Tokenizer", vocab: int | None, data: DataConfig, fill: int) -> None:
+        self.size, self.fill, self.ids, self.segments = data.seq_len, fill, Ragged(), Ragged()
+        self.starts, self.stops = Ragged(), Ragged()  # characters of each token in the context; -1 where it is none of it
+        self.questions: list[Question] = []
+        self.of: list[int] = []  # which question a window is of
+        self.labels: list[tuple[int, int]] = []
+        for record in records:
+            for question in questions(record, data):
+                for ids, segments, starts, stops in tokenizer.windows(question.text, question.context, data.seq_len, data.stride):
+                    if vocab is not None and max(ids, default=-1) >= vocab:
+                        found = f"a token has id {max(ids)}, the model {vocab} tokens"
+                        record.refuse(found, "the tokenizer of this model is wanted")
+                    for rows, row in ((self.ids, ids), (self.segments, segments), (self.starts, starts), (self.stops, stops)):
+                        rows.append(row)
+                    self.of.append(len(self.questions))
+                    self.labels.append(span(question, starts, stops))
+                self.questions.append(question)
+        self.lengths: NDArray[np.int64] = np.diff(self.ids.bounds)
+        self.segmented = any(tokenizer.encode_pair("a", "a")[1])
+        self.may_be_none = any(question.start < 0 for question in self.questions)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids, tuple[int, int]]:
+        """(ids, segments, label) of a window."""
+        return self.ids[index], self.segments[index], self.labels[index]
+
+    def collate(self, examples: list[tuple[Ids, Ids, tuple[int, int]]]) -> Batch:
+        """input_ids, attention_mask and, where the tokenizer has them, token_type_ids (b, s); labels (b, 2)."""
+        ids, segments, labels = zip(*examples, strict=True)
+        batch = {"input_ids": stack(ids, self.fill), "attention_mask": stack_mask(ids), "labels": torch.tensor(labels)}
+        return batch | ({"token_type_ids": stack(segments, 0)} if self.segmented else {})
+
+    def answers(self, scores: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> list[str]:
+        """The answer to each question, of the scores of start and end (s) of every window in order.
+
+        The best sum of a start and an end in the context, the end not before it nor `LONGEST` tokens on; where some questions have
+        no answer, none if the first token's sum is higher in every window.
+        """
+        best: list[tuple[float, str]] = [(-np.inf, "")] * len(self.questions)
+        none = [np.inf] * len(self.questions)
+        for index, (start, end) in enumerate(scores):
+            number, starts, stops = self.of[index], self.starts[index], self.stops[index]
+            start, end = start[: len(starts)], end[: len(starts)]
+            none[number] = min(none[number], float(start[0] + end[0]))
+            first, last = (np.where(starts >= 0, side, -np.inf) for side in (start, end))
+            for a in np.argsort(-first)[:BEST]:
+                for b in np.argsort(-last)[:BEST]:
+                    value = float(first[a] + last[b])
+                    if a <= b < a + LONGEST and value > best[number][0]:
+                        best[number] = (value, self.questions[number].context[starts[a] : stops[b]])
+        return ["" if self.may_be_none and none[n] > value else text for n, (value, text) in enumerate(best)]
+
+
+def span(question: Question, starts: Sequence[int], stops: Sequence[int]) -> tuple[int, int]:
+    """The (first, last) token that hold the answer, or (0, 0) where the window does not hold it whole."""
+    if question.start < 0:
+        return 0, 0
+    begin, end = question.start, question.start + len(question.answers[0])
+    first = [k for k, at in enumerate(starts) if 0 <= at <= begin]
+    last = [k for k, at in enumerate(stops) if at >= end]
+    return (first[-1], last[0]) if first and last and stops[first[-1]] > begin else (0, 0)
+
+
+def questions(record: Record, data: DataConfig) -> Iterator[Question]:
+    """Those of a record, which is one, or articles with paragraphs."""
+    nested = record.fields.get("data")
+    articles: list[dict[str, Any]] = nested if isinstance(nested, list) and nested else [record.fields]
+    if "paragraphs" not in articles[0]:
+        yield question_of(record, record.fields, record.text(data.context_key, "data.context_key"), data)
+        return
+    for article in articles:
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:
+                yield question_of(record, asked, paragraph["context"], data)
+
+
+def question_of(record: Record, fields: dict[str, Any], context: str, data: DataConfig) -> Question:
+    """Its answers are a list of {text, answer_start}, or one such object of two lists."""
+    text, answers = fields.get(data.question_key), fields.get(data.answers_key)
+    try:
+        if isinstance(answers, dict):
+            answers = [{"text": t, "answer_start": s} for t, s in zip(answers["text"], answers["answer_start"], strict=True)]
+        found = [(str(a["text"]), int(a["answer_start"])) for a in answers or ()]
+    except (KeyError, TypeError, ValueError):
+        record.refuse(f"{data.answers_key} is {str(answers)[:60]}", "a list of {text, answer_start} is wanted")
+    if not isinstance(text, str):
+        record.refuse(f"{data.question_key} is {str(text)[:60]}", "text is wanted (data.question_key names the field)")
+    if found and context[found[0][1] : found[0][1] + len(found[0][0])] != found[0][0]:
+        record.refuse(f"the answer {found[0][0][:40]!r} does not stand at character {found[0][1]}", "its answer_start is wanted")
+    return Question(text, context, [t for t, _ in found], found[0][1] if found else -1)
+

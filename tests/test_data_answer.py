@@ -1,0 +1,109 @@
+"""Question answering: windows, labels and answers as transformers' tokenizers and SQuAD's files have them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+
+from modelcenter.data.answer import Questions
+from modelcenter.data.collate import describe_sample
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import make_examples, texts_of
+from modelcenter.data.read import read_records
+from modelcenter.data.record import Record
+from modelcenter.data.tokenizer import Tokenizer, open_tokenizer
+from modelcenter.errors import InputError
+
+CONTEXT = "The cat sat on the mat in Paris. A dog ran to Rome, and then it slept. The bird flew from Oslo to Bergen."
+ASKED = [("Where did the cat sit?", "Paris"), ("Where did the dog run?", "Rome"), ("Where to did the bird fly?", "Bergen")]
+DATA = DataConfig(path="x", seq_len=48, stride=8)
+
+
+def records(*, none: bool = False) -> list[Record]:
+    fields = [{"context": CONTEXT, "question": q, "answers": {"text": [a], "answer_start": [CONTEXT.index(a)]}} for q, a in ASKED]
+    fields += [{"context": CONTEXT, "question": "Where is the fox?", "answers": {"text": [], "answer_start": []}}] if none else []
+    return [Record(f, "f", n) for n, f in enumerate(fields, 1)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return open_tokenizer("roberta:290", [*texts_of("qa", records(), DATA)] * 2)
+
+
+def test_windows_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for question, _ in ASKED:
+        found = list(tokenizer.windows(question, CONTEXT, 48, 8))
+        wanted = theirs(question, CONTEXT, truncation="only_second", max_length=48, stride=8, return_overflowing_tokens=True,
+                        return_offsets_mapping=True)  # fmt: skip
+        assert [ids for ids, *_ in found] == wanted["input_ids"] and len(found) > 1
+        for k, (_, _, starts, stops) in enumerate(found):
+            places = [o if s == 1 else (-1, -1) for o, s in zip(wanted["offset_mapping"][k], wanted.sequence_ids(k), strict=True)]
+            assert list(zip(starts, stops, strict=True)) == places
+
+
+def test_labels_are_the_answer_where_a_window_holds_it_whole(tokenizer: Tokenizer) -> None:
+    examples = make_examples("qa", records(none=True), tokenizer, DATA)
+    assert isinstance(examples, Questions)
+    held = []
+    for index, number in enumerate(examples.of):
+        ids, _, (first, last) = examples.at(0, index)
+        text = tokenizer.decode(ids[first : last + 1]).strip()
+        starts = examples.starts[index]
+        begin = examples.questions[number].start
+        whole = begin >= 0 and begin >= min(s for s in starts if s >= 0) and (
+            begin + len(examples.questions[number].answers[0]) <= max(examples.stops[index]))  # fmt: skip
+        assert (text == examples.questions[number].answers[0]) if whole else (first, last) == (0, 0)
+        held += [number] if whole else []
+    assert set(held) == {0, 1, 2} and len(examples) > len(held)
+    batch = examples.collate([examples.at(0, 0)])
+    assert batch["labels"].shape == (1, 2) and "[[" in describe_sample(batch, tokenizer, None, "qa")
+
+
+def scores(examples: Questions, right: float, none: float = 0.0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """High where the labels are; traps: an end before its start, a span that is too long, and the question itself."""
+    out = []
+    for index in range(len(examples)):
+        _, _, (first, last) = examples.at(0, index)
+        start, end = np.zeros(60), np.zeros(60)
+        start[first], end[last] = (none, none) if (first, last) == (0, 0) else (right, right)
+        start[2], end[2] = 99, 99  # the question
+        places = np.flatnonzero(examples.starts[index] >= 0)
+        start[places[-1]] += 3
+        end[places[0]] += 3
+        out.append((start, end))
+    return out
+
+
+def test_the_best_answer_of_all_windows(tokenizer: Tokenizer) -> None:
+    examples = make_examples("qa", records(), tokenizer, DATA)
+    assert [a.strip() for a in examples.answers(scores(examples, 5.0))] == [a for _, a in ASKED]
+    assert [a.strip() for a in examples.answers(scores(examples, 5.0, none=50.0))] == [a for _, a in ASKED]  # all have one
+    examples = make_examples("qa", records(none=True), tokenizer, DATA)
+    assert [a.strip() for a in examples.answers(scores(examples, 5.0, none=4.0))] == [*(a for _, a in ASKED), ""]
+
+
+def test_files_of_squad(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    asked = [{"id": q, "question": q, "answers": [{"text": a, "answer_start": CONTEXT.index(a)}]} for q, a in ASKED]
+    whole = {"version": "1.1", "data": [{"title": "t", "paragraphs": [{"context": CONTEXT, "qas": asked}]}]}
+    (tmp_path / "dev.json").write_text(json.dumps(whole))
+    examples = make_examples("qa", read_records(str(tmp_path / "dev.json")), tokenizer, DATA)
+    flat = make_examples("qa", records(), tokenizer, DATA)
+    assert examples.questions == flat.questions and examples.labels == flat.labels
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"answers": {"text": ["Rome"], "answer_start": [3]}}, "'Rome' does not stand at character 3"),
+     ({"answers": {"text": ["Rome"]}}, "answers is"), ({"question": 3}, "question is 3"), ({"context": None}, "context is null")],
+    ids=["place", "starts", "question", "context"],
+)  # fmt: skip
+def test_refusals(tokenizer: Tokenizer, fields: dict[str, object], words: str) -> None:
+    record = Record(records()[0].fields | fields, "f", 1)
+    with pytest.raises(InputError, match=f"f: line 1: .*{words}"):
+        make_examples("qa", [record], tokenizer, DATA)
+    with pytest.raises(InputError, match=r"data\.seq_len: 20 with a question of"):
+        make_examples("qa", records(), tokenizer, DataConfig(path="x", seq_len=20, stride=8))
