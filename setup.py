@@ -28,12 +28,12 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 ARCHITECTURES = "75 80 86 89 90 100 120"
 LEVELS = {  # MC_LEVEL: the flags of an instruction set; module.cpp asks the processor for the same ones
-    0: [],
+    0: ["-O2"],  # for processors of before 2013; -O3 takes twice as long over vectors that they do not have
     1: ["-mavx2", "-mfma", "-mf16c"],
     2: ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"],
 }
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall",
-         "-Wno-psabi", "-Wno-maybe-uninitialized", f"-ffile-prefix-map={ROOT}=."]  # fmt: skip
+         "-Wno-psabi", "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", f"-ffile-prefix-map={ROOT}=."]  # fmt: skip
 EXACT = {"adamw": (["-ffp-contract=off"], ["-fmad=false"])}  # agree with their reference to the last bit: no a * b + c in one
 
 
@@ -43,6 +43,15 @@ def output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def accepts(cxx: list[str], flags: list[str]) -> bool:
+    """Whether a compiler knows these flags."""
+    command = [*cxx, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    try:
+        return not subprocess.run(command, capture_output=True, timeout=60).returncode
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def find_nvcc() -> str | None:
@@ -119,6 +128,7 @@ class BuildExtension(build_ext):
         module = temp / "module.o"
         steps.append((CSRC / "module.cpp", [*cxx, *FLAGS, *cuda, version, *headers, *extra, "-c"], module))
         levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {0: []}
+        levels = {level: flags for level, flags in levels.items() if accepts(cxx, flags)} or {0: []}
         if wanted := os.environ.get("MODELCENTER_LEVELS", "").split():
             levels = {level: flags for level, flags in levels.items() if str(level) in wanted}
         for source in sorted(CSRC.glob("*.cpp")):
@@ -140,6 +150,7 @@ class BuildExtension(build_ext):
                 steps.append((source, [*command[:-1], *exact, *same, "-c"], temp / f"{source.stem}.cu.o"))
 
         newest = max(path.stat().st_mtime for path in CSRC.glob("*.h"))
+        steps.sort(key=lambda step: (step[0].suffix != ".cu", -step[0].stat().st_size))  # the longest are not left for the end
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:
             list(pool.map(lambda step: compile_one(*step, newest), steps))
         shared = ["-shared", "-s", "-Wl,--build-id=none"]

@@ -110,7 +110,7 @@ void turn(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
                 for (int i = 0; i < LANES; i++)
                     if (!(i & half)) {
                         const vf a = x[i], b = x[i + half];
-                        x[i] = __builtin_shuffle(a, b, upper), x[i + half] = __builtin_shuffle(a, b, lower);
+                        x[i] = pick(a, b, upper), x[i + half] = pick(a, b, lower);
                     }
             }
             for (int i = 0; i < n; i++) store(panel + (c + i) * PANEL, x[i]);

@@ -382,21 +382,24 @@ static void connect(py::object torch, py::object current_stream) {
     find_threads();
 }
 
-// For every name the best kernel up to `level`; a null-terminated table that lives as long as the process.
-static void enlist(py::module_ module, int low, int high) {
+// For every name the best kernel between two levels; the highest that one has.
+static int enlist(py::module_ module, int low, int high) {
     std::map<std::string, const Kernel*> best;
+    int most = low;
     for (const Kernel* kernel = first; kernel; kernel = kernel->next)
         if (kernel->level >= low && kernel->level <= high) {
             const Kernel*& found = best[kernel->name];
             if (!found || found->level < kernel->level) found = kernel;
         }
     for (const auto& [name, kernel] : best) {
+        most = kernel->level > most ? kernel->level : most;
         auto* method = new PyMethodDef{kernel->name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL,
                                        nullptr};
         PyObject* capsule = PyCapsule_New(const_cast<Kernel*>(kernel), nullptr, nullptr);
         module.attr(name.c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(method, capsule));
         Py_DECREF(capsule);
     }
+    return most;
 }
 
 }  // namespace mc
@@ -408,8 +411,8 @@ PYBIND11_MODULE(_C, m) {
     if (limit && !std::strcmp(limit, "base")) level = 0;
     if (limit && !std::strcmp(limit, "avx2") && level > 1) level = 1;
     m.attr("version") = MC_VERSION;
+    level = enlist(m.def_submodule("cpu"), 0, level);  // a compiler may not have known the best that the processor has
     m.attr("cpu_level") = level == 2 ? "avx512" : level == 1 ? "avx2" : "base";
-    enlist(m.def_submodule("cpu"), 0, level);
     py::module_ cuda = m.def_submodule("cuda");
 #ifdef MC_CUDA
     enlist(cuda, 100, 100);

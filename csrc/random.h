@@ -44,10 +44,8 @@ MC_INLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
     }
     const vi low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}, high = low + 2;
     const vi left = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, right = left + 2;
-    const vu ab = __builtin_shuffle(a, b, low), cd = __builtin_shuffle(c, d, low);
-    const vu ef = __builtin_shuffle(a, b, high), gh = __builtin_shuffle(c, d, high);
-    const vu words[4] = {__builtin_shuffle(ab, cd, left), __builtin_shuffle(ab, cd, right), __builtin_shuffle(ef, gh, left),
-                         __builtin_shuffle(ef, gh, right)};
+    const vu ab = pick(a, b, low), cd = pick(c, d, low), ef = pick(a, b, high), gh = pick(c, d, high);
+    const vu words[4] = {pick(ab, cd, left), pick(ab, cd, right), pick(ef, gh, left), pick(ef, gh, right)};
     memcpy(random, words, sizeof words);  // the low half of a word first, as on every machine that this is built for
 }
 

@@ -11,7 +11,7 @@ MC_INLINE vf take(vf low, vf high, vi lanes) {  // of the 32 elements of both
     return reinterpret_cast<vf>(
         _mm512_permutex2var_ps(reinterpret_cast<__m512>(low), reinterpret_cast<__m512i>(lanes), reinterpret_cast<__m512>(high)));
 #else
-    return __builtin_shuffle(low, high, lanes);
+    return pick(low, high, lanes);
 #endif
 }
 

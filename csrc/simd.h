@@ -50,6 +50,18 @@ MC_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 MC_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 MC_INLINE vf vabs(vf x) { return bits_to_float(float_to_bits(x) & 0x7FFFFFFFu); }
 
+// Of the 32 elements of a and b those numbered by `lanes`, which are constants
+template <class V>
+MC_INLINE V pick(V a, V b, vi lanes) {
+#if defined(__clang__)
+    V out = a;
+    for (int i = 0; i < LANES; i++) out[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
+    return out;
+#else
+    return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
 // ---- 16 elements in and out; the rest of a row (fewer than 16) by load_some and store_some, the other lanes being `fill`
 
 MC_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }

@@ -1,4 +1,4 @@
-"""Installations of every kind, built from this checkout in a temporary folder: no compiler, a broken one, g++ alone, two builds."""
+"""Installations of every kind, built from this checkout in a temporary folder: no compiler, broken ones, g++ alone, two builds."""
 
 import hashlib
 import os
@@ -41,7 +41,7 @@ def copy(to: Path, *, few: bool = True) -> Path:
 
 def build(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = command or ("build_ext", "--inplace")
-    env = {**os.environ, "MODELCENTER_CUDA": "0", "MAX_JOBS": "2", **variables}
+    env = {**os.environ, "MODELCENTER_CUDA": "0", "MAX_JOBS": "2", "CFLAGS": "-O0", **variables}
     line = [sys.executable, "setup.py", "-q", *command]
     return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
 
@@ -79,7 +79,7 @@ def test_with_an_nvcc_that_fails(tmp_path: Path) -> None:
     library = tmp_path / "cuda" / "lib64" / "libcudart_static.a"
     library.parent.mkdir()
     library.touch()
-    done = build(folder, MODELCENTER_CUDA="1", CUDA_HOME=str(tmp_path / "cuda"))
+    done = build(folder, MODELCENTER_CUDA="1", CUDA_HOME=str(tmp_path / "cuda"), MODELCENTER_LEVELS="0")
     assert done.returncode == 0 and "the CPU's kernels alone" in done.stderr
     assert smoke(folder)["extension"] == "built"
 
@@ -95,14 +95,31 @@ def test_with_a_compiler_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_with_a_compiler_that_knows_no_instruction_sets(tmp_path: Path) -> None:
+    """As those for other processors: kernels in plain C++, and the doctor does not claim more."""
+    compiler = tmp_path / "c++"
+    real = shutil.which("g++") or shutil.which("c++")
+    refuse = 'for a in "$@"; do case $a in -m*) echo "unknown $a" >&2; exit 1;; esac; done'
+    compiler.write_text(f'#!/bin/sh\n{refuse}\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    folder = copy(tmp_path / "a")
+    done = build(folder, CXX=str(compiler))
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    found = smoke(folder)
+    assert found["extension"] == "built" and str(found["cpu_kernels"]).startswith("base, "), found
+    assert str(found["cpu_kernels"]).endswith("they run") and not found["said"]
+
+
+@pytest.mark.slow
 def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     """Wherever they are made; CUDA's part too where there is an nvcc."""
     digests = set()
     for name in ("one", "two/deeper"):
         folder = copy(tmp_path / name)
-        (tmp_path / name.replace("/", "-")).mkdir(exist_ok=True)
+        scratch = tmp_path / name.replace("/", "-")
+        scratch.mkdir(exist_ok=True)
         done = build(folder, "bdist_wheel", "-d", "made", SOURCE_DATE_EPOCH="1700000000", MODELCENTER_CUDA="1",
-                     MODELCENTER_CUDA_ARCHS="90", TMPDIR=str(tmp_path / name.replace("/", "-")))  # fmt: skip
+                     MODELCENTER_CUDA_ARCHS="90", MODELCENTER_LEVELS="0", TMPDIR=str(scratch))  # fmt: skip
         assert done.returncode == 0, done.stderr
         (wheel,) = (folder / "made").glob("*.whl")
         digests.add(hashlib.sha256(wheel.read_bytes()).hexdigest())
