@@ -19,7 +19,7 @@ from .ops.linear import has_low_units
 from .train.prepare import automatic_precision
 
 PACKAGES = ("torch", "safetensors", "tokenizers", "huggingface_hub", "transformers", "tensorboard", "matplotlib")
-AGAIN = "pip install --force-reinstall --no-deps --no-cache-dir ."
+AGAIN = "pip install -v --force-reinstall --no-deps --no-cache-dir . (in the source folder; -v shows what a compiler says)"
 
 
 def examine() -> dict[str, Any]:
