@@ -290,6 +290,8 @@ MUTANTS = (
            "test_data_order.py::test_a_budget_of_tokens_whatever_the_ranks"),
     Mutant("errors-end-the-data", "data/prefetch.py", "            waiting.put(error)\n", "            waiting.put(None)\n",
            "test_data_prefetch.py::test_an_error_stands_where_its_item_would", "StopIteration"),
+    Mutant("packed-tags-padded", "data/tag.py", "return pack(ids, labels)", "return pad(ids, labels, self.fill)",
+           "test_data_packing.py::test_every_sequence_stands_in_one_bin[tag]", "KeyError"),
     Mutant("shuffle-with-replacement", "data/order.py", ".permutation(size)", ".integers(size, size=size)",
            "test_data_loader.py::test_the_order_is_pinned"),
     Mutant("evaluation-goes-round", "data/loader.py", "plain.batches(limit=len(self))", "plain.batches(limit=2 * len(self))",

@@ -26,7 +26,9 @@ from modelcenter.train.evaluate import count_targets, count_tokens
 KEYS = {"prompt_key": "prompt", "response_key": "response"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "lm": {}, "rows": KEYS, "mlm": {}, "seq2seq": {"target_len": 11}, "classify": {"pair_key": "response"},
+    "regress": {}, "tag": {},
 }  # fmt: skip
+OBJECTIVES, HEADS = {"rows": "lm"}, {"rows": "lm", "regress": "classify"}  # where they are called otherwise
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +43,29 @@ def ragged_records(count: int = 23) -> list[Record]:
     def text() -> str:
         return "".join(random.choice(list("abcdef "), random.integers(1, 19)))
 
-    return [Record({"text": text(), "prompt": text(), "response": text(), "source": text(), "target": text(), "label": k % 3},
-                   "a.jsonl", k + 1) for k in range(count)]
+    def words(k: int) -> dict[str, Any]:
+        return {"tokens": [(text() + "a")[:3] for _ in range(k % 5 + 1)], "tags": [(k + n) % 3 for n in range(k % 5 + 1)]}
+
+    texts = ("text", "prompt", "response", "source", "target")
+    return [Record({**{key: text() for key in texts}, "label": k % 3, **words(k)}, "a.jsonl", k + 1) for k in range(count)]
 
 
 def examples_of(what: str, tokenizer: Tokenizer, **more: Any) -> Any:
-    objective: Any = "lm" if what == "rows" else what
+    objective: Any = OBJECTIVES.get(what, what)
     return make_examples(objective, ragged_records(), tokenizer, DataConfig(seq_len=24, packing=True, **OPTIONS[what], **more))
 
 
 CASES = [(kind, what) for kind, family in sorted(families().items()) for what in OPTIONS
-         if {"rows": "lm"}.get(what, what) in family.tasks]
+         if HEADS.get(what, what) in family.tasks]
 
 
 def tiny(kind: str, what: str) -> Model:
     config = zoo.tiny(kind)
     still = {f.name: 0.0 for f in fields(config) if "dropout" in f.name}
-    config = replace(config, **still, vocab=271, labels=zoo.LABELS)
-    model = skeleton(families()[kind], config, {"rows": "lm"}.get(what, what), torch.float64)
+    config = replace(config, **still, vocab=271, labels=("LABEL_0",) if what == "regress" else zoo.LABELS)
+    if what == "regress":
+        config = replace(config, file={**config.to_dict(), "problem_type": "regression"})
+    model = skeleton(families()[kind], config, HEADS.get(what, what), torch.float64)
     model.to_empty(device="cpu")
     model.tie()
     zoo.loud(model)
@@ -67,23 +74,25 @@ def tiny(kind: str, what: str) -> Model:
 
 def gradients(model: Model, batches: list[dict[str, Any]], task: str) -> tuple[float, dict[str, torch.Tensor]]:
     targets = sum(count_targets(batch, task) for batch in batches)
-    loss = torch.stack([model(**above_zero(batch), num_items_in_batch=targets).loss for batch in batches]).sum()
+    loss = torch.stack([model(**above_zero(batch, task), num_items_in_batch=targets).loss for batch in batches]).sum()
     loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return float(loss.detach()), grads
 
 
-def above_zero(batch: dict[str, Any]) -> dict[str, Any]:
+def above_zero(batch: dict[str, Any], task: str) -> dict[str, Any]:
     """`batch` without the id 0, which some family takes for padding wherever it stands."""
     ids, labels = batch["input_ids"] + 1, batch["labels"]
-    return {**batch, "input_ids": ids, "labels": torch.where(labels == IGNORED, labels, labels + 1) if labels.dim() > 1 else labels}
+    if task in ("lm", "mlm", "seq2seq"):
+        labels = torch.where(labels == IGNORED, labels, labels + 1)
+    return {**batch, "input_ids": ids, "labels": labels.double() if task == "regress" else labels}
 
 
 @pytest.mark.parametrize("kind, what", CASES, ids=lambda x: str(x))
 def test_gradients_are_those_of_the_same_sequences_padded(kind: str, what: str, tokenizer: Tokenizer) -> None:
     packed, model = examples_of(what, tokenizer), tiny(kind, what)
-    inner, task = packed.examples, {"rows": "lm"}.get(what, what)
+    inner, task = packed.examples, OBJECTIVES.get(what, what)
     every = [packed.at(0, k) for k in range(len(packed))]
     assert max(map(len, every)) > 1
     rows = [packed.collate(every[k : k + 2]) for k in range(0, len(every), 2)]
@@ -113,7 +122,7 @@ def test_every_sequence_stands_in_one_bin(what: str, tokenizer: Tokenizer) -> No
         assert (batch["max_length_q"], batch["max_length_k"]) == (int(q.diff().max()), int(k.diff().max()))
         assert [batch["position_ids"][0, a:b].tolist() for a, b in pairwise(k.tolist())] == [
             list(range(b - a)) for a, b in pairwise(k.tolist())]
-        if what == "classify":
+        if what in ("classify", "regress"):
             assert batch["labels"].shape == (len(k) - 1,) and "token_type_ids" not in batch
         elif what == "seq2seq":
             assert batch["labels"].shape == (1, int(q[-1])) and (batch["labels"][0, (q[1:] - 1).long()] == tokenizer.eos_id).all()
@@ -151,7 +160,7 @@ def test_what_is_shown_of_a_packed_batch_is_its_first_sequence(what: str, tokeni
 
 @pytest.mark.parametrize("what", OPTIONS)
 def test_padding_free_batches_hold_the_same_examples(what: str, tokenizer: Tokenizer) -> None:
-    objective: Any = "lm" if what == "rows" else what
+    objective: Any = OBJECTIVES.get(what, what)
     apart, free = (make_examples(objective, ragged_records(), tokenizer, DataConfig(seq_len=24, padding_free=free, **OPTIONS[what]))
                    for free in (False, True))
     assert len(apart) == len(free) and apart.lengths.tolist() == free.lengths.tolist()

@@ -22,6 +22,8 @@ from modelcenter.data.read import read_records
 from modelcenter.data.tokenize import Tokenization, tokenize
 from modelcenter.data.tokenizer import train_tokenizer
 from modelcenter.errors import InputError
+from modelcenter.train.loop import train
+from modelcenter.train.recipe import load_recipe
 
 TEXTS = ["a bcd", "", *(f"{'efg ' * (k % 7)}{k} é" for k in range(60))]
 
@@ -167,3 +169,13 @@ def test_the_command(asked: Tokenization, capsys: pytest.CaptureFixture[str]) ->
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["made"] is False
     assert main([*arguments[:-1], "processes=0"]) == 2
+
+
+def test_a_mixture_of_token_files_trains(asked: Tokenization, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        tokenize(replace(asked, out=str(tmp_path / name)))
+    path = "{" + f"{tmp_path}/a.bin: 2, {tmp_path}/b.bin: 1" + "}"
+    sizes = ["config.layers=1", "config.dim=16", "config.heads=2", "data.seq_len=12", "max_steps=2", "num_epochs=null"]
+    run = load_recipe("pretrain", [f"data.path={path}", f"tokenizer={asked.tokenizer}", "data.eval_fraction=0.2", *sizes,
+                                   f"output_dir={tmp_path}/run"])  # fmt: skip
+    assert train(run).metrics["eval_loss"] > 0

@@ -162,7 +162,7 @@ def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, t
                     names: Sequence[str] | None) -> Evaluation:
     """What the recipe asks of an evaluation on `records`, which `loader` reads."""
     data, size, wanted = recipe.data, None, tuple(dict.fromkeys((*recipe.metrics, *([recipe.best] if recipe.best else []))))
-    if recipe.objective == "lm" and not data.packing and data.response_key is None and not isinstance(records, Tokens):
+    if recipe.objective == "lm" and not data.packing and data.response_key is None and not isinstance(records, Tokens | Mixture):
         size = stream_bytes((r.text(data.text_key, "data.text_key") for r in records), tokenizer)
     elif "bits_per_byte" in wanted:
         refuse(None, "metrics", "bits_per_byte of packed or prompted text or of token files", "plain text, not packed")
