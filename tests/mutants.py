@@ -383,7 +383,7 @@ MUTANTS = (
            "test_data_answer.py::test_the_best_answer_of_all_windows"),
     Mutant("answer-in-the-question", "data/answer.py", "np.where(starts >= 0, side, -np.inf)", "np.where(starts >= -1, side, -np.inf)",
            "test_data_answer.py::test_the_best_answer_of_all_windows"),
-    Mutant("half-an-answer-learned", "data/answer.py", "if first and last and stops[first[-1]] > begin else (0, 0)", "if first and last else (0, 0)",
+    Mutant("half-an-answer-learned", "data/answer.py", "if at >= end]", "if at > begin]",
            "test_data_answer.py::test_labels_are_the_answer_where_a_window_holds_it_whole"),
     # ---- generation
     Mutant("ended-row-goes-on", "generate/run.py", "new = torch.where(done, o.pad, new)", "new = new.clone()",

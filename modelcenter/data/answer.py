@@ -98,7 +98,7 @@ def span(question: Question, starts: Sequence[int], stops: Sequence[int]) -> tup
     begin, end = question.start, question.start + len(question.answers[0])
     first = [k for k, at in enumerate(starts) if 0 <= at <= begin]
     last = [k for k, at in enumerate(stops) if at >= end]
-    return (first[-1], last[0]) if first and last and stops[first[-1]] > begin else (0, 0)
+    return (first[-1], last[0]) if first and last else (0, 0)
 
 
 def questions(record: Record, data: DataConfig) -> Iterator[Question]:
@@ -128,4 +128,3 @@ def question_of(record: Record, fields: dict[str, Any], context: str, data: Data
     if found and context[found[0][1] : found[0][1] + len(found[0][0])] != found[0][0]:
         record.refuse(f"the answer {found[0][0][:40]!r} does not stand at character {found[0][1]}", "its answer_start is wanted")
     return Question(text, context, [t for t, _ in found], found[0][1] if found else -1)
-

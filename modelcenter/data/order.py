@@ -115,4 +115,3 @@ class Blended:
 def order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The permutation of an epoch; numpy's PCG64, so that no other use of randomness moves it."""
     return np.random.default_rng((seed, epoch, 0)).permutation(size)
-
