@@ -91,10 +91,10 @@ def test_min_lr_equals_transformers() -> None:
 
 
 @pytest.mark.parametrize(("settings", "found"), [
-    (dict(name="noam"), r"schedule\.warmup_steps: 0 with name noam"),
-    (dict(name="linear", gamma=0.9), r"schedule\.gamma: 0\.9 with name linear, which has none"),
-    (dict(name="cosine", decay_steps=3), r"schedule\.decay_steps: 3 with name cosine"),
-    (dict(name="wsd", power=2.0), r"schedule\.power"),
+    (dict(name="noam"), r"^warmup_steps: 0 with name noam"),
+    (dict(name="linear", gamma=0.9), r"^gamma: 0\.9 with name linear, which has none"),
+    (dict(name="cosine", decay_steps=3), r"^decay_steps: 3 with name cosine"),
+    (dict(name="wsd", power=2.0), r"^power"),
 ])  # fmt: skip
 def test_settings_of_another_schedule_are_refused(settings: dict, found: str) -> None:
     with pytest.raises(InputError, match=found):
@@ -337,9 +337,9 @@ def test_clipping_and_bad_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize(("settings", "found"), [
-    (dict(name="lion", moments="int8"), r"optimizer\.moments: 'int8' with name lion"),
-    (dict(name="adafactor", betas=(0.5, 0.9)), r"optimizer\.betas"),
-    (dict(name="adamw", momentum=0.9), r"optimizer\.momentum: 0\.9 with name adamw"),
+    (dict(name="lion", moments="int8"), r"^moments: 'int8' with name lion"),
+    (dict(name="adafactor", betas=(0.5, 0.9)), r"^betas"),
+    (dict(name="adamw", momentum=0.9), r"^momentum: 0\.9 with name adamw"),
 ])  # fmt: skip
 def test_settings_of_another_optimizer_are_refused(settings: dict, found: str) -> None:
     with pytest.raises(InputError, match=found):

@@ -27,7 +27,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_packaged() -> None:
-    assert names(packaged()) == ["classify", "finetune", "mlm", "pretrain", "seq2seq"]
+    assert names(packaged()) == ["classify", "finetune", "lora", "mlm", "pretrain", "qlora", "seq2seq"]
     assert names(packaged("machines")) == ["cpu"]
     assert load_machine("cpu") == Machine(device="cpu")
 
@@ -36,7 +36,7 @@ def test_packaged() -> None:
 def test_packaged_recipe_loads(name: str) -> None:
     recipe = load_recipe(name, ["data.path=a.txt"])
     assert recipe.output_dir == f"runs/{name}" and recipe.resume == "auto"
-    assert recipe.objective == {"pretrain": "lm", "finetune": "lm"}.get(name, name)
+    assert recipe.objective == {"classify": "classify", "mlm": "mlm", "seq2seq": "seq2seq"}.get(name, "lm")
     with pytest.raises(InputError, match=r"data\.path: missing"):
         load_recipe(name)
 
@@ -83,6 +83,7 @@ SPELLED = {
     "packing": True, "group_by_length": True,
     "learning_rate": 3e-4, "weight_decay": 0.5, "adam_epsilon": 1e-6, "lr_scheduler_type": "cosine",
     "warmup_steps": 5, "per_device_train_batch_size": 4, "num_train_epochs": 2, "resume_from_checkpoint": "auto",
+    "label_smoothing_factor": 0.1,
 }  # fmt: skip
 
 
@@ -163,6 +164,11 @@ REFUSED = {  # what is added to a good recipe: what is said of it
     "layers: 2": "layers: unknown key",
     "lr: 1": "lr: unknown key; did you mean 'optimizer.lr'?",
     "optimzer: {lr: 1}": "optimzer: unknown key; did you mean 'optimizer'?",
+    "adapter: {rank: 3}": "adapter.rank: set, but adapter.name is none; ",
+    "adapter: {name: lora, targets: []}": "adapter.targets: empty; names of layers, or all-linear",
+    "optimizer: {name: lion, moments: int8}": "optimizer.moments: 'int8' with name lion, which has none; leave it out, or fp32",
+    "schedule: {name: noam}": "schedule.warmup_steps: 0 with name noam; 1 at least",
+    "schedule: {gamma: 0.9}": "schedule.gamma: 0.9 with name linear, which has none; leave it out, or 0.999",
     "optimizer: {name: lyon}": "optimizer.name: 'lyon'; adamw | adafactor",
     "optimizer: {lr: 0}": "optimizer.lr: 0; a number above 0",
     "optimizer: {lr: .nan}": "line 5: '.nan'; a finite number",

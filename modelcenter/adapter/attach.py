@@ -7,7 +7,7 @@ named their way: the same adapter as theirs, in its training too. Named our way,
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -121,8 +121,10 @@ def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved
         model.get_parameter(name).requires_grad_(True)
     if config.quantize != "none":
         kind = QUANTIZED[config.quantize]
-        for name, layer in list(model.named_modules()):
-            if type(layer) is Linear and not name.startswith("head.") and f"{name}.weight" not in trained:
+        plain = [name for name, layer in model.named_modules() if type(layer) is Linear and not name.startswith("head.")]
+        for name in plain:  # by name: a list of layers would hold every whole weight until the last is in codes
+            if f"{name}.weight" not in trained:
+                layer: Any = model.get_submodule(name)
                 ready(name, layer)
                 model.set_submodule(name, kind.of(layer))
     for place in places:

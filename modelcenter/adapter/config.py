@@ -29,9 +29,9 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         if self.name != "none" and not self.targets:
-            refuse(None, "adapter.targets", "empty", f"names of layers, or {ALL}")
+            refuse(None, "targets", "empty", f"names of layers, or {ALL}")
         if self.name == "none" and (changed := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
-            refuse(None, f"adapter.{changed[0]}", "set, but adapter.name is none", "adapter.name=lora or dora")
+            refuse(None, changed[0], "set, but adapter.name is none", "adapter.name=lora or dora")
 
     @property
     def scale(self) -> float:

@@ -32,7 +32,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         of_lion = ["eps", "moments", "momentum"]
         useless = {"adamw": ["momentum"], "adafactor": ["betas", *of_lion], "lion": of_lion}
-        refuse_changed(self, "optimizer", useless.get(self.name, []), f"with name {self.name}, which has none")
+        refuse_changed(self, useless.get(self.name, []), f"with name {self.name}, which has none")
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         own = {"wsd": ["decay_steps", "decay"], "polynomial": ["power"], "exponential": ["gamma"]}
         others = [key for name, keys in own.items() if name != self.name for key in keys]
-        refuse_changed(self, "schedule", others, f"with name {self.name}, which has none")
+        refuse_changed(self, others, f"with name {self.name}, which has none")
         if self.name == "noam" and not self.warmup_steps:
-            refuse(None, "schedule.warmup_steps", "0 with name noam", "1 at least: its peak is at the end of the warm-up")
+            refuse(None, "warmup_steps", "0 with name noam", "1 at least: its peak is at the end of the warm-up")
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class LossConfig:
     z_loss: float = field(default=0.0, metadata={"min": 0, "help": "factor of the squared log of the normaliser (PaLM: 1e-4)"})
 
 
-def refuse_changed(config: Any, section: str, keys: list[str], why: str) -> None:
+def refuse_changed(config: Any, keys: list[str], why: str) -> None:
     """Refuse a key of `keys` that is not at its default."""
     for f in fields(config):
         if f.name in keys and getattr(config, f.name) != f.default:
-            refuse(None, f"{section}.{f.name}", f"{getattr(config, f.name)!r} {why}", "leave the key out")
+            usual = list(f.default) if isinstance(f.default, tuple) else f.default
+            refuse(None, f.name, f"{getattr(config, f.name)!r} {why}", f"leave it out, or {usual}")

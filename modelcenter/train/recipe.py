@@ -153,6 +153,7 @@ ALIASES = {  # transformers' TrainingArguments and example scripts: our key
     "weight_decay": "optimizer.weight_decay",
     "adam_epsilon": "optimizer.eps",
     "lr_scheduler_type": "schedule.name",
+    "label_smoothing_factor": "loss.label_smoothing",
     "warmup_steps": "schedule.warmup_steps",
     "per_device_train_batch_size": "micro_batch",
     "num_train_epochs": "num_epochs",
