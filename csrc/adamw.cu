@@ -230,19 +230,19 @@ template <class G>
 __global__ void __launch_bounds__(THREADS) squares(const Item* table, int64_t count, double* partial) {
     const Item& item = find(table, count, blockIdx.x);
     const int64_t begin = (blockIdx.x - item.first) * PIECE;
-    const int n = static_cast<int>(item.n - begin < PIECE ? item.n - begin : PIECE);
+    const int32_t n = static_cast<int32_t>(item.n - begin < PIECE ? item.n - begin : PIECE);
     const G* const g = static_cast<const G*>(item.g) + begin;
     float sums[8] = {};
     if (reinterpret_cast<uintptr_t>(g) % 16 == 0) {
 #pragma unroll 4
-        for (int i = threadIdx.x * 8; i < n; i += 8 * THREADS) {
+        for (int32_t i = threadIdx.x * 8; i < n; i += 8 * THREADS) {
             const Pack<G> pack = load8<true>(g + i, n - i < 8 ? n - i : 8);
 #pragma unroll
             for (int k = 0; k < 8; k++) sums[k] += to_float(pack.at[k]) * to_float(pack.at[k]);
         }
     } else {
 #pragma unroll 4
-        for (int i = threadIdx.x; i < n; i += THREADS) {
+        for (int32_t i = threadIdx.x; i < n; i += THREADS) {
             const float x = to_float(g[i]);
             sums[0] += x * x;
         }

@@ -218,7 +218,7 @@ int threads_for(int64_t vocab) {
     return static_cast<int>(wanted < 32 ? 32 : wanted > 1024 ? 1024 : wanted);
 }
 
-int blocks_for(int64_t n) { return static_cast<int>(n < (1 << 30) ? n : (1 << 30)); }
+unsigned blocks_for(int64_t n) { return static_cast<unsigned>(n < (1 << 30) ? n : (1 << 30)); }
 
 }  // namespace
 
