@@ -41,13 +41,14 @@ test-all: venv
 # Random cases of every kernel under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own; of the best instruction
 # set that there is here, or with MODELCENTER_CPU=avx2 or base of that one.
 CASES ?= 100000
+SEED ?= 0
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 fuzz: venv
 	CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" MODELCENTER_CUDA=0 $(BIN)/python setup.py -q build_ext \
 		--build-temp build/fuzz --build-lib build/fuzz
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 MODELCENTER_KERNELS=$$(ls build/fuzz/modelcenter/_C*) PYTHONPATH=. OMP_NUM_THREADS=2 \
-		$(BIN)/python tests/fuzz_ops.py --cases $(CASES)
+		$(BIN)/python tests/fuzz_ops.py --cases $(CASES) --seed $(SEED)
 
 # Times every op on the device that is there; the table is printed, and in $(BENCH) with a picture and the figures.
 bench: venv
