@@ -382,6 +382,8 @@ MUTANTS = (
            "test_data_span.py::test_the_example_of_the_paper"),
     Mutant("span-lengths-without-the-end", "data/span.py", "spans_of(n + 1, density, mean)[1] + 1 <= size", "spans_of(n + 1, density, mean)[1] <= size",
            "test_data_span.py::test_the_published_lengths"),
+    Mutant("words-chosen-by-token", "data/objective.py", "word = np.arange(len(ids)) if self.inside is None else", "word = np.arange(len(ids)) if True else",
+           "test_data_span.py::test_whole_words_are_masked[roberta:290];test_data_span.py::test_whole_words_are_masked[wordpiece]"),
     Mutant("end-before-start", "data/answer.py", "if a <= b < a + LONGEST and", "if b < a + LONGEST and",
            "test_data_answer.py::test_the_best_answer_of_all_windows"),
     Mutant("answer-in-the-question", "data/answer.py", "np.where(starts >= 0, side, -np.inf)", "np.where(starts >= -1, side, -np.inf)",

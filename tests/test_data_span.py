@@ -1,13 +1,15 @@
-"""Span corruption against the paper's own example and counts."""
+"""Span corruption against the paper's own example and counts; whole words."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import make_examples
+from modelcenter.data.objective import continuing, make_examples
 from modelcenter.data.record import Record
 from modelcenter.data.span import corrupt, longest, span_mask, spans_of
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer import load_tokenizer, open_tokenizer, train_tokenizer
 from modelcenter.errors import InputError
 
 WORDS = ["Thank", "you", "for", "inviting", "me", "to", "your", "party", "last", "week", "."]
@@ -78,3 +80,35 @@ def test_a_tokenizer_without_sentinels_is_refused() -> None:
     records = [Record({"text": "the cat sat on the mat. " * 30}, "f", 1)]
     with pytest.raises(InputError, match=r"the tokenizer has 1; a shorter data\.seq_len"):
         make_examples("span", records, tokenizer(1), DataConfig(path="x", seq_len=64))
+
+
+@pytest.mark.parametrize("spec", ["roberta:290", "wordpiece"])
+def test_whole_words_are_masked(spec: str, tmp_path: Path) -> None:
+    """All tokens of a word or none, and of the words as many as of the tokens otherwise."""
+    text = "unbelievable cats were sitting everywhere without complaining about anything " * 40
+    if spec == "wordpiece":
+        pieces = ["un", "##believ", "##able", "cat", "##s", "were", "sit", "##ting", "every", "##where", "with", "##out",
+                  "complain", "##ing", "about", "any", "##thing"]  # fmt: skip
+        vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
+        (tmp_path / "vocab.txt").write_text("\n".join(vocab) + "\n")
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
+        made = load_tokenizer(tmp_path)
+    else:
+        made = train_tokenizer([text], 290, "roberta")
+    data = DataConfig(path="x", seq_len=48, whole_words=True)
+    examples = make_examples("mlm", [Record({"text": text}, "f", 1)], made, data)
+    whole, split, chosen, tokens = 0, 0, 0, 0
+    for epoch in range(8):
+        for index in range(len(examples)):
+            seen, labels = examples.at(epoch, index)
+            ids = np.where(labels == -100, seen, labels)
+            names = [made.raw.id_to_token(int(i)) for i in ids]
+            inside = [n.startswith("##") if spec == "wordpiece" else not n.startswith("Ġ") for n in names]
+            starts = [k for k in range(len(ids)) if ids[k] in made.special_ids or not inside[k]]
+            for a, b in zip(starts, [*starts[1:], len(ids)], strict=True):
+                part = [label != -100 for k, label in enumerate(labels[a:b], a) if ids[k] not in made.special_ids]
+                whole, split = whole + (len(part) > 1 and all(part)), split + (any(part) and not all(part))
+                chosen, tokens = chosen + sum(part), tokens + len(part)
+    assert whole > 20 and split == 0 and 0.1 < chosen / tokens < 0.2
+    with pytest.raises(InputError, match=r"data\.whole_words: true with a tokenizer that marks no words"):
+        continuing(open_tokenizer("char", ["ab"]))

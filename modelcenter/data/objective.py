@@ -28,7 +28,7 @@ from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Mixture, Record
 from modelcenter.data.span import corrupt, longest, sentinels, span_mask, spans_of
 from modelcenter.data.tag import Tagged, sentence, tag_names
-from modelcenter.data.tokenizer import Tokenizer
+from modelcenter.data.tokenizer import ForeignTokenizer, Tokenizer
 from modelcenter.errors import nearest, refuse
 
 Lengths = NDArray[np.int64]
@@ -230,7 +230,8 @@ class Masked(Sequences):
     """mlm: the stream of all documents in blocks of seq_len between [CLS] and [SEP], with [SEP] between documents, or, to
     be packed, each document for itself.
 
-    Devlin et al. 2018, 3.1: of the tokens chosen (15 %) 80 % are masked, 10 % replaced, 10 % kept; anew each epoch.
+    Devlin et al. 2018, 3.1: of the tokens chosen (15 %) 80 % are masked, 10 % replaced, 10 % kept; anew each epoch. With
+    `whole_words` words are chosen, and all their tokens with them, as in BERT's release of May 2019.
     """
 
     def __init__(self, tokens: Ragged | Tokens, read: Reader, data: DataConfig, seed: int) -> None:
@@ -248,6 +249,7 @@ class Masked(Sequences):
         top = min(tokenizer.vocab_size, read.vocab or tokenizer.vocab_size)
         self.special = np.array(sorted(special), np.int32)
         self.ordinary = np.array([i for i in range(top) if i not in special], np.int32)
+        self.inside = continuing(tokenizer) if data.whole_words else None
         self.tokens, self.size = tokens, data.seq_len
         bounds = tokens.bounds if data.packing else np.array([0, tokens.total])
         self.starts, self.stops = pieces(bounds, room, drop=behind(tokens, int(bounds[1]), self.tail))
@@ -259,13 +261,26 @@ class Masked(Sequences):
         ids = np.concatenate([self.head, block, self.tail]).astype(np.int32)
         random = np.random.default_rng((self.seed, epoch, index, 2))
         open_ = ~np.isin(ids, self.special)
-        chosen = open_ & (random.random(len(ids)) < self.probability)
+        word = np.arange(len(ids)) if self.inside is None else np.cumsum(~self.inside[ids] | ~open_) - 1
+        chosen = open_ & (random.random(word[-1] + 1) < self.probability)[word]
         if not chosen.any() and open_.any():
-            chosen[random.choice(np.flatnonzero(open_))] = True
+            chosen = open_ & (word == word[random.choice(np.flatnonzero(open_))])
         fate = random.random(len(ids))
         other = random.choice(self.ordinary, len(ids)) if len(self.ordinary) else ids
         seen = np.where(chosen & (fate < 0.8), self.mask, np.where(chosen & (fate >= 0.9), other, ids))
         return seen.astype(np.int32), np.where(chosen, ids, IGNORED).astype(np.int32)
+
+
+def continuing(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+    """Which ids go on with the word of the token before: by ## in WordPiece, else by no mark of a space at their beginning."""
+    vocab = {} if isinstance(tokenizer, ForeignTokenizer) else tokenizer.raw.get_vocab(with_added_tokens=True)
+    mark = next((m for m in ("##", "Ġ", "▁") if any(token.startswith(m) for token in vocab)), None)
+    if mark is None:
+        refuse(tokenizer.name, "data.whole_words", "true with a tokenizer that marks no words", "false, or another tokenizer")
+    inside = np.zeros(tokenizer.vocab_size, np.bool_)
+    for token, number in vocab.items():
+        inside[number] = token.startswith(mark) == (mark == "##")
+    return inside
 
 
 class Pairs(Sequences):
