@@ -158,22 +158,25 @@ budgets = {"lengths": st.lists(st.integers(1, 30), min_size=1, max_size=40), "mo
 
 
 @settings(deadline=None)
-@given(**budgets, world=st.sampled_from([1, 2, 4]), padded=st.booleans(), start=st.integers(0, 70))
+@given(**budgets, world=st.sampled_from([1, 2, 4]), padded=st.booleans(), start=st.integers(0, 70), kind=st.integers(0, 2))
 def test_a_budget_of_tokens_whatever_the_ranks(lengths: list[int], most: int, forward: int, world: int, padded: bool,
-                                               start: int) -> None:
-    examples = Ragged(lengths)
+                                               start: int, kind: int) -> None:
+    examples, half = Ragged(lengths), len(lengths) // 2
 
-    def steps(rank: int, world: int, budget: Budget | None = None) -> list[Any]:
-        budget = budget or Budget(most, forward, padded)
-        loader = Loader(examples, examples.collate, 4, 1, rank, world, budget=budget)
-        return list(islice(loader.steps(start), 6))
+    def loader_of(rank: int, world: int) -> Loader:
+        order: Any = None
+        if kind == 1:
+            order = Grouped(examples.lengths, 1, 3)
+        if kind == 2 and half:
+            order = Blended([half, len(lengths) - half], [1, 2.5], 1, True)
+        return Loader(examples, examples.collate, 4, 1, rank, world, order=order, budget=Budget(most, forward, padded))
 
-    ranks = [steps(rank, world) for rank in range(world)]
+    ranks = [list(islice(loader_of(rank, world).steps(start), 6)) for rank in range(world)]
     position = start
     for step in zip(*ranks, strict=True):
         assert len({after for after, _ in step}) == 1 and len({len(pieces) for _, pieces in step}) == 1
         after = step[0][0]
-        loader = Loader(examples, examples.collate, 4, 1, budget=Budget(most, forward, padded))
+        loader = loader_of(0, 1)
         wanted = [loader.index(p) for p in range(position, after)]
         assert [s for _, pieces in step for piece in pieces for s in real(piece)] == wanted, "ranks share one order"
         sizes = [lengths[index] for _, index in wanted]
@@ -186,8 +189,7 @@ def test_a_budget_of_tokens_whatever_the_ranks(lengths: list[int], most: int, fo
         position = after
     if world == 1:
         middle = ranks[0][2][0]
-        loader = Loader(examples, examples.collate, 4, 1, budget=Budget(most, forward, padded))
-        resumed = [(after, [real(b) for b in pieces]) for after, pieces in islice(loader.steps(middle), 3)]
+        resumed = [(after, [real(b) for b in pieces]) for after, pieces in islice(loader_of(0, 1).steps(middle), 3)]
         assert resumed == [(after, [real(b) for b in pieces]) for after, pieces in ranks[0][3:]]
 
 
