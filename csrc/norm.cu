@@ -2,15 +2,15 @@
 //
 // A group of warps takes ROWS rows at a time, a thread PACKS times eight neighbouring columns of them: the weights and the sums for
 // their gradients stay in its registers for good, and a barrier and a reduction serve all of these rows. As many blocks as fit walk
-// over the rows; rows to come are on their way into shared memory meanwhile (cp.async). The blocks write their sums for weight and
-// bias to `partial`, which a second kernel adds up in a fixed order.
+// over the rows; rows to come are on their way into shared memory meanwhile (cp.async). The groups write their sums for weight and
+// bias to lines of `partial`, which a second kernel adds up in a fixed order.
 //
 // Memory moves in aligned packs of eight elements even where rows are not aligned (SHIFT): a thread's columns are those of aligned
 // packs of the result, an input is copied in its own aligned packs, and a thread takes its columns from two of them. Which columns
 // these are depends on the row's number modulo 8 at most, and a group takes rows for which it is the same.
 //
-// Arithmetic is in fp32, and what dtypes the arrays have is asked when a pack is read or written. Rows for which the ring has no room
-// are read again for each sum (norm_any_rows).
+// Arithmetic is in fp32. Some kernels are for arrays all in bf16 or fp16; those for all else ask for the dtype of each pack. Rows for
+// which the ring has no room are read again for each sum (norm_any_rows).
 //
 // Bytes an element must move in bf16: forward 4 (8 with a residual), backward 6 (8).
 #include "cuda.h"
@@ -60,7 +60,7 @@ struct Problem {
     bool centred, alike;     // alike: results are equally far from alignment
     float *stats, *partial;
     int64_t rows, dim;
-    int64_t groups;          // that work, over all blocks
+    int64_t groups;          // over all blocks
     int stages;
 };
 
@@ -239,17 +239,13 @@ struct Window {
 
 // ---- rows in shared memory: for each row to come a slot of 16 bytes, or two of fp32, for each pack of eight
 
-// 16 bytes, of which those beyond `bytes` become zero
-__device__ __forceinline__ void copy16(uint4* to, const void* from, int bytes) {
+// 16 bytes, or zeros
+__device__ __forceinline__ void copy16(uint4* to, const void* from, bool exists) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(exists ? 16 : 0) : "memory");
 #else
-    uint4 found = make_uint4(0, 0, 0, 0);
-    if (bytes == 16) found = *static_cast<const uint4*>(from);
-    else
-        for (int i = 0; 2 * i < bytes; i++) reinterpret_cast<uint16_t*>(&found)[i] = static_cast<const uint16_t*>(from)[i];
-    *to = found;
+    *to = exists ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 #endif
 }
 __device__ __forceinline__ void commit() {
@@ -279,8 +275,10 @@ struct Ring {
 template <int D, bool SHIFT, int PACKS>
 struct Source {
     Tensor from;
+    int64_t end;      // elements
     int skew, shift;  // of its own packs before the row; how many elements behind one the thread's columns begin
-    __device__ __forceinline__ Source(const Tensor& from, int64_t start, int window) : from(from), skew(0), shift(0) {
+    __device__ __forceinline__ Source(const Tensor& from, int64_t end, int64_t start, int window)
+        : from(from), end(end), skew(0), shift(0) {
         if (!SHIFT) return;
         skew = from.skew(start);
         if (skew < window) skew += 8;
@@ -301,11 +299,22 @@ struct Source {
 #pragma unroll
         for (int j = 0; j < PACKS; j++) {
             if (!copies(j, dim)) continue;
-            const char* place = static_cast<const char*>(from.data) + (exists ? (at + first(j)) * size<D>(from) : 0);
-            const int bytes = !exists ? 0 : (SHIFT ? min(dim - first(j), 8) : 8) * size<D>(from);
-            copy16(ring.at(slot, j), place, min(bytes, 16));
-            if (kind<D>(from) == F32) copy16(ring.at(slot + 1, j), place + (bytes > 16 ? 16 : 0), max(bytes - 16, 0));
+            const int64_t start = exists ? at + first(j) : 0;
+            const char* place = static_cast<const char*>(from.data) + start * size<D>(from);
+            if (SHIFT && exists && start + 8 > end) {  // the array ends within this pack, and perhaps the memory that may be read
+                part(ring.at(slot, j), place, static_cast<int>(end - start) * size<D>(from));
+                continue;
+            }
+            copy16(ring.at(slot, j), place, exists);
+            if (kind<D>(from) == F32) copy16(ring.at(slot + 1, j), place + 16, exists);
         }
+    }
+    // `bytes` of a pack, and zeros
+    __device__ __forceinline__ void part(uint4* to, const char* place, int bytes) const {
+        auto* words = reinterpret_cast<uint16_t*>(to);
+        const int apart = 8 * (PACKS * static_cast<int>(blockDim.x) - 1);  // from a slot's pack to that of the next slot
+        for (int i = 0; i < 8 * slots(); i++)
+            words[i + (i < 8 ? 0 : apart)] = 2 * i < bytes ? reinterpret_cast<const uint16_t*>(place)[i] : 0;
     }
     __device__ __forceinline__ Eight get(const Ring<PACKS>& ring, int slot, int j, uint32_t valid) const {
         Eight to;
@@ -314,7 +323,8 @@ struct Source {
             read(words, ring.at(slot, j)), read(words + 4, ring.at(slot + 1, j));
             if (SHIFT && shift) {
                 const int next = Ring<PACKS>::pack(j) + 1 < ring.packs() ? 1 : 0;
-                read(words + 8 % (SHIFT ? 16 : 8), ring.at(slot, j) + next), read(words + 12 % (SHIFT ? 16 : 8), ring.at(slot + 1, j) + next);
+                read(words + 8 % (SHIFT ? 16 : 8), ring.at(slot, j) + next);
+                read(words + 12 % (SHIFT ? 16 : 8), ring.at(slot + 1, j) + next);
                 behind<4>(words);
             }
             to = decode(words, F32);
@@ -405,10 +415,10 @@ __global__ void __launch_bounds__(THREADS) norm_rows(const Problem p) {
     __shared__ Board<ROWS> board;
     const int dim = static_cast<int>(p.dim);
     const int64_t group = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-    if (group >= p.groups) return;
     const bool adds = p.residual.data;
     const int skew = SHIFT ? p.out.skew(group * dim) : 0;
-    const Source<D, SHIFT, PACKS> x(p.x, group * dim, skew), residual(adds ? p.residual : p.x, group * dim, skew);
+    const Source<D, SHIFT, PACKS> x(p.x, p.rows * p.dim, group * dim, skew);
+    const Source<D, SHIFT, PACKS> residual(adds ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
     const int after = x.slots(), slots = after + (adds ? residual.slots() : 0);
     Ring<PACKS> ring{memory};
     ring.base += threadIdx.y * ring.packs() * p.stages * ROWS * slots;
@@ -516,7 +526,8 @@ __global__ void __launch_bounds__(THREADS) norm_rows(const Problem p) {
                 for (int j = 0; j < PACKS; j++) {
                     Eight y = h[r][j].get();
 #pragma unroll
-                    for (int k = 0; k < 8; k++) y.at[k] = !CENTRED ? y.at[k] * s.rstd : again ? s.normal(y.at[k]) : fmaf(y.at[k], s.rstd, minus);
+                    for (int k = 0; k < 8; k++)
+                        y.at[k] = !CENTRED ? y.at[k] * s.rstd : again ? s.normal(y.at[k]) : fmaf(y.at[k], s.rstd, minus);
 #pragma unroll
                     for (int k = 0; k < 8; k++) y.at[k] = fmaf(y.at[k], w[j].at[k], b[j].at[k]);
                     mine[j].template store<D>(p.out, start + r * apart, y);
@@ -578,8 +589,9 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
     const int64_t group = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
     const int skew = SHIFT ? p.total.skew(group * dim) : 0;
     const bool adds = p.residual.data;
-    const Source<D, SHIFT, PACKS> grad(p.x, group * dim, skew), normed(p.normed, group * dim, skew);
-    const Source<D, SHIFT, PACKS> residual(adds ? p.residual : p.x, group * dim, skew);
+    const Source<D, SHIFT, PACKS> grad(p.x, p.rows * p.dim, group * dim, skew),
+        normed(p.normed, p.rows * p.dim, group * dim, skew);
+    const Source<D, SHIFT, PACKS> residual(adds ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
     const int after = grad.slots(), last = after + normed.slots(), slots = last + (adds ? residual.slots() : 0);
     Ring<PACKS> ring{memory};
     ring.base += threadIdx.y * ring.packs() * p.stages * ROWS * slots;
@@ -611,9 +623,8 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
         return D == ANY && CENTRED ? s.normal(x) : (CENTRED ? x - s.mean : x) * s.rstd;
     };
     const int64_t apart = p.groups * p.dim;
-    float next = group < p.groups ? read_stats(group) : 0.0f;
+    float next = read_stats(group);
     if (SHIFT) group_barrier();
-    if (group < p.groups)
         walk<ROWS, SHIFT>(
             p, group, slots,
             [&](int64_t at, int slot, bool exists) {
@@ -673,25 +684,15 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
                     }
                 }
             });
-    // the block's groups together, by columns, then one line of `partial`
-    float* sums = reinterpret_cast<float*>(memory);
-    const int width = SUMS * dim, all = static_cast<int>(blockDim.x * blockDim.y);
-    __syncthreads();
+    float* line = p.partial + group * SUMS * dim;
 #pragma unroll
     for (int j = 0; j < PACKS; j++)
 #pragma unroll
         for (int k = 0; k < 8; k++)
             if (mine[j].has(k)) {
-                float* to = sums + threadIdx.y * width + mine[j].first + k;
-                to[0] = dw[j].at[k];
-                if (CENTRED) to[dim] = db[j].at[k];
+                line[mine[j].first + k] = dw[j].at[k];
+                if (CENTRED) line[dim + mine[j].first + k] = db[j].at[k];
             }
-    __syncthreads();
-    for (int c = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x); c < width; c += all) {
-        float sum = 0.0f;
-        for (int y = 0; y < static_cast<int>(blockDim.y); y++) sum += sums[y * width + c];
-        p.partial[int64_t{blockIdx.x} * width + c] = sum;
-    }
 }
 
 // Rows of any length and alignment: a block each; the sums for weight and bias are another kernel's.
@@ -778,11 +779,10 @@ int attribute(cudaDeviceAttr which) {
 // After how many rows their alignment repeats.
 int period(int64_t dim) { return dim % 8 == 0 ? 1 : dim % 4 == 0 ? 2 : dim % 2 == 0 ? 4 : 8; }
 
-// Runs `kernel` on groups of threads, several for a block where rows are short; false where its ring does not fit. `slots` of 16
-// bytes hold a pack of a row, `least` bytes a column are wanted for other uses of the same memory; `lines`: how many blocks there
-// may be, and then how many there were.
+// Runs a kernel on groups of threads, several for a block where rows are short; false where its ring does not fit. `slots` of 16
+// bytes hold a pack of a row; `lines`: how many groups there may be, and then how many there were.
 template <auto KERNEL>
-bool launch(int packs, int rows, Problem p, bool shift, int slots, int least, int64_t& lines, cudaStream_t stream) {
+bool launch(int packs, int rows, Problem p, bool shift, int slots, int64_t& lines, cudaStream_t stream) {
     const int64_t wanted = (p.dim + (shift ? 22 : 7)) / 8;
     const int64_t threads = ((wanted + packs - 1) / packs + 31) / 32 * 32;
     if (threads > THREADS) return false;
@@ -791,7 +791,9 @@ bool launch(int packs, int rows, Problem p, bool shift, int slots, int least, in
         cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(KERNEL));
         return found.numRegs > 0 ? (found.numRegs + 7) / 8 * 8 : 96;
     }();
-    const int groups = threads < 512 ? min(static_cast<int>(512 / threads), 15) : 1, block = static_cast<int>(threads) * groups;
+    int groups = threads < 512 ? min(static_cast<int>(512 / threads), 15) : 1;  // each has a barrier of its own, of fifteen
+    while (shift && groups & (groups - 1)) groups--;
+    const int block = static_cast<int>(threads) * groups;
     int resident = 65536 / (registers * block);
     const int each = 16 * slots * packs * rows * block;  // bytes of a stage
     const int whole = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
@@ -799,19 +801,18 @@ bool launch(int packs, int rows, Problem p, bool shift, int slots, int least, in
     int fit = 0;
     for (; resident; resident--) {
         fit = min(most, whole / resident - 6144);
-        if (fit >= 2 * each && fit >= least * p.dim * groups) break;
+        if (fit >= 2 * each) break;
     }
     if (!resident) return false;
     p.stages = min(fit / each, STAGES);
-    const int every = shift ? period(p.dim) : 1;
-    int64_t blocks = grid(p.rows, groups * rows, resident);
-    if (blocks * groups < every) blocks = (every + groups - 1) / groups;
-    if (blocks > lines) blocks = lines;
-    if (blocks * groups < every) return false;
-    p.groups = blocks * groups / every * every, lines = blocks;
-    const int64_t bytes = max(int64_t{each} * p.stages, int64_t{least} * p.dim * groups);
-    cudaFuncSetAttribute(reinterpret_cast<const void*>(KERNEL), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-    cudaFuncSetAttribute(reinterpret_cast<const void*>(KERNEL), cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+    const int64_t unit = shift ? max(period(p.dim) / groups, 1) : 1;  // blocks: a group keeps to rows of one alignment
+    const int64_t blocks = min((grid(p.rows, groups * rows, resident) + unit - 1) / unit, lines / (unit * groups)) * unit;
+    if (!blocks) return false;
+    p.groups = lines = blocks * groups;
+    const int bytes = each * p.stages;
+    const auto kernel = reinterpret_cast<const void*>(KERNEL);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
     KERNEL<<<static_cast<unsigned>(blocks), dim3(static_cast<unsigned>(threads), groups), bytes, stream>>>(p);
     return true;
 }
@@ -839,7 +840,8 @@ int threads_for(int64_t dim) {
 void forward(const Problem& p, bool shift, cudaStream_t stream) {
     int64_t lines = INT32_MAX;
     const int slots = slots_of(p.x) + slots_of(p.residual);
-    if (p.alike && MC_LAUNCH(norm_rows, (p.residual.data ? p.residual.dtype : p.x.dtype), p, shift, slots, 0, lines, stream)) return;
+    const Dtype kind = p.residual.data ? p.residual.dtype : p.x.dtype;
+    if (p.alike && MC_LAUNCH(norm_rows, kind, p, shift, slots, lines, stream)) return;
     const int threads = threads_for(p.dim);
     norm_any_rows<<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
 }
@@ -847,7 +849,7 @@ void forward(const Problem& p, bool shift, cudaStream_t stream) {
 // How many lines of `partial` there are.
 int64_t backward(const Problem& p, int64_t lines, bool shift, cudaStream_t stream) {
     const int slots = slots_of(p.x) + slots_of(p.normed) + slots_of(p.residual);
-    if (p.alike && MC_LAUNCH(norm_rows_backward, p.normed.dtype, p, shift, slots, p.centred ? 8 : 4, lines, stream)) return lines;
+    if (p.alike && MC_LAUNCH(norm_rows_backward, p.normed.dtype, p, shift, slots, lines, stream)) return lines;
     const int threads = threads_for(p.dim);
     norm_any_rows_backward<<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
     norm_columns<<<dim3(static_cast<unsigned>((p.dim + 31) / 32), static_cast<unsigned>(lines)), dim3(32, 8), 0, stream>>>(p);
@@ -906,7 +908,7 @@ MC_KERNEL(norm) {
     p.eps = static_cast<float>(eps), p.centred = centred, p.alike = alike(out, total);
     p.rows = rows.at[0], p.dim = columns.at[0];
     set_rate(p, seed, rate);
-    forward(p, !packed(p.dim, x, residual, out, total) || !weight.aligned() || !bias.aligned(), static_cast<cudaStream_t>(call.stream));
+    forward(p, !packed(p.dim, x, residual, out, total), static_cast<cudaStream_t>(call.stream));
 }
 
 MC_KERNEL(norm_backward) {

@@ -85,16 +85,18 @@ def results(out: Any) -> tuple[Tensor, ...]:
 
 
 def run(
-    function: Callable[..., Any], args: Sequence[Any], seed: int = 1, lay: Callable[[Tensor], Tensor] | None = None
-) -> list[Tensor]:
+    function: Callable[..., Any], args: Sequence[Any], seed: int = 1, lay: Callable[[Tensor], Tensor] | None = None,
+    like: Sequence[Tensor] = (),
+) -> list[Tensor]:  # fmt: skip
     """The values, then the gradients of the leaves for a random direction that depends on the seed alone; `lay` puts it into
-    memory in another way."""
+    memory in another way. Results that are `like` others have their directions, as rounded for those."""
     wanted = [a for a in floating(args) if a.requires_grad]
     for a in wanted:
         a.grad = None
     outs = results(function(*args))
     generator = torch.Generator().manual_seed(seed)
-    directions = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outs]
+    directions = [torch.randn(out.shape, generator=generator, dtype=torch.float64) for out in outs]
+    directions = [d.to(like[i] if like else out).to(out) for i, (d, out) in enumerate(zip(directions, outs, strict=True))]
     directions = [lay(d) for d in directions] if lay else directions
     if wanted:
         torch.autograd.backward(*zip(*[pair for pair in zip(outs, directions, strict=True) if pair[0].requires_grad], strict=True))
@@ -130,8 +132,8 @@ def is_as_exact(name: str, args: Sequence[Any]) -> None:
     """The worst error of each result and gradient is at most the worst peer's plus four roundings of the largest value or of 1:
     of the result, of what is kept in the same dtype for the backward, and of an exponential formed there again and its argument."""
     op = OPS[name]
-    exact = run(op.reference, leaves(args, torch.float64))
     found = run(op, leaves(args))
+    exact = run(op.reference, leaves(args, torch.float64), like=found)
     peers = [run(op.reference, leaves(args))]
     if name in PEERS and len(floating(args)) == len([a for a in args if isinstance(a, Tensor)]):
         peers.append(run(PEERS[name], leaves(args)))

@@ -179,10 +179,12 @@ def test_products_of_any_size(kind: str, dtype: torch.dtype, device: str) -> Non
                 assert torch.equal(linear(apart(x), apart(codes), apart(scales), apart(bias)), found)
                 spread = torch.stack((x, x), -1)[..., 0]
                 assert torch.equal(linear(spread, codes, scales, bias), found)
+            if device == "cuda" and dtype == torch.float16:
+                rounding *= 4  # torch's own product, for which a GPU may add parts of a sum in fp16
             tiny = 2.0**-24 if dtype == torch.float16 else 0.0  # what is subnormal in fp16 has no more digits
             assert ((found.double() - wanted).abs() <= rounding * size + tiny * cols).all()
             without = linear(x, codes, scales, None)
-            assert ((without.double() - F.linear(x.double(), weight)).abs() <= rounding * size).all()
+            assert ((without.double() - F.linear(x.double(), weight)).abs() <= rounding * size + tiny * cols).all()
     assert linear(torch.ones(2, 3, 4, device=device, dtype=dtype), *packed(kind, 5, 4, device)[:2], None).shape == (2, 3, 5)
 
 

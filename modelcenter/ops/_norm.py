@@ -62,9 +62,10 @@ def multiprocessors(device: torch.device) -> int:
 
 def lines(total: Tensor, rows: int) -> int:
     """Room for how many partial sums the backward has: a matter of the sizes and the chip alone, so that results repeat."""
-    if not total.is_cuda:
+    if not total.is_cuda or not total.numel():
         return min(max(rows // ROWS, 1), CHUNKS)
-    return max(min(multiprocessors(total.device) * 5, -(-rows // 4)), 1)  # csrc/norm.cu has at most so many blocks at a time
+    beside = max(20 // -(-total.size(-1) // 256), 1)  # groups of threads that csrc/norm.cu has on a multiprocessor, at most
+    return max(min(multiprocessors(total.device) * beside, rows), 1)
 
 
 @raw(
