@@ -668,7 +668,7 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
                         const Eight v = normed.get(ring, slot + r * slots + after, j, mine[j].valid);
 #pragma unroll
                         for (int k = 0; k < 8; k++)
-                            d.at[k] = fmaf(-normal(s, v.at[k]), skewed, d.at[k] * w[j].at[k] - level) * s.rstd;
+                            d.at[k] = fmaf(-normal(s, v.at[k]), skewed, fmaf(d.at[k], w[j].at[k], -level)) * s.rstd;
                         if (adds) {
                             const Eight more = residual.get(ring, slot + r * slots + last, j, mine[j].valid);
 #pragma unroll
@@ -770,7 +770,7 @@ __global__ void __launch_bounds__(512) norm_add_partial(const float* partial, in
 // ---- launching
 
 int attribute(cudaDeviceAttr which) {
-    int device = 0, value = 0;
+    int32_t device = 0, value = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&value, which, device);
     return value;
@@ -783,8 +783,8 @@ int period(int64_t dim) { return dim % 8 == 0 ? 1 : dim % 4 == 0 ? 2 : dim % 2 =
 // bytes hold a pack of a row; `lines`: how many groups there may be, and then how many there were.
 template <auto KERNEL>
 bool launch(int packs, int rows, Problem p, bool shift, int slots, int64_t& lines, cudaStream_t stream) {
-    const int64_t wanted = (p.dim + (shift ? 22 : 7)) / 8;
-    const int64_t threads = ((wanted + packs - 1) / packs + 31) / 32 * 32;
+    const int64_t columns = (p.dim + (shift ? 22 : 7)) / 8;
+    const int64_t threads = ((columns + packs - 1) / packs + 31) / 32 * 32;
     if (threads > THREADS) return false;
     static const int registers = [] {  // of this kernel, on any chip
         cudaFuncAttributes found{};
@@ -806,7 +806,8 @@ bool launch(int packs, int rows, Problem p, bool shift, int slots, int64_t& line
     if (!resident) return false;
     p.stages = min(fit / each, STAGES);
     const int64_t unit = shift ? max(period(p.dim) / groups, 1) : 1;  // blocks: a group keeps to rows of one alignment
-    const int64_t blocks = min((grid(p.rows, groups * rows, resident) + unit - 1) / unit, lines / (unit * groups)) * unit;
+    const int64_t wanted = max(grid(p.rows, groups * rows, resident) / unit, int64_t{1});
+    const int64_t blocks = min(wanted, lines / (unit * groups)) * unit;
     if (!blocks) return false;
     p.groups = lines = blocks * groups;
     const int bytes = each * p.stages;

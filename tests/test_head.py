@@ -285,3 +285,23 @@ def test_masked_language_modelling_transforms_labelled_positions_alone() -> None
     labels[:, ::10] = 1
     lm(torch.randn(3, 50, 8, requires_grad=True), batch(labels)).loss.backward()
     assert lm.transform.rows == 15
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("vocab", [1031, 1032, 2049])
+def test_a_vocabulary_in_two_pieces(monkeypatch: pytest.MonkeyPatch, vocab: int, device: str) -> None:
+    """A GPU multiplies what goes beyond a multiple of 8 apart; labels lie in both pieces."""
+    if not available(device):
+        pytest.skip("no kernels for this device here")
+    pieces = module.even_pieces(vocab)
+    assert sorted(i for piece in pieces for i in range(vocab)[piece]) == list(range(vocab))
+    assert len(pieces) == (2 if vocab % 8 else 1)
+    monkeypatch.setattr(module, "BYTES", {device: 4 * vocab * 16})  # several chunks
+    args = made(50, 24, vocab)
+    args[3][1::5] = vocab - 1
+    wanted, gradients = exact(args, HOW["all"])
+    there = [a.detach().to(device).requires_grad_(a.is_floating_point()) for a in args]
+    loss = op(*there, *HOW["all"])
+    close(loss.detach().cpu(), wanted)
+    for found, one in zip(torch.autograd.grad(loss, there[:3]), gradients, strict=True):
+        close(found.cpu(), one)

@@ -77,23 +77,26 @@ def linear_cross_entropy_forward(
             dx = dx.new_empty(x.shape if grads & X else 0)
     w, b, labels = aligned(weight.to(kind).contiguous()), None if bias is None else bias.to(kind), labels.contiguous()
     up = 256.0 if kind == torch.float16 else 1.0
+    pieces = even_pieces(vocab) if cuda else [slice(0, vocab)]
     room = x.new_empty(min(chunk, len(x)), stride, dtype=kind)
     for start in range(0, len(x), chunk):
         rows = slice(start, min(start + chunk, len(x)))
         part, held = aligned(x[rows].to(kind)), room[: rows.stop - start]
         logits = held[:, :vocab]
-        if b is None:
-            multiply(logits, part, w.t(), 0.0, scale)
-        else:
-            torch.addmm(b, part, w.t(), alpha=scale, out=logits)
+        for piece in pieces:
+            if b is None:
+                multiply(logits[:, piece], part, w[piece].t(), 0.0, scale)
+            else:
+                torch.addmm(b[piece], part, w[piece].t(), alpha=scale, out=logits[:, piece])
         if not grads:
             call("cross_entropy", held, labels[rows], vocab, smoothing, z, losses[rows], None)
             continue
         call("cross_entropy_both", held, labels[rows], vocab, smoothing, z, up, losses[rows])
-        if grads & X:
-            multiply(dx[rows], logits, w, 0.0, scale / up)
-        if grads & WEIGHT:
-            multiply(dweight, logits.t(), part, 1.0 if start else 0.0, scale / up)
+        for i, piece in enumerate(pieces):
+            if grads & X:
+                multiply(dx[rows], logits[:, piece], w[piece], 1.0 if i else 0.0, scale / up)
+            if grads & WEIGHT:
+                multiply(dweight[piece], logits[:, piece].t(), part, 1.0 if start else 0.0, scale / up)
         if len(dbias):
             dbias.add_(logits.sum(0, dtype=torch.float32), alpha=1 / up)
     if not len(x):
@@ -109,6 +112,13 @@ def rows_of_a_chunk(x: Tensor, vocab: int, kind: torch.dtype) -> tuple[int, int]
     stride = -(-vocab // 64) * 64
     rows = max(1, BYTES["cuda" if x.is_cuda else "cpu"] // (stride * kind.itemsize))
     return rows // 128 * 128 or rows, stride
+
+
+def even_pieces(vocab: int) -> list[slice]:
+    """The vocabulary as what is left over from a multiple of 8, and that: on an H200 products with GPT-2's 50257 columns take eight
+    times as long as with 50256. The small piece comes first, so that adding it to the gradient of x rounds nothing large."""
+    even = vocab // 8 * 8
+    return [slice(even, vocab), slice(0, even)] if 1024 <= even < vocab else [slice(0, vocab)]
 
 
 def aligned(x: Tensor) -> Tensor:
