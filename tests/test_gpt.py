@@ -188,7 +188,7 @@ def test_the_generation_config_beside_the_weights_counts(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
-    [({"num_beams": 4}, "num_beams"), ({"temperature": 0.0}, "temperature"), ({"max_new_token": 3}, "max_new_tokens"),
+    [({"num_beams": 0}, "num_beams"), ({"temperature": 0.0}, "temperature"), ({"max_new_token": 3}, "max_new_tokens"),
      ({"top_p": 1.5}, "top_p")],
 )  # fmt: skip
 def test_generation_options_are_checked(options: dict[str, Any], wanted: str) -> None:
