@@ -263,7 +263,7 @@ def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = Non
     metadata (`min` and `max` inclusive, `above` and `below` exclusive; of a text, `min` is its length). What
     `cls.__post_init__` refuses gets the file and the section put before it."""
     hints = get_type_hints(cls)
-    known = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    known = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]  # cls is a dataclass
     for key, value in mapping.items():
         if key not in known:
             within = [name for name, *_ in describe(cls) if name.endswith(f".{key}")]  # `lr` for optimizer.lr

@@ -426,7 +426,7 @@ def main() -> int:
     each_one = ", ".join(f"{name} {n}" for name, n in sorted(done.items()))
     level = _op._C.cpu_level if o.device == "cpu" else torch.cuda.get_device_name()
     print(f"{sum(done.values())} cases on {level} in {time.monotonic() - began:.0f} s, {wrong or 'none'} wrong: {each_one}")
-    return int(wrong > 0)
+    return int(wrong > 0 or not done)  # a run that saw no kernel proves nothing
 
 
 if __name__ == "__main__":

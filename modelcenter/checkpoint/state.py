@@ -235,7 +235,7 @@ def write_group(folder: Path, group: str, table: "Mapping[str, Tensor]") -> File
     """Write `<group>.safetensors` as safetensors would, hashing on the way; the file's row of the manifest."""
     from modelcenter.checkpoint.write import DTYPE_NAMES, DTYPE_ORDER, Item, shard_header, tensor_bytes
 
-    items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in table.items()]  # type: ignore[misc]
+    items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in table.items()]  # type: ignore[misc]  # t is bound
     path = folder / f"{group}.safetensors"
     for item in items:
         if item.dtype not in DTYPE_NAMES:

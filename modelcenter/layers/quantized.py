@@ -70,7 +70,7 @@ class QuantizedLinear(nn.Module, ABC):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scales = self.scales
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types there
         if self.scales.dtype != scales.dtype:
             self.scales = scales.to(self.scales.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=scales.device)).dtype

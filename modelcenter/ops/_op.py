@@ -246,7 +246,7 @@ def differentiable(name: str, kernel: Kernel) -> Callable[..., Any]:
     torch.library.register_autograd(operator.name(), backward, setup_context=keep, lib=LIBRARY)
     function = type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     # The apply beneath Function.apply, which would look for functorch's transforms once more.
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]  # of its class, no instance
 
 
 def available(device: str, index: int = 0) -> bool:
@@ -295,7 +295,7 @@ def covered(index: int) -> bool:
 
 
 # To the compiler a constant, as by torch.compiler.assume_constant_result, which would import the compiler.
-covered._dynamo_marked_constant = True  # type: ignore[attr-defined]
+covered._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function has none
 
 
 _warned = False
