@@ -39,6 +39,14 @@ MASK = 2**64 - 1
 KINDS = {"fp32": (torch.float32, torch.float32), "bf16": (torch.bfloat16, torch.bfloat16), "int8": (torch.int8, torch.uint8)}
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """What a step's closure returns, its gradients formed; torch's optimizers take one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class AdamW(Optimizer):
     """`clip` gives the gradients' norm and what to multiply them by, on their device; `step` does the rest in one pass.
 
@@ -87,10 +95,7 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient. `clip` is what the method of that name gave."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         number = 0  # of parameters before
         for group in self.param_groups:
             if group.get("amsgrad") or group.get("maximize"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .adamw import AdamW, local
+from .adamw import AdamW, evaluated, local
 
 
 class Clipped(Optimizer):
@@ -50,10 +50,7 @@ class Lion(Clipped):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         if clip is not None and not scaled(self.param_groups, clip):
             return loss
         for group in self.param_groups:
@@ -93,10 +90,7 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         if clip is not None and not scaled(self.mine, clip):
             return loss
         both = self.param_groups
