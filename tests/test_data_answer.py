@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import transformers
 
-from modelcenter.data.answer import Questions
-from modelcenter.data.collate import describe_sample
 from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import make_examples, texts_of
+from modelcenter.data.objective import find_objective, make_examples, texts_of
+from modelcenter.data.objectives.qa import Questions
 from modelcenter.data.read import read_records
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, open_tokenizer
@@ -60,7 +59,7 @@ def test_labels_are_the_answer_where_a_window_holds_it_whole(tokenizer: Tokenize
         held += [number] if whole else []
     assert set(held) == {0, 1, 2} and len(examples) > len(held)
     batch = examples.collate([examples.at(0, 0)])
-    assert batch["labels"].shape == (1, 2) and "[[" in describe_sample(batch, tokenizer, None, "qa")
+    assert batch["labels"].shape == (1, 2) and "[[" in find_objective("qa").sample(batch, tokenizer, None)
 
 
 def scores(examples: Questions, right: float, none: float = 0.0) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from modelcenter.data.collate import IGNORED, describe_sample
 from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Loader
-from modelcenter.data.objective import Blocks, Masked, fit, label_names, make_examples, texts_of
+from modelcenter.data.objective import make_examples, texts_of
+from modelcenter.data.objectives.classify import label_names
+from modelcenter.data.objectives.lm import Blocks, fit
+from modelcenter.data.objectives.mlm import Masked
 from modelcenter.data.packing import Packed
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_tokenizer

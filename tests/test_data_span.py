@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import continuing, make_examples
+from modelcenter.data.objective import make_examples
+from modelcenter.data.objectives.mlm import continuing
+from modelcenter.data.objectives.span import corrupt, longest, span_mask, spans_of
 from modelcenter.data.record import Record
-from modelcenter.data.span import corrupt, longest, span_mask, spans_of
 from modelcenter.data.tokenizer import load_tokenizer, open_tokenizer, train_tokenizer
 from modelcenter.errors import InputError
 

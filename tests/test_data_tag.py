@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
-from modelcenter.data.collate import IGNORED, describe_sample
+from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import make_examples, texts_of
+from modelcenter.data.objective import find_objective, make_examples, texts_of
+from modelcenter.data.objectives.tag import tag_names
 from modelcenter.data.record import Record
-from modelcenter.data.tag import tag_names
 from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.errors import InputError
 
@@ -34,7 +34,7 @@ def test_the_first_token_of_a_word_has_its_label(spec: str) -> None:
         assert [tokenizer.decode(ids[a:b]).strip() for a, b in zip(spans, ends, strict=True)] == words
     batch = examples.collate([examples.at(0, 0), examples.at(0, 1)])
     assert batch["labels"].shape == batch["input_ids"].shape and (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
-    shown = describe_sample(batch, tokenizer, names, "tag")
+    shown = find_objective("tag").sample(batch, tokenizer, names)
     assert "/ B-PER]]" in shown and shown.count("[[") == 5
     packed = examples.pack([examples.at(0, 0), examples.at(0, 1)])
     assert (packed["labels"] != IGNORED).sum() == 7

@@ -5,7 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ from test_train import MACHINE, recipe_of, rows
 
 import modelcenter as mc
 from modelcenter.__main__ import main
+from modelcenter.data.objective import objectives
 from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.errors import InputError
-from modelcenter.metrics.table import OBJECTIVES
+from modelcenter.metrics.table import METRICS
 from modelcenter.train import evaluate, loop
-from modelcenter.train.evaluate import USUAL, stream_bytes
+from modelcenter.train.evaluate import stream_bytes
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import read_rows
 from modelcenter.train.recipe import Recipe
@@ -150,5 +151,8 @@ def test_a_benchmark_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_every_objective_has_its_metrics() -> None:
-    objectives = set(Recipe.__dataclass_fields__["objective"].type.__args__)
-    assert objectives == set(OBJECTIVES) == set(USUAL)
+    known = objectives()
+    assert list(known) == list(get_args(Recipe.__dataclass_fields__["objective"].type))
+    for name, objective in known.items():
+        assert objective.name == name and objective.metrics
+        assert {METRICS[metric].of for metric in objective.metrics} <= set(objective.of)

@@ -1,17 +1,18 @@
 """Lists of examples into tensors under the names of the model's arguments, and one of them shown as text.
 
-b: sequences of the batch, s: the longest of them. Ids and labels are int64, masks int64 of 0 and 1.
+b: sequences of the batch, s: the longest of them. Ids and labels are int64, masks int64 of 0 and 1. torch is imported where a
+batch is made: a recipe is checked without it.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from modelcenter.data.tokenizer import Tokenizer
 
 IGNORED = -100  # the label of a token that is not trained on, as in transformers
@@ -20,22 +21,35 @@ Row = Sequence[int] | NDArray[np.int32]
 Batch = dict[str, Any]  # tensors (and, packed, two ints) under the names of the model's arguments
 
 
-def stack(rows: Sequence[Row], value: int) -> Tensor:
+def tensor(values: Sequence[Any]) -> "Tensor":
+    """Numbers, or rows of as many each: labels that are no sequences. int64, or fp32."""
+    import torch
+
+    return torch.tensor(values)
+
+
+def stack(rows: Sequence[Row], value: int) -> "Tensor":
     """Rows of different lengths as (b, s), filled up on the right with `value`."""
+    import torch
+
     out = np.full((len(rows), max(map(len, rows))), value, np.int64)
     for k, row in enumerate(rows):
         out[k, : len(row)] = row
     return torch.from_numpy(out)
 
 
-def stack_mask(rows: Sequence[Row]) -> Tensor:
+def stack_mask(rows: Sequence[Row]) -> "Tensor":
     """(b, s): 1 where `stack` has a token, 0 where it fills up."""
+    import torch
+
     lengths = torch.tensor([len(row) for row in rows])
     return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
-def join(rows: Sequence[Row]) -> Tensor:
+def join(rows: Sequence[Row]) -> "Tensor":
     """Rows side by side: (1, total)."""
+    import torch
+
     return torch.from_numpy(np.concatenate(rows, dtype=np.int64))[None]
 
 
@@ -50,6 +64,8 @@ def pack(ids: Sequence[Row], labels: Sequence[Row] | None = None) -> Batch:
     A causal model shifts labels inside: the first label of a sequence, which the one before would predict, is ignored by
     whoever makes these labels. `labels` may be a target of another length: then q counts the targets, k the sources.
     """
+    import torch
+
     labels = ids if labels is None else labels
     q, k = (torch.tensor([0, *map(len, rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32) for rows in (labels, ids))
     return {
@@ -59,37 +75,30 @@ def pack(ids: Sequence[Row], labels: Sequence[Row] | None = None) -> Batch:
     }  # fmt: skip
 
 
-def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None = None, objective: str = "") -> str:
+def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None = None) -> str:
     """The first sample of `batch` as text, with [[ ]] around what is trained on; `names` are the classes'.
 
-    A masked token stands as [[seen -> wanted]], a tagged one as [[seen / tag]]; of a pair of sequences the source and the target
-    are shown.
+    A masked token stands as [[seen -> wanted]]; of a pair of sequences the source and the target are shown.
     """
-    ids, labels = _first(batch), batch["labels"][0].tolist()
+    ids, labels = first(batch), batch["labels"][0].tolist()
     if not isinstance(labels, list):
         return f"{_text(ids, tokenizer)}\n  label: {names[labels] if names and isinstance(labels, int) else labels}"
     if "cu_seq_lens_q" in batch:
         labels = labels[: int(batch["cu_seq_lens_q"][1])]
-    if objective == "qa":
-        return _runs(ids, [labels[0] <= k <= labels[1] for k in range(len(ids))], tokenizer)
     trained = [label != IGNORED for label in labels]
-    if objective == "tag":
-        pairs = zip(ids, labels, strict=False)
-        said = [(tokenizer.decode([i], special=True), names[t] if names and t != IGNORED else str(t), t) for i, t in pairs]
-        return _shortened(" ".join(text if t == IGNORED else f"[[{text} / {tag}]]" for text, tag, t in said))
     if trained[0]:  # only a decoder has something to predict its first token from
         wanted = [label for label in labels if label != IGNORED]
         return f"{_text(ids, tokenizer)}\n  target: [[{_text(wanted, tokenizer)}]]"
     if all(i == l for i, l, t in zip(ids, labels, trained, strict=False) if t):
-        return _runs(ids, trained[: len(ids)], tokenizer)
+        return runs(ids, trained[: len(ids)], tokenizer)
     pieces = []
     for seen, wanted, hidden in zip(ids, labels, trained, strict=False):
         text = tokenizer.decode([seen], special=True)
         pieces.append(f"[[{text} -> {tokenizer.decode([wanted], special=True)}]]" if hidden else text)
-    return _shortened(" ".join(pieces))
+    return shortened(" ".join(pieces))
 
 
-def _first(batch: Batch) -> list[int]:
+def first(batch: Batch) -> list[int]:
     """The ids of the first sequence without its padding, and without those packed beside it."""
     ids: list[int] = batch["input_ids"][0].tolist()
     mask: Any = batch.get("attention_mask")
@@ -98,19 +107,19 @@ def _first(batch: Batch) -> list[int]:
     return ids[: int(batch["cu_seq_lens_k"][1])] if "cu_seq_lens_k" in batch else ids
 
 
-def _runs(ids: list[int], trained: list[bool], tokenizer: "Tokenizer") -> str:
+def runs(ids: list[int], trained: list[bool], tokenizer: "Tokenizer") -> str:
     """The text of `ids`, decoded by runs of tokens that are all trained on or all not."""
     text, start = "", 0
     for stop in range(1, len(ids) + 1):
         if stop == len(ids) or trained[stop] != trained[start]:
             run = tokenizer.decode(ids[start:stop], special=True)
             text, start = text + (f"[[{run}]]" if trained[start] else run), stop
-    return _shortened(text)
+    return shortened(text)
 
 
 def _text(ids: list[int], tokenizer: "Tokenizer") -> str:
-    return _shortened(tokenizer.decode(ids, special=True))
+    return shortened(tokenizer.decode(ids, special=True))
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"

@@ -1,13 +1,11 @@
 """Texts into token ids, each text that cannot be encoded for the model refused by its record. Nothing here imports torch."""
 
 import warnings
-from typing import Literal
+from typing import NoReturn
 
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
 from modelcenter.errors import refuse
-
-Objective = Literal["lm", "mlm", "span", "seq2seq", "classify", "regress", "tag", "qa"]
 
 
 class Reader:
@@ -39,7 +37,7 @@ class Reader:
     def encode_pair(self, record: Record, first: str, second: str | None, limit: int) -> tuple[list[int], list[int]]:
         """The ids and the segments of one text or two, with the template, `limit` at most."""
         ids, segments = self.tokenizer.encode_pair(first, second, limit)
-        if self.vocab is not None and max(ids, default=-1) >= self.vocab:
+        if not self.holds(ids):
             self.encode(record, first)
             self.encode(record, second or "")
         if not ids:
@@ -48,9 +46,17 @@ class Reader:
             refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones is wanted")
         return ids, segments
 
+    def holds(self, ids: list[int]) -> bool:
+        """Whether the model has all of `ids`."""
+        return self.vocab is None or max(ids, default=-1) < self.vocab
+
+    def refuse(self, record: Record, ids: list[int]) -> NoReturn:
+        """Refuse a record whose `ids` the model lacks, where no place in a text can be named."""
+        record.refuse(f"a token has id {max(ids)}, the model {self.vocab} tokens", "the tokenizer of this model is wanted")
+
     def check(self, record: Record, text: str, ids: list[int]) -> list[int]:
         """`ids` where the model has them all; the first that it has not is refused with its place."""
-        if self.vocab is None or max(ids, default=-1) < self.vocab:
+        if self.vocab is None or self.holds(ids):
             return ids
         place = next(k for k, i in enumerate(ids) if i >= self.vocab)
         offset = self.tokenizer.offset(text, place)
@@ -59,10 +65,7 @@ class Reader:
         found = f"{where}token {place} ({piece!r}) has id {ids[place]}, the model {self.vocab} tokens"
         record.refuse(found, "the tokenizer of this model is wanted", offset)
 
-    def document(self, objective: Objective, record: Record, key: str) -> list[int]:
-        """The ids of a document; none where its text is empty. lm: between the beginning of text, where the tokenizer's own
-        template has one, and its end; mlm: with [SEP] behind them; span: with the end of text behind them."""
+    def document(self, record: Record, key: str, around: tuple[list[int], list[int]]) -> list[int]:
+        """The ids of a document between those `around` it; none where its text is empty."""
         ids = self.encode(record, record.text(key, "data.text_key"))
-        around: dict[str, tuple[list[int], list[int]]] = {"mlm": ([], self.sep), "span": ([], self.eos)}
-        before, after = around.get(objective, (self.bos, self.eos))
-        return [*before, *ids, *after] if ids else []
+        return [*around[0], *ids, *around[1]] if ids else []

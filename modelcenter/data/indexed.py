@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from modelcenter.data.ragged import Ids
 from modelcenter.data.record import Part, Record
 from modelcenter.data.source import CHUNK, Source
-from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.errors import refuse, refuse_missing
+
+if TYPE_CHECKING:
+    from modelcenter.data.tokenizer import Tokenizer
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEAD = struct.Struct("<9sQBQQ")
@@ -138,7 +140,7 @@ class Tokens(Part):
             refuse(self.files[0].file, "data.eval_fraction", found, "more data or another fraction is wanted")
         return Tokens(self.files, self.first, cut), Tokens(self.files, cut, self.last)
 
-    def checked(self, tokenizer: Tokenizer, vocab: int | None) -> "Tokens":
+    def checked(self, tokenizer: "Tokenizer", vocab: int | None) -> "Tokens":
         """The same for a model of `vocab` tokens, if `tokenizer` is the one that made the files."""
         for file in self.files:
             if (made := file.made_by.get("vocabulary")) not in (None, tokenizer.fingerprint):

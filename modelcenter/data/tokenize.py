@@ -29,6 +29,7 @@ from modelcenter.checkpoint.atomic import atomic_write, disk_errors, sync, write
 from modelcenter.data.config import Format
 from modelcenter.data.encode import Reader
 from modelcenter.data.indexed import TokenFile, dtype_of, index_head
+from modelcenter.data.objective import find_objective
 from modelcenter.data.read import find_files, read_records
 from modelcenter.data.record import Part, Record
 from modelcenter.data.source import CHUNK
@@ -243,7 +244,8 @@ def start(tokenizer: str, objective: str, text_key: str, dtype: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=follow, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    WORK.update(read=Reader(load_tokenizer(tokenizer), None), objective=objective, key=text_key, dtype=dtype)
+    read = Reader(load_tokenizer(tokenizer), None)
+    WORK.update(read=read, frame=find_objective(objective).frame(read), key=text_key, dtype=dtype)
 
 
 def follow() -> None:
@@ -255,6 +257,6 @@ def follow() -> None:
 
 def encode(records: list[Record]) -> tuple[bytes, bytes]:
     """The ids of all documents that are not empty, and their lengths."""
-    found = [row for record in records if (row := WORK["read"].document(WORK["objective"], record, WORK["key"]))]
+    found = [row for record in records if (row := WORK["read"].document(record, WORK["key"], WORK["frame"]))]
     flat = np.array([i for row in found for i in row], WORK["dtype"])
     return flat.tobytes(), np.array([len(row) for row in found], "<i4").tobytes()

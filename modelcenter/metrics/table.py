@@ -43,18 +43,12 @@ METRICS: dict[str, Metric] = {
 }
 
 
-OBJECTIVES: dict[str, tuple[Of, ...]] = {  # what an objective's evaluation has to compute metrics of
-    "lm": ("loss",), "mlm": ("loss", "classes"), "seq2seq": ("loss", "texts"), "classify": ("loss", "classes"),
-    "regress": ("loss", "values"), "tag": ("loss", "classes", "tags"), "span": ("loss",), "qa": ("loss", "answers"),
-}  # fmt: skip
-
-
-def check(name: str, objective: str, key: str) -> None:
-    """Refuse a metric that is unknown, or that the objective's evaluation does not have."""
+def check(name: str, objective: str, of: Sequence[Of], key: str) -> None:
+    """Refuse a metric that is unknown, or that the evaluation of an objective has nothing to compute `of`."""
     if name not in METRICS:
         refuse(None, key, repr(name), nearest(name, METRICS))
-    if METRICS[name].of not in OBJECTIVES[objective]:
-        refuse(None, key, f"{name} with objective {objective}", f"one of {', '.join(named(OBJECTIVES[objective]))}")
+    if METRICS[name].of not in of:
+        refuse(None, key, f"{name} with objective {objective}", f"one of {', '.join(named(of))}")
 
 
 def named(of: Sequence[str]) -> list[str]:

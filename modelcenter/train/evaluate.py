@@ -11,16 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.answer import Questions
 from ..data.loader import Loader
+from ..data.objective import find_objective
+from ..data.objectives.qa import Questions
 from ..data.tokenizer import Tokenizer
 from ..metrics.table import METRICS
 from ..ops.cross_entropy import IGNORE
 
-USUAL = {  # always told
-    "lm": ("perplexity",), "seq2seq": ("perplexity",), "span": ("perplexity",), "classify": ("accuracy",), "mlm": ("accuracy",),
-    "regress": ("pearson", "spearman"), "tag": ("accuracy", "span_f1"), "qa": ("squad_em", "squad_f1"),
-}  # fmt: skip
 Arguments = Mapping[str, Any]  # a batch of the loader: the model's keyword arguments, tensors and a few numbers
 
 
@@ -32,32 +29,24 @@ def on_device(batch: Arguments, device: torch.device) -> dict[str, Any]:
 def count_tokens(batch: Arguments, task: str) -> int:
     """How many tokens the model reads: padding is none, and what a decoder is to write counts too."""
     tokens = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
-    return int(tokens) + (int((batch["labels"] != IGNORE).sum()) if task in ("seq2seq", "span") else 0)
-
-
-def target_labels(labels: Tensor, task: str) -> Tensor:
-    """The labels that predictions stand against: for `lm` (b s) position i predicts label i + 1, so the first label of
-    a row is nobody's target; elsewhere each label has its own prediction."""
-    if task == "qa":
-        return labels[..., 0]  # a start and an end are one answer
-    return labels[..., 1:] if task == "lm" else labels
+    return int(tokens) + (int((batch["labels"] != IGNORE).sum()) if find_objective(task).task == "seq2seq" else 0)
 
 
 def count_targets(batch: Arguments, task: str) -> int:
     """How many predictions the model's loss on `batch` sums over."""
-    return int((target_labels(batch["labels"], task) != IGNORE).sum())
+    return int((find_objective(task).targets(batch["labels"]) != IGNORE).sum())
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics: Sequence[str] = (),
              text_bytes: int | None = None, tags: Sequence[str] = (), questions: Questions | None = None) -> dict[str, float]:
-    """`eval_loss`, the mean over all target tokens of `batches`, `eval_targets`, their number, what `USUAL` names for the
-    task, and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
+    """`eval_loss`, the mean over all target tokens of `batches`, `eval_targets`, their number, what is always told of
+    the objective `task`, and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
 
     `text_bytes`: of the text (UTF-8) that the targets of `lm` are, for bits per byte. `tags`: the names of the labels of `tag`.
     `questions`: what `batches` of `qa` hold, in order. Leaves the model in the mode that it was in; a set without targets has
     loss 0."""
-    device = next(model.parameters()).device
+    objective, device = find_objective(task), next(model.parameters()).device
     was_training = model.training
     model.eval()
     total, targets = 0.0, 0
@@ -70,18 +59,19 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
             out = model(**here, num_items_in_batch=1)  # one item: the sum over targets, whatever their number
             total += float(out.loss)
             targets += count_targets(batch, task)
-            if task == "qa":
+            if "answers" in objective.of:
                 scores += zip(*(out.logits[..., k].double().cpu().numpy() for k in (0, 1)), strict=True)
-            if task in ("classify", "mlm", "regress", "tag"):
-                told = out.logits.squeeze(-1) if task == "regress" else out.logits.argmax(-1)
-                for row, labels in rows_of(told, here) if task == "tag" else ((told, here["labels"]),):
-                    found.append(row[labels != IGNORE].float().cpu())
-                    wanted.append(labels[labels != IGNORE].float().cpu())
+            if not {"classes", "values"}.isdisjoint(objective.of):
+                told = objective.told(out.logits)
+                for row, labels in rows_of(told, here) if "tags" in objective.of else ((told, here["labels"]),):
+                    known = objective.targets(labels) != IGNORE
+                    found.append(row[known].float().cpu())
+                    wanted.append(labels[known].float().cpu())
     finally:
         model.train(was_training)
     loss = total / max(1, targets)
     results = {"eval_loss": loss, "eval_targets": targets}
-    names = [*USUAL.get(task, ()), *metrics]
+    names = [*objective.metrics, *metrics]
     if "perplexity" in names:
         results["eval_perplexity"] = math.exp(min(loss, 700.0))  # beyond e^709 a float overflows
     if text_bytes and task == "lm":

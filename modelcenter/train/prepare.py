@@ -11,14 +11,12 @@ from typing import Any, Literal
 import torch
 
 from .. import __version__
-from ..data.collate import describe_sample
 from ..data.indexed import Tokens
 from ..data.loader import Budget, Chain, Examples, Loader
-from ..data.objective import label_names, make_examples, texts_of
+from ..data.objective import find_objective, make_examples, texts_of
 from ..data.order import Blended, Grouped, Order
 from ..data.read import read_split
 from ..data.record import Mixture, Part, Record
-from ..data.tag import tag_names
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import refuse
 from ..layers import LMHead
@@ -73,17 +71,15 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     """Read the data, make or load the tokenizer and the model, and say what was found. `recipe` is resolved."""
     records, held_out = read_split(recipe.data)
     tokenizer = find_tokenizer(recipe, records)
-    names = names_of(recipe, records)
+    objective = find_objective(recipe.objective)
+    names = objective.names(records, recipe.data)
     model = find_model(recipe, tokenizer, names, machine, device)
     model.freeze(*recipe.freeze)
     model.head.smoothing = recipe.loss.label_smoothing
     if isinstance(model.head, LMHead):
         model.head.z = recipe.loss.z_loss
-    if recipe.objective == "classify":
-        model.config.single_label()
-    if recipe.objective == "regress":
-        model.config.numbers()
-        model.config = replace(model.config, file={**model.config.to_dict(), "problem_type": "regression"})
+    if said := objective.settle(model.config):
+        model.config = replace(model.config, file={**model.config.to_dict(), **said})
     size = vars(model.config)  # `vocab` in every family, `positions` where they are learned
     if recipe.data.seq_len > (size.get("positions") or recipe.data.seq_len):
         refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {size['positions']}, the model's positions")
@@ -113,7 +109,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
         f"at most {recipe.data.seq_len} tokens each; tokenizer {tokenizer.name} of {len(tokenizer):,}",
         f"steps: {steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} forwards, "
         f"about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
-        f"sample, trained on where it stands in [[ ]]:\n  {describe_sample(first, tokenizer, names, recipe.objective)}",
+        f"sample, trained on where it stands in [[ ]]:\n  {objective.sample(first, tokenizer, names)}",
     ]
     if model.adapter is not None:
         layers, how = len(adapted(model)), model.adapter
@@ -147,15 +143,6 @@ def budget_of(recipe: Recipe) -> Budget | None:
     """The tokens of a step and of a forward, where the recipe counts in tokens."""
     padded = not (recipe.data.packing or recipe.data.padding_free)
     return Budget(recipe.batch_tokens, FORWARD, padded) if recipe.batch_tokens is not None else None
-
-
-def names_of(recipe: Recipe, records: Sequence[Record]) -> tuple[str, ...] | None:
-    """The labels that the data has; a regression has one without a name."""
-    if recipe.objective == "classify":
-        return label_names(records, recipe.data)
-    if recipe.objective == "tag":
-        return tag_names(records, recipe.data)
-    return ("LABEL_0",) if recipe.objective == "regress" else None
 
 
 def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, tokenizer: Tokenizer,

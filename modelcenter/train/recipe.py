@@ -8,18 +8,26 @@ spellings in one place is refused. On the command line either spelling wins over
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, packaged, read_recipe
 from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import find_objective, objectives
 from modelcenter.errors import refuse
 from modelcenter.generate.options import Options
 from modelcenter.metrics.table import check
 from modelcenter.optim.config import LossConfig, OptimizerConfig, ScheduleConfig
 
-LARGE = ("lm", "mlm", "seq2seq")  # objectives whose classes are the vocabulary
+LARGE = ("lm", "mlm", "seq2seq")  # heads over the vocabulary
 MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed
+
+if TYPE_CHECKING:
+    Name: TypeAlias = str
+    Task: TypeAlias = str
+else:  # each file of data/objectives is one
+    Name = Literal[tuple(objectives())]
+    Task = Literal[("auto", *dict.fromkeys(objective.task for objective in objectives().values()))]
 
 
 def _is(help: str, **bounds: float) -> dict[str, Any]:
@@ -33,12 +41,8 @@ class Recipe:
     model: str = field(metadata=_is("a folder, a preset or a hub id", min=1))
     config: dict[str, Any] = field(default_factory=dict, metadata=_is("model fields to change: config.layers=2"))
     init: Literal["pretrained", "random"] = field(default="pretrained", metadata=_is("the weights to start from"))
-    objective: Literal["lm", "mlm", "span", "seq2seq", "classify", "regress", "tag", "qa"] = field(
-        default="lm", metadata=_is("what is to be learned")
-    )
-    task: Literal["auto", "lm", "mlm", "seq2seq", "classify", "tag", "qa"] = field(
-        default="auto", metadata=_is("the model's head; auto: the objective's")
-    )
+    objective: Name = field(default="lm", metadata=_is("what is to be learned"))
+    task: Task = field(default="auto", metadata=_is("the model's head; auto: the objective's"))
     tokenizer: str | None = field(
         default=None, metadata=_is("a folder, a hub id, char, bpe:SIZE or roberta:SIZE; absent: the model's", min=1)
     )
@@ -92,15 +96,18 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
+        objective = find_objective(self.objective)
         for name in self.metrics:
-            check(name, self.objective, "metrics")
+            check(name, self.objective, objective.of, "metrics")
         if self.best is not None:
-            check(self.best, self.objective, "best")
+            check(self.best, self.objective, objective.of, "best")
         bind(Options, self.generation, section="generation.")
-        if self.objective == "qa" and (self.data.packing or self.data.padding_free):
-            refuse(None, "data.packing" if self.data.packing else "data.padding_free", "true with objective qa", "false")
-        if self.objective == "regress" and self.loss.label_smoothing:
-            refuse(None, "loss.label_smoothing", f"{self.loss.label_smoothing} with objective regress", "0: values are no classes")
+        if not objective.packs and (self.data.packing or self.data.padding_free):
+            key = "data.packing" if self.data.packing else "data.padding_free"
+            refuse(None, key, f"true with objective {self.objective}", "false")
+        if not objective.classes and self.loss.label_smoothing:
+            found = f"{self.loss.label_smoothing} with objective {self.objective}"
+            refuse(None, "loss.label_smoothing", found, "0: values are no classes")
         if (self.best or self.patience) and self.data.eval_path is None and not self.data.eval_fraction:
             refuse(None, "best" if self.best else "patience", "given without evaluation data", "data.eval_path or eval_fraction")
         if self.task not in ("auto", self.head):
@@ -117,7 +124,7 @@ class Recipe:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
         if self.adapter.name != "none" and self.freeze:
             refuse(None, "freeze", f"with adapter.name {self.adapter.name}", "an adapter freezes all: modules_to_save are trained")
-        if self.loss.z_loss and self.objective not in LARGE:
+        if self.loss.z_loss and self.head not in LARGE:
             refuse(None, "loss.z_loss", f"{self.loss.z_loss} with objective {self.objective}", "it is for heads over a vocabulary")
         if self.schedule.decay_steps and self.max_steps and self.schedule.warmup_steps + self.schedule.decay_steps > self.max_steps:
             found = f"{self.schedule.decay_steps} after {self.schedule.warmup_steps} of warm-up, in {self.max_steps} steps"
@@ -126,11 +133,9 @@ class Recipe:
             refuse(None, "adapter.name", f"{self.adapter.name} with init random", "an adapter stands on pretrained weights")
 
     @property
-    def head(self) -> Literal["lm", "mlm", "seq2seq", "classify", "tag", "qa"]:
+    def head(self) -> str:
         """The task that the objective trains."""
-        if self.objective == "span":
-            return "seq2seq"
-        return "classify" if self.objective == "regress" else self.objective
+        return find_objective(self.objective).task
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:

@@ -8,19 +8,47 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from modelcenter.data.collate import Batch, stack, stack_mask
+from modelcenter.data.collate import Batch, first, runs, stack, stack_mask, tensor
 from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import Names, Objective, register
 from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Record
+from modelcenter.data.sequence import filler
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelcenter.data.encode import Reader
     from modelcenter.data.tokenizer import Tokenizer
 
 BEST = 20  # starts and ends of a window that are tried with one another, as in transformers' example
 LONGEST = 30  # tokens of an answer
+
+
+@register
+class QA(Objective):
+    name = task = "qa"
+    keys = ("context_key", "question_key", "answers_key", "stride")
+    metrics = ("squad_em", "squad_f1")
+    of = ("loss", "answers")
+    packs = False
+
+    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
+        return (text for question in questions(record, data) for text in (question.text, question.context))
+
+    def targets(self, labels: "Tensor") -> "Tensor":
+        return labels[..., 0]  # a start and an end are one answer
+
+    def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
+        """The answer stands in [[ ]]."""
+        ids, (start, end) = first(batch), batch["labels"][0].tolist()
+        return runs(ids, [start <= k <= end for k in range(len(ids))], tokenizer)
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> "Questions":
+        return Questions(records, read, data)
 
 
 class Question(NamedTuple):
@@ -31,13 +59,14 @@ class Question(NamedTuple):
 
 
 class Questions:
-    """qa: windows of seq_len tokens, the question first, then as much of the context; the next window goes back by `stride`.
+    """Windows of seq_len tokens, the question first, then as much of the context; the next window goes back by `stride`.
 
     A label is the (first, last) token of the answer, both the first token of the window where the answer is not whole in it.
     """
 
-    def __init__(self, records: Sequence[Record], tokenizer: "Tokenizer", vocab: int | None, data: DataConfig, fill: int) -> None:
-        self.size, self.fill, self.ids, self.segments = data.seq_len, fill, Ragged(), Ragged()
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
+        tokenizer = read.tokenizer
+        self.size, self.fill, self.ids, self.segments = data.seq_len, filler(tokenizer), Ragged(), Ragged()
         self.starts, self.stops = Ragged(), Ragged()  # characters of each token in the context; -1 where it is none of it
         self.questions: list[Question] = []
         self.of: list[int] = []  # which question a window is of
@@ -45,9 +74,8 @@ class Questions:
         for record in records:
             for question in questions(record, data):
                 for ids, segments, starts, stops in tokenizer.windows(question.text, question.context, data.seq_len, data.stride):
-                    if vocab is not None and max(ids, default=-1) >= vocab:
-                        found = f"a token has id {max(ids)}, the model {vocab} tokens"
-                        record.refuse(found, "the tokenizer of this model is wanted")
+                    if not read.holds(ids):
+                        read.refuse(record, ids)
                     for rows, row in ((self.ids, ids), (self.segments, segments), (self.starts, starts), (self.stops, stops)):
                         rows.append(row)
                     self.of.append(len(self.questions))
@@ -67,7 +95,7 @@ class Questions:
     def collate(self, examples: list[tuple[Ids, Ids, tuple[int, int]]]) -> Batch:
         """input_ids, attention_mask and, where the tokenizer has them, token_type_ids (b, s); labels (b, 2)."""
         ids, segments, labels = zip(*examples, strict=True)
-        batch = {"input_ids": stack(ids, self.fill), "attention_mask": stack_mask(ids), "labels": torch.tensor(labels)}
+        batch = {"input_ids": stack(ids, self.fill), "attention_mask": stack_mask(ids), "labels": tensor(labels)}
         return batch | ({"token_type_ids": stack(segments, 0)} if self.segmented else {})
 
     def answers(self, scores: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> list[str]:

@@ -1,56 +1,68 @@
 """Tagging: one label a word, learned and judged at the word's first token. w words, s tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from modelcenter.data.collate import IGNORED, Batch, pack, pad
+from modelcenter.data.collate import IGNORED, Batch, first, shortened
 from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import Names, Objective, register
 from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Record
+from modelcenter.data.sequence import Sequences, filler
 from modelcenter.errors import nearest, refuse
 
 if TYPE_CHECKING:
+    from modelcenter.data.encode import Reader
     from modelcenter.data.tokenizer import Tokenizer
 
 
-class Tagged:
-    """tag: words and a label for each; `names` are the labels in order. What of a sentence has no room is left out."""
+@register
+class Tag(Objective):
+    name = task = "tag"
+    keys = ("words_key", "tags_key")
+    metrics = ("accuracy", "span_f1")
+    of = ("loss", "classes", "tags")
 
-    def __init__(self, records: Sequence[Record], tokenizer: "Tokenizer", vocab: int | None, data: DataConfig,
-                 names: Sequence[str], fill: int) -> None:
-        self.size, self.fill, self.ids, self.labels = data.seq_len, fill, Ragged(), Ragged()
+    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
+        yield " ".join(sentence(record, data)[0])
+
+    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
+        return tag_names(records, data)
+
+    def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
+        """A token that is trained on stands as [[seen / tag]]."""
+        pairs = zip(first(batch), batch["labels"][0].tolist(), strict=False)
+        said = [(tokenizer.decode([i], special=True), names[t] if names and t != IGNORED else str(t), t) for i, t in pairs]
+        return shortened(" ".join(text if t == IGNORED else f"[[{text} / {tag}]]" for text, tag, t in said))
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> Sequences:
+        return Tagged(records, read, data, names)
+
+
+class Tagged(Sequences):
+    """Words and a label for each; `names` are the labels in order. What of a sentence has no room is left out."""
+
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
+        self.size, self.fill, self.ids, self.labels = data.seq_len, filler(read.tokenizer), Ragged(), Ragged()
         for record in records:
             words, tags = sentence(record, data)
-            ids, where = tokenizer.encode_words(words, data.seq_len)
-            if vocab is not None and max(ids, default=-1) >= vocab:
-                record.refuse(f"a token has id {max(ids)}, the model {vocab} tokens", "the tokenizer of this model is wanted")
+            ids, where = read.tokenizer.encode_words(words, data.seq_len)
+            if not read.holds(ids):
+                read.refuse(record, ids)
             numbers = [number(record, tag, names, data.tags_key) for tag in tags]
             firsts = [w if w is not None and (k == 0 or where[k - 1] != w) else None for k, w in enumerate(where)]
             self.ids.append(ids)
             self.labels.append([IGNORED if w is None else numbers[w] for w in firsts])
         if not self.ids.total:
             refuse(records[0].file, data.words_key, "no token in all sentences", "words are wanted")
-        self.lengths: NDArray[np.int64] = np.diff(self.ids.bounds)
-
-    def __len__(self) -> int:
-        return len(self.ids)
+        self.lengths = np.diff(self.ids.bounds)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
         """(ids, labels) of a sentence."""
         return self.ids[index], self.labels[index]
-
-    def collate(self, examples: list[tuple[Ids, Ids]]) -> Batch:
-        """input_ids, attention_mask, labels: (b, s)."""
-        ids, labels = zip(*examples, strict=True)
-        return pad(ids, labels, self.fill)
-
-    def pack(self, examples: list[tuple[Ids, Ids]]) -> Batch:
-        """One row, as `collate.pack` says."""
-        ids, labels = zip(*examples, strict=True)
-        return pack(ids, labels)
 
 
 def sentence(record: Record, data: DataConfig) -> tuple[list[str], list[Any]]:

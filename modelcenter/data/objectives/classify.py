@@ -1,0 +1,168 @@
+"""A label of one text or of two: a class, or a number."""
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from modelcenter.data.collate import IGNORED, Batch, join, pack, stack, stack_mask, tensor
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import Names, Objective, register
+from modelcenter.data.ragged import Ids, Ragged
+from modelcenter.data.record import Record
+from modelcenter.data.sequence import filler
+from modelcenter.errors import nearest, refuse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelcenter.data.encode import Reader
+
+
+class Judged(Objective):
+    """A label of one text or two."""
+
+    task = "classify"
+    keys = ("text_key", "pair_key", "label_key")
+
+    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
+        yield record.text(data.text_key, "data.text_key")
+        if data.pair_key is not None:
+            yield record.text(data.pair_key, "data.pair_key")
+
+
+@register
+class Classify(Judged):
+    name = "classify"
+    metrics = ("accuracy",)
+    of = ("loss", "classes")
+
+    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
+        return label_names(records, data)
+
+    def settle(self, config: Any) -> Mapping[str, Any]:
+        config.single_label()
+        return {}
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> "Labelled":
+        return Labelled(records, read, data, names)
+
+
+@register
+class Regress(Judged):
+    name = "regress"
+    metrics = ("pearson", "spearman")
+    of = ("loss", "values")
+    classes = False
+
+    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
+        return ("LABEL_0",)  # transformers' name of the one output
+
+    def settle(self, config: Any) -> Mapping[str, Any]:
+        config.numbers()
+        return {"problem_type": "regression"}
+
+    def told(self, logits: "Tensor") -> "Tensor":
+        return logits.squeeze(-1)
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> "Labelled":
+        return Valued(records, read, data, names)
+
+
+class Labelled:
+    """One text or two and a class; `names` are the classes in order."""
+
+    kind = "q"  # of array that holds the labels
+
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
+        self.names, self.fill, self.size = tuple(names), filler(read.tokenizer), data.seq_len
+        self.ids, self.segments, self.labels = Ragged(), Ragged(), array(self.kind)
+        for record in records:
+            first = record.text(data.text_key, "data.text_key")
+            second = None if data.pair_key is None else record.text(data.pair_key, "data.pair_key")
+            ids, segments = read.encode_pair(record, first, second, data.seq_len)
+            self.ids.append(ids)
+            self.segments.append(segments)
+            self.labels.append(self.label(record, data.label_key))
+        self.lengths = np.diff(self.ids.bounds)
+        # Decided once, so that every batch has the same keys; families without segments get none to refuse.
+        self.segmented = data.pair_key is not None and any(read.tokenizer.encode_pair("a", "a")[1])
+
+    def label(self, record: Record, key: str) -> Any:
+        """The number of a record's class."""
+        value = record.get(key, "data.label_key")
+        if value in self.names:
+            return self.names.index(value)
+        number = class_number(value)
+        if number is None or not 0 <= number < len(self.names):
+            known = nearest(value, self.names) if number is None else f"0 to {len(self.names) - 1} are known"
+            record.refuse(f"{key} is {value!r}", known)
+        return number
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids, int]:
+        """(ids, segments, class)."""
+        return self.ids[index], self.segments[index], self.labels[index]
+
+    def collate(self, examples: list[tuple[Ids, Ids, int]]) -> Batch:
+        """input_ids, attention_mask and, for pairs, token_type_ids: (b, s); labels: (b)."""
+        ids, segments, labels = zip(*examples, strict=True)
+        batch = {"input_ids": stack(ids, self.fill), "attention_mask": stack_mask(ids), "labels": tensor(labels)}
+        return batch | ({"token_type_ids": stack(segments, 0)} if self.segmented else {})
+
+    def pack(self, examples: list[tuple[Ids, Ids, int]]) -> Batch:
+        """As `pack`; labels: (n), one a sequence."""
+        ids, segments, labels = zip(*examples, strict=True)
+        batch = pack(ids) | {"labels": tensor(labels)}
+        return batch | ({"token_type_ids": join(segments)} if self.segmented else {})
+
+
+class Valued(Labelled):
+    """One text or two and a number; labels are fp32."""
+
+    kind = "d"
+
+    def label(self, record: Record, key: str) -> float:
+        """The number that is wanted."""
+        value = record.get(key, "data.label_key")
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number) or number == IGNORED:
+            record.refuse(f"{key} is {value!r}", f"a number other than {IGNORED} is wanted")
+        return number
+
+
+def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
+    """The classes of `records`: names in sorted order, or LABEL_0 ... for numbers, which must run from 0 on."""
+    values = [record.get(data.label_key, "data.label_key") for record in records]
+    numbers = {class_number(value) for value in values}
+    if None not in numbers:
+        known = sorted(n for n in numbers if n is not None)
+        if known != list(range(len(known))):
+            found = f"the labels {str(known)[:80]}"
+            refuse(records[0].file, data.label_key, found, "numbers from 0 on without a gap are wanted")
+        names = [f"LABEL_{n}" for n in known]
+    else:
+        for record, value in zip(records, values, strict=True):
+            if not isinstance(value, str):
+                record.refuse(f"{data.label_key} is {value!r}", "a name, as elsewhere in the data, is wanted")
+        names = sorted(set(values))
+    if len(names) < 2:
+        refuse(records[0].file, data.label_key, f"only the class {names[0]}", "two classes at least are wanted")
+    return tuple(names)
+
+
+def class_number(value: Any) -> int | None:
+    """A class given by number, in CSV and TSV as text."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    text = value.removeprefix("-") if isinstance(value, str) else ""
+    return int(value) if text.isascii() and text.isdigit() and len(text) < 10 else None

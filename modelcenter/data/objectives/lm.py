@@ -1,0 +1,155 @@
+"""Language modelling: a stream of tokens in blocks, whole documents, or responses to prompts."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from modelcenter.data.collate import IGNORED, Batch, stack
+from modelcenter.data.config import DataConfig
+from modelcenter.data.indexed import Tokens
+from modelcenter.data.objective import Names, Objective, register
+from modelcenter.data.ragged import Ids, Ragged
+from modelcenter.data.record import Record
+from modelcenter.data.sequence import Sequences, behind, documents, filler, pieces
+from modelcenter.errors import refuse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelcenter.data.encode import Reader
+
+
+class Causal(Objective):
+    """Position i predicts label i + 1: the first label of a row is nobody's target."""
+
+    task = "lm"
+    metrics = ("perplexity",)
+
+    def targets(self, labels: "Tensor") -> "Tensor":
+        return labels[..., 1:]
+
+
+@register
+class LM(Causal):
+    name = "lm"
+    keys = ("text_key", "prompt_key", "response_key")
+
+    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
+        if data.response_key is None:
+            yield record.text(data.text_key, "data.text_key")
+        else:
+            yield from texts_of_pair(record, data)
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> Sequences:
+        if data.prompt_key is not None or data.response_key is not None:
+            return Rows(records, read, data)
+        found = documents(records, read, data, self.frame(read))
+        return Documents(found, read, data) if data.packing else Blocks(found, read, data, seed, train)
+
+
+class Blocks(Sequences):
+    """One stream of tokens, cut into blocks of seq_len.
+
+    A block starts on the last token of the one before, so each token but the stream's first is predicted once an epoch.
+    In training the cuts move by an offset drawn each epoch, in a ring over the stream's end: a token is seen with
+    different contexts. The stream's first token, and what is past one turn of the ring, is ignored.
+    """
+
+    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int, moving: bool) -> None:
+        self.tokens, self.total = tokens, tokens.total - behind(tokens, tokens.total, read.eos)  # what parts documents ends none
+        if self.total < 2:
+            refuse(None, "data.path", f"{self.total} tokens in all", "at least two are wanted")
+        self.size, self.seed, self.moving = data.seq_len, seed, moving
+        self.lengths = np.full(-(-(self.total - 1) // (self.size - 1)), self.size)
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(ids, labels), both (seq_len)."""
+        stride = self.size - 1
+        offset = cut(self.seed, epoch, stride) if self.moving else 0
+        turn = index * stride + np.arange(self.size)
+        place = (turn + offset) % self.total
+        ids = self.around(int(place[0]))
+        known = (place == 0) | (turn > self.total) | (turn == index * stride)
+        return ids, np.where(known, IGNORED, ids)
+
+    def collate(self, examples: list[tuple[Ids, Ids]]) -> Batch:
+        """input_ids and labels, both (b, seq_len): nothing to fill up."""
+        ids, labels = zip(*examples, strict=True)
+        return {"input_ids": stack(ids, 0), "labels": stack(labels, IGNORED)}
+
+    def around(self, start: int) -> Ids:
+        """A block from `start` on in the ring."""
+        found: list[Ids] = []
+        while (missing := self.size - sum(map(len, found))) > 0:
+            found.append(self.tokens.flat(start, min(start + missing, self.total)))
+            start = 0
+        return np.concatenate(found)
+
+
+@lru_cache(maxsize=4)
+def cut(seed: int, epoch: int, stride: int) -> int:
+    """Where the first block of an epoch starts; a generator costs more than the block itself."""
+    return int(np.random.default_rng((seed, epoch, 1)).integers(stride))
+
+
+class Documents(Sequences):
+    """Documents apart from one another; one that is longer is cut into sequences of seq_len."""
+
+    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig) -> None:
+        self.tokens, self.size, self.fill = tokens, data.seq_len, filler(read.tokenizer)
+        self.starts, self.stops = pieces(tokens.bounds, self.size)
+        self.lengths = self.stops - self.starts
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(ids, labels) of a sequence."""
+        ids = self.tokens.flat(int(self.starts[index]), int(self.stops[index]))
+        return ids, np.where(np.arange(len(ids)) == 0, IGNORED, ids)
+
+
+class Rows(Sequences):
+    """A prompt and its response: only the response is trained on.
+
+    Of a row that is too long the prompt loses its beginning first, then the response its end.
+    """
+
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
+        self.fill, self.size, self.ids, self.known = filler(read.tokenizer), data.seq_len, Ragged(), array("q")
+        for prompt, response in prompted(records, read, data):
+            ids, known = fit(prompt, response, data.seq_len)
+            self.ids.append(ids)
+            self.known.append(known)
+        self.lengths = np.diff(self.ids.bounds)
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(ids, labels) of one row."""
+        ids = self.ids[index]
+        return ids, np.where(np.arange(len(ids)) < self.known[index], IGNORED, ids)
+
+
+def prompted(records: Sequence[Record], read: "Reader", data: DataConfig) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt ids, response ids) of each record, the response with its end of text."""
+    for record in records:
+        prompt, response = (read.encode(record, text) for text in texts_of_pair(record, data))
+        if not response:
+            record.refuse(f"{data.response_key} has no token", "a response to train on is wanted")
+        yield read.bos + prompt, response + read.eos
+
+
+def fit(prompt: list[int], response: list[int], size: int) -> tuple[list[int], int]:
+    """At most `size` ids, and how many of them are not trained on: the prompt gives way from its beginning, but one token
+    stays to predict from."""
+    room = max(size - len(response), min(len(prompt), 1))
+    prompt = prompt[len(prompt) - min(room, len(prompt)) :]
+    return prompt + response[: size - len(prompt)], max(len(prompt), 1)
+
+
+def texts_of_pair(record: Record, data: DataConfig) -> tuple[str, str]:
+    """The prompt and the response of a record."""
+    for option, key in (("prompt_key", data.prompt_key), ("response_key", data.response_key)):
+        if key is None:
+            refuse(None, f"data.{option}", "absent", "prompt_key and response_key go together")
+    return record.text(str(data.prompt_key), "data.prompt_key"), record.text(str(data.response_key), "data.response_key")

@@ -1,0 +1,96 @@
+"""Masked language modelling. Devlin et al., 2018."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelcenter.data.collate import IGNORED
+from modelcenter.data.config import DataConfig
+from modelcenter.data.indexed import Tokens
+from modelcenter.data.objective import Frame, Names, Objective, register
+from modelcenter.data.ragged import Ids, Ragged
+from modelcenter.data.record import Record
+from modelcenter.data.sequence import Sequences, behind, documents, filler, pieces
+from modelcenter.errors import refuse
+
+if TYPE_CHECKING:
+    from modelcenter.data.encode import Reader
+    from modelcenter.data.tokenizer import Tokenizer
+
+
+@register
+class MLM(Objective):
+    name = task = "mlm"
+    keys = ("text_key", "mlm_probability", "whole_words")
+    metrics = ("accuracy",)
+    of = ("loss", "classes")
+
+    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
+        yield record.text(data.text_key, "data.text_key")
+
+    def frame(self, read: "Reader") -> Frame:
+        """[SEP] behind a document."""
+        return [], read.sep
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> Sequences:
+        return Masked(documents(records, read, data, self.frame(read)), read, data, seed)
+
+
+class Masked(Sequences):
+    """The stream of all documents in blocks of seq_len between [CLS] and [SEP], with [SEP] between documents, or, to
+    be packed, each document for itself.
+
+    Devlin et al. 2018, 3.1: of the tokens chosen (15 %) 80 % are masked, 10 % replaced, 10 % kept; anew each epoch. With
+    `whole_words` words are chosen, and all their tokens with them, as in BERT's release of May 2019.
+    """
+
+    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
+        tokenizer = read.tokenizer
+        if tokenizer.mask_id is None:
+            refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", "one with it is wanted")
+        self.mask, self.fill = tokenizer.mask_id, filler(tokenizer)
+        self.seed, self.probability = seed, data.mlm_probability
+        self.head = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
+        self.tail = read.sep
+        room = data.seq_len - len(self.head) - len(self.tail)
+        if room < 1:
+            refuse(None, "data.seq_len", str(data.seq_len), "room for a token between [CLS] and [SEP] is wanted")
+        special = tokenizer.special_ids
+        top = min(tokenizer.vocab_size, read.vocab or tokenizer.vocab_size)
+        self.special = np.array(sorted(special), np.int32)
+        self.ordinary = np.array([i for i in range(top) if i not in special], np.int32)
+        self.inside = continuing(tokenizer) if data.whole_words else None
+        self.tokens, self.size = tokens, data.seq_len
+        bounds = tokens.bounds if data.packing else np.array([0, tokens.total])
+        self.starts, self.stops = pieces(bounds, room, drop=behind(tokens, int(bounds[1]), self.tail))
+        self.lengths = self.stops - self.starts + len(self.head) + len(self.tail)
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(ids, labels): at least one token is to be predicted wherever one is not special."""
+        block = self.tokens.flat(int(self.starts[index]), int(self.stops[index]))
+        ids = np.concatenate([self.head, block, self.tail]).astype(np.int32)
+        random = np.random.default_rng((self.seed, epoch, index, 2))
+        open_ = ~np.isin(ids, self.special)
+        word = np.arange(len(ids)) if self.inside is None else np.cumsum(~self.inside[ids] | ~open_) - 1
+        chosen = open_ & (random.random(word[-1] + 1) < self.probability)[word]
+        if not chosen.any() and open_.any():
+            chosen = open_ & (word == word[random.choice(np.flatnonzero(open_))])
+        fate = random.random(len(ids))
+        other = random.choice(self.ordinary, len(ids)) if len(self.ordinary) else ids
+        seen = np.where(chosen & (fate < 0.8), self.mask, np.where(chosen & (fate >= 0.9), other, ids))
+        return seen.astype(np.int32), np.where(chosen, ids, IGNORED).astype(np.int32)
+
+
+def continuing(tokenizer: "Tokenizer") -> NDArray[np.bool_]:
+    """Which ids go on with the word of the token before: by ## in WordPiece, else by no mark of a space at their beginning."""
+    vocab = tokenizer.vocabulary if hasattr(tokenizer, "raw") else {}  # what transformers alone can read marks no words
+    mark = next((m for m in ("##", "Ġ", "▁") if any(token.startswith(m) for token in vocab)), None)
+    if mark is None:
+        refuse(tokenizer.name, "data.whole_words", "true with a tokenizer that marks no words", "false, or another tokenizer")
+    inside = np.zeros(tokenizer.vocab_size, np.bool_)
+    for token, number in vocab.items():
+        inside[number] = token.startswith(mark) == (mark == "##")
+    return inside

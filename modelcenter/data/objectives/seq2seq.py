@@ -1,0 +1,58 @@
+"""Sequence to sequence: a source and the target to be written of it."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import Names, Objective, register
+from modelcenter.data.ragged import Ids, Ragged
+from modelcenter.data.record import Record
+from modelcenter.data.sequence import Sequences, filler
+from modelcenter.errors import refuse
+
+if TYPE_CHECKING:
+    from modelcenter.data.encode import Reader
+
+
+@register
+class Seq2Seq(Objective):
+    name = task = "seq2seq"
+    keys = ("source_key", "target_key", "source_prefix", "target_len")
+    metrics = ("perplexity",)
+    of = ("loss", "texts")
+
+    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
+        yield record.text(data.source_key, "data.source_key")
+        yield record.text(data.target_key, "data.target_key")
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> Sequences:
+        return Pairs(records, read, data)
+
+
+class Pairs(Sequences):
+    """A source and a target, each ending in the end of text; the model makes the decoder's input of labels.
+
+    The length of a pair is that of both together, and so is the room of a packed row.
+    """
+
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
+        if not read.eos:
+            refuse(read.tokenizer.name, "objective", "seq2seq with a tokenizer without an end of text", "one is wanted")
+        self.fill, self.sources, self.targets = filler(read.tokenizer), Ragged(), Ragged()
+        wide, long = data.seq_len, data.target_len or data.seq_len
+        for record in records:
+            source = data.source_prefix + record.text(data.source_key, "data.source_key")
+            target = read.encode(record, record.text(data.target_key, "data.target_key"))
+            ids, _ = read.encode_pair(record, source, None, wide)
+            if ids[-1:] != read.eos:
+                ids = ids[: wide - 1] + read.eos
+            self.sources.append(ids)
+            self.targets.append(target[: long - 1] + read.eos)
+        self.size, self.lengths = wide + long, np.diff(self.sources.bounds) + np.diff(self.targets.bounds)
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(source ids, target ids)."""
+        return self.sources[index], self.targets[index]
