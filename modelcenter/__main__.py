@@ -357,6 +357,20 @@ def read_prompts(file: str, key: str) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
+def compare(args: Arguments) -> Answer:
+    """Put runs side by side: the keys of their recipes that differ, the last value of each metric.
+
+    modelcenter compare RUN RUN ...
+    """
+    folders = [Path(name) for name in args.names]
+    if len(folders) < 2:
+        refuse(COMMAND_LINE, "RUN", f"{len(folders)} given", "the output folders of two runs, or of more")
+    take(args, args.names)
+    from modelcenter.train.summary import compare
+
+    return Answer(*compare(folders))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """What `convert` takes."""
@@ -527,6 +541,7 @@ VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "generate": generate,
     "convert": convert,
     "merge": merge,
+    "compare": compare,
     "tokenize": tokenize,
     "list": list_,
     "copy": copy,

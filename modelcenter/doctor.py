@@ -5,7 +5,6 @@ import importlib
 import os
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from .ops import _op
 from .ops._op import NOT, reach
 from .ops.dropout import draw, dropout
 from .ops.linear import has_low_units
+from .train.environment import versions
 from .train.prepare import automatic_precision
 
-PACKAGES = ("torch", "safetensors", "tokenizers", "huggingface_hub", "transformers", "tensorboard", "matplotlib")
 AGAIN = "pip install -v --force-reinstall --no-deps --no-cache-dir . (in the source folder; -v shows what a compiler says)"
 
 
@@ -27,11 +26,7 @@ def examine() -> dict[str, Any]:
     from huggingface_hub import constants
 
     found: dict[str, Any] = {"modelcenter": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+    found |= versions()
     found["torch_cuda"] = torch.version.cuda or "none: this torch computes on the CPU alone"
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = [f"{card.name}, sm_{card.major}{card.minor}, {card.total_memory / 2**30:.0f} GiB" for card in cards]

@@ -46,6 +46,7 @@ REFUSED = [  # the command, how its one line goes on
     (("doctor", "--machine", "cpu"), "command line: --machine: not wanted here; "),
     (("copy", "finetun"), "finetun: no such recipe; did you mean 'finetune'?"),
     (("copy", "absent.yaml"), "absent.yaml: No such file or directory; "),
+    (("compare", "a"), "command line: RUN: 1 given; "),
     (("convert",), "command line: source: missing; "),
     (("merge",), "command line: adapter: missing; "),
     (("merge", "nothing", "out"), "nothing: no adapter_config.json; "),

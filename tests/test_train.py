@@ -30,7 +30,7 @@ from modelcenter.train import loop
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING
 from modelcenter.train.loop import accumulate, train, update
-from modelcenter.train.metrics import TIMINGS, Metrics, Progress, read_rows
+from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
 from modelcenter.train.prepare import prepare, resolve
 from modelcenter.train.recipe import Recipe, load_recipe
 from modelcenter.train.state import Position, restore, save
@@ -72,10 +72,9 @@ def bytes_of(state: Path) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second a picture is half the time of this file: only the tests that look at one draw it."""
-    if "png" not in request.node.name:
-        monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second a picture is half the time of this file: tests/test_journal.py draws one."""
+    monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +372,8 @@ def test_the_random_states_of_torch_and_python_come_back(tmp_path: Path) -> None
 
 def test_what_a_run_leaves(whole: Path) -> None:
     assert sorted(p.name for p in whole.iterdir()) == [
-        ".lock", "loss.png", "metrics.jsonl", "model", "recipe.yaml", "step-10", "step-15", "step-20", "step-5",
+        ".lock", "environment.json", "loss.png", "metrics.jsonl", "model", "recipe.yaml", "step-10", "step-15", "step-20", "step-5",
+        "summary.md",
     ]  # fmt: skip
     first, *rest = rows(whole)
     assert first["environment"]["precision"] == "fp32" and first["environment"]["steps"] == 20
@@ -589,50 +589,6 @@ def test_metrics_drop_what_comes_after_the_state(tmp_path: Path) -> None:
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kept[0] == {"environment": {"torch": "x"}}
     assert [(row["step"], row["loss"]) for row in kept[1:]] == [(1, 1.0), (2, None), (3, 1 / 3), (4, 0.0)]
-
-
-def test_tensorboard_and_loss_png(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("matplotlib")
-    train(recipe_of(tmp_path, **{"max_steps": 4, "report_to": ["tensorboard"], "logging_steps": 2}), MACHINE)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [2, 4]
-    assert [event.step for event in events.Scalars("eval/eval_loss")] == [4]
-    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-class Terminal:
-    """A stream that says whether it is a terminal and keeps what it was given."""
-
-    def __init__(self, live: bool) -> None:
-        self.live, self.text = live, ""
-
-    def isatty(self) -> bool:
-        return self.live
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-
-def test_the_progress_line() -> None:
-    row = {"step": 5, "loss": 2.5, "lr": 1e-3, "grad_norm": math.nan, "skipped": 2}
-    row |= {"tokens_per_second": 12345.6, "memory_gb": 1.25}
-    plain, live = Terminal(False), Terminal(True)
-    for stream in (plain, live):
-        progress = Progress(0, 10, stream)  # type: ignore[arg-type]
-        progress.show(row, stays=False)
-        progress.show(row, stays=True)
-    assert plain.text.count("\n") == 1 and "\r" not in plain.text
-    for part in ("step 5/10 | loss 2.5000 | lr 1.00e-03 | norm not finite | 12,346 tok/s | 1.25 GB |", "2 skipped"):
-        assert part in plain.text
-    assert live.text.count("\n") == 0 and live.text.count("\r") == 2
 
 
 def test_the_schedule_reaches_the_optimizer(whole: Path) -> None:

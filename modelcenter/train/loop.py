@@ -2,6 +2,7 @@
 
     output_dir/recipe.yaml     the recipe as resolved: nothing in it is `auto` or derived any more
     output_dir/metrics.jsonl   what happened (train/metrics.py), drawn in loss.png
+    output_dir/environment.json, summary.md   where, from what and with what result: for other people (train/journal.py)
     output_dir/step-N/         training states (checkpoint/state.py)
     output_dir/model/          the trained model with its tokenizer, a Hugging Face folder: of the last step, or the best so far
 """
@@ -21,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.state import SaveError
+from ..config import to_dict
 from ..data.prefetch import prefetch
 from ..errors import refuse
 from ..metrics.table import METRICS
@@ -31,11 +33,15 @@ from ..optim.optimizers import build_optimizer, set_lr
 from ..optim.schedules import lr_factor
 from ..parallel.machine import Machine, load_machine
 from .evaluate import Arguments, count_targets, count_tokens, on_device
-from .folder import claim, find_start, write_recipe
+from .folder import claim, find_start, flat, write_recipe
 from .interrupt import Interrupt
-from .metrics import Metrics, Progress, peak_memory_gb, plot_loss, read_rows
+from .journal import Journal
+from .metrics import Metrics, read_rows
+from .plot import plot_loss
 from .prepare import prepare, resolve, write_model
+from .progress import Progress, peak_memory_gb
 from .recipe import Recipe, load_recipe
+from .report import About, Reports, check_installed
 from .state import Position, restore, save
 
 PATIENCE = 5  # updates in a row that may be left out because a gradient is not finite
@@ -69,10 +75,11 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     torch.set_flush_denormal(True)  # before any thread pool starts: denormals made a loss 12 times slower on a CPU
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)
+    check_installed(recipe.report_to)
     recipe, device = resolve(recipe, machine)
     folder, task, compute = Path(recipe.output_dir), recipe.objective, partial(autocast, recipe.precision, device)
 
-    with claim(folder, recipe), Interrupt() as interrupt:
+    with claim(folder, recipe), Interrupt() as interrupt, Journal(folder, recipe) as journal:
         start = find_start(recipe.resume, folder)
         setup = prepare(recipe, machine, device)
         model, total, metric = setup.model, setup.steps, recipe.best or "loss"
@@ -83,7 +90,10 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         random.seed(recipe.seed)
         at = restore(start, model, optimizer, ema) if start is not None else Position()
         write_recipe(folder, recipe)
-        metrics, progress = Metrics(folder, setup.environment, at.step, recipe.report_to), Progress(at.step, total)
+        progress = Progress(total, {"evaluation": recipe.eval_steps, "saving": recipe.save_steps})
+        journal.begin(setup.environment, at.step, progress.say)
+        about = About(folder, journal.id, at.step, flat(to_dict(recipe)))
+        metrics = Metrics(folder, setup.environment, at.step, Reports(recipe.report_to, about, progress.say))
         for line in setup.lines:
             progress.say(line)
         if start is not None:
@@ -118,7 +128,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                     refuse(None, f"step {at.step}", f"{PATIENCE} gradients in a row were not finite",
                            "a lower optimizer.lr, precision=fp32 or other data")
                 if setup.evaluation is not None and (at.step == total or due(at.step, recipe.eval_steps)):
-                    with averaged():
+                    with averaged(), progress.aside("evaluation", at.step):
                         with compute():
                             results = setup.evaluation(model)
                         if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and recipe.best is not None:
@@ -140,6 +150,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
             metrics.close()
             progress.say(plot_loss(folder))
         ended = at.step >= total or tired(at, recipe)
+        journal.end(at.step, "finished" if ended else "stopped")
         if not ended:
             progress.say(f"stopped after step {at.step} of {total}; resume=auto goes on")
         elif recipe.best is not None and at.best_step is not None:
@@ -209,7 +220,9 @@ def keep(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, ema
     """Save a state, its metrics first; a disk that refuses costs a line and not the run. Returns the step."""
     metrics.sync()
     try:
-        progress.say(f"saved: {save(folder, at, model, optimizer, limit, ema)}")
+        with progress.aside("saving", at.step):
+            path = save(folder, at, model, optimizer, limit, ema)
+        progress.say(f"saved: {path}")
     except SaveError as error:
         progress.say(str(error))
     return at.step

@@ -118,7 +118,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     environment = {
         "modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version(),
         "platform": platform.platform(), "device": device.type, "threads": torch.get_num_threads(),
-        "precision": recipe.precision, "parameters": count, "trained": trained, "steps": steps,
+        "precision": recipe.precision, "parameters": count, "trained": trained, "steps": steps, "examples": len(train),
+        "eval_examples": len(evaluation) if evaluation else 0,
     }  # fmt: skip
     return Setup(model, tokenizer, train, judge, steps, environment, lines)
 

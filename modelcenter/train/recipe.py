@@ -87,7 +87,7 @@ class Recipe:
         default=None, metadata=_is("steps between saved training states; absent: one if stopped", min=1)
     )
     save_total_limit: int | None = field(default=None, metadata=_is("training states kept; absent: all", min=1))
-    report_to: tuple[Literal["tensorboard"], ...] = field(
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = field(
         default=(), metadata=_is("besides metrics.jsonl and loss.png, which are always written")
     )
     output_dir: str = field(metadata=_is("the folder of the run", min=1))

@@ -1,0 +1,138 @@
+"""environment.json: in which surroundings a run was made, an object for each process that worked on it, in order.
+
+What a colleague needs to do it again: versions, the commit of the folder that it was started in, the command, the machine, and
+which data files there were. No environment variable is written, and the value of one whose name says that it is secret is
+written nowhere, wherever it comes from.
+"""
+
+import json
+import os
+import platform
+import re
+import secrets
+import subprocess
+import sys
+import time
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.atomic import atomic_write
+from ..data.config import DataConfig
+from ..data.read import find_files
+from ..data.table import PREFIX, is_saved
+
+FILE = "environment.json"
+PACKAGES = ("torch", "safetensors", "tokenizers", "huggingface_hub", "transformers", "tensorboard", "matplotlib")
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+HASHED = 64 << 20  # bytes of data that are read for their hash: a tenth of a second
+LISTED = 100  # files
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a run may use."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def surroundings(data: DataConfig) -> dict[str, Any]:
+    """Those of this process."""
+    return {
+        "started": now(), "command": sys.argv, "folder": os.getcwd(), "commit": commit(), "host": platform.node(),
+        "cores": os.cpu_count(), "cpu": torch.backends.cpu.get_cpu_capability(), "gpus": gpus(), "cuda": torch.version.cuda,
+        "packages": versions(), "data": {path: describe_data(path, data) for path in paths(data)},
+    }  # fmt: skip
+
+
+def now() -> str:
+    """The time to the second, with its zone."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def gpus() -> list[str]:
+    """The names and sizes of the GPUs that torch sees."""
+    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [f"{card.name}, {card.total_memory / 2**30:.0f} GiB" for card in cards]
+
+
+def commit() -> str | None:
+    """The commit of the repository around the current folder, `-dirty` if a file it knows has changed; None without one."""
+    said = git("rev-parse", "HEAD")
+    return None if not said else f"{said}-dirty" if git("status", "--porcelain", "--untracked-files=no") else said
+
+
+def git(*arguments: str) -> str | None:
+    """What git says in the current folder, or None: it is not there, refuses, or takes too long. It runs no program of the
+    repository's own configuration, and asks nobody."""
+    command = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2, stdin=subprocess.DEVNULL,
+                              env={**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"})  # fmt: skip
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def paths(data: DataConfig) -> list[str]:
+    """The sources that a recipe names."""
+    train = [data.path] if isinstance(data.path, str) else list(data.path or ())
+    return [*train, *([data.eval_path] if data.eval_path is not None else [])]
+
+
+def describe_data(path: str, data: DataConfig) -> dict[str, Any]:
+    """The number of files of a source, their bytes, and a hash: of their contents as long as these are small, else of their names,
+    sizes and times of change. A few are listed one by one."""
+    if path.startswith(PREFIX):
+        return {"name": path.removeprefix(PREFIX)}
+    here = Path(path).expanduser()
+    files = sorted(f for f in here.rglob("*") if f.is_file()) if is_saved(here) else find_files(path, data.format)
+    files = sorted({*files, *(other for f in files if f.suffix == ".bin" and (other := f.with_suffix(".idx")).is_file())})
+    stats = [(file, file.stat()) for file in files]
+    size = sum(stat.st_size for _, stat in stats)
+    out: dict[str, Any] = {"files": len(files), "bytes": size}
+    if size <= HASHED:
+        whole = sha256()
+        for file in files:
+            whole.update(file.read_bytes())
+        out["sha256_of_contents"] = whole.hexdigest()
+    else:
+        listing = "\n".join(f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats)
+        out["sha256_of_names_sizes_times"] = sha256(listing.encode(errors="surrogateescape")).hexdigest()
+    if len(files) <= LISTED:
+        out["list"] = [{"name": str(file), "bytes": stat.st_size, "changed": stat.st_mtime} for file, stat in stats]
+    return out
+
+
+def redacted(text: str) -> str:
+    """`text` without the values of environment variables whose names say that they are secret, and without passwords in URLs."""
+    hidden = {value: name for name, value in os.environ.items() if SECRET.search(name) and len(value) > 5}
+    for value in sorted(hidden, key=len, reverse=True):
+        text = text.replace(value, f"${hidden[value]}").replace(json.dumps(value)[1:-1], f"${hidden[value]}")
+    return re.sub(r"://[^/\s@\"]+@", "://***@", text)
+
+
+def read_processes(folder: Path) -> list[dict[str, Any]]:
+    """What `write_processes` wrote; nothing where there is no such file, or another."""
+    try:
+        found = json.loads((folder / FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
+def write_processes(folder: Path, processes: list[dict[str, Any]]) -> None:
+    """All processes of a run. Errors: `InputError` if the disk refuses."""
+    atomic_write(folder / FILE, (redacted(json.dumps(processes, indent=1, default=str)) + "\n").encode())
+
+
+def new_id() -> str:
+    """A name for a run that services can tell from others."""
+    return secrets.token_hex(4)

@@ -1,0 +1,71 @@
+"""What is kept of a run besides its numbers: environment.json at its beginning, summary.md at its end, however it ends."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ..errors import InputError, printable
+from .environment import new_id, now, read_processes, surroundings, write_processes
+from .recipe import Recipe
+from .summary import write_summary
+
+
+class Journal:
+    """The processes that worked on the run in `folder`, of which this is one. A disk that refuses costs a line. A `silent` one, of
+    a rank that is not the first, writes nothing."""
+
+    def __init__(self, folder: Path, recipe: Recipe, *, silent: bool = False) -> None:
+        self.folder, self.recipe, self.silent = folder, recipe, silent
+        self.say: Callable[[str], None] = lambda text: None
+        self.processes: list[dict[str, Any]] = []
+        self.mine: dict[str, Any] = {}
+
+    @property
+    def id(self) -> str:
+        """The same in every process of the run."""
+        return str(self.processes[0].get("run"))
+
+    def begin(self, environment: Mapping[str, Any], step: int, say: Callable[[str], None]) -> None:
+        """This process goes on after `step`. `environment`: what is known of model and data."""
+        self.say = say
+        before = read_processes(self.folder) if step else []
+        if before and step >= environment["steps"]:  # it is finished: nothing happens
+            self.processes = before
+            return
+        run = before[0].get("run") if before else None
+        self.mine = {"run": run or new_id(), "from_step": step, **surroundings(self.recipe.data), **environment, "incidents": []}
+        self.processes = [*before, self.mine]
+        self.write()
+
+    def note(self, incident: str) -> None:
+        """Something happened that whoever reads the summary should know."""
+        if self.mine:
+            self.mine["incidents"].append(incident)
+            self.write()
+
+    def end(self, step: int, how: str) -> None:
+        """This process ends after `step`: "finished" or "stopped"."""
+        self.mine |= {"ended": now(), "to_step": step, "how": how}
+
+    def write(self) -> None:
+        self.attempt("environment.json", lambda: write_processes(self.folder, self.processes))
+
+    def attempt(self, what: str, act: Callable[[], Any]) -> None:
+        if self.silent:
+            return
+        try:
+            act()
+        except (OSError, InputError) as error:
+            self.say(f"{what}: not written: {error}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.mine:  # it had not begun
+            return
+        if error is not None:
+            self.mine |= {"ended": now(), "how": f"failed: {printable(' '.join(f'{type(error).__name__}: {error}'.split()))[:300]}"}
+        self.write()
+        self.attempt("summary.md", lambda: self.say(f"summary: {write_summary(self.folder)}"))

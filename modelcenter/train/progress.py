@@ -1,0 +1,157 @@
+"""What a run says while it works: lines that stay, and the state of the run with the time to its end.
+
+On a terminal the state is one line redrawn in place; anywhere else (a log, a pipe) it is a plain line for each logged step,
+without a carriage return.
+"""
+
+import math
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from shutil import get_terminal_size
+from typing import Any, TextIO
+
+from ..errors import printable
+
+RECENT = 100  # steps whose mean is the pace
+OFTEN = 0.1  # seconds between two drawings of the line
+
+Row = Mapping[str, Any]
+
+
+class Pace:
+    """The time to the end of a run of `total` steps: steps at their recent pace, and each other kind of work at its own.
+
+    `every`: another kind of work -> the steps between two of it, None if it comes once, at the end. What was done before this
+    process began does not count, and the first step, which is slow, only until there is another.
+    """
+
+    def __init__(self, total: int, every: Mapping[str, int | None]):
+        self.total, self.every = total, every
+        self.steps: deque[float] = deque(maxlen=RECENT)
+        self.others: dict[str, list[float]] = {}
+        self.mark, self.aside, self.first = time.perf_counter(), 0.0, True
+
+    def step(self) -> None:
+        """A step has ended."""
+        now = time.perf_counter()
+        if self.first and self.steps:
+            self.steps.clear()
+            self.first = False
+        self.steps.append(now - self.mark - self.aside)
+        self.mark, self.aside = now, 0.0
+
+    def other(self, kind: str, seconds: float) -> None:
+        """Work between two steps has taken so long."""
+        self.others.setdefault(kind, []).append(seconds)
+        self.aside += seconds
+
+    def left(self, step: int) -> float:
+        """Seconds from the end of `step`, what else is due there still to come, to that of the run; a kind of work that was not met
+        yet counts nothing."""
+        seconds = sum(self.steps) / max(1, len(self.steps)) * (self.total - step)
+        for kind, took in self.others.items():
+            seconds += sum(took) / len(took) * self.times(kind, step)
+        return seconds
+
+    def times(self, kind: str, step: int) -> int:
+        """How often a kind of work comes from `step` on: also at the end, whatever its rhythm."""
+        every = self.every.get(kind) or self.total
+        return -(-self.total // every) - (step - 1) // every
+
+
+class Progress:
+    """The voice of a run. A `silent` one says nothing; a terminal that is gone is written to no more."""
+
+    def __init__(self, total: int, every: Mapping[str, int | None] | None = None, stream: TextIO | None = None, *,
+                 silent: bool = False) -> None:
+        self.total, self.stream, self.silent = total, stream or sys.stderr, silent
+        self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.pace, self.drawn = Pace(total, every or {}), -math.inf
+
+    def say(self, text: str) -> None:
+        """A line that stays, or several; control characters in them are shown and not obeyed."""
+        text = "\n".join(map(printable, text.split("\n")))
+        self.print(f"\r\x1b[K{text}\n" if self.live else f"{text}\n")
+
+    def show(self, row: Row, stays: bool) -> None:
+        """The state of the run at the end of the step `row["step"]`; where nothing can be redrawn, only if it `stays`."""
+        self.pace.step()
+        if not self.live:
+            if stays:
+                self.say(self.line(row))
+        elif stays or time.perf_counter() - self.drawn > OFTEN:
+            self.draw(self.line(row, self.width() - 1))  # a line that wraps cannot be redrawn in place
+
+    @contextmanager
+    def aside(self, kind: str, step: int) -> Iterator[None]:
+        """Work other than steps: its time is none of theirs."""
+        if self.live:
+            self.draw(f"step {step}/{self.total} | {kind} ..."[: self.width() - 1])
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.pace.other(kind, time.perf_counter() - began)
+
+    def line(self, row: Row, width: int | None = None) -> str:
+        """`step 20/100 | loss 3.2104 | lr 3.0e-04 | norm 1.02 | 12,345 tok/s | 1.2 GB | 0:40 left`, in `width` columns without
+        what matters least."""
+        step = int(row["step"])
+        loss, norm = (f"{v:.{n}f}" if v is not None and math.isfinite(v) else "not finite"
+                      for v, n in ((row["loss"], 4), (row["grad_norm"], 2)))
+        parts = {  # with their ranks
+            f"step {step}/{self.total}": 0, f"loss {loss}": 1, f"lr {row['lr']:.2e}": 7, f"norm {norm}": 6,
+            f"{row['tokens_per_second']:,.0f} tok/s": 3, f"{row['memory_gb']:.2f} GB": 5,
+            f"{clock(self.pace.left(step))} left": 2,
+        }  # fmt: skip
+        if row.get("skipped"):
+            parts[f"{row['skipped']} skipped"] = 4
+        while width is not None and len(" | ".join(parts)) > width and len(parts) > 1:
+            del parts[max(parts, key=lambda part: parts[part])]
+        return " | ".join(parts)[:width]
+
+    def width(self) -> int:
+        """Columns of the terminal: of this stream, whatever the others are."""
+        try:
+            columns = os.get_terminal_size(self.stream.fileno()).columns
+        except (OSError, ValueError, AttributeError):
+            columns = 0
+        return columns or get_terminal_size().columns
+
+    def draw(self, text: str) -> None:
+        self.drawn = time.perf_counter()
+        self.print(f"\r\x1b[K{text}")
+
+    def print(self, text: str) -> None:
+        if self.silent:
+            return
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except (OSError, ValueError):  # hung up, or closed
+            self.silent = True
+
+
+def peak_memory_gb(kind: str) -> float:
+    """The most memory this process has held on a device of that kind: the accelerator's, or for `cpu` the host's."""
+    import torch
+
+    if kind != "cpu":
+        return torch.accelerator.max_memory_allocated() / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9  # Linux counts in KiB, macOS in bytes
+
+
+def clock(seconds: float) -> str:
+    """`1d 2:03:04`, `h:mm:ss` under a day, `m:ss` under an hour."""
+    minutes, seconds_left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if not days and not hours:
+        return f"{minutes}:{seconds_left:02d}"
+    return f"{f'{days}d ' if days else ''}{hours}:{minutes:02d}:{seconds_left:02d}"

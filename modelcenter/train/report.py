@@ -1,0 +1,171 @@
+"""Where a run's numbers go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Trackio.
+
+Each is a package that is imported here alone, asked for by `report_to` and told where to go by its own environment variables
+(WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, TRACKIO_DIR, TRACKIO_PROJECT ...). None of them
+can hurt a run: the first failure is a line, and nothing more is sent there.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import printable, refuse_missing
+
+PROJECT = "modelcenter"  # where a service wants one and the environment names none
+
+
+@dataclass(frozen=True)
+class About:
+    """What a service is told of a run. `id` is the same in every process that goes on with it; `step`: where this one begins."""
+
+    folder: Path
+    id: str
+    step: int
+    recipe: Mapping[str, Any]  # flat: dotted keys
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+
+class Service(Protocol):
+    """A place for numbers; whatever it raises is caught by `Reports`."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Events in `folder`/tensorboard, those past the step of the beginning forgotten."""
+
+    def __init__(self, about: About) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.writer: Any = SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1 if about.step else None)
+        self.flush, self.close = self.writer.flush, self.writer.close
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
+
+
+class WandB:
+    """A run of Weights & Biases, its files in `folder`/wandb. Rows that it has already it leaves as they are."""
+
+    def __init__(self, about: About) -> None:
+        import wandb
+
+        self.run: Any = wandb.init(project=os.environ.get("WANDB_PROJECT", PROJECT), name=about.name, id=about.id, resume="allow",
+                                   dir=about.folder, config=dict(about.recipe))  # fmt: skip
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def flush(self) -> None:
+        """It writes by itself."""
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    """A run of an MLflow experiment, found again by a tag."""
+
+    def __init__(self, about: About) -> None:
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self.metric, self.client = Metric, mlflow.MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        known = self.client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known is not None else self.client.create_experiment(name)
+        found = self.client.search_runs([experiment], f"tags.`modelcenter.run` = '{about.id}'")
+        run = found[0] if found else self.client.create_run(experiment, run_name=about.name, tags={"modelcenter.run": about.id})
+        self.run = run.info.run_id
+        if not found:
+            params = [Param(key, str(value)[:500]) for key, value in about.recipe.items()]
+            for start in range(0, len(params), 100):  # at most, says its REST interface
+                self.client.log_batch(self.run, params=params[start : start + 100])
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.time_ns() // 10**6
+        self.client.log_batch(self.run, metrics=[self.metric(key, value, now, step) for key, value in values.items()])
+
+    def flush(self) -> None:
+        """Each call is a request that was answered."""
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run)
+
+
+class Trackio:
+    """A run of a Trackio project."""
+
+    def __init__(self, about: About) -> None:
+        import trackio
+
+        self.run: Any = trackio.init(os.environ.get("TRACKIO_PROJECT", PROJECT), name=f"{about.name}-{about.id}", resume="allow",
+                                     config=dict(about.recipe), embed=False)  # fmt: skip
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def flush(self) -> None:
+        """It writes by itself."""
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+SERVICES: dict[str, Callable[[About], Service]] = {
+    "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio,
+}  # fmt: skip
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Refuse a service whose package, which has its name, is not here."""
+    for name in names:
+        if find_spec(name) is None:
+            refuse_missing(None, "report_to", f"{name} is not installed", f"pip install {name}, or leave it out")
+
+
+class Reports:
+    """The services of a run. `say` tells what went wrong."""
+
+    def __init__(self, names: Iterable[str], about: About, say: Callable[[str], None]) -> None:
+        self.say, self.open = say, dict[str, Service]()
+        for name in names:
+            self.attempt(name, lambda name=name: self.open.update({name: SERVICES[name](about)}))  # type: ignore[misc]
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Send what of a row of metrics is a number, under `train/` or `eval/`."""
+        values = {f"{'eval' if key.startswith(('eval_', 'best_')) else 'train'}/{key}": float(value) for key, value in row.items()
+                  if key != "step" and isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
+        for name, service in list(self.open.items()):
+            self.attempt(name, lambda service=service: service.write(row["step"], values))  # type: ignore[misc]
+
+    def flush(self) -> None:
+        for name, service in list(self.open.items()):
+            self.attempt(name, service.flush)
+
+    def close(self) -> None:
+        for name, service in list(self.open.items()):
+            self.attempt(name, service.close)
+        self.open = {}
+
+    def attempt(self, name: str, act: Callable[[], Any]) -> None:
+        """Do it; where that fails, say so and forget the service."""
+        try:
+            act()
+        except (Exception, SystemExit) as error:  # of a package of others: it may raise anything
+            self.open.pop(name, None)
+            text = printable(" ".join(str(error).split()))[:200]
+            self.say(f"report_to: {name}: {type(error).__name__}: {text}; nothing more is sent to it")

@@ -1,0 +1,271 @@
+"""What a run leaves for other people: environment.json, summary.md, loss.png."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelcenter.errors import InputError
+from modelcenter.parallel.machine import Machine
+from modelcenter.train import environment, loop
+from modelcenter.train.environment import commit, describe_data, paths, read_processes, redacted
+from modelcenter.train.journal import Journal
+from modelcenter.train.plot import keys, plot_loss, runs
+from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.summary import compare, summarise
+
+MACHINE = Machine(device="cpu", threads=1)
+
+
+def recipe_of(folder: Path, **changes: Any) -> Recipe:
+    """4 steps of a tiny GPT."""
+    (folder / "text.txt").write_text("the cat sat on the mat. " * 60)
+    (folder / "base.yaml").write_text("{}\n")
+    return load_recipe(folder / "base.yaml", {
+        "model": "gpt2", "init": "random", "config": {"layers": 1, "dim": 16, "heads": 2, "positions": 32}, "tokenizer": "char",
+        "data.path": str(folder / "text.txt"), "data.seq_len": 16, "data.eval_fraction": 0.2, "batch": 4, "precision": "fp32",
+        "max_steps": 4, "logging_steps": 2, "eval_steps": 2, "save_steps": 2, "output_dir": str(folder / "out"), **changes,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    loop.train(recipe_of(folder), MACHINE)
+    return folder / "out"
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+
+
+def code(text: str, kind: str) -> str:
+    (found,) = re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
+    return str(found)
+
+
+def test_a_summary_says_what_a_colleague_asks(whole: Path) -> None:
+    text = (whole / "summary.md").read_text()
+    start = f"# out\n\n`gpt2` trained from random weights on `{whole.parent}/text.txt`, objective lm: finished, step 4 of 4."
+    assert text.startswith(start)
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()[1:]]
+    last = [row for row in rows if "eval_loss" in row][-1]
+    assert f"| loss, evaluation | {rows[1]['eval_loss']:.6g} | {last['eval_loss']:.6g} | " in text
+    assert f"| {4 * 4 * 16:,} tokens in " in text and "| 4 sequences of at most 16 tokens; adamw, linear from 5e-05 |" in text
+    assert "![curves](loss.png)" in text and (whole / "loss.png").is_file()
+    assert f"| data `{whole.parent}/text.txt` | {24 * 60:,} bytes in 1 file |" in text
+    assert f"modelcenter train {whole}/recipe.yaml" in text
+
+
+def test_what_a_summary_tells_to_type_works(whole: Path) -> None:
+    """Its Python opens the model, in this package and in transformers; its commands are the verbs'."""
+    text, space = (whole / "summary.md").read_text(), dict[str, Any]()
+    exec(code(text, "python"), space)  # noqa: S102  # what we have just written
+    assert type(space["model"]).__name__ == "GPT2LMHeadModel" and space["tokenizer"]("cat")["input_ids"]
+    from modelcenter.__main__ import main
+
+    for command in code(text, "").strip().splitlines():
+        words = command.partition("    #")[0].replace('"..."', "cat").split()[1:]
+        assert main(words) == 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
+def test_an_adapter_is_opened_by_peft(whole: Path, tmp_path: Path, undrawn: None) -> None:
+    changes = {"model": str(whole / "model"), "tokenizer": None, "init": "pretrained", "config": {}, "adapter.name": "lora"}
+    loop.train(recipe_of(tmp_path, **changes), MACHINE)
+    text, space = (tmp_path / "out" / "summary.md").read_text(), dict[str, Any]()
+    assert "trained by lora of rank 8 from pretrained weights" in text and "modelcenter merge" in text
+    exec(code(text, "python"), space)  # noqa: S102  # what we have just written
+    assert type(space["model"]).__name__ == "PeftModelForCausalLM" and space["tokenizer"]("cat")["input_ids"]
+
+
+def test_interruptions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+    """A run that failed, went on and was left without an end, went on again; and an update that was left out."""
+    real, count = loop.update, [0]
+
+    def update(model: Any, optimizer: Any, loss: float, *rest: Any) -> float:
+        count[0] += 1
+        if count[0] == 4:
+            raise InputError("the disk is on fire")
+        return real(model, optimizer, math.nan if count[0] == 1 else loss, *rest)
+
+    monkeypatch.setattr(loop, "update", update)
+    with pytest.raises(InputError, match="on fire"):
+        loop.train(recipe_of(tmp_path), MACHINE)
+    text = (tmp_path / "out" / "summary.md").read_text()
+    assert "failed: InputError: the disk is on fire, step 2 of 4" in text and "There is no model yet." in text
+    journal = Journal(tmp_path / "out", recipe_of(tmp_path))  # of a process that is then killed
+    journal.begin({"steps": 4}, 2, print)
+    journal.note("step 3: something odd")
+    assert loop.train(recipe_of(tmp_path), MACHINE).step == 4
+    first, second, third = read_processes(tmp_path / "out")
+    assert first["run"] == second["run"] == third["run"] and [p["from_step"] for p in (first, second, third)] == [0, 2, 2]
+    text = (tmp_path / "out" / "summary.md").read_text()
+    happened = text.partition("## What happened\n\n")[2].splitlines()
+    assert re.fullmatch(r"- \S+: began on \S+, failed: InputError: the disk is on fire \S+", happened[0])
+    assert "resumed after step 2" in happened[1] and "no end was written: killed, or still running" in happened[1]
+    assert happened[2] == "- step 3: something odd" and "finished" in happened[3]
+    assert happened[4] == "- steps 1 to 2: 1 without an update, the gradient was not finite"
+    before = (tmp_path / "out" / "environment.json").read_bytes()
+    loop.train(recipe_of(tmp_path), MACHINE)  # it is finished
+    assert (tmp_path / "out" / "environment.json").read_bytes() == before
+
+
+def test_a_refused_run_leaves_no_journal(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        loop.train(recipe_of(tmp_path, **{"data.seq_len": 64}), MACHINE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Any, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(environment, "atomic_write", full)
+    said: list[str] = []
+    with Journal(tmp_path, recipe_of(tmp_path)) as journal:
+        journal.begin({"steps": 4}, 0, said.append)
+        journal.end(4, "finished")
+    assert said[0] == "environment.json: not written: [Errno 28] No space left on device" and "summary.md: not written" in said[-1]
+
+
+def test_a_silent_journal_writes_nothing(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with Journal(tmp_path, recipe, silent=True) as journal:
+        journal.begin({"steps": 4}, 0, print)
+        journal.note("a")
+        journal.end(4, "finished")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# --------------------------------------------------------------------------------------------------------- environment
+
+
+def test_the_environment_is_written(whole: Path) -> None:
+    (process,) = read_processes(whole)
+    assert process["packages"]["torch"] == torch.__version__ and process["device"] == "cpu" and process["how"] == "finished"
+    assert process["command"] == sys.argv and (process["from_step"], process["to_step"]) == (0, 4)
+    (data,) = process["data"].values()
+    assert data["bytes"] == 24 * 60 and len(data["sha256_of_contents"]) == 64 and data["list"][0]["name"].endswith("text.txt")
+
+
+SECRETS = {"HF_TOKEN": "hf_canaryAAAA1", "WANDB_API_KEY": "canaryBBBB2", "AWS_SECRET_ACCESS_KEY": "canary/CC\\CC3",
+           "DB_PASSWORD": "canaryDDDD4"}  # fmt: skip
+OTHERS = {"UNRELATED": "canaryEEEE5"}
+
+
+def test_no_secret_reaches_a_file(tmp_path: Path) -> None:
+    """Canaries in the environment, and one of them on the command line; the whole run, TensorBoard and a failure besides."""
+    recipe = recipe_of(tmp_path)
+    from modelcenter.config import dump_yaml, to_dict
+
+    (tmp_path / "r.yaml").write_text(dump_yaml(to_dict(recipe)))
+    path = str(Path(__file__).parents[1])
+    command = [sys.executable, "-m", "modelcenter", "train", str(tmp_path / "r.yaml"), "report_to=[tensorboard]",
+               f"output_dir={tmp_path}/with-{SECRETS['HF_TOKEN']}"]  # fmt: skip
+    env = {**os.environ, **SECRETS, **OTHERS, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (out,) = tmp_path.glob("with-*")
+    files = [f for f in out.rglob("*") if f.is_file()]
+    assert len(files) > 10 and any("tfevents" in f.name for f in files)
+    for file in files:
+        text = file.read_bytes()
+        for name, value in {**SECRETS, **OTHERS}.items():
+            if (file.name, name) != ("recipe.yaml", "HF_TOKEN"):  # there the user has put it himself, as a folder's name
+                assert value.encode() not in text and json.dumps(value)[1:-1].encode() not in text, (file, name)
+    assert "$HF_TOKEN" in (out / "environment.json").read_text()
+
+
+def test_redaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MY_TOKEN", "1")  # too short to be one
+    assert redacted(json.dumps(["a", "canary/CC\\CC3", "1"])) == '["a", "$AWS_SECRET_ACCESS_KEY", "1"]'
+    assert redacted("https://me:pw@host/x canaryBBBB2") == "https://***@host/x $WANDB_API_KEY"
+
+
+def test_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the folder that one stands in; -dirty; no program that the repository's configuration names is run; None elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commit() is None
+    run = lambda *a: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *a], check=True, capture_output=True)  # noqa: E731
+    run("init", "-q")
+    (tmp_path / "a").write_text("1")
+    run("add", "a")
+    run("commit", "-q", "-m", "a")
+    (tmp_path / "hook").write_text("#!/bin/sh\ntouch ran\n")
+    (tmp_path / "hook").chmod(0o755)
+    run("config", "core.fsmonitor", str(tmp_path / "hook"))
+    found = commit()
+    assert found is not None and re.fullmatch("[0-9a-f]{40}", found)
+    (tmp_path / "a").write_text("2")
+    assert commit() == f"{found}-dirty" and not (tmp_path / "ran").exists()
+    monkeypatch.setenv("PATH", "")
+    assert commit() is None
+
+
+def test_data_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path)
+    assert paths(recipe.data) == [str(tmp_path / "text.txt")]
+    (tmp_path / "more").mkdir()
+    for name in "ab":
+        (tmp_path / "more" / f"{name}.txt").write_text(name * 10)
+    folder = str(tmp_path / "more")
+    first = describe_data(folder, recipe.data)
+    assert (first["files"], first["bytes"], len(first["list"])) == (2, 20, 2)
+    (tmp_path / "more" / "a.txt").write_text("c" * 10)
+    assert describe_data(folder, recipe.data)["sha256_of_contents"] != first["sha256_of_contents"]
+    monkeypatch.setattr(environment, "HASHED", 19)
+    second = describe_data(folder, recipe.data)
+    os.utime(tmp_path / "more" / "a.txt", (1, 1))
+    third = describe_data(folder, recipe.data)
+    assert second["sha256_of_names_sizes_times"] != third["sha256_of_names_sizes_times"] and "sha256_of_contents" not in third
+    assert describe_data("datasets:org/name:train", recipe.data) == {"name": "org/name:train"}
+
+
+# --------------------------------------------------------------------------------------------------------------- curves
+
+SAME = {"lr": 1e-3, "tokens": 5, "tokens_per_second": 9.0, "memory_gb": 1.0}
+ROWS = [{"step": 1, "loss": 3.0, **SAME, "grad_norm": 1.0, "skipped": 0}, {"step": 2, "loss": None, **SAME, "grad_norm": None},
+        {"step": 2, "eval_loss": 2.5, "eval_targets": 9, "eval_accuracy": 0.5, "best_eval_loss": 2.5, "best_step": 2},
+        {"step": 3, "loss": 2.0, **SAME, "grad_norm": 1.0, "skipped": 1}]  # fmt: skip
+
+
+def test_what_is_drawn() -> None:
+    assert keys(ROWS) == ["eval_accuracy", "lr", "tokens_per_second", "grad_norm"]
+    assert runs(ROWS, "loss") == [[(1, 3.0)], [(3, 2.0)]]  # a gap, and no line through it
+    assert keys([]) == [] and runs([], "loss") == []
+
+
+@pytest.mark.parametrize("rows", [ROWS, [], [{"environment": {}}]])
+def test_it_is_drawn(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plot_loss(tmp_path) == f"loss.png: {tmp_path / 'loss.png'}"
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_runs_are_compared(whole: Path, tmp_path: Path, undrawn: None, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.train(recipe_of(tmp_path, **{"optimizer.lr": 1e-2, "data.path": str(whole.parent / "text.txt")}), MACHINE)
+    text, rows = compare([whole, tmp_path / "out"])
+    assert list(rows[0])[:2] == ["run", "optimizer.lr"] and [row["optimizer.lr"] for row in rows] == [5e-5, 1e-2]
+    assert rows[0]["eval_loss"] > rows[1]["eval_loss"] and text.splitlines()[1].split() == ["optimizer.lr", "5e-05", "0.01"]
+    from modelcenter.__main__ import main
+
+    assert main(["compare", str(whole), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == text + "\n"
+    assert main(["compare", str(whole), str(tmp_path)]) == 2
+    assert "no recipe.yaml; the output folder of a run" in capsys.readouterr().err
+    assert summarise(whole) == (whole / "summary.md").read_text()
