@@ -480,19 +480,18 @@ def list_models() -> list[dict[str, Any]]:
 
 
 def list_recipes() -> list[dict[str, Any]]:
-    """Every packaged recipe with its first line."""
-    return [{"name": name, "what": first_line(find(name, "recipe", packaged()))} for name in names(packaged())]
+    """Every packaged recipe, and what it is for."""
+    from modelcenter.train.catalog import listing
+
+    return list(listing())
 
 
 def list_machines() -> list[dict[str, Any]]:
     """Every packaged machine profile with its first line."""
+    from modelcenter.train.catalog import first_line
+
     folder = packaged("machines")
     return [{"name": name, "what": first_line(find(name, "machine profile", folder))} for name in names(folder)]
-
-
-def first_line(file: Path) -> str:
-    """The comment at the top of a YAML file of ours."""
-    return file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 
 def list_keys() -> list[dict[str, Any]]:
@@ -505,21 +504,22 @@ def list_keys() -> list[dict[str, Any]]:
 
 
 def copy(args: Arguments) -> Answer:
-    """Copy a packaged recipe here, to be edited.
+    """Write a recipe here with every key in it, its type, default and meaning, to be edited.
 
     modelcenter copy RECIPE
     """
+    from modelcenter.train.catalog import commented
+
     (name,) = take(args, ["RECIPE"])
-    source = find(name, "recipe", packaged())
-    target = Path(source.name)
+    text = commented(name)
+    target = Path(Path(name).name if Path(name).suffix else f"{name.replace('/', '-')}.yaml")
     try:
-        text = source.read_text(encoding="utf-8")
         with open(target, "x", encoding="utf-8") as f:
             f.write(text)
     except FileExistsError:
         refuse(target, None, "exists", "move it away, or go to another folder")
     except OSError as error:
-        refuse(error.filename, None, error.strerror or str(error), "a recipe's name and a folder that can be written")
+        refuse(target, None, error.strerror or str(error), "a folder that can be written")
     return Answer(f"{target}: now modelcenter train {target}", {"file": str(target)})
 
 

@@ -430,7 +430,7 @@ def describe(cls: type, section: str = "") -> Iterator[Key]:
             yield from describe(hint, f"{name}.")
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        shown = None if default is dataclasses.MISSING else _flow(_plain(default))
+        shown = None if default is dataclasses.MISSING else flow(_plain(default))
         yield Key(name, wanted(hint, field.metadata), shown, field.metadata.get("help", ""))
 
 
@@ -452,21 +452,21 @@ def dump_yaml(mapping: Mapping[str, Any], indent: str = "") -> str:
     lines = []
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
-            lines.append(f"{indent}{_flow(str(key))}:\n{dump_yaml(value, indent + '  ')}")
+            lines.append(f"{indent}{flow(str(key))}:\n{dump_yaml(value, indent + '  ')}")
         else:
-            lines.append(f"{indent}{_flow(str(key))}: {_flow(value)}\n")
+            lines.append(f"{indent}{flow(str(key))}: {flow(value)}\n")
     return "".join(lines) or "{}\n"
 
 
 _SAFE = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """`value` on one line."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_flow(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{flow(str(k))}: {flow(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_flow(v) for v in value) + "]"
+        return "[" + ", ".join(flow(v) for v in value) + "]"
     if isinstance(value, str):
         is_plain = _SAFE.fullmatch(value) and value not in _WORDS and not _NOT_FINITE.fullmatch(value)
         return value if is_plain else '"' + "".join(_escaped(c) for c in value) + '"'

@@ -250,6 +250,13 @@ def test_classes_by_number_and_by_name(bert: Tokenizer) -> None:
     assert held.at(0, 0)[2] == 1
 
 
+def test_true_and_false_are_two_classes(bert: Tokenizer) -> None:
+    records = rows({"text": "a", "label": True}, {"text": "b", "label": False})
+    assert label_names(records, DataConfig()) == ("LABEL_0", "LABEL_1")
+    examples = make_examples("classify", records, bert, DataConfig())
+    assert [examples.at(0, k)[2] for k in range(2)] == [1, 0]
+
+
 def test_pairs_of_texts_are_cut_like_transformers(bert: Tokenizer, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -8,7 +8,7 @@ import pytest
 
 from modelcenter.data.config import DataConfig
 from modelcenter.data.read import DOCUMENT, find_files, read_records, read_split, split
-from modelcenter.data.record import Records
+from modelcenter.data.record import Record, Records
 from modelcenter.data.source import CHUNK, LONGEST_LINE
 from modelcenter.errors import InputError, MissingError
 
@@ -143,6 +143,15 @@ def test_fields(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- large files, lazily
+
+
+def test_a_text_of_several_fields() -> None:
+    record = Record({"a": "x {b}", "b": "y", "n": 1, "{a}": "itself"}, "file.jsonl", 3)
+    assert record.text("{b}: {a}.", "data.text_key") == "y: x {b}." and record.text("{a}", "data.text_key") == "itself"
+    with pytest.raises(InputError, match=r"file.jsonl: line 3: no field 'c'; .*\(data.text_key names the field\)"):
+        record.text("{b} {c}", "data.text_key")
+    with pytest.raises(InputError, match="n is 1"):
+        record.text("{n} of {b}", "data.text_key")
 
 
 def test_a_long_text_is_documents_that_end_with_a_line(tmp_path: Path) -> None:

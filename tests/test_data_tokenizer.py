@@ -161,7 +161,7 @@ def test_characters(tmp_path: Path) -> None:
     assert theirs.decode(ours.encode(text)) == text
 
 
-@pytest.mark.parametrize("kind, size", [("bpe", 400), ("roberta", 400)])
+@pytest.mark.parametrize("kind, size", [("bpe", 400), ("roberta", 400), ("span", 400)])
 def test_trained(tmp_path: Path, kind: Any, size: int) -> None:
     ours, again = train_tokenizer(TEXTS, size, kind), train_tokenizer(TEXTS, size, kind)
     assert ours.raw.to_str() == again.raw.to_str() and ours.vocab_size <= size
@@ -181,9 +181,16 @@ def test_byte_level_loses_nothing() -> None:
     assert ours.pad_id is None
 
 
+def test_sentinels_stand_behind_padding_and_the_end() -> None:
+    ours = open_tokenizer("span:400", TEXTS)
+    assert (ours.pad_id, ours.eos_id, ours.unk_id) == (0, 1, 2)
+    assert [ours.token_to_id(f"<extra_id_{k}>") for k in range(100)] == list(range(3, 103))
+    assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0] and ours.bos_id is None
+
+
 @pytest.mark.parametrize("spec, said", [
     ("bpe", "a size is wanted: bpe:8000"), ("bpe:many", "a size is wanted"), ("bpe:100", "at least 257"),
-    ("roberta:260", "at least 261"), ("./none", "no such folder"), ("a/b/c", "no such folder")])
+    ("roberta:260", "at least 261"), ("span:358", "at least 359"), ("./none", "no such folder"), ("a/b/c", "no such folder")])
 def test_bad_specifications(spec: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         open_tokenizer(spec, TEXTS)

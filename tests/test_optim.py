@@ -44,6 +44,18 @@ def test_schedules_equal_transformers(warmup: int, total: int) -> None:
         assert table(total, name=name, warmup_steps=warmup) == peer_table(peer, total), name
 
 
+@pytest.mark.parametrize(("share", "total"), [(0.1, 100), (0.06, 17), (0.5, 3), (0.999, 10)])
+def test_a_share_of_the_run_equals_transformers(share: float, total: int) -> None:
+    arguments = transformers.TrainingArguments(output_dir="unused", warmup_steps=share)
+    peer = transformers.get_cosine_schedule_with_warmup(sgd(), arguments.get_warmup_steps(total), total)
+    assert table(total, name="cosine", warmup_steps=share) == peer_table(peer, total)
+
+
+def test_which_schedules_may_be_prolonged() -> None:
+    assert ScheduleConfig(name="constant", warmup_steps=5).timeless and not ScheduleConfig(name="linear").timeless
+    assert not ScheduleConfig(name="constant", warmup_steps=0.1).timeless
+
+
 @pytest.mark.parametrize("power", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize(("warmup", "floor"), [(0, 0.0), (10, 0.0), (10, 0.05)])
 def test_polynomial_equals_transformers(warmup: int, floor: float, power: float) -> None:

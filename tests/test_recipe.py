@@ -1,6 +1,5 @@
 """Recipes and machine profiles: the packaged ones, every alias, every refusal by file and key, and the way back."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelcenter.config import bind, describe, dump_yaml, find, names, packaged, parse, to_dict
+from modelcenter.config import bind, describe, dump_yaml, parse, to_dict
 from modelcenter.errors import InputError, MissingError
-from modelcenter.parallel.machine import Machine, load_machine
+from modelcenter.parallel.machine import load_machine
 from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe, load_recipe
 
 BASE = "model: gpt2\noutput_dir: out\nmax_steps: 10\ndata: {path: a.txt}\n"
@@ -23,41 +22,7 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
-# ------------------------------------------------------------------------------------------------------------- packaged
-
-
-def test_packaged() -> None:
-    assert names(packaged()) == ["classify", "finetune", "lora", "mlm", "pretrain", "qlora", "seq2seq"]
-    assert names(packaged("machines")) == ["cpu"]
-    assert load_machine("cpu") == Machine(device="cpu")
-
-
-@pytest.mark.parametrize("name", names(packaged()))
-def test_packaged_recipe_loads(name: str) -> None:
-    recipe = load_recipe(name, ["data.path=a.txt"])
-    assert recipe.output_dir == f"runs/{name}" and recipe.resume == "auto"
-    assert recipe.objective == {"classify": "classify", "mlm": "mlm", "seq2seq": "seq2seq"}.get(name, "lm")
-    with pytest.raises(InputError, match=r"data\.path: missing"):
-        load_recipe(name)
-
-
-@pytest.mark.parametrize("name", [*names(packaged()), "machines/cpu"])
-def test_packaged_comments_tell_the_truth(name: str) -> None:
-    """Each key of a packaged file stands with the type and the default that the code has."""
-    folder, _, leaf = name.rpartition("/")
-    keys = {key.name: key for key in describe(Machine if folder else Recipe)}
-    section, seen = "", []
-    for line in find(leaf, "", packaged(*folder.split())).read_text().splitlines()[1:]:
-        indent, key, comment = re.fullmatch(r"( *)(\w+):(?: .*?)?(?:  # (.*))?", line).groups()  # type: ignore[union-attr]
-        section = section if indent else ""
-        if comment is None:
-            section = f"{key}."
-            continue
-        known = keys[section + key]
-        default = "required" if known.default is None else f"default {known.default}"
-        assert comment == f"{known.type}; {default}: {known.help}"
-        seen.append(known.name)
-    assert not {name for name in keys if "data." not in name} - set(seen)
+# ------------------------------------------------------------------------------------------------------------------ names
 
 
 def test_names_and_paths(tmp_path: Path) -> None:
@@ -82,7 +47,8 @@ SPELLED = {
     "model_name_or_path": "x", "tokenizer_name": "x", "train_file": "x", "validation_file": "x", "max_seq_length": 77,
     "packing": True, "group_by_length": True,
     "learning_rate": 3e-4, "weight_decay": 0.5, "adam_epsilon": 1e-6, "lr_scheduler_type": "cosine",
-    "warmup_steps": 5, "per_device_train_batch_size": 4, "num_train_epochs": 2, "resume_from_checkpoint": "auto",
+    "warmup_steps": 5, "warmup_ratio": 0.06, "per_device_train_batch_size": 4,
+    "num_train_epochs": 2, "resume_from_checkpoint": "auto",
     "label_smoothing_factor": 0.1,
 }  # fmt: skip
 
@@ -167,6 +133,8 @@ REFUSED = {  # what is added to a good recipe: what is said of it
     "adapter: {rank: 3}": "adapter.rank: set, but adapter.name is none; ",
     "adapter: {name: lora, targets: []}": "adapter.targets: empty; names of layers, or all-linear",
     "optimizer: {name: lion, moments: int8}": "optimizer.moments: 'int8' with name lion, which has none; leave it out, or fp32",
+    "schedule: {warmup_steps: 1.5}": "schedule.warmup_steps: 1.5; whole steps, or a share below 1",
+    "schedule: {name: wsd, warmup_steps: 0.8, decay_steps: 3}": "schedule.decay_steps: 3 after 8 of warm-up, in 10 steps; ",
     "schedule: {name: noam}": "schedule.warmup_steps: 0 with name noam; 1 at least",
     "schedule: {gamma: 0.9}": "schedule.gamma: 0.9 with name linear, which has none; leave it out, or 0.999",
     "optimizer: {name: lyon}": "optimizer.name: 'lyon'; adamw | adafactor",

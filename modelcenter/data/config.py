@@ -16,7 +16,8 @@ def _is(help: str, **bounds: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Files, keys and lengths; a key that the objective does not use is ignored."""
+    """Files, keys and lengths; a key that the objective does not use is ignored. The key of a text names a field, or several in
+    braces: `{question} {passage}`."""
 
     path: str | tuple[str, ...] | dict[str, float] | None = field(
         default=None,

@@ -1,6 +1,7 @@
 """A record, which knows where it comes from, and a sequence of records that are read when they are asked for."""
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any, NoReturn, overload
 import numpy as np
 
 from modelcenter.errors import nearest, refuse
+
+FIELD = re.compile(r"\{([^{}]+)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,9 @@ class Record:
         return self.fields[key]
 
     def text(self, key: str, option: str) -> str:
-        """The field `key` where it must be text."""
+        """The field `key` where it must be text; where `key` is no field, a text that names fields in braces."""
+        if "{" in key and key not in self.fields:
+            return FIELD.sub(lambda field: self.text(field[1], option), key)
         value = self.get(key, option)
         if not isinstance(value, str):
             self.refuse(f"{key} is {json.dumps(value, default=str)[:60]}", f"text is wanted ({option} names the field)")

@@ -38,7 +38,9 @@ SPECIAL = {
     "bpe": dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>"),
     "roberta": {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "cls": "<s>", "sep": "</s>",
                 "mask": "<mask>"},
+    "span": {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"},
 }  # fmt: skip
+SENTINELS = {"span": tuple(f"<extra_id_{k}>" for k in range(100))}  # what stands for a span that is to be predicted
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
 GPT2_CLASSES = ("GPT2Tokenizer",)
 JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
@@ -280,7 +282,7 @@ class ForeignTokenizer(Tokenizer):
 
 
 def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `roberta:8000` (made of `texts`), a folder or a hub id."""
+    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `roberta:8000`, `span:8000`, made of `texts`; a folder or a hub id."""
     kind, _, size = spec.partition(":")
     if spec == "char":
         return CharTokenizer.train(texts)
@@ -292,14 +294,15 @@ def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") -> Tokenizer:
-    """Train byte-level BPE on `texts`: `bpe` with GPT-2's <|endoftext|>, `roberta` with RoBERTa's special tokens.
+    """Train byte-level BPE on `texts`: `bpe` with GPT-2's <|endoftext|>, `roberta` with RoBERTa's special tokens, `span` with
+    padding as number 0 and a hundred sentinels, for span corruption.
 
     The special tokens have the first ids. `vocab_size` is an upper bound: a small text has fewer merges.
     """
     if kind not in SPECIAL:
         refuse(None, "tokenizer", repr(kind), nearest(kind, SPECIAL))
     special = SPECIAL[kind]
-    tokens = list(dict.fromkeys(special.values()))
+    tokens = [*dict.fromkeys(special.values()), *SENTINELS.get(kind, ())]
     if vocab_size < 256 + len(tokens):
         refuse(None, "tokenizer", f"{kind}:{vocab_size}", f"at least {256 + len(tokens)} tokens are wanted")
     raw = _byte_level(models.BPE())

@@ -1,6 +1,7 @@
 """What the `optimizer`, `schedule` and `loss` sections of a recipe say; torch-free, so that a recipe is checked first."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from math import ceil
 from typing import Any, Literal
 
 from modelcenter.errors import refuse
@@ -42,7 +43,9 @@ class ScheduleConfig:
     name: Literal["linear", "cosine", "constant", "wsd", "noam", "inverse_sqrt", "exponential", "polynomial"] = field(
         default="linear", metadata={"help": "shape of the decay after the warm-up"}
     )
-    warmup_steps: int = field(default=0, metadata={"min": 0, "help": "optimizer steps from 0 to the peak"})
+    warmup_steps: int | float = field(
+        default=0, metadata={"min": 0, "help": "optimizer steps from 0 to the peak; below 1: a share of the run"}
+    )
     min_lr_ratio: float = field(default=0.0, metadata={"min": 0, "max": 1, "help": "last rate / peak rate"})
     decay_steps: int | None = field(default=None, metadata={"min": 1, "help": "wsd: of the last part; absent: a tenth of the run"})
     decay: Literal["cosine", "linear", "1-sqrt"] = field(default="cosine", metadata={"help": "wsd: the shape of the last part"})
@@ -55,6 +58,17 @@ class ScheduleConfig:
         refuse_changed(self, others, f"with name {self.name}, which has none")
         if self.name == "noam" and not self.warmup_steps:
             refuse(None, "warmup_steps", "0 with name noam", "1 at least: its peak is at the end of the warm-up")
+        if self.warmup_steps >= 1 and self.warmup_steps % 1:
+            refuse(None, "warmup_steps", str(self.warmup_steps), "whole steps, or a share below 1")
+
+    @property
+    def timeless(self) -> bool:
+        """Whether no step's rate depends on how many steps there are."""
+        return self.name in TIMELESS and not 0 < self.warmup_steps < 1
+
+    def of(self, total: int) -> "ScheduleConfig":
+        """The schedule of a run of `total` steps: the warm-up in steps, a share of the run rounded up as in transformers."""
+        return replace(self, warmup_steps=ceil(self.warmup_steps * total)) if 0 < self.warmup_steps < 1 else self
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ def lr_factor(config: ScheduleConfig, step: int, total: int) -> float:
     end at `config.min_lr_ratio` instead of 0 (transformers' `cosine_with_min_lr` scales in the same way)."""
     if config.name not in SCHEDULES:
         refuse(None, "schedule.name", repr(config.name), nearest(config.name, SCHEDULES))
+    config = config.of(total)
     done = step + (config.name == "noam")
     if done < config.warmup_steps:
         return float(done) / float(max(1, config.warmup_steps))

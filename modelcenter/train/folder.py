@@ -9,7 +9,6 @@ from ..checkpoint.atomic import atomic_write
 from ..checkpoint.state import MANIFEST, find_state, lock, steps
 from ..config import bind, dump_yaml, read_recipe, to_dict
 from ..errors import refuse, refuse_missing
-from ..optim.config import TIMELESS
 from .recipe import Recipe
 
 RECIPE = "recipe.yaml"
@@ -23,7 +22,7 @@ def claim(folder: Path, recipe: Recipe) -> Iterator[None]:
 
     A folder that holds a run is refused with `resume: never`, and otherwise unless its recipe is this one: a recipe
     fixes the result, so the first key that differs is named. Only `WATCHING`, the keys that say what is logged and
-    kept, may change; under a schedule of `TIMELESS` the number of steps may too, because no step depends on it there.
+    kept, may change; under a schedule that is `timeless` the number of steps may too, because no step depends on it there.
     """
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     check(folder, recipe)
@@ -60,7 +59,7 @@ def check(folder: Path, recipe: Recipe) -> None:
 
 def same_recipe(file: Path, recipe: Recipe) -> None:
     """Refuse unless the recipe in `file` gives the same result as `recipe`; names the first key that differs."""
-    free = {*WATCHING, *(("max_steps", "num_epochs") if recipe.schedule.name in TIMELESS else ())}
+    free = {*WATCHING, *(("max_steps", "num_epochs") if recipe.schedule.timeless else ())}
     theirs, ours = flat(to_dict(bind(Recipe, read_recipe(file), file))), flat(to_dict(recipe))
     for key in ours | theirs:
         if key.partition(".")[0] not in free and ours.get(key) != theirs.get(key):

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from modelcenter.adapter.config import AdapterConfig
-from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, packaged, read_recipe
+from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, names, packaged, read_recipe
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, objectives
-from modelcenter.errors import refuse
+from modelcenter.errors import nearest, refuse, refuse_missing
 from modelcenter.generate.options import Options
 from modelcenter.metrics.table import check
 from modelcenter.optim.config import LossConfig, OptimizerConfig, ScheduleConfig
@@ -44,7 +44,7 @@ class Recipe:
     objective: Name = field(default="lm", metadata=_is("what is to be learned"))
     task: Task = field(default="auto", metadata=_is("the model's head; auto: the objective's"))
     tokenizer: str | None = field(
-        default=None, metadata=_is("a folder, a hub id, char, bpe:SIZE or roberta:SIZE; absent: the model's", min=1)
+        default=None, metadata=_is("a folder, a hub id, char, bpe:SIZE, roberta:SIZE or span:SIZE; absent: the model's", min=1)
     )
     data: DataConfig = field(default_factory=DataConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -126,9 +126,11 @@ class Recipe:
             refuse(None, "freeze", f"with adapter.name {self.adapter.name}", "an adapter freezes all: modules_to_save are trained")
         if self.loss.z_loss and self.head not in LARGE:
             refuse(None, "loss.z_loss", f"{self.loss.z_loss} with objective {self.objective}", "it is for heads over a vocabulary")
-        if self.schedule.decay_steps and self.max_steps and self.schedule.warmup_steps + self.schedule.decay_steps > self.max_steps:
-            found = f"{self.schedule.decay_steps} after {self.schedule.warmup_steps} of warm-up, in {self.max_steps} steps"
-            refuse(None, "schedule.decay_steps", found, "fewer, or more steps")
+        if self.schedule.decay_steps and self.max_steps:
+            warmup = self.schedule.of(self.max_steps).warmup_steps
+            if warmup + self.schedule.decay_steps > self.max_steps:
+                found = f"{self.schedule.decay_steps} after {warmup} of warm-up, in {self.max_steps} steps"
+                refuse(None, "schedule.decay_steps", found, "fewer, or more steps")
         if self.adapter.name != "none" and self.init == "random":
             refuse(None, "adapter.name", f"{self.adapter.name} with init random", "an adapter stands on pretrained weights")
 
@@ -139,9 +141,29 @@ class Recipe:
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
-    """The packaged recipe of that bare name, or the file at that path, with `["a.b=v", ...]` put over it."""
-    file = find(name, "recipe", packaged())
-    return bind(Recipe, settle(read_recipe(file), assignments(overrides), file), file)
+    """The packaged recipe of that name, or the file at that path, with `["a.b=v", ...]` put over it."""
+    file, tree = open_recipe(name)
+    return bind(Recipe, settle(tree, assignments(overrides), file), file)
+
+
+def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The file that `name` means, and what it says. RECIPE/VARIANT is a file's settings with those of one of its `variants`
+    put over them. A packaged recipe that names no output_dir has runs/NAME."""
+    known = packaged()
+    base, _, chosen = str(name).rpartition("/")
+    if base not in names(known) and Path(base).suffix not in (".yaml", ".yml"):
+        base, chosen = str(name), ""
+    file = find(base, "recipe", known)
+    tree = read_recipe(file)
+    variants = tree.pop("variants", {})
+    if not isinstance(variants, dict) or not all(isinstance(variant, dict) for variant in variants.values()):
+        refuse(file, "variants", "not a mapping of mappings", "a name and settings for each")
+    if chosen and chosen not in variants:
+        refuse_missing(None, f"{base}/{chosen}", "no such recipe", nearest(chosen, variants) if variants else f"{base} has none")
+    if variants and not chosen:
+        refuse(None, base, "several recipes", f"one of {', '.join(f'{base}/{variant}' for variant in variants)}")
+    tree = merge(tree, variants.get(chosen, {}))
+    return file, {"output_dir": f"runs/{name}", **tree} if base in names(known) else tree
 
 
 # -------------------------------------------------------------------------------------------------------------- aliases
@@ -160,6 +182,7 @@ ALIASES = {  # transformers' TrainingArguments and example scripts: our key
     "lr_scheduler_type": "schedule.name",
     "label_smoothing_factor": "loss.label_smoothing",
     "warmup_steps": "schedule.warmup_steps",
+    "warmup_ratio": "schedule.warmup_steps",
     "per_device_train_batch_size": "micro_batch",
     "num_train_epochs": "num_epochs",
     "resume_from_checkpoint": "resume",

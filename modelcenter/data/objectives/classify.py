@@ -161,8 +161,8 @@ def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
 
 
 def class_number(value: Any) -> int | None:
-    """A class given by number, in CSV and TSV as text."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    """A class given by number, in CSV and TSV as text; false is 0 and true 1."""
+    if isinstance(value, int):
+        return int(value)
     text = value.removeprefix("-") if isinstance(value, str) else ""
     return int(value) if text.isascii() and text.isdigit() and len(text) < 10 else None
