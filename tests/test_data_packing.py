@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modelcenter.data.collate import IGNORED, describe_sample
 from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Loader
-from modelcenter.data.objective import make_examples
+from modelcenter.data.objective import find_objective, make_examples
 from modelcenter.data.packing import Packed, best_fit, exact_fit, fill
 from modelcenter.data.ragged import Ragged
 from modelcenter.data.record import Record
@@ -26,14 +26,17 @@ from modelcenter.train.evaluate import count_targets, count_tokens
 KEYS = {"prompt_key": "prompt", "response_key": "response"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "lm": {}, "rows": KEYS, "mlm": {}, "seq2seq": {"target_len": 11}, "classify": {"pair_key": "response"},
-    "regress": {}, "tag": {},
+    "regress": {}, "tag": {}, "chat": {},
 }  # fmt: skip
-OBJECTIVES, HEADS = {"rows": "lm"}, {"rows": "lm", "regress": "classify"}  # where they are called otherwise
+OBJECTIVES, HEADS = {"rows": "lm"}, {"rows": "lm", "regress": "classify", "chat": "lm"}  # where they are called otherwise
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_tokenizer([], 270, "roberta")
+    made = train_tokenizer([], 270, "roberta")
+    made.chat_template = ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+                          "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}")
+    return made
 
 
 def ragged_records(count: int = 23) -> list[Record]:
@@ -47,7 +50,9 @@ def ragged_records(count: int = 23) -> list[Record]:
         return {"tokens": [(text() + "a")[:3] for _ in range(k % 5 + 1)], "tags": [(k + n) % 3 for n in range(k % 5 + 1)]}
 
     texts = ("text", "prompt", "response", "source", "target")
-    return [Record({**{key: text() for key in texts}, "label": k % 3, **words(k)}, "a.jsonl", k + 1) for k in range(count)]
+    every = [{**{key: text() for key in texts}, "label": k % 3, **words(k)} for k in range(count)]
+    talks = [[{"role": who, "content": row[key]} for who, key in (("user", "prompt"), ("assistant", "response"))] for row in every]
+    return [Record({**row, "messages": talk}, "a.jsonl", k) for k, (row, talk) in enumerate(zip(every, talks, strict=True), 1)]
 
 
 def examples_of(what: str, tokenizer: Tokenizer, **more: Any) -> Any:
@@ -84,7 +89,7 @@ def gradients(model: Model, batches: list[dict[str, Any]], task: str) -> tuple[f
 def above_zero(batch: dict[str, Any], task: str) -> dict[str, Any]:
     """`batch` without the id 0, which some family takes for padding wherever it stands."""
     ids, labels = batch["input_ids"] + 1, batch["labels"]
-    if task in ("lm", "mlm", "seq2seq"):
+    if find_objective(task).task in ("lm", "mlm", "seq2seq"):
         labels = torch.where(labels == IGNORED, labels, labels + 1)
     return {**batch, "input_ids": ids, "labels": labels.double() if task == "regress" else labels}
 

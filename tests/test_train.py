@@ -21,6 +21,7 @@ import transformers
 from safetensors.torch import load_file
 
 import modelcenter as mc
+from modelcenter.data.objective import find_objective
 from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
@@ -534,6 +535,8 @@ OBJECTIVES = {
     "regress": ("bert-base-uncased", TINY, "roberta:300", {"text": "f of x", "label": 0.5}, "eval_pearson"),
     "qa": ("bert-base-uncased", TINY, "roberta:300", {"question": "x?", "answers": {"text": ["y"], "answer_start": [8]}},
            "eval_squad_f1"),
+    "chat": ("gpt2", TINY, "roberta:300", {"conversations": [{"from": "human", "value": "f?"}, {"from": "gpt", "value": "y"}]},
+             "eval_perplexity"),
     "tag": ("bert-base-uncased", TINY, "roberta:300", {"tokens": ["f", "of", "x"], "tags": ["B-F", "O", "B-X"]}, "eval_span_f1"),
 }  # fmt: skip
 
@@ -550,12 +553,12 @@ def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
         records = [{**r, "text": "up up" if n % 3 else "down", "label": float(n % 3)} for n, r in enumerate(records)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     changes = {"objective": objective, "model": model, "config": config, "tokenizer": tokenizer, "save_steps": None}
-    changes["data.stride"] = 2
+    changes |= {"data.stride": 2, **({"data.chat_template": "plain", "data.seq_len": 32} if objective == "chat" else {})}
     run = train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl"), "max_steps": 4}), MACHINE)
     losses = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
     assert losses[-1] < losses[0]
     assert run.metrics["loss"] > 0 and measure in run.metrics and run.metrics["skipped"] == 0
-    task = {"regress": "classify"}.get(objective, objective)
+    task = find_objective(objective).task
     assert mc.load(str(tmp_path / "out" / "model"), task=task).load_report.new == []
 
 

@@ -41,6 +41,10 @@ class DataConfig:
     stride: int = field(default=128, metadata=_is("tokens that two windows of a context share (qa)", min=0))
     prompt_key: str | None = field(default=None, metadata=_is("the field of a prompt, read but not trained on (lm)"))
     response_key: str | None = field(default=None, metadata=_is("the field of the response to prompt_key (lm)"))
+    messages_key: str | None = field(
+        default=None, metadata=_is("the field of a conversation's messages; absent: messages or conversations (chat)")
+    )
+    chat_template: str | None = field(default=None, metadata=_is("chatml or plain; absent: the tokenizer's own (chat)"))
     seq_len: int = field(default=512, metadata=_is("tokens of an example: blocks (lm, mlm) or truncation", min=2))
     target_len: int | None = field(default=None, metadata=_is("tokens of a target; absent: seq_len (seq2seq)", min=2))
     packing: bool = field(

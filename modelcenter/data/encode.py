@@ -1,6 +1,8 @@
 """Texts into token ids, each text that cannot be encoded for the model refused by its record. Nothing here imports torch."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from modelcenter.data.record import Record
@@ -27,8 +29,20 @@ class Reader:
 
     def encode(self, record: Record, text: str) -> list[int]:
         """The ids of `text` without the tokenizer's template."""
-        try:
+        with self.naming(record):
             return self.check(record, text, self.tokenizer.encode(text, special=False))
+
+    def encode_places(self, record: Record, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The same, and of each id the characters of `text` from and to which it stands."""
+        with self.naming(record):
+            ids, places = self.tokenizer.encode_places(text)
+            return self.check(record, text, ids), places
+
+    @contextmanager
+    def naming(self, record: Record) -> Iterator[None]:
+        """Refuse a record for a character that the tokenizer does not know."""
+        try:
+            yield
         except UnknownCharacter as e:
             where = f"character {e.offset}, " if record.line is not None else ""
             found = f"{where}{e.character!r}{'' if self.train else ' of the evaluation data'} is not in the vocabulary"

@@ -44,13 +44,16 @@ SENTINELS = {"span": tuple(f"<extra_id_{k}>" for k in range(100))}  # what stand
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
 GPT2_CLASSES = ("GPT2Tokenizer",)
 JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
-FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "config.json"]
+FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model",
+         "chat_template.jinja", "config.json"]
 
 Window = tuple[list[int], list[int], list[int], list[int]]  # ids, segments, and the characters from and to which a token stands
 
 
 class Tokenizer:
     """A tokenizers.Tokenizer with the ids of its special tokens (`eos_id` and so on), None where absent."""
+
+    chat_template: str | None = None  # jinja2's text
 
     def __init__(self, raw: tokenizers.Tokenizer, special: dict[str, str], name: str = "tokenizer") -> None:
         """`special` maps roles (`eos`) to tokens (`</s>`), which `raw` keeps whole, or is given."""
@@ -160,6 +163,11 @@ class Tokenizer:
             places = [o if s == 1 else (-1, -1) for o, s in zip(part.offsets, part.sequence_ids, strict=True)]
             yield part.ids, part.type_ids, [a for a, _ in places], [b for _, b in places]
 
+    def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `text` without the template, and of each the characters from and to which it stands."""
+        encoding = self.raw.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def offset(self, text: str, token: int) -> int:
         """The character of `text` at which its `token`-th id starts, for messages."""
         return int(self.raw.encode(text, add_special_tokens=False).offsets[token][0])
@@ -175,6 +183,7 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= {f"{role}_token": token for role, token in self.special.items()}
+        config |= {} if self.chat_template is None else {"chat_template": self.chat_template}
         (folder / "tokenizer.json").write_text(self.raw.to_str(pretty=True), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -225,6 +234,9 @@ class CharTokenizer(Tokenizer):
     def windows(self, first: str, second: str, limit: int, stride: int) -> Iterator[Window]:
         refuse(self.name, "objective", "qa with a tokenizer of characters", "another tokenizer")
 
+    def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        return self.encode(text), [(k, k + 1) for k in range(len(text))]
+
     def offset(self, text: str, token: int) -> int:
         return token
 
@@ -268,6 +280,9 @@ class ForeignTokenizer(Tokenizer):
 
     def windows(self, first: str, second: str, limit: int, stride: int) -> Iterator[Window]:
         refuse(self.name, "objective", "qa with a tokenizer that does not say where a token stands", "another tokenizer")
+
+    def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        refuse(self.name, "objective", "chat with a tokenizer that does not say where a token stands", "another tokenizer")
 
     def offset(self, text: str, token: int) -> int:
         return len(self.foreign.decode(self.encode(text, special=False)[:token]))
@@ -322,6 +337,23 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     if not folder.is_dir():
         folder = _fetch(str(name))
     config = _optional(folder / "tokenizer_config.json")
+    found = _found(folder, config)
+    found.chat_template = _chat_template(folder, config)
+    return found
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The chat template of a folder: a file of its own, which wins, or the one called default of those in tokenizer_config.json."""
+    if (folder / "chat_template.jinja").is_file():
+        return "\n".join(_lines(folder / "chat_template.jinja"))
+    said = config.get("chat_template")
+    if isinstance(said, list):
+        said = {one.get("name"): one.get("template") for one in said if isinstance(one, dict)}.get("default")
+    return said if isinstance(said, str) else None
+
+
+def _found(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a folder, by what files there are."""
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder, config)
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")

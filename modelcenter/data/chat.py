@@ -1,0 +1,151 @@
+"""Conversations into text: chat templates, as tokenizer folders hold them, and which part of the text the assistant wrote.
+
+A template is a program that came with somebody's weights: it runs in jinja2's immutable sandbox. It is given what transformers'
+apply_chat_template gives it, so that a model is trained on the text that it will be asked with.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from modelcenter.errors import nearest, refuse
+
+if TYPE_CHECKING:
+    from modelcenter.data.record import Record
+    from modelcenter.data.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Spans = list[tuple[int, int]]  # of characters
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # stand around what the assistant wrote; Unicode keeps them for such uses, no text has them
+
+NAMED = {  # name: the template, and the tokens without which nothing would end a turn
+    "chatml": ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+               "{% if message['role'] == 'assistant' %}"
+               "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+               "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+               "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}", ("<|im_start|>", "<|im_end|>")),
+    "plain": ("{% for message in messages %}{{ message['role'] | capitalize + ':' }}"
+              "{% if message['role'] == 'assistant' %}"
+              "{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
+              "{% else %}{{ ' ' + message['content'] }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
+              "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}", ()),
+}  # fmt: skip
+
+
+class Template:
+    """A tokenizer's chat template, or one of `NAMED`, which then is the tokenizer's."""
+
+    def __init__(self, tokenizer: "Tokenizer", name: str | None = None) -> None:
+        if name is not None:
+            if name not in NAMED:
+                refuse(None, "data.chat_template", repr(name), nearest(name, NAMED))
+            source, needed = NAMED[name]
+            lack = [token for token in needed if token not in tokenizer.vocabulary]
+            if name == "plain" and tokenizer.id("eos") is None:
+                lack = ["end of text"]
+            if lack:
+                refuse(tokenizer.name, "data.chat_template", f"{name} with a tokenizer that has no {lack[0]}", "another template")
+            tokenizer.chat_template = source
+        if tokenizer.chat_template is None:
+            wanted = f"data.chat_template={' or '.join(NAMED)}, or a chat_template in tokenizer_config.json"
+            refuse(tokenizer.name, "objective", "chat with a tokenizer that has no chat template", wanted)
+        self.name, source = tokenizer.name, tokenizer.chat_template
+        self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        self.special = {f"{role}_token": token for role, token in tokenizer.special.items()}
+        self.compiled = compiled(source, self.name)
+
+    def text(self, record: "Record", messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
+        """The text of a conversation, with what asks the assistant to go on if it is to be a `prompt`."""
+        from jinja2 import TemplateError
+
+        given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        try:
+            out: str = self.compiled.render(**self.special, **given)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as e:
+            record.refuse(f"the chat template refuses it ({str(e).strip() or type(e).__name__})", "a conversation that it knows")
+        return out
+
+    def spans(self, record: "Record", messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
+        """The text of a conversation, and from where to where the assistant wrote it: what stands in {% generation %}, or, in a
+        template without it, what each of its turns adds to the conversation before, asked to go on."""
+        if {OPEN, CLOSE} & set(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+            record.refuse("a message holds U+FDD0 or U+FDD1", "text, which has no such characters")
+        text = self.text(record, messages, tools)
+        if self.marked:
+            return unmarked(text)
+        found = []
+        for k, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                before = self.text(record, messages[:k], tools, prompt=True)
+                after = self.text(record, messages[: k + 1], tools)
+                if not (after.startswith(before) and text.startswith(after)):
+                    found_ = f"the chat template of {self.name} writes turn {k + 1} otherwise once others follow it"
+                    record.refuse(found_, "a template that marks the assistant's turns with {% generation %}")
+                found.append((len(before), len(after)))
+        return text, found
+
+
+def unmarked(text: str) -> tuple[str, Spans]:
+    """`text` without its marks, and what stood between them."""
+    plain, spans = "", []
+    for k, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", text)):
+        if k % 2:
+            spans.append((len(plain), len(plain) + len(part)))
+        plain += part
+    return plain, spans
+
+
+def compiled(source: str, name: str) -> Any:
+    """`source` in a sandbox, with the functions that transformers gives a template."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}"""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{OPEN}{caller()}{CLOSE}"
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+               ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(said: str) -> NoReturn:
+        raise TemplateError(said)
+
+    class Names(Namespace):
+        """jinja2's namespace, in which a template may put anything: but nothing that Python itself looks up by such a name."""
+
+        def __init__(*args: Any, **values: Any) -> None:
+            checked(dict(*args[1:], **values))
+            Namespace.__init__(*args, **values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            checked({name: value})
+            Namespace.__setitem__(self, name, value)
+
+    def checked(values: Mapping[str, Any]) -> None:
+        if odd := [name for name in values if str(name).startswith("_")]:
+            raise SecurityError(f"a namespace holds {odd[0]!r}")
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = tojson  # jinja2's own writes for HTML
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form),
+                            "namespace": Names}
+    try:
+        return environment.from_string(source)
+    except TemplateError as e:
+        refuse(name, "chat_template", f"not a template ({str(e).strip()})", "one that jinja2 can read")

@@ -1,0 +1,100 @@
+"""Instruction tuning on conversations: all turns are read, those of the assistant are trained on."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from modelcenter.data.chat import Template
+from modelcenter.data.collate import IGNORED
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import Names, register
+from modelcenter.data.objectives.lm import Causal
+from modelcenter.data.ragged import Ids, Ragged
+from modelcenter.data.record import Record
+from modelcenter.data.sequence import Sequences, filler
+from modelcenter.errors import refuse
+
+if TYPE_CHECKING:
+    from modelcenter.data.encode import Reader
+
+KEYS = ("messages", "conversations")  # where conversations are looked for, if no key is given
+SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+            "assistant": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
+ROW = ("instruction", "input", "output")  # Alpaca's; `input` may be empty
+
+
+@register
+class Chat(Causal):
+    name = "chat"
+    keys = ("messages_key", "chat_template")
+
+    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
+        return (message["content"] for message in conversation(record, data) if isinstance(message.get("content"), str))
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> Sequences:
+        return Chats(records, read, data)
+
+
+class Chats(Sequences):
+    """Conversations, each cut after seq_len tokens; one of which then nothing is left to train on is left out."""
+
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
+        self.fill, self.size, self.ids, self.trained = filler(read.tokenizer), data.seq_len, Ragged(), Ragged()
+        template, mute = Template(read.tokenizer, data.chat_template), 0
+        for record in records:
+            text, spans = template.spans(record, conversation(record, data), record.fields.get("tools"))
+            ids, places = read.encode_places(record, text)
+            trained = written(places, spans)[: data.seq_len]
+            if trained[1:].any():
+                self.ids.append(ids[: data.seq_len])
+                self.trained.append(trained.tolist())
+            else:
+                mute += 1
+        if not len(self.ids):
+            found = f"no token of the assistant within {data.seq_len} tokens of any conversation"
+            refuse(records[0].file, "data.seq_len", found, "answers, or a greater length")
+        if mute:
+            warnings.warn(f"{mute} of {len(records)} conversations have no token of the assistant within {data.seq_len}: left out",
+                          stacklevel=2)
+        self.lengths = np.diff(self.ids.bounds)
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(ids, labels) of one conversation."""
+        ids, trained = self.ids[index], self.trained[index].astype(bool)
+        trained[0] = False
+        return ids, np.where(trained, ids, IGNORED)
+
+
+def written(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    """Which tokens, each from one character to another, have a part in one of `spans`."""
+    starts, stops = np.array(places, np.int64).reshape(-1, 2).T
+    out = np.zeros(len(places), np.bool_)
+    for begin, end in spans:
+        out |= (starts < end) & (stops > begin)
+    return out
+
+
+def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
+    """The messages of a record, each with a role and a content: a list of them, as ShareGPT's too, or Alpaca's row."""
+    key = data.messages_key or next((key for key in KEYS if key in record.fields), None)
+    if key is None and ROW[0] in record.fields and ROW[2] in record.fields:
+        asked, more, answer = (str(record.fields.get(name) or "") for name in ROW)
+        return [{"role": "user", "content": f"{asked}\n\n{more}" if more else asked}, {"role": "assistant", "content": answer}]
+    messages = record.get(key or KEYS[0], "data.messages_key")
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, Mapping) for message in messages):
+        record.refuse(f"{key} is {str(messages)[:60]!r}", 'a list of {"role": ..., "content": ...} is wanted')
+    return [message_of(record, message) for message in messages]
+
+
+def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
+    """One message, without what is null in it, as transformers' templates get them."""
+    if "role" not in message and "from" in message:
+        if message["from"] not in SHAREGPT:
+            record.refuse(f"a turn is from {message['from']!r}", f"one of {', '.join(SHAREGPT)}")
+        message = {"role": SHAREGPT[message["from"]], "content": message.get("value")}
+    if not isinstance(message.get("role"), str) or (message.get("content") is None and not message.get("tool_calls")):
+        record.refuse(f"a message has the fields {', '.join(map(str, message))}", "a role and a content are wanted")
+    return {name: value for name, value in message.items() if value is not None}

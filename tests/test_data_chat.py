@@ -1,0 +1,211 @@
+"""Conversations: text and mask as transformers' apply_chat_template has them, rows of every kind, what no template may do."""
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from modelcenter.data.chat import NAMED, Template
+from modelcenter.data.collate import IGNORED
+from modelcenter.data.config import DataConfig
+from modelcenter.data.loader import Loader
+from modelcenter.data.objective import find_objective, make_examples, texts_of
+from modelcenter.data.objectives.chat import conversation
+from modelcenter.data.record import Record
+from modelcenter.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer, train_tokenizer
+from modelcenter.errors import InputError
+
+TEXT = "To be, or not to be, that is the question. Whether 'tis nobler: 2 + 2 = 4.\n\nnaïve café 中文 🙂 " * 3
+TURNS = ["hi", "2 + 2?", "", "  spaces  ", "naïve 中文 🙂", "to be\n\nor not", "<|im_end|> inside", "café " * 9]
+INST = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ '<<SYS>>' + m['content'] + '<</SYS>>' }}"
+        "{% elif m['role'] == 'user' %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}"
+        "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + eos_token }}"
+        "{% else %}{{ raise_exception('no such role: ' + m['role']) }}{% endif %}{% endfor %}")  # fmt: skip
+TOOLS = ("{%- if tools %}{{ tools | tojson(indent=2) }}{%- endif %}{%- set ns = namespace(n=0) %}{%- for m in messages -%}\n"
+         "{%- set ns.n = ns.n + 1 %}{{ ns.n }}{{ m.role }}:{% if m.role == 'assistant' %}{%- generation -%} {{ m.content }}"
+         "{%- if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% endif %}{{ eos_token }}{%- endgeneration -%}\n"
+         "{% else %}{{ m.content }}{% endif %}{%- if loop.last %}{% break %}{% endif %}{%- endfor %}")  # fmt: skip
+TEMPLATES = {"chatml": NAMED["chatml"][0], "plain": NAMED["plain"][0], "inst": INST, "tools": TOOLS}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = train_tokenizer([TEXT], 400, "bpe")
+    made.raw.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return made
+
+
+def with_template(tokenizer: Tokenizer, source: str, folder: Path) -> tuple[Tokenizer, Any]:
+    """Ours, as read back from a folder, and transformers' of the same folder."""
+    made = Tokenizer(tokenizer.raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"})
+    made.chat_template = source
+    made.save(folder)
+    return load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def talks(seed: int, count: int = 60) -> list[list[dict[str, Any]]]:
+    """Conversations of one to five exchanges, some with a system turn, some that end in a question."""
+    draw, out = random.Random(seed), []
+    for _ in range(count):
+        turns = [{"role": "system", "content": draw.choice(TURNS)}] if draw.random() < 0.3 else []
+        for _ in range(draw.randint(1, 5)):
+            turns += [{"role": role, "content": draw.choice(TURNS)} for role in ("user", "assistant")]
+        out.append(turns if draw.random() < 0.8 else [*turns, {"role": "user", "content": "and?"}])
+    return out
+
+
+def rows(conversations: list[Any], **more: Any) -> list[Record]:
+    return [Record({"messages": turns, **more}, "f", n) for n, turns in enumerate(conversations, 1)]
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain", "tools"])
+def test_ids_and_mask_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    ours, theirs = with_template(tokenizer, TEMPLATES[name], tmp_path)
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds <numbers>.", "parameters": {}}}]
+    for given in (None, tools):
+        asked = talks(1)
+        if name == "tools":  # a call in place of words
+            asked.append([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": None, "tool_calls": [{"é": 1}]}])
+        examples = make_examples("chat", rows(asked, tools=given), ours, DataConfig(seq_len=4000))
+        assert len(examples) == len(asked)
+        for k, turns in enumerate(asked):
+            wanted = theirs.apply_chat_template(turns, tools=given, return_dict=True, return_assistant_tokens_mask=True)
+            ids, labels = examples.at(0, k)
+            assert ids.tolist() == wanted["input_ids"]
+            assert (labels != IGNORED).astype(int).tolist() == wanted["assistant_masks"]
+            assert labels[labels != IGNORED].tolist() == ids[labels != IGNORED].tolist()
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain", "inst"])
+def test_prefix_differences_are_what_a_template_marks(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    """Of a template without {% generation %}: what each turn of the assistant adds to what it was asked with, and no more."""
+    marked, _ = with_template(tokenizer, TEMPLATES[name], tmp_path / "a")
+    source = TEMPLATES[name].replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    ours, theirs = with_template(tokenizer, source, tmp_path / "b")
+    for record in rows(talks(2)):
+        turns = record.fields["messages"]
+        text, spans = Template(ours).spans(record, turns)
+        assert text == theirs.apply_chat_template(turns, tokenize=False)
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        end = {"chatml": "<|im_end|>\n", "plain": "<|endoftext|>\n\n", "inst": "<|endoftext|>"}[name]
+        strip = str.strip if name == "inst" else str
+        lead = "" if name == "chatml" else " "
+        assert [text[a:b] for a, b in spans] == [lead + strip(answer) + end for answer in answers]
+        if name != "inst":  # where it marks, the line's end behind a turn is not the assistant's
+            again, narrow = Template(marked).spans(record, turns)
+            assert again == text and [(a, b + len(end.split(">")[-1])) for a, b in narrow] == spans
+
+
+def test_the_named_templates_are_kept_with_the_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    bare = Tokenizer(tokenizer.raw, {"eos": "<|endoftext|>"})
+    examples = make_examples("chat", rows(talks(3)), bare, DataConfig(chat_template="plain", seq_len=4000))
+    bare.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    assert theirs.apply_chat_template(asked, tokenize=False) == "User: hi\n\nAssistant: yes<|endoftext|>\n\n"
+    assert theirs.apply_chat_template(asked[:1], tokenize=False, add_generation_prompt=True) == "User: hi\n\nAssistant:"
+    batch = examples.collate([make_examples("chat", rows([asked]), bare, DataConfig()).at(0, 0)])
+    shown = find_objective("chat").sample(batch, bare, None)
+    assert shown == "User: hi\n\nAssistant:[[ yes<|endoftext|>]]\n\n"
+
+
+def test_where_a_folder_keeps_its_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for k, how in enumerate(("list", "file")):
+        with_template(tokenizer, "x", folder := tmp_path / str(k))
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        if how == "list":
+            config["chat_template"] = [{"name": "rag", "template": "r"}, {"name": "default", "template": INST}]
+        else:
+            (folder / "chat_template.jinja").write_text(INST + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        theirs = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(turns, tokenize=False)
+        assert Template(load_tokenizer(folder)).spans(rows([turns])[0], turns)[0] == theirs
+
+
+@pytest.mark.parametrize("fields", [
+    {"messages": [{"role": "user", "content": "q\n\nx"}, {"role": "assistant", "content": "a"}]},
+    {"conversations": [{"from": "human", "value": "q\n\nx"}, {"from": "gpt", "value": "a"}]},
+    {"talk": [{"from": "human", "value": "q\n\nx"}, {"role": "assistant", "content": "a", "name": None}]},
+    {"instruction": "q", "input": "x", "output": "a"},
+    {"instruction": "q\n\nx", "input": "", "output": "a", "messages_": 1},
+])  # fmt: skip
+def test_rows_of_every_kind(fields: dict[str, Any]) -> None:
+    data = DataConfig(messages_key="talk" if "talk" in fields else None)
+    record = Record(fields, "f", 1)
+    assert conversation(record, data) == [{"role": "user", "content": "q\n\nx"}, {"role": "assistant", "content": "a"}]
+    assert list(texts_of("chat", [record], data)) == ["q\n\nx", "a"]
+
+
+def test_a_long_conversation_loses_its_end_and_one_without_an_answer_is_left_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    ours, _ = with_template(tokenizer, TEMPLATES["chatml"], tmp_path)
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "to be or not " * 9}]
+    whole, part = (make_examples("chat", rows([turns]), ours, DataConfig(seq_len=n)).at(0, 0) for n in (4000, 20))
+    for side in (0, 1):
+        assert part[side].tolist() == whole[side][:20].tolist()
+    mute = [{"role": "user", "content": "to be or not " * 9}, turns[1]]
+    with pytest.warns(UserWarning, match="2 of 3 conversations have no token of the assistant within 20: left out"):
+        examples = make_examples("chat", rows([mute, turns, mute]), ours, DataConfig(seq_len=20))
+    assert len(examples) == 1 and examples.at(0, 0)[0].tolist() == part[0].tolist()
+    with pytest.raises(InputError, match=r"f: data\.seq_len: no token of the assistant within 20 tokens"):
+        make_examples("chat", rows([mute]), ours, DataConfig(seq_len=20))
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padding_free", "packing"])
+def test_packed_conversations_are_the_same_sequences(tokenizer: Tokenizer, tmp_path: Path, packing: bool) -> None:
+    ours, _ = with_template(tokenizer, TEMPLATES["chatml"], tmp_path)
+    records = rows([turns[:4] for turns in talks(4)])
+    plain = make_examples("chat", records, ours, DataConfig(seq_len=200))
+    how = make_examples("chat", records, ours, DataConfig(seq_len=200, packing=packing, padding_free=not packing))
+    found = []
+    for batch in Loader(how, how.collate, batch=4).once():
+        bounds = batch["cu_seq_lens_q"].tolist()
+        for a, b in pairwise(bounds):
+            found.append((batch["input_ids"][0, a:b].tolist(), batch["labels"][0, a:b].tolist()))
+            assert found[-1][1][0] == IGNORED
+    wanted = [tuple(side.tolist() for side in plain.at(0, k)) for k in range(len(plain))]
+    assert sorted(found) == sorted(wanted)
+    row = plain.collate([plain.at(0, 0), plain.at(0, 1)])
+    assert torch.equal(row["labels"] != IGNORED, (row["labels"] == row["input_ids"]) & (row["labels"] != IGNORED))
+
+
+ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(("source", "turns", "said"), [
+    (INST, [{"role": "critic", "content": "q"}], "f: line 1: the chat template refuses it .no such role: critic"),
+    (INST, [{"role": "user"}], "a message has the fields role"),
+    (INST, [], "messages is"), (INST, ["q"], "messages is"), (INST, [{"content": "q"}], "a message has the fields content"),
+    (INST, [{"from": "alien", "value": "x"}], "a turn is from 'alien'"),
+    (INST, [{"role": "user", "content": "\ufdd0"}, ASKED[1]], r"U\+FDD0"),
+    ("{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}", ASKED + ASKED, "writes turn 2 otherwise once others"),
+    ("{% for m in messages %}", ASKED, "chat_template: not a template"),
+    ("{{ messages.__class__.__mro__ }}", ASKED, "refuses it .access to attribute '__class__'"),
+    ("{% set _ = messages.append(1) %}", ASKED, "access to attribute 'append'"),
+    ("{% set n = namespace(__class__=1) %}", ASKED, "a namespace holds '__class__'"),
+    ("{% set n = namespace() %}{% set n.__call__ = 1 %}", ASKED, "a namespace holds '__call__'"),
+    ("{{ 1 / 0 }}", ASKED, "refuses it .division by zero"),
+    (None, ASKED, r"objective: chat with a tokenizer that has no chat template; data\.chat_template=chatml or plain"),
+])  # fmt: skip
+def test_refusals(tokenizer: Tokenizer, source: str | None, turns: Any, said: str) -> None:
+    made = Tokenizer(tokenizer.raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"})
+    made.chat_template = source
+    with pytest.raises(InputError, match=said) as error:
+        make_examples("chat", rows([turns]), made, DataConfig())
+    assert "\n" not in str(error.value)
+
+
+def test_a_named_template_needs_its_tokens() -> None:
+    bare = train_tokenizer([TEXT], 300, "roberta")
+    with pytest.raises(InputError, match=r"data\.chat_template: chatml with a tokenizer that has no <\|im_start\|>"):
+        make_examples("chat", rows([ASKED]), bare, DataConfig(chat_template="chatml"))
+    with pytest.raises(InputError, match=r"data\.chat_template: 'chatm'; did you mean 'chatml'"):
+        make_examples("chat", rows([ASKED]), bare, DataConfig(chat_template="chatm"))
+    letters = open_tokenizer("char", ["Userqa: \n"])
+    with pytest.raises(InputError, match="plain with a tokenizer that has no end of text"):
+        make_examples("chat", rows([ASKED]), letters, DataConfig(chat_template="plain"))
