@@ -1,0 +1,176 @@
+"""Every packaged recipe trains: a few steps of a tiny model on a few records of the kind that it is for."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import modelcenter as mc
+from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.metrics.suites import SUITES, average
+from modelcenter.parallel.machine import load_machine
+from modelcenter.train import loop
+from modelcenter.train.catalog import listing
+from modelcenter.train.loop import Run, train
+from modelcenter.train.recipe import load_recipe
+
+NAMES = [row["name"] for row in listing()]
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "ate", "one", "red", "apple", "while", "it", "rained", "in", "old", "towns")
+SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {  # a preset, a kind of tokenizer, and what makes the preset tiny
+    "gpt": ("gpt2", "bpe", {"layers": 1, "dim": 64, "heads": 2, "positions": 64}),
+    "bert": ("bert-base-cased", "roberta", {"layers": 1, "dim": 64, "heads": 2, "hidden": 64, "positions": 64}),
+    "t5": ("t5-small", "span", {"layers": 1, "dim": 64, "heads": 2, "head_dim": 32, "hidden": 64}),
+    "cpm": ("cpm-ant-10b", "span", {"layers": 1, "dim": 64, "heads": 2, "head_dim": 32, "hidden": 64, "prompt_length": 4}),
+}
+
+
+def sentence(n: int, length: int = 6) -> str:
+    return " ".join(WORDS[(n * 7 + k * (n % 3 + 1)) % len(WORDS)] for k in range(length))
+
+
+def text(n: int) -> dict[str, Any]:
+    return {"text": sentence(n, 40)}
+
+
+def labelled(*keys: str, labels: tuple[Any, ...] = (0, 1), label: str = "label") -> Callable[[int], dict[str, Any]]:
+    return lambda n: {key: sentence(n + k) for k, key in enumerate(keys)} | {label: labels[n % len(labels)]}
+
+
+def pairs(source: str, target: str) -> Callable[[int], dict[str, Any]]:
+    return lambda n: {source: sentence(n), target: sentence(n + 1, 4)}
+
+
+def tagged(n: int) -> dict[str, Any]:
+    words = sentence(n).split()
+    return {"tokens": words, "tags": ["B-ANIMAL" if word == "cat" else "O" for word in words]}
+
+
+def asked(n: int, none: bool = False) -> dict[str, Any]:
+    context, answer = sentence(n, 12), sentence(n, 12).split()[3]
+    found = [] if none and n % 2 else [answer]
+    return {"id": str(n), "title": "t", "context": context, "question": f"what {sentence(n, 2)}?",
+            "answers": {"text": found, "answer_start": [context.index(a) for a in found]}}  # fmt: skip
+
+
+ONE, TWO = ("sentence",), ("sentence1", "sentence2")
+DATA: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {  # the shape that a recipe trains, and its records
+    "pretrain": ("gpt", text), "pretrain-bert": ("bert", text), "pretrain-t5": ("t5", text), "pretrain-cpm": ("cpm", text),
+    "finetune": ("gpt", text), "lora": ("gpt", text), "qlora": ("gpt", text), "mlm": ("bert", text),
+    "seq2seq": ("t5", pairs("source", "target")), "translate": ("t5", pairs("source", "target")),
+    "summarize": ("t5", pairs("article", "highlights")),
+    "classify": ("bert", labelled("text", labels=("no", "yes"))), "tag": ("bert", tagged),
+    "classify-zh": ("bert", labelled("sentence", labels=("news_car", "news_story", "news_house"), label="label_desc")),
+    "squad/v1": ("bert", asked), "squad/v2": ("bert", lambda n: asked(n, none=True)),
+    "glue/cola": ("bert", labelled(*ONE)), "glue/sst2": ("bert", labelled(*ONE)), "glue/mrpc": ("bert", labelled(*TWO)),
+    "glue/qqp": ("bert", labelled("question1", "question2")), "glue/stsb": ("bert", labelled(*TWO, labels=(0.0, 2.5, 5.0))),
+    "glue/mnli": ("bert", labelled("premise", "hypothesis", labels=(0, 1, 2))),
+    "glue/qnli": ("bert", labelled("question", "sentence")),
+    "glue/rte": ("bert", labelled(*TWO)), "glue/wnli": ("bert", labelled(*TWO)),
+    "superglue/boolq": ("bert", labelled("question", "passage", labels=(True, False))),
+    "superglue/cb": ("bert", labelled("premise", "hypothesis", labels=("entailment", "contradiction", "neutral"))),
+    "superglue/copa": ("bert", labelled("premise", "question", "choice1", "choice2")),
+    "superglue/rte": ("bert", labelled("premise", "hypothesis", labels=("entailment", "not_entailment"))),
+    "superglue/wic": ("bert", labelled("word", "sentence1", "sentence2", labels=(True, False))),
+}  # fmt: skip
+SEQ2SEQ, CLASSIFY = ["objective=seq2seq"], ["objective=classify"]
+OTHERS = [  # the same recipes, of other families, by overrides that recipes/README.md names
+    ("finetune", "cpm", text, []), ("lora", "cpm", text, []), ("qlora", "cpm", text, []),
+    ("lora", "t5", DATA["seq2seq"][1], SEQ2SEQ), ("qlora", "t5", DATA["seq2seq"][1], SEQ2SEQ),
+    ("lora", "bert", DATA["classify"][1], CLASSIFY), ("qlora", "bert", DATA["classify"][1], CLASSIFY),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")  # half a second each
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model of each shape and its tokenizer."""
+    here = tmp_path_factory.mktemp("zoo")
+    for name, (preset, kind, config) in SHAPES.items():
+        tokenizer = train_tokenizer((sentence(n, 20) for n in range(40)), 400, kind)
+        mc.build(preset, config={**config, "vocab": len(tokenizer)}).save_pretrained(here / name)
+        tokenizer.save(here / name)
+    return here
+
+
+def files(here: Path) -> list[str]:
+    return [f"data.path={here}/train.jsonl", f"data.eval_path={here}/dev.jsonl"]
+
+
+def run(name: str, shape: str, record: Callable[[int], dict[str, Any]], zoo: Path, here: Path, over: list[str]) -> Run:
+    """Three steps of a recipe on `machine=cpu`: of its model there is a tiny one, of its data a few."""
+    for file, numbers in {"train.jsonl": range(24), "dev.jsonl": range(24, 32)}.items():
+        (here / file).write_text("".join(json.dumps(record(n)) + "\n" for n in numbers))
+    recipe = load_recipe(name, [*files(here), *over])
+    tiny = {"batch": 4, "max_steps": 3, "num_epochs": None, "eval_steps": 3, "output_dir": str(here / name)}
+    data = replace(recipe.data, seq_len=40 if recipe.objective == "qa" else 32, target_len=8, stride=8)
+    if recipe.init == "random":
+        tiny |= {"config": recipe.config | SHAPES[shape][2] | {"layers": 1}, "tokenizer": f"{SHAPES[shape][1]}:400"}
+    else:
+        tiny |= {"model": str(zoo / shape)}
+    return train(replace(recipe, **tiny, data=data), replace(load_machine("cpu"), threads=1))
+
+
+def test_every_recipe_has_its_data() -> None:
+    assert set(DATA) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_runs(name: str, zoo: Path, tmp_path: Path) -> None:
+    shape, record = DATA[name]
+    ended = run(name, shape, record, zoo, tmp_path, [])
+    recipe = load_recipe(name, files(tmp_path))
+    judged(ended, recipe.metrics if recipe.best is None else (*recipe.metrics, recipe.best))
+    if recipe.adapter.name != "none":
+        assert (ended.output_dir / "model" / "adapter_config.json").is_file()
+
+
+def judged(ended: Run, metrics: tuple[str, ...]) -> None:
+    """It has taken its steps, learned something, told its metrics and written a model that loads."""
+    assert (ended.step, ended.stopped) == (3, False) and ended.metrics["skipped"] == 0
+    assert 0 < ended.metrics["grad_norm"] < math.inf and math.isfinite(ended.metrics["loss"])
+    assert all(math.isfinite(ended.metrics[f"eval_{metric}"]) for metric in metrics)
+    assert mc.load(ended.output_dir / "model").load_report.new == []
+
+
+@pytest.mark.parametrize(("name", "shape", "record", "over"), OTHERS, ids=[f"{name}-{shape}" for name, shape, *_ in OTHERS])
+def test_tuning_another_family(name: str, shape: str, record: Any, over: list[str], zoo: Path, tmp_path: Path) -> None:
+    ended = run(name, shape, record, zoo, tmp_path, over)
+    judged(ended, ())
+    if name == "qlora":
+        assert ended.model.adapter.quantize == "nf4"
+
+
+def test_runs_of_a_benchmark_are_averaged(zoo: Path, tmp_path: Path) -> None:
+    for task in ("cola", "stsb"):
+        run(f"glue/{task}", *DATA[f"glue/{task}"], zoo, tmp_path, [])
+    found = average("glue", tmp_path / "glue")
+    assert list(found["tasks"]) == ["cola", "stsb"] and len(found["missing"]) == len(SUITES["glue"]) - 2
+
+
+def test_a_recipe_that_names_a_dataset_reads_it(zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the hub's name and form stands in for the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    here = tmp_path / "nyu-mll" / "glue"
+    (here / "mrpc").mkdir(parents=True)
+    for split, numbers in {"train": range(24), "validation": range(24, 32)}.items():
+        rows = (DATA["glue/mrpc"][1](n) for n in numbers)
+        (here / "mrpc" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = "".join(f"  - {{split: {split}, path: mrpc/{split}.jsonl}}\n" for split in ("train", "validation"))
+    classes = "{class_label: {names: {'0': not_equivalent, '1': equivalent}}}"
+    types = {"sentence1": "string", "sentence2": "string", "label": classes}
+    features = "  features:\n" + "".join(f"  - {{name: {name}, dtype: {kind}}}\n" for name, kind in types.items())
+    (here / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{splits}"
+                                    f"dataset_info:\n- config_name: mrpc\n{features}---\n")  # fmt: skip
+    recipe = load_recipe("glue/mrpc", [f"model={zoo}/bert", "batch=4", "max_steps=2", "data.seq_len=32"])
+    ended = train(recipe, replace(load_machine("cpu"), threads=1))
+    assert {"eval_f1", "eval_accuracy"} <= set(ended.metrics)
+    assert mc.load(ended.output_dir / "model").config.to_dict()["id2label"] == {"0": "equivalent", "1": "not_equivalent"}
