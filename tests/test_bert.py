@@ -16,6 +16,8 @@ from zoo import Case
 import modelcenter as mc
 from modelcenter.data.tokenizer import load_tokenizer
 from modelcenter.errors import InputError
+from modelcenter.layers.head import SpanHead
+from modelcenter.layers.output import Batch
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
@@ -211,6 +213,25 @@ def test_question_answering_loss() -> None:
     start, end = torch.tensor([3, 9]), torch.tensor([5, 20])  # an answer beyond the text counts for nothing
     wanted = theirs(ids(), start_positions=start, end_positions=end).loss
     assert abs(ours(ids(), labels=torch.stack((start, end), 1)).loss - wanted) < 1e-10
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_padding_is_no_place_of_an_answer(smoothing: float) -> None:
+    """Loss and gradient of a row are those of the row without its padding, by torch; of an ignored one there are none."""
+    head = SpanHead(4).double()
+    head.smoothing = smoothing
+    x, mask = torch.randn(3, 9, 4).double().requires_grad_(), torch.ones(3, 9).bool()
+    labels = torch.tensor([[3, 5], [-100, 9], [2, 2]])
+    mask[0, 7:] = mask[1] = mask[2, :2] = False
+    loss = head(x, Batch(ids(), mask=mask, labels=labels), items=2).loss
+    logits = [head.out(x[0, :7]), head.out(x[2, 2:])]
+    places = (logits[0], labels[0]), (logits[1], labels[2] - 2)
+    wanted = sum(torch.nn.functional.cross_entropy(scores[:, i], label[i], label_smoothing=smoothing)
+                 for scores, label in places for i in (0, 1)) / 4
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    (found,), (grad,) = torch.autograd.grad(loss, x, retain_graph=True), torch.autograd.grad(wanted, x)
+    torch.testing.assert_close(found, grad, rtol=1e-10, atol=1e-12)
+    assert not found[~mask].any() and not found[1].any()
 
 
 @pytest.mark.parametrize("task", ["classify", "tag"])

@@ -182,7 +182,8 @@ class SpanHead(Head):
         if batch.labels is not None:
             labels = batch.labels.masked_fill((batch.labels < 0) | (batch.labels >= x.size(1)), IGNORE)
             # the mean of the two means, each over its own labels, as transformers
-            parts = [mean(ops.cross_entropy(logits[..., i], labels[:, i], self.smooth), labels[:, i], items) for i in (0, 1)]
+            sides = ((logits[..., i], labels[:, i]) for i in (0, 1))
+            parts = [mean(place_loss(scores, batch.mask, side, self.smooth), side, items) for scores, side in sides]
             out = Output(loss=(parts[0] + parts[1]) / 2, **out)
         return out
 
@@ -218,6 +219,18 @@ class EmbedHead(Head):
 def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoothing: float) -> Tensor:
     """Cross entropy of integer labels."""
     return mean(ops.cross_entropy(logits.flatten(0, -2), labels.flatten(), smoothing), labels, items)
+
+
+def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: float) -> Tensor:
+    """The summed cross entropy of places in sequences: scores b s, labels b. Padding is no place, so that a loss does not depend on
+    what a sequence is batched with; transformers' does."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    real = torch.ones_like(scores, dtype=torch.bool) if real is None else real
+    logs = scores.masked_fill(~real, torch.finfo(scores.dtype).min).log_softmax(1)
+    found = logs.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
+    even = logs.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)
+    losses = (smoothing - 1) * found - smoothing * even
+    return losses.masked_fill(labels == IGNORE, 0).sum()
 
 
 def value_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
