@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import nearest, refuse
 from ..layers import Block
+from ..layers.position import RelativeBias
 from .adamw import AdamW
 from .clipped import Adafactor, Clipped, Lion, Muon
 from .config import OptimizerConfig
@@ -68,11 +69,13 @@ def lr_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """(name, parameter, whether weight decay applies) for each parameter that trains; a tied one once, by its first
-    name. Decay is for matrices: not for a norm's parameters, nor for biases, whatever their shape."""
+    name. Decay is for matrices: not for a norm's parameters, nor for biases, whatever their shape, tables of them included."""
     seen: set[Tensor] = set()
+    tables = {part for module in model.modules() if isinstance(module, RelativeBias) for part in module.modules()}
     for path, module in model.named_modules():
         is_norm = type(module).__name__.endswith("Norm")  # torch's norms, ours, and those of a user's own module
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
-                yield f"{path}.{leaf}".lstrip("."), parameter, parameter.ndim > 1 and not is_norm and leaf != "bias"
+                exempt = is_norm or leaf == "bias" or module in tables
+                yield f"{path}.{leaf}".lstrip("."), parameter, parameter.ndim > 1 and not exempt
