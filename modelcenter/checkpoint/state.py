@@ -90,12 +90,15 @@ def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[
     return final
 
 
-def find_state(output_dir: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest `step-N` whose every byte matches its manifest, and the manifest; None where there is none.
+def find_state(output_dir: str | os.PathLike[str], before: int | None = None) -> tuple[Path, dict[str, Any]] | None:
+    """The newest `step-N`, of those with N below `before`, whose every byte matches its manifest, and the manifest; None
+    where there is none.
 
     One line on stderr says why a folder was passed over.
     """
     for path in steps(output_dir):
+        if before is not None and int(path.name[5:]) >= before:
+            continue
         try:
             return path, verify(path)
         except InputError as error:
@@ -190,12 +193,15 @@ def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path | None = N
     """
     good = [path for path in steps(output_dir) if _valid(path)]
     for path in good[max(keep, 2) :]:
-        if newest is not None and path == newest:
-            continue
-        try:
-            _discard(path)
-        except OSError as error:
-            _say(f"{path}: not removed ({error.strerror}); remove it by hand")
+        if newest is None or path != newest:
+            _remove(path)
+
+
+def remove_states(output_dir: str | os.PathLike[str], after: int) -> None:
+    """Remove every `step-N` with N above `after`. A fault of the disk is one line on stderr."""
+    for path in steps(output_dir):
+        if int(path.name[5:]) > after:
+            _remove(path)
 
 
 def sweep(output_dir: str | os.PathLike[str]) -> None:
@@ -354,6 +360,13 @@ def _discard(path: Path) -> None:
         sync(path.parent)
     finally:
         shutil.rmtree(temp)
+
+
+def _remove(path: Path) -> None:
+    try:
+        _discard(path)
+    except OSError as error:
+        _say(f"{path}: not removed ({error.strerror}); remove it by hand")
 
 
 def _say(line: str) -> None:

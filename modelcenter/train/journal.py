@@ -44,6 +44,11 @@ class Journal:
             self.mine["incidents"].append(incident)
             self.write()
 
+    def tell(self, incident: str) -> None:
+        """Say it now, too."""
+        self.say(incident)
+        self.note(incident)
+
     def end(self, step: int, how: str) -> None:
         """This process ends after `step`: "finished" or "stopped"."""
         self.mine |= {"ended": now(), "to_step": step, "how": how}

@@ -34,6 +34,7 @@ from ..optim.schedules import lr_factor
 from ..parallel.machine import Machine, load_machine
 from .evaluate import Arguments, count_targets, count_tokens, on_device
 from .folder import claim, find_start, flat, write_recipe
+from .guard import give_up, go_back, in_trouble
 from .interrupt import Interrupt
 from .journal import Journal
 from .metrics import Metrics, read_rows
@@ -43,8 +44,6 @@ from .progress import Progress, peak_memory_gb
 from .recipe import Recipe, load_recipe
 from .report import About, Reports, check_installed
 from .state import Position, restore, save
-
-PATIENCE = 5  # updates in a row that may be left out because a gradient is not finite
 
 
 @dataclass
@@ -93,7 +92,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         progress = Progress(total, {"evaluation": recipe.eval_steps, "saving": recipe.save_steps})
         journal.begin(setup.environment, at.step, progress.say)
         about = About(folder, journal.id, at.step, flat(to_dict(recipe)))
-        metrics = Metrics(folder, setup.environment, at.step, Reports(recipe.report_to, about, progress.say))
+        metrics = Metrics(folder, setup.environment, at.step, Reports(recipe.report_to, about, progress.say), progress.say)
         for line in setup.lines:
             progress.say(line)
         if start is not None:
@@ -113,10 +112,12 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                     ema.update()
                 read = sum(count_tokens(batch, task) for batch in batches)
                 at.advance(after, read, loss, targets, sound=math.isfinite(norm))
+                leap = at.watch(loss) if targets and not at.streak and recipe.on_spike != "off" else None
                 seconds, tokens = seconds + time.perf_counter() - began, tokens + read
 
                 row = {"step": at.step, "loss": at.loss(), "lr": lr, "grad_norm": norm, "tokens": at.tokens,
-                       "skipped": at.skipped, "tokens_per_second": tokens / seconds, "memory_gb": peak_memory_gb(device.type)}
+                       "skipped": at.skipped, "spikes": at.spikes, "rollbacks": at.rollbacks,
+                       "tokens_per_second": tokens / seconds, "memory_gb": peak_memory_gb(device.type)}
                 logged = at.step % recipe.logging_steps == 0 or at.step == total
                 progress.show(row, stays=logged)
                 if logged:
@@ -124,9 +125,16 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                     at.window_loss, at.window_targets, seconds, tokens = 0.0, 0, 0.0, 0
                 if at.streak:
                     progress.say(f"step {at.step}: the gradient is not finite; no update ({at.streak} in a row)")
-                if at.streak == PATIENCE:
-                    refuse(None, f"step {at.step}", f"{PATIENCE} gradients in a row were not finite",
-                           "a lower optimizer.lr, precision=fp32 or other data")
+                if leap is not None and at.losses.high == 1:
+                    journal.tell(f"step {at.step}: the loss leaps to {loss:.4f}, {leap:.1f} times what is usual")
+                if in_trouble(at, recipe.on_spike):
+                    then = go_back(folder, at, model, optimizer, ema, journal.tell)
+                    if then is not None:
+                        at, saved = then, then.step
+                        metrics.rewind(at.step)
+                        continue
+                    if at.streak:
+                        give_up(at)
                 if setup.evaluation is not None and (at.step == total or due(at.step, recipe.eval_steps)):
                     with averaged(), progress.aside("evaluation", at.step):
                         with compute():

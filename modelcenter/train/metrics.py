@@ -8,7 +8,8 @@ the same rows as one that was not.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +23,77 @@ Row = dict[str, Any]
 
 class Metrics:
     """The rows of one run, sent to `reports` too. Rows past `step`, which a run that was killed wrote and its successor will write
-    again, are dropped when it opens, with a last line that was cut short. A number that is not finite is written as null."""
+    again, are dropped when it opens, with a last line that was cut short. A number that is not finite is written as null.
 
-    def __init__(self, folder: Path, environment: Mapping[str, Any], step: int = 0, reports: Reports | None = None):
-        self.path, self.reports = folder / "metrics.jsonl", reports
-        kept = [row for row in read_rows(self.path) if row.get("step", 0) <= step] if step else []
-        text = "".join(map(to_line, kept)) or to_line({"environment": dict(environment)})
-        atomic_write(self.path, text.encode())
-        self.file = self.path.open("a", encoding="utf-8")
+    Rows that the disk refuses wait for the next one's turn; `say` gets a line when that begins, and the run goes on.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, Any], step: int = 0, reports: Reports | None = None,
+                 say: Callable[[str], None] = print):
+        self.path, self.reports, self.say, self.failing = folder / "metrics.jsonl", reports, say, False
+        rows = upto(self.path, step) if step else []
+        data = b"".join(map(to_line, rows or [{"environment": dict(environment)}]))
+        atomic_write(self.path, data)
+        self.size, self.waiting = len(data), list[Row]()  # bytes that are in the file, and rows that are not
+        self.file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
 
     def write(self, row: Row) -> None:
         """Append a row, which must hold `step`, and hand it to the operating system."""
-        self.file.write(to_line(row))
-        self.file.flush()
+        self.waiting.append(row)
+        with self.survived("its rows wait for room"):
+            self.append()
         if self.reports is not None:
             self.reports.write(row)
 
+    def append(self) -> None:
+        """Write what waits; where that fails half-way the next call begins again at the same place."""
+        data = b"".join(map(to_line, self.waiting))
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.file, data[done:], self.size + done)
+        self.size, self.failing = self.size + len(data), False
+        self.waiting.clear()
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows past `step`, to which the run goes back."""
+        self.waiting = [row for row in self.waiting if row["step"] <= step]
+        with self.survived("rows past the state stay in it"):
+            size = sum(len(to_line(row)) for row in upto(self.path, step))
+            os.ftruncate(self.file, size)
+            self.size = size
+
     def sync(self) -> None:
         """Every row so far is on the disk when this returns: called before a training state is."""
-        os.fsync(self.file.fileno())
+        with self.survived("its rows wait for room"):
+            self.append()
+            os.fsync(self.file)
         if self.reports is not None:
             self.reports.flush()
 
     def close(self) -> None:
         self.sync()
-        self.file.close()
+        with suppress(OSError):
+            os.close(self.file)
+        if self.waiting:
+            self.say(f"{self.path}: the last {len(self.waiting)} rows are not written")
         if self.reports is not None:
             self.reports.close()
 
+    @contextmanager
+    def survived(self, what: str) -> Iterator[None]:
+        """A fault of the disk in the block is said once for as long as it lasts, and is no error."""
+        try:
+            yield
+        except OSError as error:
+            if not self.failing:
+                self.say(f"{self.path}: {error.strerror or error}; {what}")
+            self.failing = True
 
-def to_line(row: Mapping[str, Any]) -> str:
+
+def to_line(row: Mapping[str, Any]) -> bytes:
     """`row` as one line of strict JSON."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return (json.dumps(finite, allow_nan=False) + "\n").encode()
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -69,3 +108,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         if not isinstance(row, dict):
             return
         yield row
+
+
+def upto(path: Path, step: int) -> list[Row]:
+    """The rows of a metrics.jsonl that are not past `step`."""
+    return [row for row in read_rows(path) if row.get("step", 0) <= step]

@@ -1,14 +1,16 @@
 """The curves of a run as a picture: small panels over the steps, drawn from metrics.jsonl."""
 
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 
+from ..checkpoint.atomic import atomic_write
+from ..errors import InputError
 from .metrics import Row, read_rows
 
-LEFT_OUT = ("step", "tokens", "skipped", "eval_targets", "best_step", "memory_gb", "eval_perplexity")
+LEFT_OUT = ("step", "tokens", "skipped", "spikes", "rollbacks", "eval_targets", "best_step", "memory_gb", "eval_perplexity")
 TITLES = {"lr": "learning rate", "grad_norm": "gradient's norm, before clipping", "tokens_per_second": "tokens per second"}
 LOG = ("grad_norm",)
 
@@ -45,9 +47,12 @@ def plot_loss(folder: Path) -> str:
             axes.legend(fontsize=8)
         if panel[0] in LOG and axes.lines:
             axes.set_yscale("log")
-    temporary = folder / ".loss.tmp.png"
-    figure.savefig(temporary)
-    os.replace(temporary, folder / "loss.png")
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    try:
+        atomic_write(folder / "loss.png", picture.getvalue())
+    except InputError as error:
+        return f"loss.png: not written: {error}"
     return f"loss.png: {folder / 'loss.png'}"
 
 

@@ -70,6 +70,9 @@ class Recipe:
         default=None, metadata=_is("stop after so many passes over the data; of two limits the first holds", above=0)
     )
     max_grad_norm: float = field(default=1.0, metadata=_is("clip the gradient's norm to this; 0: never", min=0))
+    on_spike: Literal["report", "rollback", "off"] = field(
+        default="report", metadata=_is("a loss that leaps: say so; go back to the last state and on past the data; or do not look")
+    )
     seed: int = field(default=0, metadata=_is("of weights, dropout and order", min=0, max=2**32 - 1))
     logging_steps: int = field(default=10, metadata=_is("steps between two lines of progress", min=1))
     eval_steps: int | None = field(default=None, metadata=_is("steps between evaluations; absent: at the end", min=1))
@@ -131,6 +134,8 @@ class Recipe:
             if warmup + self.schedule.decay_steps > self.max_steps:
                 found = f"{self.schedule.decay_steps} after {warmup} of warm-up, in {self.max_steps} steps"
                 refuse(None, "schedule.decay_steps", found, "fewer, or more steps")
+        if self.on_spike == "rollback" and self.save_steps is None:
+            refuse(None, "on_spike", "rollback without save_steps", "give save_steps, or there is no state to go back to")
         if self.adapter.name != "none" and self.init == "random":
             refuse(None, "adapter.name", f"{self.adapter.name} with init random", "an adapter stands on pretrained weights")
 

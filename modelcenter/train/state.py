@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from ..config import bind
 from ..errors import refuse
 from ..layers.adapter import adapted
 from ..optim.ema import EMA
+from .spike import Losses
 
 
 @dataclass
@@ -25,6 +26,10 @@ class Position:
     tokens: int = 0  # read in training
     skipped: int = 0  # updates left out because a gradient was not finite
     streak: int = 0  # of them, in a row up to now
+    losses: Losses = field(default_factory=Losses)
+    spikes: int = 0  # steps whose loss leapt
+    rollbacks: int = 0  # returns to a saved state
+    returned: int = -1  # the step of the last state that was gone back to
     window_loss: float = 0.0  # the summed loss of the targets since the last row of metrics
     window_targets: int = 0
     best: float | None = None  # the best evaluation's value of the metric that decides
@@ -37,6 +42,12 @@ class Position:
         self.skipped, self.streak = self.skipped + (not sound), 0 if sound else self.streak + 1
         if sound:
             self.window_loss, self.window_targets = self.window_loss + loss * targets, self.window_targets + targets
+
+    def watch(self, loss: float) -> float | None:
+        """How many times the usual a step's finite loss is, if it leaps; that is counted."""
+        leap = self.losses.see(loss)
+        self.spikes += leap is not None
+        return leap
 
     def judge(self, value: float, more: bool) -> bool:
         """Whether an evaluation at this step is the best so far; `more` is better, or less."""

@@ -1,0 +1,52 @@
+"""What a run does when updates stay other than finite or the loss leaps: it goes back to a state from before, and on past the data.
+
+So did PaLM's training (Chowdhery et al., 2022, section 5.1): the same weights without the batches of the spike had no spike. Each
+state is gone back to once, so that a run whose trouble stays comes to an end.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint.state import find_state, remove_states
+from ..errors import refuse
+from ..optim.ema import EMA
+from .state import Position, restore
+
+PATIENCE = 5  # updates in a row that may be left out because a loss or a gradient is not finite
+
+
+def in_trouble(at: Position, on_spike: str) -> bool:
+    """Whether the step just done is one to go back from: the fifth in a row that was not finite, or the first of a spike."""
+    return at.streak == PATIENCE or (on_spike == "rollback" and at.losses.high == 1)
+
+
+def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, ema: EMA | None,
+            say: Callable[[str], None]) -> Position | None:
+    """Put back the newest valid state of `folder` from before the trouble that `at` is in, and remove those after it; where the run
+    then stands. None, and nothing is changed, without such a state or if it has been gone back to already. Either is said.
+
+    Weights, moments, averages, random generators and the schedule are the state's; the data goes on where it is. The last update
+    before a bad loss may be what made it bad: a state must be older than that one.
+    """
+    first = at.step + 1 - (at.streak + at.losses.high)
+    found = find_state(folder, before=first - 1)
+    if found is None or found[1]["step"] <= at.returned:
+        say(f"step {at.step}: no state to go back to: " + ("none is from before that" if found is None else "it has been tried"))
+        return None
+    then = restore(found[0], model, optimizer, ema)
+    remove_states(folder, after=then.step)
+    say(f"step {at.step}: back to step {then.step}; what was read since, samples {then.sample} to {at.sample - 1}, is left out")
+    return replace(then, sample=at.sample, tokens=at.tokens, skipped=at.skipped, spikes=at.spikes, best=at.best,
+                   best_step=at.best_step, waited=at.waited, rollbacks=at.rollbacks + 1, returned=then.step)
+
+
+def give_up(at: Position) -> NoReturn:
+    """Refuse to go on: the updates stay other than finite, and there is nothing to go back to."""
+    again = f", after going back to step {at.returned} too" if at.rollbacks else ", and no state from before them is saved"
+    refuse(None, f"step {at.step}", f"{PATIENCE} gradients in a row were not finite{again}",
+           "a lower optimizer.lr, precision=fp32 or other data")
