@@ -537,6 +537,8 @@ OBJECTIVES = {
            "eval_squad_f1"),
     "chat": ("gpt2", TINY, "roberta:300", {"conversations": [{"from": "human", "value": "f?"}, {"from": "gpt", "value": "y"}]},
              "eval_perplexity"),
+    "contrastive": ("bert-base-uncased", TINY, "roberta:300", {"pair": "f is"}, "eval_accuracy"),
+    "similarity": ("bert-base-uncased", TINY, "roberta:300", {"pair": "x is", "label": 0.5}, "eval_spearman"),
     "tag": ("bert-base-uncased", TINY, "roberta:300", {"tokens": ["f", "of", "x"], "tags": ["B-F", "O", "B-X"]}, "eval_span_f1"),
 }  # fmt: skip
 
@@ -544,16 +546,20 @@ OBJECTIVES = {
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
     model, config, tokenizer, record, measure = OBJECTIVES[objective]
+    pairs: dict[str, Any] = {}
     records = [{**record, "text": f"{n} {record.get('text')}"} for n in range(40)]
     if objective == "classify":
         records = [{**r, "label": "yes" if n % 2 else "no"} for n, r in enumerate(records)]
+    if objective in ("contrastive", "similarity"):
+        records = [{**r, "pair": f"{n} {r['pair']}", "label": n / 40} for n, r in enumerate(records)]
+        pairs = {"data.pair_key": "pair"}
     if objective == "qa":
         records = [{**r, "context": "f of x, y."} for r in records]
     if objective == "regress":
         records = [{**r, "text": "up up" if n % 3 else "down", "label": float(n % 3)} for n, r in enumerate(records)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     changes = {"objective": objective, "model": model, "config": config, "tokenizer": tokenizer, "save_steps": None}
-    changes |= {"data.stride": 2, **({"data.chat_template": "plain", "data.seq_len": 32} if objective == "chat" else {})}
+    changes |= {"data.stride": 2, **pairs, **({"data.chat_template": "plain", "data.seq_len": 32} if objective == "chat" else {})}
     run = train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl"), "max_steps": 4}), MACHINE)
     losses = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
     assert losses[-1] < losses[0]

@@ -80,7 +80,7 @@ def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] |
 
     A masked token stands as [[seen -> wanted]]; of a pair of sequences the source and the target are shown.
     """
-    ids, labels = first(batch), batch["labels"][0].tolist()
+    ids, labels = nth(batch, 0), batch["labels"][0].tolist()
     if not isinstance(labels, list):
         return f"{_text(ids, tokenizer)}\n  label: {names[labels] if names and isinstance(labels, int) else labels}"
     if "cu_seq_lens_q" in batch:
@@ -98,13 +98,14 @@ def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] |
     return shortened(" ".join(pieces))
 
 
-def first(batch: Batch) -> list[int]:
-    """The ids of the first sequence without its padding, and without those packed beside it."""
-    ids: list[int] = batch["input_ids"][0].tolist()
+def nth(batch: Batch, k: int) -> list[int]:
+    """The ids of a sequence without its padding, and without those packed beside it."""
+    if "cu_seq_lens_k" in batch:
+        ids: list[int] = batch["input_ids"][0, slice(*batch["cu_seq_lens_k"][k : k + 2].tolist())].tolist()
+        return ids
+    ids = batch["input_ids"][k].tolist()
     mask: Any = batch.get("attention_mask")
-    if mask is not None:
-        return ids[: int(mask[0].sum())]
-    return ids[: int(batch["cu_seq_lens_k"][1])] if "cu_seq_lens_k" in batch else ids
+    return ids if mask is None else ids[: int(mask[k].sum())]
 
 
 def runs(ids: list[int], trained: list[bool], tokenizer: "Tokenizer") -> str:

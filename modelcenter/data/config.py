@@ -29,6 +29,10 @@ class DataConfig:
     format: Format = field(default="auto", metadata=_is("auto: by the ending, text if it is unknown"))
     text_key: str = field(default="text", metadata=_is("the field of the text (lm, mlm, span, classify, regress)"))
     pair_key: str | None = field(default=None, metadata=_is("the field of the second text of a pair (classify, regress)"))
+    negative_key: str | None = field(
+        default=None, metadata=_is("the field of a text that is not near, or of a list of them (contrastive)")
+    )
+    score_max: float = field(default=1.0, metadata=_is("scores are divided by it; STS: 5 (similarity)", above=0))
     source_key: str = field(default="source", metadata=_is("the field of the input (seq2seq)"))
     target_key: str = field(default="target", metadata=_is("the field of the wanted output (seq2seq)"))
     source_prefix: str = field(default="", metadata=_is("put before every source: `translate English to German: ` (seq2seq)"))

@@ -41,6 +41,7 @@ class Objective(ABC):
     of: ClassVar[tuple[Of, ...]] = ("loss",)  # what there is to compute metrics of
     classes: ClassVar[bool] = True  # are what its labels name: they may be smoothed
     packs: ClassVar[bool] = True  # examples may stand side by side
+    together: ClassVar[bool] = False  # the examples of a forward have a part in one another's loss
 
     @abstractmethod
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:

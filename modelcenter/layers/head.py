@@ -203,7 +203,15 @@ class EmbedHead(Head):
     """A sentence's vector: the mean of its tokens, scaled to length one. Reimers & Gurevych, 2019.
 
     A `pooler` that the family's backbone is saved with has no part in it, but is kept and its output returned beside it.
+
+    Labels (n) that are numbers: the rows are n texts and then the n of their pairs, whose cosines are to be these (the squared
+    error). Labels that are places: behind the first n rows stand the texts among which each one's own is to be found, by cosines
+    times `scale`; these are the logits (n, rows - n), and, if `symmetric`, the first is to be found by the second too. One loss a
+    pair. Henderson et al., 2017.
     """
+
+    scale = 20.0
+    symmetric = False
 
     def __init__(self, pooler: nn.Linear | None = None):
         super().__init__()
@@ -213,7 +221,24 @@ class EmbedHead(Head):
         out = Output(embeddings=nn.functional.normalize(mean_token(x, batch), dim=-1), last_hidden_state=x)
         if self.pooler is not None:
             out["pooler_output"] = torch.tanh(self.pooler(first_token(x, batch)))
+        if batch.labels is not None:
+            with torch.autocast(x.device.type, enabled=False):  # 20 times a cosine in bf16 is off by a tenth
+                e = out["embeddings"].to(torch.promote_types(x.dtype, torch.float32))
+                loss, out["logits"] = self.judged(e, batch.labels)
+            out = Output(loss=mean(loss, batch.labels, items), **out)
         return out
+
+    def judged(self, e: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(summed loss, logits) of embeddings."""
+        n = len(labels)
+        if labels.is_floating_point():
+            near = (e[:n] * e[n:]).sum(-1)
+            return (near - labels.to(e.dtype)).square().masked_fill(labels == IGNORE, 0).sum(), near
+        scores = e[:n] @ e[n:].T * self.scale
+        loss = ops.cross_entropy(scores, labels)
+        if self.symmetric:
+            loss = (loss + ops.cross_entropy(scores[:, :n].T.contiguous(), labels)) / 2
+        return loss, scores
 
 
 def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoothing: float) -> Tensor:

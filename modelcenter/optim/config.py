@@ -1,5 +1,6 @@
 """What the `optimizer`, `schedule` and `loss` sections of a recipe say; torch-free, so that a recipe is checked first."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from typing import Any, Literal
@@ -73,17 +74,19 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is added to the cross entropy in training; evaluation is without."""
+    """What is added to the cross entropy in training (evaluation is without), and what the loss of sentence embeddings is."""
 
     label_smoothing: float = field(
         default=0.0, metadata={"min": 0, "below": 1, "help": "part of a target spread over all classes (Szegedy et al., 2016)"}
     )
     z_loss: float = field(default=0.0, metadata={"min": 0, "help": "factor of the squared log of the normaliser (PaLM: 1e-4)"})
+    scale: float = field(default=20.0, metadata={"above": 0, "help": "contrastive: of cosines; 1 / temperature"})
+    symmetric: bool = field(default=False, metadata={"help": "contrastive: the first text is to be found by the second too"})
 
 
-def refuse_changed(config: Any, keys: list[str], why: str) -> None:
-    """Refuse a key of `keys` that is not at its default."""
+def refuse_changed(config: Any, keys: Sequence[str], why: str, section: str = "") -> None:
+    """Refuse a key of `keys`, which are of a `section`, that is not at its default."""
     for f in fields(config):
         if f.name in keys and getattr(config, f.name) != f.default:
             usual = list(f.default) if isinstance(f.default, tuple) else f.default
-            refuse(None, f.name, f"{getattr(config, f.name)!r} {why}", f"leave it out, or {usual}")
+            refuse(None, section + f.name, f"{getattr(config, f.name)!r} {why}", f"leave it out, or {usual}")

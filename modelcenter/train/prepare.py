@@ -19,7 +19,7 @@ from ..data.read import read_split
 from ..data.record import Mixture, Part, Record
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import refuse
-from ..layers import LMHead
+from ..layers import EmbedHead, LMHead
 from ..layers.adapter import adapted
 from ..metrics.table import METRICS
 from ..parallel.device import device_of
@@ -57,7 +57,8 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
         precision = automatic_precision(device)
     most, micro = most_of(recipe), recipe.micro_batch
     if micro is None and recipe.batch_tokens is None:
-        micro = max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
+        together = find_objective(recipe.objective).together
+        micro = recipe.batch if together else max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
     return replace(recipe, precision=precision, micro_batch=micro, task=recipe.head), device
 
 
@@ -76,6 +77,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     model = find_model(recipe, tokenizer, names, machine, device)
     model.freeze(*recipe.freeze)
     model.head.smoothing = recipe.loss.label_smoothing
+    if isinstance(model.head, EmbedHead):
+        model.head.scale, model.head.symmetric = recipe.loss.scale, recipe.loss.symmetric
     if isinstance(model.head, LMHead):
         model.head.z = recipe.loss.z_loss
     if said := objective.settle(model.config):
@@ -111,6 +114,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
         f"about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
         f"sample, trained on where it stands in [[ ]]:\n  {objective.sample(first, tokenizer, names)}",
     ]
+    if objective.together and forwards > 1:
+        lines.append(f"negatives: those of a forward, not of the whole step of {forwards}: a larger micro_batch has more")
     if model.adapter is not None:
         layers, how = len(adapted(model)), model.adapter
         held = f", weights held in {how.quantize}" if how.quantize != "none" else ""
@@ -143,7 +148,9 @@ def order_of(recipe: Recipe, records: Part, examples: Examples) -> Order | None:
 def budget_of(recipe: Recipe) -> Budget | None:
     """The tokens of a step and of a forward, where the recipe counts in tokens."""
     padded = not (recipe.data.packing or recipe.data.padding_free)
-    return Budget(recipe.batch_tokens, FORWARD, padded) if recipe.batch_tokens is not None else None
+    if recipe.batch_tokens is None:
+        return None
+    return Budget(recipe.batch_tokens, recipe.batch_tokens if find_objective(recipe.objective).together else FORWARD, padded)
 
 
 def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, tokenizer: Tokenizer,

@@ -17,7 +17,7 @@ from modelcenter.data.objective import find_objective, objectives
 from modelcenter.errors import nearest, refuse, refuse_missing
 from modelcenter.generate.options import Options
 from modelcenter.metrics.table import check
-from modelcenter.optim.config import LossConfig, OptimizerConfig, ScheduleConfig
+from modelcenter.optim.config import LossConfig, OptimizerConfig, ScheduleConfig, refuse_changed
 
 LARGE = ("lm", "mlm", "seq2seq")  # heads over the vocabulary
 MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed
@@ -127,6 +127,8 @@ class Recipe:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
         if self.adapter.name != "none" and self.freeze:
             refuse(None, "freeze", f"with adapter.name {self.adapter.name}", "an adapter freezes all: modules_to_save are trained")
+        if self.objective != "contrastive":
+            refuse_changed(self.loss, ["scale", "symmetric"], f"with objective {self.objective}, which has none", "loss.")
         if self.loss.z_loss and self.head not in LARGE:
             refuse(None, "loss.z_loss", f"{self.loss.z_loss} with objective {self.objective}", "it is for heads over a vocabulary")
         if self.schedule.decay_steps and self.max_steps:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from modelcenter.data.collate import Batch, first, runs, stack, stack_mask, tensor
+from modelcenter.data.collate import Batch, nth, runs, stack, stack_mask, tensor
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import Names, Objective, register
 from modelcenter.data.ragged import Ids, Ragged
@@ -43,7 +43,7 @@ class QA(Objective):
 
     def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
         """The answer stands in [[ ]]."""
-        ids, (start, end) = first(batch), batch["labels"][0].tolist()
+        ids, (start, end) = nth(batch, 0), batch["labels"][0].tolist()
         return runs(ids, [start <= k <= end for k in range(len(ids))], tokenizer)
 
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelcenter.data.collate import IGNORED, Batch, first, shortened
+from modelcenter.data.collate import IGNORED, Batch, nth, shortened
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import Names, Objective, register
 from modelcenter.data.ragged import Ids, Ragged
@@ -33,7 +33,7 @@ class Tag(Objective):
 
     def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
         """A token that is trained on stands as [[seen / tag]]."""
-        pairs = zip(first(batch), batch["labels"][0].tolist(), strict=False)
+        pairs = zip(nth(batch, 0), batch["labels"][0].tolist(), strict=False)
         said = [(tokenizer.decode([i], special=True), names[t] if names and t != IGNORED else str(t), t) for i, t in pairs]
         return shortened(" ".join(text if t == IGNORED else f"[[{text} / {tag}]]" for text, tag, t in said))
 

@@ -1,0 +1,160 @@
+"""Sentence embeddings: pairs that belong together against all others of a forward, or pairs with a score.
+
+A batch holds the first texts of all examples, then all second ones, then all third: as many sequences as labels, each time.
+"""
+
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from modelcenter.data.collate import Batch, nth, pack, shortened, stack, stack_mask, tensor
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import Names, Objective, register
+from modelcenter.data.ragged import Ids, Ragged
+from modelcenter.data.record import Record
+from modelcenter.data.sequence import filler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelcenter.data.encode import Reader
+    from modelcenter.data.tokenizer import Tokenizer
+
+
+@register
+class Contrastive(Objective):
+    """A text, one that is near it, and texts that are not: the second is to be found among all of the forward. van den Oord et al.,
+    2018 (InfoNCE); Henderson et al., 2017, section 4.4."""
+
+    name, task = "contrastive", "embed"
+    keys = ("text_key", "pair_key", "negative_key")
+    metrics = ("accuracy",)
+    of = ("loss", "classes")
+    classes = False
+    together = True
+
+    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
+        return iter(texts_of_row(record, data))
+
+    def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
+        return told(batch, tokenizer, ("near", "far"))
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> "Texts":
+        return Texts(records, read, data)
+
+
+@register
+class Similarity(Objective):
+    """Two texts and how alike they are: the cosine of their vectors is to be the score."""
+
+    name, task = "similarity", "embed"
+    keys = ("text_key", "pair_key", "label_key", "score_max")
+    metrics = ("pearson", "spearman")
+    of = ("loss", "values")
+    classes = False
+
+    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
+        return iter(texts_of_row(record, data))
+
+    def told(self, logits: "Tensor") -> "Tensor":
+        return logits
+
+    def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
+        return f"{told(batch, tokenizer, ('to',))}\n  score: {float(batch['labels'][0]):g}"
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> "Texts":
+        return Scored(records, read, data)
+
+
+class Texts:
+    """Rows of two texts or more, of `seq_len` tokens each at most. The length of a row is that of its texts together."""
+
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
+        self.fill, self.ids, self.scores = filler(read.tokenizer), Ragged(), array("d")
+        self.many = 0  # texts of a row
+        for record in records:
+            texts = texts_of_row(record, data)
+            self.many = self.many or len(texts)
+            if len(texts) != self.many:
+                record.refuse(f"{len(texts) - 2} negatives where the first record has {self.many - 2}", "as many for each")
+            for text in texts:
+                self.ids.append(read.encode_pair(record, text, None, data.seq_len)[0])
+            self.scores.append(self.score(record, data))
+        self.size = self.many * data.seq_len
+        self.lengths = np.diff(self.ids.bounds).reshape(-1, self.many).sum(1)
+
+    def score(self, record: Record, data: DataConfig) -> float:
+        """The label of a record; here all say the same, and where the pair of a row stands is known when a batch is made."""
+        return 0
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def at(self, epoch: int, index: int) -> tuple[list[Ids], float]:
+        """(the ids of each text, score)."""
+        return [self.ids[self.many * index + k] for k in range(self.many)], self.scores[index]
+
+    def rows(self, examples: list[tuple[list[Ids], float]]) -> list[Ids]:
+        """The texts in the order of a batch."""
+        return [texts[k] for k in range(self.many) for texts, _ in examples]
+
+    def labels(self, examples: list[tuple[list[Ids], float]]) -> "Tensor":
+        """(n): where the near text of each first one stands behind these."""
+        return tensor(range(len(examples)))
+
+    def collate(self, examples: list[tuple[list[Ids], float]]) -> Batch:
+        """input_ids and attention_mask (k n, s) of n rows of k texts; labels (n)."""
+        rows = self.rows(examples)
+        return {"input_ids": stack(rows, self.fill), "attention_mask": stack_mask(rows), "labels": self.labels(examples)}
+
+    def pack(self, examples: list[tuple[list[Ids], float]]) -> Batch:
+        """As `collate.pack`; labels (n)."""
+        return pack(self.rows(examples)) | {"labels": self.labels(examples)}
+
+
+class Scored(Texts):
+    """Two texts and a score in place of a place."""
+
+    def score(self, record: Record, data: DataConfig) -> float:
+        value = record.get(data.label_key, "data.label_key")
+        try:
+            number = math.nan if isinstance(value, bool) else float(value) / data.score_max
+        except (TypeError, ValueError):
+            number = math.nan
+        if not -1 <= number <= 1:
+            wanted = f"a number of -{data.score_max:g} to {data.score_max:g} (data.score_max)"
+            record.refuse(f"{data.label_key} is {value!r}", wanted)
+        return number
+
+    def labels(self, examples: list[tuple[list[Ids], float]]) -> "Tensor":
+        """(n), fp32: the score of each pair."""
+        return tensor([score for _, score in examples])
+
+
+def texts_of_row(record: Record, data: DataConfig) -> list[str]:
+    """The text, the one of its pair and the negatives: one, or a list of them."""
+    if data.pair_key is None:
+        record.refuse("data.pair_key is absent", "the field of the second text")
+    found = [record.text(data.text_key, "data.text_key"), record.text(data.pair_key, "data.pair_key")]
+    if data.negative_key is None:
+        return found
+    negatives = record.fields.get(data.negative_key)
+    if not isinstance(negatives, list):
+        return [*found, record.text(data.negative_key, "data.negative_key")]
+    if odd := [text for text in negatives if not isinstance(text, str)]:
+        record.refuse(f"{data.negative_key} holds {odd[0]!r}", "texts are wanted")
+    return [*found, *negatives]
+
+
+def told(batch: Batch, tokenizer: "Tokenizer", words: Sequence[str]) -> str:
+    """The texts of the first row, a line each; the last of `words` stands before all that have no other."""
+    n = len(batch["labels"])
+    sequences = len(batch["input_ids"]) if "attention_mask" in batch else len(batch["cu_seq_lens_q"]) - 1
+    lines = [shortened(tokenizer.decode(nth(batch, k), special=True)) for k in range(0, sequences, n)]
+    said = [*words, *[words[-1]] * len(lines)]
+    return "\n".join([lines[0], *(f"  {word}: {line}" for word, line in zip(said, lines[1:], strict=False))])
