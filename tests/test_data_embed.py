@@ -75,6 +75,9 @@ def test_losses_and_gradients_of_the_published_formulas(kind: str, tokenizer: To
     rows = [examples.at(0, k) for k in range(len(examples))]
     batch = low(examples.collate(rows))
     assert not batch["attention_mask"].all() and len(batch["input_ids"]) == 8 * len(rows[0][0])
+    whole = examples.collate(rows)
+    firsts = [whole["input_ids"][k, : int(whole["attention_mask"][k].sum())].tolist() for k in range(8)]
+    assert firsts == [tokenizer.encode(record.fields["a"]) for record in records()]
     sides = [list(column) for column in zip(*(texts for texts, _ in rows), strict=True)]  # of the rows, column by column
     assert [list(tokenizer.encode(r.fields["b"])) for r in records()] == [ids.tolist() for ids in sides[1]]
     labels = torch.tensor([r.fields["label"] / 5 for r in records()]).double()  # of fp32, as a batch has them

@@ -1,6 +1,7 @@
 """Examples and batches: which tokens are seen, which are predicted, and how often; refusals name the record."""
 
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 
 from modelcenter.data.collate import IGNORED, describe_sample
 from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Loader
-from modelcenter.data.objective import make_examples, texts_of
+from modelcenter.data.objective import find_objective, make_examples, texts_of
 from modelcenter.data.objectives.classify import label_names
 from modelcenter.data.objectives.lm import Blocks, fit
 from modelcenter.data.objectives.mlm import Masked
@@ -22,6 +24,7 @@ from modelcenter.data.packing import Packed
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from modelcenter.errors import InputError
+from modelcenter.train.evaluate import evaluate
 
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. "
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -276,6 +279,40 @@ def test_pairs_of_texts_are_cut_like_transformers(bert: Tokenizer, tmp_path: Pat
     assert "label: LABEL_1" in describe_sample(examples.collate([examples.at(0, 1)]), bert, examples.names)
 
 
+# ---- multilabel
+
+def test_several_labels(bert: Tokenizer) -> None:
+    """The matrix as scikit-learn makes it, and evaluation: the loss of transformers, its F1 by scikit-learn."""
+    from sklearn.metrics import f1_score
+    from sklearn.preprocessing import MultiLabelBinarizer
+
+    for values in ([["b", "a"], [], ["c"], ["a", "a"]], [[2, 0], [], [1], [2]], ["b, a", "", "c", "a"], ["2,0", "", "1", "2"]):
+        records = rows(*({"text": "a b", "label": v} for v in values))
+        examples = make_examples("multilabel", records, bert, DataConfig())
+        lists = [[x.strip() for x in v.split(",") if x.strip()] if isinstance(v, str) else v for v in values]
+        matrix = MultiLabelBinarizer().fit_transform([set(map(str, one)) for one in lists])
+        batch = examples.collate(all_of(examples))
+        assert batch["labels"].tolist() == matrix.tolist() and batch["labels"].dtype == torch.float32
+    shown = find_objective("multilabel").sample(batch, bert, examples.names)
+    assert shown.endswith("\n  labels: LABEL_0, LABEL_2")
+    theirs, _ = zoo.reference(zoo.Case("bert", "default", "classify"))
+    ours = zoo.pair(zoo.Case("bert", "default", "classify"))[1]
+    assert ours.config.num_labels == 3
+    ours.config = replace(ours.config, file={**ours.config.file, **find_objective("multilabel").settle(ours.config)})
+    theirs.double().config.problem_type = "multi_label_classification"
+    ids = {"input_ids": batch["input_ids"] % 90, "attention_mask": batch["attention_mask"]}
+    ids["input_ids"][:, 1] = torch.arange(4) + 5
+    with torch.no_grad():
+        wanted = theirs(**ids, labels=batch["labels"].double())
+        found = evaluate(ours, [{**ids, "labels": batch["labels"].double()}], "multilabel", ["accuracy"])
+    assert found["eval_loss"] == pytest.approx(float(wanted.loss), rel=1e-6) and found["eval_targets"] == 4
+    there = (wanted.logits > 0).int().numpy()
+    assert 0 < there.sum() < there.size
+    for kind in ("micro", "macro"):
+        assert found[f"eval_f1_{kind}"] == pytest.approx(f1_score(matrix, there, average=kind, zero_division=0))
+    assert found["eval_accuracy"] == (matrix == there).all(1).mean()
+
+
 # ---- the sample that is shown
 
 def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
@@ -303,6 +340,9 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
     ("classify", {"text": "a", "label": 0}, {}, "only the class LABEL_0"),
     ("classify", {"text": "a", "label": 3}, {}, r"the labels \[3\]"),
     ("mlmm", {"text": "a"}, {}, "did you mean 'mlm'"),
+    ("multilabel", {"text": "a", "label": ["x"]}, {}, r"only the labels \['x'\]"),
+    ("multilabel", {"text": "a", "label": ["x", 1]}, {}, "1 beside names"),
+    ("multilabel", {"text": "a", "label": 1.5}, {}, "label is '1.5'; a list of labels"),
 ])
 def test_refusals(bpe: Tokenizer, objective: Any, fields: dict[str, Any], data: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said) as error:

@@ -26,9 +26,10 @@ from modelcenter.train.evaluate import count_targets, count_tokens
 KEYS = {"prompt_key": "prompt", "response_key": "response"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "lm": {}, "rows": KEYS, "mlm": {}, "seq2seq": {"target_len": 11}, "classify": {"pair_key": "response"},
-    "regress": {}, "tag": {}, "chat": {},
+    "regress": {}, "tag": {}, "chat": {}, "multilabel": {"label_key": "several"},
 }  # fmt: skip
-OBJECTIVES, HEADS = {"rows": "lm"}, {"rows": "lm", "regress": "classify", "chat": "lm"}  # where they are called otherwise
+OBJECTIVES, HEADS = {"rows": "lm"}, {"rows": "lm", "regress": "classify", "chat": "lm",
+                                      "multilabel": "classify"}  # where they are called otherwise
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def ragged_records(count: int = 23) -> list[Record]:
         return {"tokens": [(text() + "a")[:3] for _ in range(k % 5 + 1)], "tags": [(k + n) % 3 for n in range(k % 5 + 1)]}
 
     texts = ("text", "prompt", "response", "source", "target")
-    every = [{**{key: text() for key in texts}, "label": k % 3, **words(k)} for k in range(count)]
+    every = [{**{key: text() for key in texts}, "label": k % 3, "several": [*range(3)][k % 3 :], **words(k)} for k in range(count)]
     talks = [[{"role": who, "content": row[key]} for who, key in (("user", "prompt"), ("assistant", "response"))] for row in every]
     return [Record({**row, "messages": talk}, "a.jsonl", k) for k, (row, talk) in enumerate(zip(every, talks, strict=True), 1)]
 
@@ -70,6 +71,8 @@ def tiny(kind: str, what: str) -> Model:
     config = replace(config, **still, vocab=271, labels=("LABEL_0",) if what == "regress" else zoo.LABELS)
     if what == "regress":
         config = replace(config, file={**config.to_dict(), "problem_type": "regression"})
+    if what == "multilabel":
+        config = replace(config, file={**config.to_dict(), "problem_type": "multi_label_classification"})
     model = skeleton(families()[kind], config, HEADS.get(what, what), torch.float64)
     model.to_empty(device="cpu")
     model.tie()
@@ -91,7 +94,7 @@ def above_zero(batch: dict[str, Any], task: str) -> dict[str, Any]:
     ids, labels = batch["input_ids"] + 1, batch["labels"]
     if find_objective(task).task in ("lm", "mlm", "seq2seq"):
         labels = torch.where(labels == IGNORED, labels, labels + 1)
-    return {**batch, "input_ids": ids, "labels": labels.double() if task == "regress" else labels}
+    return {**batch, "input_ids": ids, "labels": labels.double() if labels.is_floating_point() else labels}
 
 
 @pytest.mark.parametrize("kind, what", CASES, ids=lambda x: str(x))
@@ -127,8 +130,8 @@ def test_every_sequence_stands_in_one_bin(what: str, tokenizer: Tokenizer) -> No
         assert (batch["max_length_q"], batch["max_length_k"]) == (int(q.diff().max()), int(k.diff().max()))
         assert [batch["position_ids"][0, a:b].tolist() for a, b in pairwise(k.tolist())] == [
             list(range(b - a)) for a, b in pairwise(k.tolist())]
-        if what in ("classify", "regress"):
-            assert batch["labels"].shape == (len(k) - 1,) and "token_type_ids" not in batch
+        if what in ("classify", "regress", "multilabel"):
+            assert batch["labels"].shape[0] == len(k) - 1 and "token_type_ids" not in batch
         elif what == "seq2seq":
             assert batch["labels"].shape == (1, int(q[-1])) and (batch["labels"][0, (q[1:] - 1).long()] == tokenizer.eos_id).all()
         else:

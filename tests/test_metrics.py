@@ -27,6 +27,17 @@ def test_classes_as_scikit_learn(found: np.ndarray, wanted: np.ndarray) -> None:
     assert labels.mcc(found, wanted) == pytest.approx(of.matthews_corrcoef(wanted, found))
 
 
+def test_several_labels_as_scikit_learn() -> None:
+    of = pytest.importorskip("sklearn.metrics")
+    for n in (2, 5):
+        found, wanted = (RANDOM.integers(0, 2, (30, n)) * (np.arange(n) != 1) for _ in range(2))
+        wanted[:4] = found[:4]
+        assert labels.accuracy(found, wanted) == pytest.approx(of.accuracy_score(wanted, found))
+        for average_, ours in (("macro", labels.f1_macro), ("micro", labels.f1_micro)):
+            assert ours(found, wanted) == pytest.approx(of.f1_score(wanted, found, average=average_, zero_division=0))
+    assert labels.f1_micro(found * 0, wanted * 0) == 0 == labels.f1_macro(found * 0, wanted * 0)
+
+
 def test_correlations_as_scipy() -> None:
     stats = pytest.importorskip("scipy.stats")
     for ties in (False, True):
@@ -129,5 +140,5 @@ def test_a_benchmark_with_gaps(tmp_path: Path) -> None:
 
 def test_the_table_is_whole() -> None:
     assert {m for tasks in SUITES.values() for metrics in tasks.values() for m in metrics} <= set(METRICS)
-    assert all((metric.compute is None) == (metric.of == "loss") for metric in METRICS.values())
+    assert all((metric.compute is None) == (metric.of == ("loss",)) for metric in METRICS.values())
     assert named(["values"]) == ["pearson", "spearman", "mse"]

@@ -539,6 +539,7 @@ OBJECTIVES = {
              "eval_perplexity"),
     "contrastive": ("bert-base-uncased", TINY, "roberta:300", {"pair": "f is"}, "eval_accuracy"),
     "similarity": ("bert-base-uncased", TINY, "roberta:300", {"pair": "x is", "label": 0.5}, "eval_spearman"),
+    "multilabel": ("bert-base-uncased", TINY, "roberta:300", {}, "eval_f1_micro"),
     "tag": ("bert-base-uncased", TINY, "roberta:300", {"tokens": ["f", "of", "x"], "tags": ["B-F", "O", "B-X"]}, "eval_span_f1"),
 }  # fmt: skip
 
@@ -550,6 +551,8 @@ def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
     records = [{**record, "text": f"{n} {record.get('text')}"} for n in range(40)]
     if objective == "classify":
         records = [{**r, "label": "yes" if n % 2 else "no"} for n, r in enumerate(records)]
+    if objective == "multilabel":
+        records = [{**r, "label": ["odd", "three"][: n % 3]} for n, r in enumerate(records)]
     if objective in ("contrastive", "similarity"):
         records = [{**r, "pair": f"{n} {r['pair']}", "label": n / 40} for n, r in enumerate(records)]
         pairs = {"data.pair_key": "pair"}

@@ -9,13 +9,17 @@ Numbers = Sequence[float] | NDArray[np.float64]
 
 
 def accuracy(found: Numbers, wanted: Numbers) -> float:
-    """The share of predictions that are right."""
-    return float(np.mean(np.asarray(found) == np.asarray(wanted)))
+    """The share of predictions that are right; of several labels (n, labels) all must be."""
+    right = np.asarray(found) == np.asarray(wanted)
+    return float(np.mean(right.reshape(len(right), -1).all(1)))
 
 
 def counts(found: Numbers, wanted: Numbers) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """For each class that occurs on either side: how often it was found rightly, found, and wanted."""
+    """For each class that occurs on either side, or each label of several (n, labels): how often it was found rightly, found, and
+    wanted."""
     f, w = np.asarray(found), np.asarray(wanted)
+    if f.ndim == 2:
+        return ((f * w) == 1).sum(0).astype(float), (f == 1).sum(0).astype(float), (w == 1).sum(0).astype(float)
     classes = np.unique(np.concatenate([f, w]))[:, None]
     at, there = f == classes, w == classes
     return (at & there).sum(1).astype(float), at.sum(1).astype(float), there.sum(1).astype(float)
@@ -41,7 +45,7 @@ def f1_macro(found: Numbers, wanted: Numbers) -> float:
 def f1_micro(found: Numbers, wanted: Numbers) -> float:
     """F1 of all decisions together; with one class an example that is the accuracy."""
     right, at, there = (x.sum() for x in counts(found, wanted))
-    return float(2 * right / (at + there))
+    return float(2 * right / (at + there)) if at + there else 0.0
 
 
 def mcc(found: Numbers, wanted: Numbers) -> float:

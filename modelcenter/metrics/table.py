@@ -9,37 +9,38 @@ from modelcenter.errors import nearest, refuse
 
 from . import labels, texts
 
-Of = Literal["loss", "classes", "values", "tags", "texts", "answers"]
+Of = Literal["loss", "classes", "values", "sets", "tags", "texts", "answers"]
 
 
 @dataclass(frozen=True)
 class Metric:
     """`compute(found, wanted)`; what follows from the loss is computed with it and has none."""
 
-    of: Of
+    of: tuple[Of, ...]  # any of them
     more: bool = True  # is better
     compute: Callable[[Any, Any], float] | None = None
 
 
+ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 METRICS: dict[str, Metric] = {
-    "loss": Metric("loss", more=False),
-    "perplexity": Metric("loss", more=False),
-    "bits_per_byte": Metric("loss", more=False),
-    "accuracy": Metric("classes", compute=labels.accuracy),
-    "f1": Metric("classes", compute=labels.f1),
-    "f1_macro": Metric("classes", compute=labels.f1_macro),
-    "f1_micro": Metric("classes", compute=labels.f1_micro),
-    "mcc": Metric("classes", compute=labels.mcc),
-    "pearson": Metric("values", compute=labels.pearson),
-    "spearman": Metric("values", compute=labels.spearman),
-    "mse": Metric("values", more=False, compute=labels.mse),
-    "span_f1": Metric("tags", compute=labels.span_f1),
-    "exact_match": Metric("texts", compute=texts.exact_match),
-    "bleu": Metric("texts", compute=texts.bleu),
-    "chrf": Metric("texts", compute=texts.chrf),
-    **{kind.lower(): Metric("texts", compute=partial(texts.rouge, kind)) for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
-    "squad_em": Metric("answers", compute=texts.squad_em),
-    "squad_f1": Metric("answers", compute=texts.squad_f1),
+    "loss": Metric(("loss",), more=False),
+    "perplexity": Metric(("loss",), more=False),
+    "bits_per_byte": Metric(("loss",), more=False),
+    "accuracy": Metric(("classes", "sets"), compute=labels.accuracy),
+    "f1": Metric(("classes",), compute=labels.f1),
+    "f1_macro": Metric(("classes", "sets"), compute=labels.f1_macro),
+    "f1_micro": Metric(("classes", "sets"), compute=labels.f1_micro),
+    "mcc": Metric(("classes",), compute=labels.mcc),
+    "pearson": Metric(("values",), compute=labels.pearson),
+    "spearman": Metric(("values",), compute=labels.spearman),
+    "mse": Metric(("values",), more=False, compute=labels.mse),
+    "span_f1": Metric(("tags",), compute=labels.span_f1),
+    "exact_match": Metric(("texts",), compute=texts.exact_match),
+    "bleu": Metric(("texts",), compute=texts.bleu),
+    "chrf": Metric(("texts",), compute=texts.chrf),
+    **{kind.lower(): Metric(("texts",), compute=partial(texts.rouge, kind)) for kind in ROUGE},
+    "squad_em": Metric(("answers",), compute=texts.squad_em),
+    "squad_f1": Metric(("answers",), compute=texts.squad_f1),
 }
 
 
@@ -47,10 +48,10 @@ def check(name: str, objective: str, of: Sequence[Of], key: str) -> None:
     """Refuse a metric that is unknown, or that the evaluation of an objective has nothing to compute `of`."""
     if name not in METRICS:
         refuse(None, key, repr(name), nearest(name, METRICS))
-    if METRICS[name].of not in of:
+    if set(METRICS[name].of).isdisjoint(of):
         refuse(None, key, f"{name} with objective {objective}", f"one of {', '.join(named(of))}")
 
 
 def named(of: Sequence[str]) -> list[str]:
     """The metrics that can be computed of what there is."""
-    return [name for name, metric in METRICS.items() if metric.of in of]
+    return [name for name, metric in METRICS.items() if not set(metric.of).isdisjoint(of)]

@@ -61,7 +61,7 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
             targets += count_targets(batch, task)
             if "answers" in objective.of:
                 scores += zip(*(out.logits[..., k].double().cpu().numpy() for k in (0, 1)), strict=True)
-            if not {"classes", "values"}.isdisjoint(objective.of):
+            if not {"classes", "values", "sets"}.isdisjoint(objective.of):
                 told = objective.told(out.logits)
                 for row, labels in rows_of(told, here) if "tags" in objective.of else ((told, here["labels"]),):
                     known = objective.targets(labels) != IGNORE
@@ -78,11 +78,11 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
         results["eval_bits_per_byte"] = total / math.log(2) / text_bytes
     for name in names:
         of, compute = METRICS[name].of, METRICS[name].compute
-        if of == "answers" and compute is not None and questions is not None:
+        if "answers" in of and compute is not None and questions is not None:
             results[f"eval_{name}"] = compute(questions.answers(scores), [question.answers for question in questions.questions])
         if compute is None or not found:
             continue
-        if of == "tags":
+        if "tags" in of:
             sides = ([[tags[int(i)] for i in row] for row in side] for side in (found, wanted))
             results[f"eval_{name}"] = compute(*sides)
         else:
@@ -117,7 +117,7 @@ class Evaluation:
         """As `evaluate`."""
         results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes, self.tags,
                            self.loader.examples if isinstance(self.loader.examples, Questions) else None)
-        texts = [name for name in self.metrics if METRICS[name].of == "texts"]
+        texts = [name for name in self.metrics if "texts" in METRICS[name].of]
         if texts:
             written = self.written(model)
             for name in texts:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelcenter.data.collate import IGNORED, Batch, join, pack, stack, stack_mask, tensor
+from modelcenter.data.collate import IGNORED, Batch, join, nth, pack, shortened, stack, stack_mask, tensor
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import Names, Objective, register
 from modelcenter.data.ragged import Ids, Ragged
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from modelcenter.data.encode import Reader
+    from modelcenter.data.tokenizer import Tokenizer
 
 
 class Judged(Objective):
@@ -73,14 +74,43 @@ class Regress(Judged):
         return Valued(records, read, data, names)
 
 
+@register
+class Multilabel(Judged):
+    """Of several labels each is there or not."""
+
+    name = "multilabel"
+    metrics = ("f1_micro", "f1_macro")
+    of = ("loss", "sets")
+    classes = False
+
+    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
+        return set_names(records, data)
+
+    def settle(self, config: Any) -> Mapping[str, Any]:
+        config.numbers()
+        return {"problem_type": "multi_label_classification"}
+
+    def targets(self, labels: "Tensor") -> "Tensor":
+        return labels[..., 0]  # one an example, as the loss is a mean over the labels
+
+    def told(self, logits: "Tensor") -> "Tensor":
+        return logits > 0  # where a probability is above a half
+
+    def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
+        there = [name for name, value in zip(names or (), batch["labels"][0].tolist(), strict=True) if value]
+        return f"{shortened(tokenizer.decode(nth(batch, 0), special=True))}\n  labels: {', '.join(there) or 'none'}"
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> "Labelled":
+        return Several(records, read, data, names)
+
+
 class Labelled:
     """One text or two and a class; `names` are the classes in order."""
 
-    kind = "q"  # of array that holds the labels
-
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
         self.names, self.fill, self.size = tuple(names), filler(read.tokenizer), data.seq_len
-        self.ids, self.segments, self.labels = Ragged(), Ragged(), array(self.kind)
+        self.ids, self.segments, self.labels = Ragged(), Ragged(), self.holder()
         for record in records:
             first = record.text(data.text_key, "data.text_key")
             second = None if data.pair_key is None else record.text(data.pair_key, "data.pair_key")
@@ -92,9 +122,20 @@ class Labelled:
         # Decided once, so that every batch has the same keys; families without segments get none to refuse.
         self.segmented = data.pair_key is not None and any(read.tokenizer.encode_pair("a", "a")[1])
 
+    def holder(self) -> Any:
+        """What labels are kept in."""
+        return array("q")
+
     def label(self, record: Record, key: str) -> Any:
         """The number of a record's class."""
-        value = record.get(key, "data.label_key")
+        return self.number(record, record.get(key, "data.label_key"), key)
+
+    def tensor(self, labels: Sequence[Any]) -> "Tensor":
+        """(b): the labels of a batch."""
+        return tensor(labels)
+
+    def number(self, record: Record, value: Any, key: str) -> int:
+        """The number of a class that a record names, or numbers."""
         if value in self.names:
             return self.names.index(value)
         number = class_number(value)
@@ -113,20 +154,35 @@ class Labelled:
     def collate(self, examples: list[tuple[Ids, Ids, int]]) -> Batch:
         """input_ids, attention_mask and, for pairs, token_type_ids: (b, s); labels: (b)."""
         ids, segments, labels = zip(*examples, strict=True)
-        batch = {"input_ids": stack(ids, self.fill), "attention_mask": stack_mask(ids), "labels": tensor(labels)}
+        batch = {"input_ids": stack(ids, self.fill), "attention_mask": stack_mask(ids), "labels": self.tensor(labels)}
         return batch | ({"token_type_ids": stack(segments, 0)} if self.segmented else {})
 
     def pack(self, examples: list[tuple[Ids, Ids, int]]) -> Batch:
         """As `pack`; labels: (n), one a sequence."""
         ids, segments, labels = zip(*examples, strict=True)
-        batch = pack(ids) | {"labels": tensor(labels)}
+        batch = pack(ids) | {"labels": self.tensor(labels)}
         return batch | ({"token_type_ids": join(segments)} if self.segmented else {})
+
+
+class Several(Labelled):
+    """One text or two and the labels that are there, any number of `names`."""
+
+    def holder(self) -> Any:
+        return Ragged()
+
+    def label(self, record: Record, key: str) -> list[int]:
+        return sorted({self.number(record, value, key) for value in labels_of(record, key)})
+
+    def tensor(self, labels: Sequence[Any]) -> "Tensor":
+        """(b, names), fp32: 1 where a label is there."""
+        return tensor([[float(k in there) for k in range(len(self.names))] for there in labels])
 
 
 class Valued(Labelled):
     """One text or two and a number; labels are fp32."""
 
-    kind = "d"
+    def holder(self) -> Any:
+        return array("d")
 
     def label(self, record: Record, key: str) -> float:
         """The number that is wanted."""
@@ -158,6 +214,31 @@ def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
     if len(names) < 2:
         refuse(records[0].file, data.label_key, f"only the class {names[0]}", "two classes at least are wanted")
     return tuple(names)
+
+
+def set_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
+    """The labels that occur: names in sorted order, or LABEL_0 ... for numbers, up to the highest."""
+    known = {value for record in records for value in labels_of(record, data.label_key)}
+    numbers = {class_number(value) for value in known}
+    if None in numbers:
+        if odd := [value for value in known if not isinstance(value, str)]:
+            refuse(records[0].file, data.label_key, f"{odd[0]!r} beside names", "names, or numbers, throughout")
+        names = sorted(known)
+    else:
+        names = [f"LABEL_{n}" for n in range(max((n for n in numbers if n is not None), default=-1) + 1)]
+    if len(names) < 2:
+        refuse(records[0].file, data.label_key, f"only the labels {names}", "two labels at least are wanted")
+    return tuple(names)
+
+
+def labels_of(record: Record, key: str) -> list[Any]:
+    """The labels of a record: a list, or text parted by commas; none is an empty one."""
+    value = record.get(key, "data.label_key")
+    if isinstance(value, str):
+        return [label.strip() for label in value.split(",") if label.strip()]
+    if not isinstance(value, list | tuple) or not all(isinstance(label, str | int) for label in value):
+        record.refuse(f"{key} is {str(value)[:60]!r}", "a list of labels is wanted (data.label_key names the field)")
+    return list(value)
 
 
 def class_number(value: Any) -> int | None:
