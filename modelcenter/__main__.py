@@ -19,7 +19,7 @@ from modelcenter import __version__
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.checkpoint.files import ADAPTER, check_folder
 from modelcenter.config import COMMAND_LINE, KEY, bind, describe, find, names, override, packaged, to_dict
-from modelcenter.errors import LIMIT, InputError, nearest, printable, refuse
+from modelcenter.errors import LIMIT, InputError, nearest, printable, refuse, refuse_missing
 from modelcenter.generate.options import FILE, Options
 
 if TYPE_CHECKING:
@@ -189,10 +189,14 @@ def evaluate(args: Arguments) -> Answer:
     modelcenter evaluate MODEL data.path=FILE [objective=...] [metrics=[...]] [key=value ...]
     modelcenter evaluate RECIPE model=FOLDER [key=value ...]
     modelcenter evaluate FOLDER --suite glue|superglue
+    modelcenter evaluate MODEL --lm-eval TASK,TASK... [few_shot=N] [limit=N] [lm_eval_path=FOLDER] [key=value ...]
 
     RUN is the output folder of a run: its recipe, its trained model, its evaluation data. MODEL is a folder that transformers,
-    peft or this package has saved. FOLDER holds a run for each task of the benchmark. Nothing is written.
+    peft or this package has saved. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the
+    files in lm_eval_path. Nothing is written.
     """
+    if any(setting.startswith("lm_eval=") for setting in args.settings):
+        return examined(settings(Examination, args, ["model"]))
     if suite := [setting.partition("=")[2] for setting in args.settings if setting.startswith("suite=")]:
         (folder_name,) = take(replace(args, settings=[s for s in args.settings if not s.startswith("suite=")]), ["FOLDER"])
         from modelcenter.metrics.suites import average
@@ -223,6 +227,33 @@ def evaluate(args: Arguments) -> Answer:
     with autocast(recipe.precision, device):
         results = setup.evaluation(setup.model)
     return Answer(", ".join(f"{key.removeprefix('eval_')} {value:.6g}" for key, value in results.items()), results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What `evaluate --lm-eval` takes."""
+
+    model: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
+    lm_eval: str = field(metadata={"help": "tasks, with commas between them", "min": 1})
+    lm_eval_path: str | None = field(default=None, metadata={"help": "a folder of your own task files, instead", "min": 1})
+    few_shot: int | None = field(default=None, metadata={"help": "examples before each question; absent: the task's", "min": 0})
+    limit: int | None = field(default=None, metadata={"help": "examples of each task; absent: all", "min": 1})
+    batch: int = field(default=8, metadata={"help": "rows of one forward", "min": 1})
+    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: as stored"})
+    device: str | None = field(default=None, metadata={"help": "cpu, cuda ...; absent: the CPU", "min": 1})
+
+
+def examined(asked: Examination) -> Answer:
+    """A model judged by tasks of lm-eval."""
+    check_model(asked.model)
+    try:
+        from modelcenter.train.harness import examine
+    except ImportError as error:
+        refuse_missing(None, "lm_eval", str(error), "pip install modelcenter[lm-eval]")
+    found = examine(asked.model, asked.lm_eval.split(","), asked.lm_eval_path, asked.few_shot, asked.limit, asked.batch,
+                    asked.device, asked.dtype)
+    lines = [f"{task}: {', '.join(f'{key} {value:.6g}' for key, value in row.items())}" for task, row in found.items()]
+    return Answer("\n".join(lines), found)
 
 
 def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":

@@ -171,6 +171,15 @@ def test_copy(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (here / "finetune.yaml").read_text() == "mine"
 
 
+def test_lm_eval_is_an_extra(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "modelcenter.train.harness", raising=False)
+    assert main(["evaluate", "m", "--lm-eval", "hellaswag"]) == 2
+    assert capsys.readouterr().err.endswith("; pip install modelcenter[lm-eval]\n")
+    assert main(["evaluate", "m", "--lm-eval", "hellaswag", "limits=3"]) == 2
+    assert "limits: unknown key; did you mean 'limit'?" in capsys.readouterr().err
+
+
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
