@@ -96,13 +96,14 @@ def test_both_spellings_in_a_file(tmp_path: Path) -> None:
 
 
 def test_partial_aliases(tmp_path: Path) -> None:
-    assert set(PARTIAL) == {"gradient_accumulation_steps", "bf16", "adam_beta1", "adam_beta2"}
+    assert set(PARTIAL) == {"gradient_accumulation_steps", "bf16", "fp16", "adam_beta1", "adam_beta2"}
     file = write(tmp_path, BASE + "optimizer: {betas: [0.5, 0.6]}")
     assert load_recipe(file, ["adam_beta2=0.95"]).optimizer.betas == (0.5, 0.95)
     assert load_recipe(file, ["adam_beta1=0.8", "adam_beta2=0.9"]).optimizer.betas == (0.8, 0.9)
     assert load_recipe(write(tmp_path, BASE), ["adam_beta1=0.8"]).optimizer.betas == (0.8, 0.999)
     assert load_recipe(file, ["bf16=true"]).precision == "bf16"
     assert load_recipe(file, ["bf16=false"]).precision == "fp32"
+    assert load_recipe(file, ["bf16=false", "fp16=true"]).precision == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,8 @@ REFUSED = {  # what is added to a good recipe: what is said of it
     "gradient_accumulation_steps: 0": "gradient_accumulation_steps: 0; an integer at least 1",
     "bf16: 1": "bf16: 1; true or false",
     "adam_beta1: 1": "adam_beta1: 1; a number at least 0 and below 1",
-    "precision: fp16": "precision: 'fp16'; auto | bf16 | fp32",
+    "precision: fp8": "precision: 'fp8'; auto | bf16 | fp16 | fp32",
+    "bf16: true\nfp16: true": "fp16: true, and so is bf16",
     "num_epochs: 0": "num_epochs: 0; a number above 0",
     "max_grad_norm: -1": "max_grad_norm: -1; a number at least 0",
     "seed: -1": "seed: -1; an integer at least 0",

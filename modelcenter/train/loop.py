@@ -29,6 +29,7 @@ from ..metrics.table import METRICS
 from ..optim.adamw import AdamW
 from ..optim.clipped import Clipped
 from ..optim.ema import EMA
+from ..optim.loss_scale import FIRST, LossScale
 from ..optim.optimizers import build_optimizer, set_lr
 from ..optim.schedules import lr_factor
 from ..parallel.machine import Machine, load_machine
@@ -88,6 +89,8 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         torch.manual_seed(recipe.seed)
         random.seed(recipe.seed)
         at = restore(start, model, optimizer, ema) if start is not None else Position()
+        if recipe.precision == "fp16" and start is None:
+            at.scale = LossScale(FIRST)
         write_recipe(folder, recipe)
         progress = Progress(total, {"evaluation": recipe.eval_steps, "saving": recipe.save_steps})
         journal.begin(setup.environment, at.step, progress.say)
@@ -105,25 +108,31 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
             while at.step < total and not interrupt and not tired(at, recipe):
                 began = time.perf_counter()
                 after, batches = next(steps)
-                loss, targets = accumulate(model, batches, task, compute)
+                loss, targets = accumulate(model, batches, task, compute, at.scale.value)
                 lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, total)
-                norm = update(model, optimizer, loss, lr, recipe.max_grad_norm)
+                norm = update(model, optimizer, loss, lr, recipe.max_grad_norm, at.scale.value)
+                overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
                 if ema is not None and math.isfinite(norm):
                     ema.update()
                 read = sum(count_tokens(batch, task) for batch in batches)
-                at.advance(after, read, loss, targets, sound=math.isfinite(norm))
+                at.advance(after, read, loss, targets, math.isfinite(norm), overflow)
                 leap = at.watch(loss) if targets and not at.streak and recipe.on_spike != "off" else None
                 seconds, tokens = seconds + time.perf_counter() - began, tokens + read
 
                 row = {"step": at.step, "loss": at.loss(), "lr": lr, "grad_norm": norm, "tokens": at.tokens,
                        "skipped": at.skipped, "spikes": at.spikes, "rollbacks": at.rollbacks,
                        "tokens_per_second": tokens / seconds, "memory_gb": peak_memory_gb(device.type)}
+                if recipe.precision == "fp16":
+                    row["loss_scale"] = at.scale.value
                 logged = at.step % recipe.logging_steps == 0 or at.step == total
                 progress.show(row, stays=logged)
                 if logged:
                     metrics.write(row)
                     at.window_loss, at.window_targets, seconds, tokens = 0.0, 0, 0.0, 0
-                if at.streak:
+                if overflow:
+                    fall = f"the loss scale falls to {at.scale.value:g}"
+                    progress.say(f"step {at.step}: a gradient overflows fp16; no update, and {fall}")
+                elif at.streak:
                     progress.say(f"step {at.step}: the gradient is not finite; no update ({at.streak} in a row)")
                 if leap is not None and at.losses.high == 1:
                     journal.tell(f"step {at.step}: the loss leaps to {loss:.4f}, {leap:.1f} times what is usual")
@@ -173,32 +182,35 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Where a forward runs: bf16 computes over fp32 weights, whose copies in bf16 live as long as the forward."""
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+    """Where a forward runs: bf16 and fp16 compute over fp32 weights, whose copies live as long as the forward."""
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, low) if low is not None else nullcontext()
 
 
 def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
-               compute: Callable[[], AbstractContextManager[Any]] = nullcontext) -> tuple[float, int]:
-    """Add to the gradients those of the mean loss over all target tokens of `batches`, whichever way these are cut; the
-    loss and the number of targets. Without any target the loss is 0 and the gradients are zeros."""
+               compute: Callable[[], AbstractContextManager[Any]] = nullcontext, scale: float = 1.0) -> tuple[float, int]:
+    """Add to the gradients those of the mean loss over all target tokens of `batches`, times `scale`, whichever way these are
+    cut; the loss and the number of targets. Without any target the loss is 0 and the gradients are zeros."""
     device = next(model.parameters()).device
     targets = sum(count_targets(batch, task) for batch in batches)
     losses = []
     for batch in batches:
         with compute():
             loss = model(**on_device(batch, device), num_items_in_batch=max(1, targets)).loss
-        loss.backward()
+        (loss if scale == 1 else loss * scale).backward()
         losses.append(loss.detach())  # read at the end: each read waits for the device
     return sum(map(float, losses)), targets
 
 
-def update(model: nn.Module, optimizer: AdamW | Clipped, loss: float, lr: float, max_norm: float) -> float:
-    """Clip the gradients to `max_norm` (0: never), step at the rate `lr` and drop them; their norm before clipping.
-    Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed."""
+def update(model: nn.Module, optimizer: AdamW | Clipped, loss: float, lr: float, max_norm: float,
+           scale: float = 1.0) -> float:
+    """Divide the gradients by `scale`, clip them to `max_norm` (0: never), step at the rate `lr` and drop them; their norm before
+    clipping. Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed."""
     norm = math.nan
     if math.isfinite(loss):
         set_lr(optimizer, lr)
-        clip = optimizer.clip(max_norm)
+        unscale = None if scale == 1 else torch.tensor(1 / scale, device=next(model.parameters()).device)
+        clip = optimizer.clip(max_norm, unscale)
         optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
         norm = float(clip[0])
     optimizer.zero_grad(set_to_none=True)

@@ -45,9 +45,9 @@ class Setup:
 
 
 def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
-    """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that has it and
-    fp32 elsewhere: on a CPU bf16 pays only with matrix units and wide models, so there it has to be asked for. The
-    micro-batch is the largest divisor of the batch that keeps a forward within `FORWARD` tokens."""
+    """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that has it, fp16 on an
+    older GPU and fp32 elsewhere: on a CPU bf16 pays only with matrix units and wide models, so there it has to be asked for.
+    The micro-batch is the largest divisor of the batch that keeps a forward within `FORWARD` tokens."""
     if machine.fsdp * machine.tensor_parallel > 1:
         found = f"{machine.fsdp} x {machine.tensor_parallel} ranks"
         refuse(None, "machine", found, "training runs in one process for now: fsdp=1, tensor_parallel=1")
@@ -62,8 +62,10 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     return replace(recipe, precision=precision, micro_batch=micro, task=recipe.head), device
 
 
-def automatic_precision(device: torch.device) -> Literal["bf16", "fp32"]:
-    """What `precision: auto` is on a device."""
+def automatic_precision(device: torch.device) -> Literal["bf16", "fp16", "fp32"]:
+    """What `precision: auto` is on a device. On NVIDIA's GPUs before Ampere torch emulates bf16, slower than fp32."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     able: Callable[[], bool] = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: False)
     return "bf16" if able() else "fp32"
 
@@ -75,6 +77,9 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
     objective = find_objective(recipe.objective)
     names = objective.names(records, recipe.data)
     model = find_model(recipe, tokenizer, names, machine, device)
+    if recipe.precision == "fp16" and model.wide:
+        found = f"fp16 with {type(model).__name__}, whose feed-forward layers overflow it"
+        refuse(None, "precision", found, "bf16, or fp32 where there is no bf16")
     model.freeze(*recipe.freeze)
     model.head.smoothing = recipe.loss.label_smoothing
     if isinstance(model.head, EmbedHead):

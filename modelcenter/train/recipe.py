@@ -62,8 +62,8 @@ class Recipe:
         default=None, metadata=_is("tokens of one optimizer step at most, instead of `batch`: as many sequences as fit", min=1)
     )
     micro_batch: int | None = field(default=None, metadata=_is("sequences of one forward; absent: derived", min=1))
-    precision: Literal["auto", "bf16", "fp32"] = field(
-        default="auto", metadata=_is("of the computation; auto: bf16 where the device is fast at it")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = field(
+        default="auto", metadata=_is("of the computation; auto: bf16 where the device is fast at it, fp16 on older GPUs, else fp32")
     )
     max_steps: int | None = field(default=None, metadata=_is("stop after so many steps", min=1))
     num_epochs: float | None = field(
@@ -194,7 +194,7 @@ ALIASES = {  # transformers' TrainingArguments and example scripts: our key
     "num_train_epochs": "num_epochs",
     "resume_from_checkpoint": "resume",
 }
-PARTIAL = ("gradient_accumulation_steps", "bf16", "adam_beta1", "adam_beta2")  # aliases that are more than a name
+PARTIAL = ("gradient_accumulation_steps", "bf16", "fp16", "adam_beta1", "adam_beta2")  # aliases that are more than a name
 
 
 def settle(tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
@@ -209,9 +209,11 @@ def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | N
     for alias, key in ALIASES.items():
         if alias in tree:
             ours = _put(ours, alias, key, tree[alias], file)
-    if "bf16" in tree:
-        precision = "bf16" if convert(tree["bf16"], bool, file, "bf16") else "fp32"
-        ours = _put(ours, "bf16", "precision", precision, file)
+    if half := {alias: convert(tree[alias], bool, file, alias) for alias in ("bf16", "fp16") if alias in tree}:
+        chosen = [alias for alias, wanted in half.items() if wanted]
+        if len(chosen) == 2:
+            refuse(file, "fp16", "true, and so is bf16", "one of them")
+        ours = _put(ours, (chosen or list(half))[0], "precision", (chosen or ["fp32"])[0], file)
     if given := [alias for alias in ("adam_beta1", "adam_beta2") if alias in tree]:
         old = _get(base, "optimizer.betas")
         old = OptimizerConfig.betas if old is None else old

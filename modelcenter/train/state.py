@@ -14,6 +14,7 @@ from ..config import bind
 from ..errors import refuse
 from ..layers.adapter import adapted
 from ..optim.ema import EMA
+from ..optim.loss_scale import LossScale
 from .spike import Losses
 
 
@@ -25,7 +26,8 @@ class Position:
     sample: int = 0  # of the loader's order, read
     tokens: int = 0  # read in training
     skipped: int = 0  # updates left out because a gradient was not finite
-    streak: int = 0  # of them, in a row up to now
+    streak: int = 0  # of them, in a row up to now; those that the loss scale was too large for are none
+    scale: LossScale = field(default_factory=LossScale)
     losses: Losses = field(default_factory=Losses)
     spikes: int = 0  # steps whose loss leapt
     rollbacks: int = 0  # returns to a saved state
@@ -36,11 +38,13 @@ class Position:
     best_step: int | None = None
     waited: int = 0  # evaluations since
 
-    def advance(self, sample: int, tokens: int, loss: float, targets: int, sound: bool) -> None:
-        """Count a step. What is not `sound` stays out of the mean: one NaN would hide the losses around it."""
+    def advance(self, sample: int, tokens: int, loss: float, targets: int, sound: bool, overflow: bool = False) -> None:
+        """Count a step, which was `sound` if there was an update. A bad one stays out of the mean: one NaN would hide the losses
+        around it. An `overflow` is neither: its loss is right, and a smaller loss scale is all that it asks for."""
         self.step, self.sample, self.tokens = self.step + 1, sample, self.tokens + tokens
-        self.skipped, self.streak = self.skipped + (not sound), 0 if sound else self.streak + 1
-        if sound:
+        self.skipped += not sound
+        self.streak = 0 if sound or overflow else self.streak + 1
+        if sound or overflow:
             self.window_loss, self.window_targets = self.window_loss + loss * targets, self.window_targets + targets
 
     def watch(self, loss: float) -> float | None:
