@@ -1,0 +1,89 @@
+"""What the pages of docs/ say of this package is there, and what they say is missing is not."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import transformers
+
+import modelcenter as mc
+from modelcenter.__main__ import VERBS
+from modelcenter.config import describe
+from modelcenter.parallel.machine import Machine
+from modelcenter.registry import families
+from modelcenter.train.catalog import listing
+from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe
+
+PAGE = Path(__file__).parents[1] / "docs" / "from-modelcenter.md"
+SPAN = re.compile(r"`([^`]+)`")
+KEYS = {key.name for key in (*describe(Recipe), *describe(Machine, "machine."))}
+
+
+def section(title: str) -> list[tuple[str, str]]:
+    """The rows (theirs, ours) of the tables in a section."""
+    text = PAGE.read_text("utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `") or line.startswith("| Open")]
+    return [(theirs.strip(), ours.strip()) for theirs, ours in rows]
+
+
+def ours() -> list[str]:
+    return [span for title in ("BMTrain", "ModelCenter", "Trainer") for _, text in section(title) for span in SPAN.findall(text)]
+
+
+def test_every_section_has_rows() -> None:
+    assert [len(section(title)) > 15 for title in ("BMTrain", "ModelCenter", "Trainer")] == [True] * 3
+
+
+def test_public_names_are_there() -> None:
+    found = {match[1] for span in ours() for match in re.finditer(r"\bmc\.(\w+)", span)}
+    assert len(found) > 8
+    for name in found:
+        assert getattr(mc, name) is not None
+
+
+def test_commands_are_there() -> None:
+    recipes = {row["name"] for row in listing()}
+    found = [span.split() for span in ours() if span.startswith("modelcenter ")]
+    assert len(found) > 8
+    for _, verb, *rest in found:
+        assert verb in VERBS
+        assert verb != "train" or not rest or rest[0] in recipes
+
+
+def test_keys_are_there() -> None:
+    dotted = {key.partition("=")[0] for span in ours() for key in [span.split()[0]] if re.fullmatch(r"[a-z_]+\.[a-z_]+(=.*)?", key)}
+    dotted = {key for key in dotted if not key.startswith(("mc.", "model.", "modelcenter."))}
+    assert len(dotted) > 20 and dotted <= KEYS
+
+
+def test_fields_of_a_config_are_there() -> None:
+    table = [row for row in section("ModelCenter") if re.fullmatch(r"`\w+`", row[1]) and not row[1].startswith("`mc.")]
+    known = {f.name for family in families().values() for f in fields(family.Config)}  # type: ignore[arg-type]
+    assert len(table) > 10 and {row[1].strip("`") for row in table} <= known
+
+
+def test_what_is_missing_is_missing() -> None:
+    missing = next(theirs for theirs, text in section("ModelCenter") if "`Roberta`" in theirs)
+    kinds = {family.__name__.lower() for family in families().values()}
+    for name in SPAN.findall(missing):
+        assert name.lower() not in kinds and not hasattr(mc, name), f"{name} is there: say so"
+
+
+def test_the_table_of_aliases_is_whole() -> None:
+    told = {alias: SPAN.findall(text) for theirs, text in section("Trainer") for alias in SPAN.findall(theirs)}
+    assert set(told) == {*ALIASES, *PARTIAL}
+    assert all(key in told[alias] for alias, key in ALIASES.items())
+
+
+def test_what_is_spelled_alike_is() -> None:
+    text = PAGE.read_text("utf-8").split("## Trainer")[1].split("are spelled alike")[0]
+    alike = SPAN.findall(text)
+    arguments = {f.name for f in fields(transformers.TrainingArguments)}
+    assert len(alike) > 6 and set(alike) <= KEYS and set(alike) <= arguments
+
+
+def test_names_of_trainer_are_trainers() -> None:
+    arguments = {f.name for f in fields(transformers.TrainingArguments)}
+    scripts = {"model_name_or_path", "tokenizer_name", "train_file", "validation_file", "max_seq_length", "packing"}
+    older = {"group_by_length", "warmup_ratio"}  # gone, or going, from transformers 5
+    assert {*ALIASES, *PARTIAL} - scripts - older <= arguments
