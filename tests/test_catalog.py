@@ -21,8 +21,8 @@ FILES = [f"{name}.yaml" for name in names(packaged())] + [f"machines/{name}.yaml
 
 def test_packaged() -> None:
     assert names(packaged()) == [
-        "classify", "classify-zh", "finetune", "glue", "lora", "mlm", "pretrain", "pretrain-bert", "pretrain-cpm", "pretrain-t5",
-        "qlora", "seq2seq", "squad", "summarize", "superglue", "tag", "translate",
+        "classify", "classify-zh", "embed", "finetune", "glue", "instruct", "lora", "mlm", "pretrain", "pretrain-bert",
+        "pretrain-cpm", "pretrain-t5", "qlora", "seq2seq", "squad", "summarize", "superglue", "tag", "translate",
     ]  # fmt: skip
     assert names(packaged("machines")) == ["cpu"]
     assert load_machine("cpu") == Machine(device="cpu")

@@ -44,6 +44,10 @@ def pairs(source: str, target: str) -> Callable[[int], dict[str, Any]]:
     return lambda n: {source: sentence(n), target: sentence(n + 1, 4)}
 
 
+def chat(n: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": sentence(n)}, {"role": "assistant", "content": sentence(n + 1, 4)}]}
+
+
 def tagged(n: int) -> dict[str, Any]:
     words = sentence(n).split()
     return {"tokens": words, "tags": ["B-ANIMAL" if word == "cat" else "O" for word in words]}
@@ -62,6 +66,8 @@ DATA: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {  # the shape th
     "finetune": ("gpt", text), "lora": ("gpt", text), "qlora": ("gpt", text), "mlm": ("bert", text),
     "seq2seq": ("t5", pairs("source", "target")), "translate": ("t5", pairs("source", "target")),
     "summarize": ("t5", pairs("article", "highlights")),
+    "instruct": ("gpt", chat), "embed/pairs": ("bert", pairs("anchor", "positive")),
+    "embed/scores": ("bert", labelled(*TWO, labels=(0.0, 2.5, 5.0), label="score")),
     "classify": ("bert", labelled("text", labels=("no", "yes"))), "tag": ("bert", tagged),
     "classify-zh": ("bert", labelled("sentence", labels=("news_car", "news_story", "news_house"), label="label_desc")),
     "squad/v1": ("bert", asked), "squad/v2": ("bert", lambda n: asked(n, none=True)),
