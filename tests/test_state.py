@@ -656,12 +656,44 @@ def test_order_of_calls_by_strace(tmp_path: Path) -> None:
 def test_lock(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with lock(out):
-        with pytest.raises(InputError, match=rf"in use by a live run \(process {os.getpid()} on "), lock(out):
+        since = r"since 20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}"
+        with pytest.raises(InputError, match=rf"in use by a live run \(process {os.getpid()} on \S+ {since}\)"), lock(out):
             pass
         with pytest.raises(InputError), lock(out):  # the refusal did not let go of it
             pass
     with lock(out):
         pass
+
+
+def test_without_locks_the_name_in_the_file_must_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a network file system: a live process of this machine is refused, one of another is named, a dead one taken over."""
+
+    def none(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with lock(tmp_path):
+        line = (tmp_path / ".lock").read_text()
+        assert line.startswith(f"process {os.getpid()} on ")
+    assert (tmp_path / ".lock").read_text() == ""  # it ended by itself
+    assert "has no locks" in capsys.readouterr().err
+    living = os.fork()
+    if living == 0:
+        time.sleep(60)
+        os._exit(0)
+    (tmp_path / ".lock").write_text(line.replace(str(os.getpid()), str(living), 1))
+    try:
+        with pytest.raises(InputError, match=rf"in use by a live run \(process {living} .*remove .*\.lock"), lock(tmp_path):
+            pass
+    finally:
+        os.kill(living, signal.SIGKILL)
+        os.waitpid(living, 0)
+    for owner in (line.replace(str(os.getpid()), str(living), 1), f"process {os.getppid()} on elsewhere since 2026-01-01", "\xff"):
+        (tmp_path / ".lock").write_text(owner)
+        with lock(tmp_path):
+            said = capsys.readouterr().err
+            assert "has no locks" in said and said.count("\n") == 1 and "did not end by itself: " in said
 
 
 def test_lock_is_not_inherited(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ What a module's own tests hold row by row (headers, indexes, YAML, records, toke
 the command line; what they have no row for has one here.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -25,8 +26,7 @@ from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine
 from modelcenter.registry import families
-from modelcenter.train.evaluate import Arguments
-from modelcenter.train.loop import explain_memory
+from modelcenter.train.memory import Memory
 from modelcenter.train.recipe import load_recipe
 
 TEXT = "the cat sat on the mat. " * 40
@@ -216,6 +216,8 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "broken JSON line": ({"data.path": "bad.jsonl"}, "bad.jsonl: line 2: not JSON"),
     "a device for data": ({"data.path": "/dev/zero"}, "/dev/zero: data.path: not a regular file"),
     "a character of the evaluation data": ({"data.eval_path": "z.txt"}, "z.txt: character 8: 'Z' of the evaluation data is"),
+    "output_dir is the root": ({"output_dir": "/"}, "output_dir: /, the root of all files; a folder for this run alone"),
+    "output_dir is the root, spelt out": ({"output_dir": "/tmp/.././"}, "output_dir: /tmp/.././, the root of all files"),
     "output_dir is a file": ({"output_dir": "a.txt"}, "a.txt: "),
     "output_dir under a file": ({"output_dir": "a.txt/x"}, "a.txt/x: Not a directory"),
     "output_dir holds a model": ({"output_dir": "theirs"}, "theirs: output_dir: holds a model that no run of it made"),
@@ -361,28 +363,81 @@ def test_t5_in_half_precision_is_warned_of(here: Path) -> None:
         mc.load("t5", dtype="fp16")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
-     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")],
-    ids=["MemoryError", "cuda", "cpu"],
-)  # fmt: skip
-def test_out_of_memory_names_the_keys(error: Exception, here: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: Any, batches: list[Arguments], *_: Any) -> None:
-        raise error
+OUT = {
+    "host": MemoryError(), "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+    "cpu": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "mmap": OSError(errno.ENOMEM, "Cannot allocate memory"),
+}
+PLACES = {  # where memory ends: what is said of it
+    "prepare.find_model": "config: {'layers': 1, 'dim': 16, 'heads': 2}: out of memory when the model was loaded; a smaller ",
+    "loop.accumulate": "micro_batch: 4: out of memory in step 1; micro_batch=2 or machine.recompute=true or data.seq_len=8",
+    "loop.update": "micro_batch: 4: out of memory in step 1; micro_batch=2 or ",
+    "evaluate.evaluate": "micro_batch: 4: out of memory after step 1, in evaluating or saving; micro_batch=2 or ",
+    "loop.save": "micro_batch: 4: out of memory after step 1, in evaluating or saving; micro_batch=2 or ",
+}
 
-    monkeypatch.setattr("modelcenter.train.loop.accumulate", fail)
-    assert main(command()) == 2
+
+@pytest.mark.parametrize(("place", "kind"), [*((place, "host") for place in PLACES), *(("loop.accumulate", kind) for kind in OUT)])
+def test_out_of_memory_names_the_key_and_a_value(place: str, kind: str, here: Path, capfd: Any, monkeypatch: Any) -> None:
+    """The loop itself may not know of it: the same line comes of each kind and place."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OUT[kind]
+
+    more = {"data.eval_fraction": "0.2", "save_steps": "1"}
+    monkeypatch.setattr(f"modelcenter.train.{place}", fail)
+    assert main(command(**more)) == 2
     line = capfd.readouterr().err.splitlines()[-1]
-    assert line == ("modelcenter: error: micro_batch: 4: out of memory; "
-                    "a smaller micro_batch or a smaller data.seq_len or machine.recompute=true")  # fmt: skip
+    assert line.startswith("modelcenter: error: " + PLACES[place]) and len(line) < 320
     monkeypatch.undo()
     os.chdir(here)
-    assert main(command(micro_batch="2")) == 0  # the advice can be followed in the same folder
+    if place.startswith("loop"):
+        assert main(command(**more, micro_batch="2")) == 0  # the advice can be followed in the same folder
 
 
-def test_other_errors_of_torch_are_not_hidden() -> None:
-    explain_memory(RuntimeError("shapes do not fit"), load_recipe("pretrain", ["data.path=a"]), Machine())
+def advice(changes: list[str], recompute: bool = False) -> str:
+    machine = Machine(recompute=recompute)
+    with pytest.raises(InputError) as refused, Memory(load_recipe("finetune", ["data.path=a", *changes]), machine) as memory:
+        memory.at = "in step 1" if "adapter.name=lora" not in changes else ""
+        raise MemoryError
+    return str(refused.value)
+
+
+def test_advice_is_what_is_left_to_change() -> None:
+    assert advice(["batch=12", "micro_batch=6"]).startswith("micro_batch: 6: out of memory in step 1; micro_batch=3 or ")
+    assert advice(["batch=7", "micro_batch=7"]).partition("; ")[2].startswith("micro_batch=1 or machine.recompute=true or ")
+    assert advice(["micro_batch=1"]).startswith("machine.recompute: False: out of memory in step 1; machine.recompute=true or ")
+    last = advice(["micro_batch=1", "data.seq_len=64"], recompute=True)
+    assert last == "data.seq_len: 64: out of memory in step 1; data.seq_len=32 or optimizer.moments=int8"
+    assert advice(["adapter.name=lora"]).partition("; ")[2].startswith("adapter.quantize=nf4 or ")
+
+
+def test_other_errors_are_not_hidden() -> None:
+    for error in (RuntimeError("shapes do not fit"), OSError(errno.EIO, "I/O error"), KeyError("out of memory")):
+        with pytest.raises(type(error)), Memory(load_recipe("pretrain", ["data.path=a"]), Machine()):
+            raise error
+
+
+SMALL = """
+import resource, sys
+import modelcenter.train.loop
+from modelcenter.__main__ import main
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (600 << 20),) * 2)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
+def test_memory_that_really_ends(here: Path) -> None:
+    argv = command(**{"batch": "8192", "micro_batch": "8192", "config.dim": "256", "machine.threads": "1"})
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SMALL, *argv], capture_output=True, text=True, cwd=here, env=env)
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("modelcenter: error: micro_batch: 8192: out of memory in step 1; micro_batch=4096 or")
+    assert "Traceback" not in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------ as a process

@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -138,17 +139,41 @@ def lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
         except BlockingIOError:
             owner = os.pread(held, 100, 0).decode(errors="replace").strip() or "unknown"
             refuse(folder, None, f"in use by a live run ({owner})", "stop it, wait for it or give another output_dir")
-        except OSError as error:
-            _say(f"{folder}: no lock ({error.strerror}); see to it that no second run writes here")
+        except OSError as error:  # some network file systems have none: then a name must do, as far as it can
+            owner = os.pread(held, 100, 0).decode(errors="replace").strip()
+            if _lives(owner):
+                refuse(folder, None, f"in use by a live run ({owner})", f"stop it or, if it is not one, remove {folder / '.lock'}")
+            last = f"; the last one did not end by itself: {owner}" if owner else ""
+            _say(f"{folder}: this file system has no locks ({error.strerror}); see to it that no second run writes here{last}")
         with suppress(OSError):  # on a full disk the lock still holds, only nameless
             os.ftruncate(held, 0)
-            os.pwrite(held, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+            os.pwrite(held, f"{_me()} since {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode(), 0)
         sweep(folder)
         yield
+        with suppress(OSError):
+            os.ftruncate(held, 0)
     finally:
         if held in _held:
             _held.discard(held)
             os.close(held)
+
+
+def _me(process: int | None = None) -> str:
+    return f"process {os.getpid() if process is None else process} on {platform.node()}"
+
+
+def _lives(owner: str) -> bool:
+    """Whether the process that a lock file names runs on this machine; of another machine nobody can tell."""
+    found = re.match(r"process ([1-9][0-9]{0,9}) on ", owner)
+    if found is None or not owner.startswith(_me(int(found[1])) + " since ") or int(found[1]) == os.getpid():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    return True
 
 
 def steps(output_dir: str | os.PathLike[str]) -> list[Path]:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ..checkpoint.state import SaveError
 from ..config import to_dict
 from ..data.prefetch import prefetch
-from ..errors import refuse
+from ..errors import InputError, refuse
 from ..metrics.table import METRICS
 from ..optim.adamw import AdamW
 from ..optim.clipped import Clipped
@@ -38,6 +38,7 @@ from .folder import claim, find_start, flat, write_recipe
 from .guard import give_up, go_back, in_trouble
 from .interrupt import Interrupt
 from .journal import Journal
+from .memory import Memory
 from .metrics import Metrics, read_rows
 from .plot import plot_loss
 from .prepare import prepare, resolve, write_model
@@ -79,7 +80,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     recipe, device = resolve(recipe, machine)
     folder, task, compute = Path(recipe.output_dir), recipe.objective, partial(autocast, recipe.precision, device)
 
-    with claim(folder, recipe), Interrupt() as interrupt, Journal(folder, recipe) as journal:
+    with claim(folder, recipe), Interrupt() as interrupt, Journal(folder, recipe) as journal, Memory(recipe, machine) as memory:
         start = find_start(recipe.resume, folder)
         setup = prepare(recipe, machine, device)
         model, total, metric = setup.model, setup.steps, recipe.best or "loss"
@@ -106,7 +107,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         model.train()
         try:
             while at.step < total and not interrupt and not tired(at, recipe):
-                began = time.perf_counter()
+                began, memory.at = time.perf_counter(), f"in step {at.step + 1}"
                 after, batches = next(steps)
                 loss, targets = accumulate(model, batches, task, compute, at.scale.value)
                 lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, total)
@@ -144,24 +145,29 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                         continue
                     if at.streak:
                         give_up(at)
+                memory.at = f"after step {at.step}, in evaluating or saving"
                 if setup.evaluation is not None and (at.step == total or due(at.step, recipe.eval_steps)):
                     with averaged(), progress.aside("evaluation", at.step):
                         with compute():
                             results = setup.evaluation(model)
+                        before = at.best, at.best_step
                         if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and recipe.best is not None:
-                            write_model(folder, setup)
+                            try:
+                                write_model(folder, setup)
+                            except InputError as error:
+                                at.best, at.best_step = before  # model/ is of that one still
+                                journal.tell(f"step {at.step}: the best model is not written: {error}")
                     best = {f"best_eval_{metric}": at.best, "best_step": at.best_step}
                     metrics.write({"step": at.step, **results, **best})
                     progress.say(f"step {at.step}: " + ", ".join(f"{key} {v:.6g}" for key, v in results.items()))
                     if tired(at, recipe):
                         progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
                 if due(at.step, recipe.save_steps) or ((at.step == total or tired(at, recipe)) and recipe.save_steps):
-                    saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress)
+                    saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress, journal) or saved
             if interrupt and at.step != saved:
-                keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress)
-        except (MemoryError, RuntimeError) as error:
-            explain_memory(error, recipe, machine)
-            raise
+                saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress, journal) or saved
+                if at.step != saved:
+                    refuse(folder, None, f"stopped after step {at.step}, not saved", f"resume=auto goes on after step {saved}")
         finally:
             steps.close()
             metrics.close()
@@ -217,15 +223,6 @@ def update(model: nn.Module, optimizer: AdamW | Clipped, loss: float, lr: float,
     return norm if math.isfinite(norm) else math.nan
 
 
-def explain_memory(error: Exception, recipe: Recipe, machine: Machine) -> None:
-    """Refuse, naming the keys that help, if `error` says that memory ran out; torch has no class for that on the host."""
-    words = ("out of memory", "not enough memory", "can't allocate memory")
-    if isinstance(error, MemoryError) or any(word in str(error) for word in words):
-        ways = [*(["a smaller micro_batch"] if recipe.micro_batch != 1 else []), "a smaller data.seq_len",
-                *(["machine.recompute=true"] if not machine.recompute else [])]
-        refuse(None, "micro_batch", f"{recipe.micro_batch}: out of memory", " or ".join(ways))
-
-
 def tired(at: Position, recipe: Recipe) -> bool:
     """Whether no evaluation has been better for `patience` of them."""
     return recipe.patience is not None and at.waited >= recipe.patience
@@ -236,13 +233,14 @@ def due(step: int, every: int | None) -> bool:
 
 
 def keep(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, ema: EMA | None, limit: int | None, metrics: Metrics,
-         progress: Progress) -> int:
-    """Save a state, its metrics first; a disk that refuses costs a line and not the run. Returns the step."""
+         progress: Progress, journal: Journal) -> int | None:
+    """Save a state, its metrics first; a disk that refuses costs a line and not the run. Returns the step, None if not saved."""
     metrics.sync()
     try:
         with progress.aside("saving", at.step):
             path = save(folder, at, model, optimizer, limit, ema)
         progress.say(f"saved: {path}")
-    except SaveError as error:
-        progress.say(str(error))
+    except (SaveError, InputError) as error:
+        journal.tell(str(error))
+        return None
     return at.step

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from .. import __version__
+from ..checkpoint.atomic import disk_errors
 from ..data.indexed import Tokens
 from ..data.loader import Budget, Chain, Examples, Loader
 from ..data.objective import find_objective, make_examples, texts_of
@@ -199,7 +200,7 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
 
 def write_model(folder: Path, setup: Setup) -> Path:
     """Write `folder`/model: weights and config of Hugging Face's form, or an adapter in peft's, with the run's tokenizer."""
-    with tempfile.TemporaryDirectory() as place:
+    with disk_errors(folder / "model"), tempfile.TemporaryDirectory() as place:
         setup.tokenizer.save(place)
         files = {file.name: file.read_bytes() for file in Path(place).iterdir() if file.is_file()}
     kept = {name: data for name, data in setup.model.companions.items() if name == "generation_config.json"}

@@ -5,6 +5,7 @@ accepted as checked aliases (`ALIASES`): they are put into our keys before anyth
 spellings in one place is refused. On the command line either spelling wins over the file.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +122,8 @@ class Recipe:
             refuse(None, "data.group_by_length", "true with a mixture", "a mixture has an order of its own: leave it out")
         if self.max_steps is None and self.num_epochs is None:
             refuse(None, "max_steps", "missing, and so is num_epochs", "give one of them, or the training never ends")
+        if os.path.dirname(folder := os.path.abspath(os.path.expanduser(self.output_dir))) == folder:
+            refuse(None, "output_dir", f"{self.output_dir}, the root of all files", "a folder for this run alone")
         if self.batch > MOST:
             refuse(None, "batch", str(self.batch), f"at most {MOST} sequences")
         if self.batch_tokens is None and self.micro_batch is not None and self.batch % self.micro_batch:

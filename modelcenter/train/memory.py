@@ -1,0 +1,66 @@
+"""When memory runs out: one line that names the key to change and a value to try, whatever the device and wherever it happened."""
+
+import errno
+from types import TracebackType
+from typing import Self
+
+from ..errors import refuse
+from ..parallel.machine import Machine
+from .recipe import Recipe
+
+WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+
+
+class Memory:
+    """Refuses in the place of an error of the block that says that memory ran out; `at` is what was being done."""
+
+    def __init__(self, recipe: Recipe, machine: Machine) -> None:
+        self.recipe, self.machine, self.at = recipe, machine, ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or not ran_out(error):
+            return
+        if self.at:
+            key, value, ways = of_work(self.recipe, self.machine)
+        else:
+            key, value, ways = of_weights(self.recipe)
+        refuse(None, key, f"{value}: out of memory {self.at or 'when the model was loaded'}", " or ".join(ways))
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether it says so; torch has a class for that on its accelerators, and none on the host."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in WORDS)
+
+
+def of_work(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
+    """The key that helps most against the memory of a step or an evaluation, its value, and settings to try, the best one first."""
+    found: list[tuple[str, object, object]] = []
+    micro = recipe.micro_batch
+    if micro is None or micro > 1:
+        fitting = [n for n in range(1, (micro or 2) // 2 + 1) if recipe.batch % n == 0 or recipe.batch_tokens is not None]
+        found.append(("micro_batch", micro, fitting[-1]))
+    if not machine.recompute:
+        found.append(("machine.recompute", False, "true"))
+    if recipe.data.seq_len > 2:
+        found.append(("data.seq_len", recipe.data.seq_len, recipe.data.seq_len // 2))
+    if recipe.optimizer.name == "adamw" and recipe.optimizer.moments != "int8":
+        found.append(("optimizer.moments", recipe.optimizer.moments, "int8"))
+    if not found:
+        return "model", recipe.model, ["a smaller model"]
+    return found[0][0], found[0][1], [f"{key}={value}" for key, _, value in found]
+
+
+def of_weights(recipe: Recipe) -> tuple[str, object, list[str]]:
+    """The same for weights that do not fit by themselves."""
+    if recipe.init == "random":
+        return "config", recipe.config or recipe.model, ["a smaller config.layers", "config.dim"]
+    if recipe.adapter.name == "none":
+        return "model", recipe.model, ["adapter.name=lora with adapter.quantize=nf4", "a smaller model"]
+    if recipe.adapter.quantize != "nf4":
+        return "adapter.quantize", recipe.adapter.quantize, ["adapter.quantize=nf4", "a smaller model"]
+    return "model", recipe.model, ["a smaller model"]
