@@ -131,7 +131,8 @@ class Model(nn.Module):
         `input_ids` b s, or `inputs_embeds` b s dim; `attention_mask` b t, 1 where a token is real; `labels` as in transformers:
         -100 is ignored, a causal model shifts them itself. Packed sequences come as one row with `cu_seq_lens_q` and `_k`
         (n + 1 cumulative lengths; in an encoder-decoder k counts the source, q the target). The summed loss is divided by
-        `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None.
+        `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None. Where config.json says
+        `"prefix_lm": true` what stands before the first label is read in both directions; without labels and a past, all is.
         """
         if labels is not None and self.task == "classify":
             self.config.numbers() if labels.is_floating_point() else self.config.single_label()
@@ -140,6 +141,7 @@ class Model(nn.Module):
         batch = batch_of(
             input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, token_type_ids, labels,
             decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, past_key_values, self.encoder_decoder,
+            self.config.file.get("prefix_lm") is True,
         )  # fmt: skip
         with recorded(self, output_hidden_states) as trace:
             h = self.body(batch)

@@ -451,6 +451,15 @@ MUTANTS = (
            "test_data_objective.py::test_several_labels"),
     Mutant("all-labels-there", "data/objectives/classify.py", "return logits > 0  #", "return logits > -1e9  #",
            "test_data_objective.py::test_several_labels"),
+    Mutant("prompt-read-in-one-direction", "layers/view.py", "seen = seen | context[:, None, None, :]", "seen = seen.clone()",
+           "test_prefix_lm.py::test_the_mask_is_that_of_transformers_with_four_dimensions[gpt2];"
+           "test_prefix_lm.py::test_what_a_token_depends_on[bloom]"),
+    Mutant("packed-prompt-one-longer", "layers/output.py", "context=at < n)", "context=at <= n)",
+           "test_data_packing.py::test_gradients_are_those_of_the_same_sequences_padded[llama-prefix_lm]"),
+    Mutant("generation-from-a-prompt-of-one-direction", "layers/output.py", "(cache is None or not cache.length)", "cache is None",
+           "test_prefix_lm.py::test_a_prompt_is_generated_from_as_it_is_trained_on[llama]"),
+    Mutant("prefix-as-in-the-first-epoch", "data/objectives/prefix_lm.py", "(self.seed, epoch, index, 4)", "(self.seed, 0, index, 4)",
+           "test_prefix_lm.py::test_documents_are_cut_in_two_anew_each_epoch"),
     # ---- generation
     Mutant("ended-row-goes-on", "generate/run.py", "new = torch.where(done, o.pad, new)", "new = new.clone()",
            "test_generate.py::test_a_row_that_has_ended_is_padded_and_all_ended_stop"),

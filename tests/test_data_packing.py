@@ -27,9 +27,10 @@ KEYS = {"prompt_key": "prompt", "response_key": "response"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "lm": {}, "rows": KEYS, "mlm": {}, "seq2seq": {"target_len": 11}, "classify": {"pair_key": "response"},
     "regress": {}, "tag": {}, "chat": {}, "multilabel": {"label_key": "several"},
+    "prefix_lm": KEYS, "halves": {},
 }  # fmt: skip
-OBJECTIVES, HEADS = {"rows": "lm"}, {"rows": "lm", "regress": "classify", "chat": "lm",
-                                      "multilabel": "classify"}  # where they are called otherwise
+OBJECTIVES = {"rows": "lm", "halves": "prefix_lm"}  # where they are called otherwise
+HEADS = {**dict.fromkeys(("rows", "chat", "prefix_lm", "halves"), "lm"), "regress": "classify", "multilabel": "classify"}
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,8 @@ def tiny(kind: str, what: str) -> Model:
     config = replace(config, **still, vocab=271, labels=("LABEL_0",) if what == "regress" else zoo.LABELS)
     if what == "regress":
         config = replace(config, file={**config.to_dict(), "problem_type": "regression"})
+    if what in ("prefix_lm", "halves"):
+        config = replace(config, file={**config.to_dict(), "prefix_lm": True})
     if what == "multilabel":
         config = replace(config, file={**config.to_dict(), "problem_type": "multi_label_classification"})
     model = skeleton(families()[kind], config, HEADS.get(what, what), torch.float64)

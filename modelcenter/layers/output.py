@@ -6,6 +6,7 @@ Shapes: b batch, s tokens of this forward, t tokens with those already in the ca
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,7 @@ class Batch:
     cache: Cache | None = None
     labels: Tensor | None = None
     target: "Batch | None" = None  # the decoder's side of an encoder-decoder
+    context: Tensor | None = None  # b s bool: what all tokens of a row see, those before it too, in a prefix LM
 
     @property
     def past(self) -> int:
@@ -85,8 +87,16 @@ class Batch:
 
     def view(self, *, causal: bool = False, bias: Tensor | None = None, angles: Angles | None = None) -> View:
         """Self-attention over these tokens; `bias` (1|b h s|1 t) of the longest sequence where they are packed."""
-        real = self.mask if self.packing is None else None
-        mask, rule = merge(*self.span, self.x.device, causal=causal, real=real, bias=bias)
+        merged = partial(merge, *self.span, self.x.device, causal=causal, bias=bias)
+        if self.packing is None:
+            mask, rule = merged(real=self.mask, context=self.context if causal else None)
+        elif self.context is None or not causal:
+            mask, rule = merged(real=None)
+        else:
+            known = [int(self.context[0, q].sum()) for q, _ in self.packing.spans()]
+            at = torch.arange(self.longest, device=self.x.device)[None]
+            masks = {n: merged(real=None, context=at < n)[0] for n in set(known)}
+            return View([masks[n] for n in known], False, self.packing, angles, cache=self.cache)
         return View(mask, rule, self.packing, angles, cache=self.cache)
 
     def across(self, memory: Tensor, source: "Batch") -> View:
@@ -140,6 +150,7 @@ def batch_of(
     lengths_k: Tensor | None,
     cache: Cache | None,
     encoder_decoder: bool,
+    prefix_lm: bool = False,
 ) -> Batch:
     """A model's arguments as a `Batch`; see `Model.forward`."""
     if lengths_q is None and lengths_k is not None:
@@ -161,7 +172,19 @@ def batch_of(
         if side is None or side.memory is None:
             refuse(None, "input_ids", "missing", "token ids (b s), or inputs_embeds (b s dim)")
         x = torch.empty(0, 0)
-    return Batch(x, boolean(mask), positions, segments, packing, cache, labels, side)
+    context = None
+    if prefix_lm and (cache is None or not cache.length):
+        context = torch.ones_like(x[..., 0] if x.dim() == 3 else x, dtype=torch.bool) if labels is None else context_of(labels, q)
+    return Batch(x, boolean(mask), positions, segments, packing, cache, labels, side, context)
+
+
+def context_of(labels: Tensor, bounds: Sequence[int] | None = None) -> Tensor:
+    """What stands before the first label of each sequence (b s); packed ones lie between `bounds`. The very first label is nobody's
+    target: whether it is set says nothing."""
+    if bounds is not None:
+        return torch.cat([context_of(labels[:, a:b]) for a, b in pairwise(bounds)], 1)
+    seen = (labels[:, 1:] != IGNORE).cumsum(1) == 0
+    return torch.cat((seen[:, :1].any(1, keepdim=True), seen), 1)
 
 
 def shift_right(labels: Tensor, lengths: Tensor | None, start: int, pad: int) -> Tensor:

@@ -40,7 +40,7 @@ class View:
     is one for each sequence.
     """
 
-    mask: Tensor | Sequence[Tensor] | None = None
+    mask: Tensor | Sequence[Tensor | None] | None = None
     causal: bool = False  # by the kernel's own rule; never together with a mask
     packing: Packing | None = None
     angles: Angles | None = None
@@ -61,8 +61,10 @@ class View:
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
         parts = []
         for i, (at, seen) in enumerate(self.packing.spans()):
-            part = mask[i].to(q.dtype) if isinstance(mask, Sequence) else mask
-            part = None if part is None else part[..., : at.stop - at.start, : seen.stop - seen.start]
+            part = mask[i] if isinstance(mask, Sequence) else mask
+            if part is not None:
+                part = part if part.dtype in (torch.bool, q.dtype) else part.to(q.dtype)
+                part = part[..., : at.stop - at.start, : seen.stop - seen.start]
             q_, k_, v_ = q[:, :, at], k[:, :, seen], v[:, :, seen]
             parts.append(F.scaled_dot_product_attention(q_, k_, v_, part, dropout, self.causal, scale=scale, enable_gqa=grouped))
         return torch.cat(parts, 2)
@@ -85,13 +87,15 @@ class View:
 
 
 def merge(
-    queries: int, keys: int, device: torch.device, *, causal: bool, real: Tensor | None, bias: Tensor | None
+    queries: int, keys: int, device: torch.device, *, causal: bool, real: Tensor | None, bias: Tensor | None,
+    context: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
-    """One mask out of causality, `real` keys (b t) and an additive `bias`, and whether the kernel's causal rule is left to do.
+    """One mask out of causality, `real` keys (b t), those of the `context` (b t), which no causality hides, and an additive `bias`,
+    and whether the kernel's causal rule is left to do.
 
     Queries are the last `queries` of the `keys` positions. Nothing to hide: no mask, so that the fastest kernel applies.
-    """
-    if real is None and bias is None:
+    """  # fmt: skip
+    if real is None and bias is None and context is None:
         if queries == keys or not causal:
             return None, causal
         if queries == 1:
@@ -101,6 +105,8 @@ def merge(
         at = torch.arange(keys, device=device)
         seen = at[None, :] <= at[keys - queries :, None]
         seen = seen[None, None]
+        if context is not None:
+            seen = seen | context[:, None, None, :]
     if real is not None:
         seen = real[:, None, None, :] if seen is None else seen & real[:, None, None, :]
     if bias is None or seen is None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from .. import ops
 from ..checkpoint.config import Config, Table
 from ..layers import Attention, Batch, Embedding, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack, View
+from ..layers.output import context_of
 from ..names import Row, Shape
-from ..ops.cross_entropy import IGNORE
 from ..registry import Model, Preset, Task, register
 
 PROMPT, TEXT = 0, 2  # segments; the prompt used is the third of the table, as in transformers
@@ -141,9 +141,3 @@ class CPMAnt(Model):
 
 def past_only(n: int, device: torch.device) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool, device=device).tril()
-
-
-def context_of(labels: Tensor) -> Tensor:
-    """What stands before the first label (b s). The very first is nobody's target: whether it is set says nothing."""
-    seen = (labels[:, 1:] != IGNORE).cumsum(1) == 0
-    return torch.cat((seen[:, :1].any(1, keepdim=True), seen), 1)

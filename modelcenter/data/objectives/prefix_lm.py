@@ -1,0 +1,50 @@
+"""Prefix language modelling: a prompt is read in both directions, what follows is predicted. Raffel et al., 2019, section 3.2.1."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from modelcenter.data.collate import IGNORED
+from modelcenter.data.config import DataConfig
+from modelcenter.data.indexed import Tokens
+from modelcenter.data.objective import Names, register
+from modelcenter.data.objectives.lm import LM, Documents, Rows
+from modelcenter.data.ragged import Ids, Ragged
+from modelcenter.data.record import Record
+from modelcenter.data.sequence import Sequences, documents
+
+if TYPE_CHECKING:
+    from modelcenter.data.encode import Reader
+
+
+@register
+class PrefixLM(LM):
+    """Rows of a prompt and its response, or documents, each cut in two at random. The model's config.json says so, because the
+    weights are of no use to a model that reads its prompt in one direction."""
+
+    name = "prefix_lm"
+    adapts = False
+
+    def settle(self, config: Any) -> Mapping[str, Any]:
+        return {} if config.model_type == "cpmant" else {"prefix_lm": True}  # CPM-Ant knows nothing else
+
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
+                 ) -> Sequences:
+        if data.prompt_key is not None or data.response_key is not None:
+            return Rows(records, read, data)
+        return Halves(documents(records, read, data, self.frame(read)), read, data, seed)
+
+
+class Halves(Documents):
+    """Documents whose beginning, one token at least and as long as not, is given; anew each epoch."""
+
+    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
+        super().__init__(tokens, read, data)
+        self.seed = seed
+
+    def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
+        """(ids, labels) of a sequence; one token alone has nothing to predict."""
+        ids, labels = super().at(epoch, index)
+        given = np.random.default_rng((self.seed, epoch, index, 4)).integers(1, max(len(ids), 2))
+        return ids, np.where(np.arange(len(ids)) < given, IGNORED, labels)

@@ -1,0 +1,141 @@
+"""Prefix LM: what stands before the first label is read in both directions, as by transformers under an explicit mask."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from test_train import MACHINE, TINY, recipe_of
+
+import modelcenter as mc
+from modelcenter.data.collate import IGNORED
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import make_examples
+from modelcenter.data.record import Record
+from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.errors import InputError
+from modelcenter.layers.output import context_of
+from modelcenter.train.loop import train
+
+KINDS = ("gpt2", "llama", "bloom")
+GIVEN = (5, 1, 8)  # tokens of the prompts
+REAL = (11, 9, 11)  # tokens of the rows
+
+
+def flagged(kind: str) -> tuple[Any, Any]:
+    theirs, ours = zoo.pair(zoo.Case(kind, "default", "lm"))
+    ours.config = replace(ours.config, file={**ours.config.file, "prefix_lm": True})
+    return theirs, ours
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, labels, attention mask), padded on the right."""
+    ids = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(0))
+    at = torch.arange(11)[None]
+    real = at < torch.tensor(REAL)[:, None]
+    return ids, ids.masked_fill((at < torch.tensor(GIVEN)[:, None]) | ~real, IGNORED), real.long()
+
+
+def seen() -> torch.Tensor:
+    """(b s t): the query sees the key, written out by hand."""
+    out = torch.zeros(3, 11, 11, dtype=torch.bool)
+    for b, (given, real) in enumerate(zip(GIVEN, REAL, strict=True)):
+        for q in range(11):
+            for k in range(real):
+                out[b, q, k] = k <= q or k < given
+    return out
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_mask_is_that_of_transformers_with_four_dimensions(kind: str) -> None:
+    theirs, ours = flagged(kind)
+    ids, labels, real = rows()
+    mask = torch.zeros(3, 1, 11, 11, dtype=torch.float64).masked_fill(~seen()[:, None], torch.finfo(torch.float64).min)
+    with zoo.wide(torch.float64):
+        wanted = theirs(ids, attention_mask=mask, position_ids=torch.arange(11)[None].expand(3, -1), labels=labels)
+        wanted.loss.backward()
+    found = ours(ids, real, labels=labels)
+    found.loss.backward()
+    for b, n in enumerate(REAL):
+        assert (found.logits[b, :n] - wanted.logits[b, :n]).abs().max() < 1e-10 * wanted.logits.abs().max()
+    assert torch.allclose(found.loss, wanted.loss, rtol=1e-12)
+    reference = {k: p.grad for k, p in theirs.named_parameters() if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in reference.values())
+    for name, grad in zoo.gradients_like_theirs(ours).items():
+        assert (grad - reference[name]).abs().max() <= 1e-10 * largest, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_token_depends_on(kind: str) -> None:
+    """By derivatives, in every family: its past, and the whole prompt; and with a prompt of one token nothing else than usual."""
+    _, ours = flagged(kind)
+    ids, labels, real = rows()
+    x = ours.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = ours(inputs_embeds=x, attention_mask=real, labels=labels).logits
+    for q in range(11):
+        (grad,) = torch.autograd.grad(logits[:, q].square().sum(), x, retain_graph=True)
+        found = grad.abs().amax(-1) > 0
+        for b, n in enumerate(REAL):
+            if q < n:
+                assert torch.equal(found[b], seen()[b, q]), (b, q)
+    _, plain = zoo.pair(zoo.Case(kind, "default", "lm"))
+    with torch.no_grad():
+        one = labels.clone()
+        one[:, 1:] = ids[:, 1:]
+        assert torch.equal(ours(ids, labels=one).logits, plain(ids, labels=one).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_is_generated_from_as_it_is_trained_on(kind: str) -> None:
+    """With the cache and padding on the left, each token is the best under the mask that training has."""
+    _, ours = flagged(kind)
+    ids, _, _ = rows()
+    prompt, mask = torch.zeros(2, 6, dtype=torch.long), torch.zeros(2, 6, dtype=torch.long)
+    for b, n in enumerate((6, 4)):
+        prompt[b, 6 - n :], mask[b, 6 - n :] = ids[b, :n], 1
+    out = ours.generate(prompt, mask, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        for b, n in enumerate((6, 4)):
+            row = ids[b : b + 1, :n]
+            for k in range(5):
+                labels = row.masked_fill(torch.arange(row.size(1)) < n, IGNORED) if k else None
+                row = torch.cat((row, ours(row, labels=labels).logits[:, -1:].argmax(-1)), 1)
+            assert out[b, 6:].tolist() == row[0, n:].tolist()
+
+
+def test_context_ends_at_the_first_label() -> None:
+    labels = torch.tensor([[-100, -100, 4, -100, 5], [7, 7, 7, 7, 7], [-100] * 5, [3, -100, -100, 2, 2]])
+    assert context_of(labels).long().sum(1).tolist() == [2, 0, 5, 3]
+    packed = context_of(labels.reshape(1, -1), [0, 5, 10, 15, 20])
+    assert torch.equal(packed, context_of(labels).reshape(1, -1))
+
+
+def test_documents_are_cut_in_two_anew_each_epoch() -> None:
+    tokenizer = train_tokenizer([], 257, "bpe")
+    records = [Record({"text": "x" * n}, "f", n) for n in range(1, 40)]
+    data = DataConfig(seq_len=30)
+    one, two = (make_examples("prefix_lm", records, tokenizer, data, seed=seed) for seed in (1, 2))
+    cuts = [[sum(labels == IGNORED) for _, labels in (examples.at(epoch, k) for k in range(len(one)))]
+            for examples, epoch in ((one, 0), (one, 0), (one, 1), (two, 0))]  # fmt: skip
+    assert cuts[0] == cuts[1] and len({tuple(row) for row in cuts}) == 3
+    assert all(1 <= cut <= max(n - 1, 1) for cut, n in zip(cuts[0], one.lengths, strict=True))
+    shares = [cut / n for epoch in range(30) for k, n in enumerate(one.lengths) if n == 30
+              for cut in [sum(one.at(epoch, k)[1] == IGNORED)]]  # fmt: skip
+    assert 0.42 < sum(shares) / len(shares) < 0.58 and min(shares) < 0.1 and max(shares) > 0.9
+
+
+def test_a_run_says_in_config_json_what_it_was(tmp_path: Path) -> None:
+    changes = {"objective": "prefix_lm", "tokenizer": "bpe:300", "config": TINY, "eval_steps": None, "save_steps": None}
+    run = train(recipe_of(tmp_path, **changes), MACHINE)
+    model = mc.load(tmp_path / "out" / "model")
+    assert model.config.file["prefix_lm"] is True and run.metrics["eval_perplexity"] > 0
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        whole = model(ids).logits
+        assert not torch.allclose(whole[:, 2], model(ids, labels=ids).logits[:, 2])
+    with pytest.raises(InputError, match=r"adapter\.name: lora with objective prefix_lm"):
+        recipe_of(tmp_path, **{**changes, "init": "pretrained", "adapter.name": "lora"})
+    with pytest.raises(InputError, match="'lm' is none of BERT's"):
+        train(recipe_of(tmp_path, **{**changes, "model": "bert-base-uncased", "output_dir": str(tmp_path / "b")}), MACHINE)
