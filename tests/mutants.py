@@ -460,6 +460,10 @@ MUTANTS = (
            "test_prefix_lm.py::test_a_prompt_is_generated_from_as_it_is_trained_on[llama]"),
     Mutant("prefix-as-in-the-first-epoch", "data/objectives/prefix_lm.py", "(self.seed, epoch, index, 4)", "(self.seed, 0, index, 4)",
            "test_prefix_lm.py::test_documents_are_cut_in_two_anew_each_epoch"),
+    Mutant("suffix-and-middle-swapped", "data/objectives/fim.py", "[suf], suffix, [mid], middle)]", "[suf], middle, [mid], suffix)]",
+           "test_data_fim.py::test_the_published_forms;test_data_fim.py::test_rates_and_all_documents[packed]"),
+    Mutant("the-last-character-never-in-the-middle", "data/objectives/fim.py", "(0, len(text) + 1, 2)", "(0, len(text), 2)",
+           "test_data_fim.py::test_the_published_forms"),
     # ---- generation
     Mutant("ended-row-goes-on", "generate/run.py", "new = torch.where(done, o.pad, new)", "new = new.clone()",
            "test_generate.py::test_a_row_that_has_ended_is_padded_and_all_ended_stop"),

@@ -173,7 +173,7 @@ REFUSED = {  # what is added to a good recipe: what is said of it
     "resume: true": "resume: true; text that is not empty",
     "resume: ''": "resume: ''; text that is not empty",
     "init: zero": "init: 'zero'; pretrained | random",
-    "objective: tags": "objective: 'tags'; chat | classify | contrastive | lm | mlm | multilabel | prefix_lm | qa",
+    "objective: tags": "objective: 'tags'; chat | classify | contrastive | fim | lm | mlm | multilabel",
     "task: mlm": "task: mlm with objective lm",
     "config: [2]": "config: [2]; a mapping",
     "model: other": "model: given on line 1 and on line 5",

@@ -57,6 +57,8 @@ class DataConfig:
     padding_free: bool = field(default=False, metadata=_is("the sequences of a batch side by side, not padded"))
     mlm_probability: float = field(default=0.15, metadata=_is("the share of tokens to predict (mlm, span)", above=0, max=1))
     whole_words: bool = field(default=False, metadata=_is("predict all tokens of a word, or none (mlm)"))
+    fim_rate: float = field(default=0.5, metadata=_is("the documents whose middle moves to the end (fim)", min=0, max=1))
+    fim_spm_rate: float = field(default=0.5, metadata=_is("of these, the share that begins with the suffix (fim)", min=0, max=1))
     span_length: float = field(default=3.0, metadata=_is("tokens of a masked span on average (span)", min=1))
     group_by_length: bool = field(default=False, metadata=_is("examples of about one length in a batch: less padding"))
     shuffle: bool = field(default=True, metadata=_is("a new order of the training examples each epoch"))

@@ -39,8 +39,11 @@ SPECIAL = {
     "roberta": {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "cls": "<s>", "sep": "</s>",
                 "mask": "<mask>"},
     "span": {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"},
+    "fim": dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>"),
 }  # fmt: skip
-SENTINELS = {"span": tuple(f"<extra_id_{k}>" for k in range(100))}  # what stands for a span that is to be predicted
+SENTINELS = {  # what stands for a span that is to be predicted, or before each part of a text that is rearranged
+    "span": tuple(f"<extra_id_{k}>" for k in range(100)), "fim": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+}  # fmt: skip
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
 GPT2_CLASSES = ("GPT2Tokenizer",)
 JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
@@ -310,7 +313,7 @@ def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") -> Tokenizer:
     """Train byte-level BPE on `texts`: `bpe` with GPT-2's <|endoftext|>, `roberta` with RoBERTa's special tokens, `span` with
-    padding as number 0 and a hundred sentinels, for span corruption.
+    padding as number 0 and a hundred sentinels, for span corruption, `fim` as bpe with the three marks of fill-in-the-middle.
 
     The special tokens have the first ids. `vocab_size` is an upper bound: a small text has fewer merges.
     """
