@@ -446,11 +446,6 @@ def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_several_ranks_are_refused_for_now(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="machine: 2 x 1 ranks"):
-        train(recipe_of(tmp_path), Machine(fsdp=2))
-
-
 # ------------------------------------------------------------------------------------------------------------- numbers
 
 

@@ -156,15 +156,20 @@ def others(kind: str, names: list[str]) -> str:
 def fill(model: nn.Module, sources: Mapping[str, Lazy]) -> None:
     """Copy into every parameter its own part of its source, casting to the parameter's dtype; one tensor alive at a time."""
     for name, parameter in model.named_parameters():
-        source, mine = sources[name], local(parameter)
-        region, target = mine
-        if target.numel():
-            clipped = tuple(slice(r.start, min(r.stop, n)) for r, n in zip(region, source.shape, strict=True))
-            part = source[clipped]
-            if part.shape != target.shape:  # rows that pad the vocabulary: nobody's values
-                target.zero_()
-                target = target[tuple(slice(0, n) for n in part.shape)]
-            target.copy_(part)
+        put(parameter, sources[name])
+
+
+@torch.no_grad()
+def put(parameter: Tensor, source: Lazy) -> None:
+    """Copy into `parameter` its own part of `source`; rows beyond it are zero."""
+    region, target = local(parameter)
+    if target.numel():
+        clipped = tuple(slice(r.start, max(r.start, min(r.stop, n))) for r, n in zip(region, source.shape, strict=True))
+        part = source[clipped]
+        if part.shape != target.shape:  # rows that pad the vocabulary: nobody's values
+            target.zero_()
+            target = target[tuple(slice(0, n) for n in part.shape)]
+        target.copy_(part)
 
 
 def local(parameter: Tensor) -> tuple[Region, Tensor]:

@@ -2,6 +2,7 @@
 
     output_dir/.lock                          held by the live run
     output_dir/step-N/<group>.safetensors     "model", "optimizer", ...: flat tables of tensors
+    output_dir/step-N/<group>-00001-of-00004.safetensors     of several ranks each writes a file with its parts of them
     output_dir/step-N/state.json              step, tokens, data position, RNGs, best metric, ...
     output_dir/step-N/manifest.json           written last: size and sha256 of every other file, and of itself
     output_dir/.tmp-step-N-<nonce>            a save or a removal under way; its maker holds a lock on it
@@ -22,7 +23,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -32,17 +33,21 @@ from typing import TYPE_CHECKING, Any
 from modelcenter.checkpoint.atomic import check_space, commit_folder, disk_errors, staging, sync, write_new
 from modelcenter.checkpoint.files import parse_json, read_json
 from modelcenter.errors import InputError, printable, refuse, refuse_missing
+from modelcenter.parallel.ranks import ALONE, OtherRankError, Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from modelcenter.checkpoint.shards import Piece, Spread
 
 FORMAT = 1  # of manifest.json; a reader refuses what is newer than itself
 MANIFEST, STATE = "manifest.json", "state.json"
 MANIFEST_LIMIT = 256 * 2**20  # bytes: a row for each tensor of the largest models is far below
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 TEMP = re.compile(r"\.tmp-.+-[0-9a-f]{8}")
-GROUP = re.compile(r"[a-z][a-z0-9_-]*")
+GROUP = re.compile(r"[a-z][a-z0-9_]*")
+FILE = re.compile(r"([a-z][a-z0-9_]*)(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 PIECE = 64 * 2**20  # bytes hashed and written at a time
 SLACK = 2**20  # bytes kept free beside the tensors, for the two JSON files and the file system's own tables
 
@@ -53,12 +58,13 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written. The older ones are as they were and training can go on. One line."""
 
 
-def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[str, Mapping[str, Tensor]]",
-               state: Mapping[str, Any], keep: int | None = None) -> Path:
+def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[str, Mapping[str, Tensor | Piece]]",
+               state: Mapping[str, Any], keep: int | None = None, ranks: Ranks = ALONE) -> Path:
     """Write `step-N` under `output_dir`; when this returns, it is on the disk and survives loss of power.
 
     `tensors` holds a flat table per group, each written as `<group>.safetensors`, one tensor on the host at a time;
-    `state` is anything JSON can hold (its "recipe_hash", if any, is copied into the manifest). Afterwards all but the
+    `state` is anything JSON can hold (its "recipe_hash", if any, is copied into the manifest). Of several `ranks` each writes
+    the pieces that it gives, and the first one the rest; a fault on one is a fault on all. Afterwards all but the
     newest `keep` verified checkpoints are removed (None: none are; less than two: two are kept).
     Errors: `SaveError` for the disk's faults, `InputError` for a `step-N` that exists.
     """
@@ -66,27 +72,57 @@ def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[
     final = folder / f"step-{step}"
     if not STEP.fullmatch(final.name) or not all(GROUP.fullmatch(group) for group in tensors):
         raise ValueError(f"a step from 0 and plain group names are wanted, not {step!r} and {sorted(tensors)}")
-    content = _dump(state)
-    make_way(final)
-    mine = None
+    content, faults = _dump(state), (InputError, OSError)
+    size = sum(_tensor(entry).nbytes for table in tensors.values() for entry in table.values())
+    mine: os.stat_result | None = None
+
+    def prepare() -> str:
+        if ranks.first:
+            make_way(final)
+        return str(size)
+
     try:
-        check_space(folder, SLACK + len(content) + sum(t.nbytes for table in tensors.values() for t in table.values()))
-        with staging(final) as temp:
-            files: Files = {}
-            for group, table in tensors.items():
-                files |= write_group(temp, group, table)
-            files |= write_hashed(temp / STATE, [content])
-            seal(temp, step, files, state.get("recipe_hash"))
-            mine = os.stat(temp)
-            commit_folder(temp, final)
-    except (InputError, OSError) as error:
+        sizes = map(int, ranks.together(prepare, (InputError, SaveError)))
+    except OtherRankError as error:
+        raise SaveError(str(error)) from error
+    try:
+        with ExitStack() as stack:
+
+            def begin() -> str:
+                if not ranks.first:
+                    return ""
+                check_space(folder, SLACK + len(content) + sum(sizes))
+                return str(stack.enter_context(staging(final)))
+
+            temp = Path(ranks.together(begin, faults)[0])
+
+            def write() -> str:
+                files: Files = {}
+                for group, table in tensors.items():
+                    files |= write_group(temp, group, table, ranks)
+                return json.dumps(files)
+
+            rows = ranks.together(write, faults)
+
+            def end() -> str:
+                nonlocal mine
+                if ranks.first:
+                    files: Files = {name: row for text in rows for name, row in json.loads(text).items()}
+                    files |= write_hashed(temp / STATE, [content])
+                    seal(temp, step, files, state.get("recipe_hash"))
+                    mine = os.stat(temp)
+                    commit_folder(temp, final)
+                return ""
+
+            ranks.together(end, faults)
+    except (InputError, OSError, OtherRankError) as error:
         with suppress(OSError):  # renamed, and then the rename could not be flushed: what is not promised must not stay
             if mine is not None and os.path.samestat(mine, os.stat(final)):
                 _discard(final)
         raise SaveError(f"step {step} not saved: {printable(str(error))}; the older ones are intact") from error
     with suppress(OSError):
         _sound[final.resolve()] = _fingerprint(final)  # hashed as it was written
-    if keep is not None:
+    if keep is not None and ranks.first:
         prune(folder, keep, newest=final)
     return final
 
@@ -107,17 +143,33 @@ def find_state(output_dir: str | os.PathLike[str], before: int | None = None) ->
     return None
 
 
-def load_state(path: str | os.PathLike[str]) -> "tuple[dict[str, dict[str, Tensor]], dict[str, Any]]":
-    """The tensors by group (views of the mapped files: copy what must outlive or change them) and the state.
+def load_state(path: str | os.PathLike[str],
+               ranks: Ranks = ALONE) -> "tuple[dict[str, dict[str, Tensor | Spread]], dict[str, Any]]":
+    """The tensors by group (views of the mapped files: copy what must outlive or change them) and the state. What several ranks
+    have written in pieces is there to be read in parts.
 
-    A folder that `find_state` or `save_state` of this process has not already verified is verified here.
+    A folder that `find_state` or `save_state` of this process has not already verified is verified here, by the first rank.
     """
     from safetensors.torch import load_file
 
+    from modelcenter.checkpoint.shards import Piece, Spread
+
     path = Path(path)
-    if not _is_sound(path):
+    if ranks.first and not _is_sound(path):
         verify(path)
-    tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
+    ranks.tell("sound")
+    files: Files = _manifest(path)["files"]
+    found: dict[str, dict[str, list[Piece]]] = {}
+    for name in sorted(files):
+        if (group := FILE.fullmatch(name)) is not None:
+            for key, tensor in load_file(path / name).items():
+                row = files[name]["tensors"][key]
+                piece = Piece(tensor, tuple(row.get("start", [0] * tensor.dim())), tuple(row.get("whole", tensor.shape)))
+                found.setdefault(group[1], {}).setdefault(key, []).append(piece)
+            found.setdefault(group[1], {})
+    tensors = {group: {key: parts[0].tensor if parts[0].whole == tuple(parts[0].tensor.shape) else
+                       Spread(parts[0].whole, parts[0].tensor.dtype, parts) for key, parts in table.items()}
+               for group, table in found.items()}  # fmt: skip
     return tensors, read_json(path / STATE, MANIFEST_LIMIT)
 
 
@@ -174,6 +226,11 @@ def _lives(owner: str) -> bool:
     except OSError:  # somebody else's
         pass
     return True
+
+
+def step_of(path: Path) -> int:
+    """N of a `step-N`."""
+    return int(path.name.removeprefix("step-"))
 
 
 def steps(output_dir: str | os.PathLike[str]) -> list[Path]:
@@ -262,12 +319,13 @@ def make_way(final: Path) -> None:
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
-def write_group(folder: Path, group: str, table: "Mapping[str, Tensor]") -> Files:
-    """Write `<group>.safetensors` as safetensors would, hashing on the way; the file's row of the manifest."""
+def write_group(folder: Path, group: str, table: "Mapping[str, Tensor | Piece]", ranks: Ranks = ALONE) -> Files:
+    """Write `<group>.safetensors`, or this rank's, as safetensors would, hashing on the way; the file's row of the manifest."""
     from modelcenter.checkpoint.write import DTYPE_NAMES, DTYPE_ORDER, Item, shard_header, tensor_bytes
 
-    items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in table.items()]  # type: ignore[misc]  # t is bound
-    path = folder / f"{group}.safetensors"
+    whole = {name: _tensor(entry) for name, entry in table.items()}
+    items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in whole.items()]  # type: ignore[misc]  # t is bound
+    path = folder / f"{group}{f'-{ranks.rank + 1:05d}-of-{ranks.size:05d}' if ranks.size > 1 else ''}.safetensors"
     for item in items:
         if item.dtype not in DTYPE_NAMES:
             refuse(path, item.name, str(item.dtype), f"one of {', '.join(map(str, DTYPE_NAMES))}")
@@ -281,7 +339,14 @@ def write_group(folder: Path, group: str, table: "Mapping[str, Tensor]") -> File
 
     rows = write_hashed(path, chunks())
     rows[path.name]["tensors"] = {i.name: {"dtype": DTYPE_NAMES[i.dtype], "shape": list(i.shape)} for i in items}
+    for name, entry in table.items():
+        if isinstance(entry, tuple):
+            rows[path.name]["tensors"][name] |= {"start": list(entry.start), "whole": list(entry.whole)}
     return rows
+
+
+def _tensor(entry: "Tensor | Piece") -> "Tensor":
+    return entry.tensor if isinstance(entry, tuple) else entry
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Files:
@@ -440,11 +505,11 @@ def flatten_optimizer(optimizer: "Optimizer", model: "nn.Module") -> "tuple[dict
             elif key != "params":
                 row[key] = value
         groups.append(row)
-    shapes = {names[p]: list(p.shape) for group in optimizer.param_groups for p in group["params"]}
+    shapes = {names[p]: list(_shape(model, names[p], p)) for group in optimizer.param_groups for p in group["params"]}
     return tensors, {"class": type(optimizer).__name__, "shapes": shapes, "groups": groups, "scalars": scalars}
 
 
-def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapping[str, Tensor]",
+def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapping[str, Tensor | Spread]",
                       content: Mapping[str, Any]) -> None:
     """Put back, bit for bit, what `flatten_optimizer` gave; tensors are copied to their parameter's device.
 
@@ -453,6 +518,8 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
     Errors: `InputError` naming the first parameter that differs.
     """
     import torch
+
+    from modelcenter.checkpoint.shards import spread_like, whole
 
     same = "the same trainable parameters, split alike into groups, are wanted"
     names = _names(optimizer, model)
@@ -471,8 +538,8 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
 
     by_name = {name: parameter for parameter, name in names.items()}
     for name, shape in content["shapes"].items():
-        if shape != list(by_name[name].shape):
-            refuse("optimizer state", name, f"saved with shape {shape}", f"this run has {list(by_name[name].shape)}")
+        if shape != (own := list(_shape(model, name, by_name[name]))):
+            refuse("optimizer state", name, f"saved with shape {shape}", f"this run has {own}")
 
     state: dict[Tensor, dict[str, Any]] = {}
     on_device = {p for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
@@ -484,7 +551,8 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
             refuse("optimizer state", name, "not among the saved parameters", same)
         parameter = by_name[name]
         home = torch.device("cpu") if slot == "step" and parameter not in on_device else parameter.device
-        state.setdefault(parameter, {})[slot] = value.to(home, copy=True)
+        cut = type(parameter.data) is not torch.Tensor and list(value.shape) == content["shapes"][name]
+        state.setdefault(parameter, {})[slot] = spread_like(parameter, value) if cut else whole(value).to(home, copy=True)
     for name, slots in content["scalars"].items():
         state.setdefault(by_name[name], {}).update(slots)
 
@@ -496,7 +564,13 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
         for key, value in tensors.items():
             if key.startswith(f"group {index}/"):
-                group[key.partition("/")[2]] = value.clone()
+                group[key.partition("/")[2]] = whole(value).clone()
+
+
+def _shape(model: "nn.Module", name: str, parameter: "Tensor") -> tuple[int, ...]:
+    """Of a parameter without the rows that only pad it: such rows depend on the number of ranks."""
+    shapes: dict[str, tuple[int, ...]] = getattr(model, "shapes", {})
+    return shapes.get(name, tuple(parameter.shape))
 
 
 def _names(optimizer: "Optimizer", model: "nn.Module") -> "dict[Tensor, str]":

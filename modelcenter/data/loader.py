@@ -5,7 +5,7 @@ a batch is a range of positions, however many ranks or micro-batches share it, a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -179,6 +179,9 @@ class Loader:
             yield from ((after, piece) for piece in pieces)
 
     def once(self) -> Iterator[Batch]:
-        """Every example once, in its own order: an evaluation. The last batch may be smaller."""
-        plain = Loader(self.examples, self.collate, self.batch, self.seed, self.rank, self.world, shuffle=False)
-        return (batch for _, batch in plain.batches(limit=len(self)))
+        """Every example once, in its own order: an evaluation. Each rank has one piece of them all, in as many batches as the
+        others. The last batch may be smaller."""
+        plain = replace(self, shuffle=False, order=None)
+        mine, most, size = plain.share(0, len(self)), -(-len(self) // self.world), self.batch // self.world
+        cuts = (mine[k : k + size] for k in range(0, most, size))
+        return (plain.gather(cut) if cut else plain.blank(0) for cut in cuts)

@@ -69,16 +69,17 @@ class AdamW(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments,
                                   "master": master, "stochastic": stochastic, "seed": seed, "fused": fused})
 
-    def squares(self) -> Tensor:
-        """The sum of all squared gradients of this process (float64, 1): over a mesh, to be summed by who knows the mesh."""
-        lists: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    def squares(self, copies: Callable[[Tensor], int] = lambda p: 1) -> Tensor:
+        """The sum of all squared gradients of this process (float64, 1), each divided by how many processes hold the same part of
+        its parameter: summed over a mesh by who knows the mesh, every element then counts once."""
+        lists: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         for group in self.param_groups:
             for p in group["params"]:
-                if (g := p.grad) is not None:
-                    lists.setdefault((g.get_device(), g.dtype), []).append(local(g).contiguous())
+                if (g := gradient(p)) is not None:
+                    lists.setdefault((g.get_device(), g.dtype, copies(p)), []).append(local(g).contiguous())
         if not lists:
             return torch.zeros(1, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
-        found = [squares(grads) for grads in lists.values()]
+        found = [squares(grads) if n == 1 else squares(grads) / n for (_, _, n), grads in lists.items()]
         return found[0] if len(found) == 1 else torch.cat([total.to(found[0].device) for total in found]).sum(0, True)
 
     def clip(self, max_norm: float = 0.0, scale: Tensor | None = None, squares: Tensor | None = None) -> Tensor:
@@ -103,7 +104,7 @@ class AdamW(Optimizer):
             batches: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}  # rows that are alike; what follows runs once a parameter
             kind = KINDS[group["moments"]][0]
             for p in group["params"]:
-                grad = p.grad
+                grad = gradient(p)
                 if grad is None:
                     continue
                 state = self.state[p]
@@ -158,6 +159,14 @@ def local(x: Tensor) -> Tensor:
     while type(x) not in PLAIN:
         x = x.wait() if hasattr(x, "wait") else x.to_local()  # type: ignore[attr-defined]
     return x
+
+
+def gradient(p: Tensor) -> Tensor | None:
+    """The gradient of `p`, in parts as `p` is: what has been used in several ways may be whole, or a sum that was not made yet."""
+    placements = getattr(p, "placements", None)
+    if p.grad is not None and placements is not None and p.grad.placements != placements:  # type: ignore[attr-defined]
+        p.grad = p.grad.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return p.grad
 
 
 def usable(x: Tensor) -> bool:

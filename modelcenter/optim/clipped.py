@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .adamw import AdamW, evaluated, local
+from .adamw import AdamW, evaluated, gradient, local
 
 
 class Clipped(Optimizer):
@@ -27,7 +27,7 @@ def scaled(groups: list[dict[str, Any]], clip: Tensor) -> bool:
     """Multiply the gradients by what `clip` gave; False, and nothing done, where that is not a number."""
     if not bool(clip[1].isfinite()):
         return False
-    grads = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
+    grads = [local(g) for group in groups for p in group["params"] if (g := gradient(p)) is not None]
     if grads:
         torch._foreach_mul_(grads, clip[1].to(grads[0].device))
     return True

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from .adamw import local
 
 
 class EMA:
@@ -19,8 +21,9 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights of this moment in."""
-        weights = [p.detach().to(a.dtype) for p, a in zip(self.weights.values(), self.averages.values(), strict=True)]
-        torch._foreach_lerp_(list(self.averages.values()), weights, 1 - self.decay)
+        averages = [local(a) for a in self.averages.values()]
+        weights = [local(p.detach()).to(a.dtype) for p, a in zip(self.weights.values(), averages, strict=True)]
+        torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -38,8 +41,3 @@ class EMA:
             yield
         finally:
             self.swap()
-
-    def load(self, averages: dict[str, Tensor]) -> None:
-        """Put back what `averages` held, whose names and shapes are this model's."""
-        for name, average in self.averages.items():
-            average.copy_(averages[name])

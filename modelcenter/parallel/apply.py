@@ -4,9 +4,11 @@ Tensor parallel first, because it says what a rank's layer is; recompute and com
 must see no gathering; FSDP last, because it shards whatever parameters are left and wraps the outermost call.
 """
 
+import atexit
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from ..errors import refuse
 from ..layers import Adapted, Attention, Block, Linear
 from .device import device_of, variable
 from .machine import Machine, load_machine
+from .ranks import ALONE, Ranks
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "column": ColwiseParallel,
@@ -61,16 +64,31 @@ def mesh_of(machine: Machine) -> DeviceMesh | None:
         refuse(None, "fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
     if kind.type != "cpu":
         torch.accelerator.set_device_index(kind.index)
-    return init_device_mesh(kind.type, (machine.fsdp, machine.tensor_parallel), mesh_dim_names=("dp", "tp"))
+    return one_mesh(kind.type, (machine.fsdp, machine.tensor_parallel), dist.group.WORLD)
+
+
+@cache
+def one_mesh(kind: str, shape: tuple[int, int], group: Any) -> DeviceMesh:
+    """A mesh starts process groups of its own: once is enough, as long as `group` is the group of all."""
+    return init_device_mesh(kind, shape, mesh_dim_names=("dp", "tp"))
+
+
+def join(machine: Machine) -> Ranks:
+    """This process among the ranks of `machine`, which have found each other when it returns."""
+    mesh = mesh_of(machine)
+    return ALONE if mesh is None else Ranks(mesh)
 
 
 def start(device: torch.device) -> None:
-    """Join the process group that the launcher described in the environment."""
+    """Join the process group that the launcher described in the environment: the device's backend for tensors there, gloo for what
+    ranks say from host to host. Left when the process ends."""
     variable("RANK", 0, variable("WORLD_SIZE", 1, 2**20) - 1)
     variable("MASTER_PORT", 1, 2**16 - 1)
     if not os.environ.get("MASTER_ADDR"):
         refuse("environment", "MASTER_ADDR", "missing", "start with torchrun, one process a rank")
-    dist.init_process_group(dist.get_default_backend_for_device(device.type))
+    backend = dist.get_default_backend_for_device(device.type)
+    dist.init_process_group(backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}")
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -136,7 +154,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2: each block gathers its own parameters, the root the rest."""
+    """FSDP2: each block gathers its own parameters, the root the rest. The root lets its own go too: after an evaluation they would
+    stay whole, and the next step would compute with them, whatever the shards have become."""
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)

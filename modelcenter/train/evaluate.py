@@ -5,7 +5,7 @@ Shapes: b sequences, s tokens, v vocabulary or labels.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..data.objectives.qa import Questions
 from ..data.tokenizer import Tokenizer
 from ..metrics.table import METRICS
 from ..ops.cross_entropy import IGNORE
+from ..parallel.ranks import ALONE, Ranks
 
 Arguments = Mapping[str, Any]  # a batch of the loader: the model's keyword arguments, tensors and a few numbers
 
@@ -39,20 +40,22 @@ def count_targets(batch: Arguments, task: str) -> int:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics: Sequence[str] = (),
-             text_bytes: int | None = None, tags: Sequence[str] = (), questions: Questions | None = None) -> dict[str, float]:
+             text_bytes: int | None = None, tags: Sequence[str] = (), questions: Questions | None = None,
+             ranks: Ranks = ALONE) -> dict[str, float]:
     """`eval_loss`, the mean over all target tokens of `batches`, `eval_targets`, their number, what is always told of
     the objective `task`, and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
 
     `text_bytes`: of the text (UTF-8) that the targets of `lm` are, for bits per byte. `tags`: the names of the labels of `tag`.
-    `questions`: what `batches` of `qa` hold, in order. Leaves the model in the mode that it was in; a set without targets has
-    loss 0."""
+    `questions`: what `batches` of `qa` hold, in order. On several `ranks` each has a piece of the examples, and all the results.
+    Leaves the model in the mode that it was in; a set without targets has loss 0."""
     objective, device = find_objective(task), next(model.parameters()).device
     was_training = model.training
     model.eval()
     total, targets = 0.0, 0
     found: list[Tensor] = []
     wanted: list[Tensor] = []
-    scores: list[tuple[Any, Any]] = []  # of starts and ends, a window
+    starts: list[Tensor] = []  # their scores, a window
+    ends: list[Tensor] = []
     try:
         for batch in batches:
             here = on_device(batch, device)
@@ -60,7 +63,8 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
             total += float(out.loss)
             targets += count_targets(batch, task)
             if "answers" in objective.of:
-                scores += zip(*(out.logits[..., k].double().cpu().numpy() for k in (0, 1)), strict=True)
+                there = out.logits[here["labels"][:, 0] != IGNORE].double().cpu()  # without what only fills a rank's piece up
+                starts, ends = [*starts, *there[..., 0]], [*ends, *there[..., 1]]
             if not {"classes", "values", "sets"}.isdisjoint(objective.of):
                 told = objective.told(out.logits)
                 for row, labels in rows_of(told, here) if "tags" in objective.of else ((told, here["labels"]),):
@@ -69,6 +73,8 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
                     wanted.append(labels[known].float().cpu())
     finally:
         model.train(was_training)
+    total, targets = ranks.sum(total, targets)
+    found, wanted, starts, ends = (ranks.joined(rows) for rows in (found, wanted, starts, ends))
     loss = total / max(1, targets)
     results = {"eval_loss": loss, "eval_targets": targets}
     names = [*objective.metrics, *metrics]
@@ -79,14 +85,16 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     for name in names:
         of, compute = METRICS[name].of, METRICS[name].compute
         if "answers" in of and compute is not None and questions is not None:
-            results[f"eval_{name}"] = compute(questions.answers(scores), [question.answers for question in questions.questions])
+            answers = questions.answers([(start.numpy(), end.numpy()) for start, end in zip(starts, ends, strict=True)])
+            results[f"eval_{name}"] = compute(answers, [question.answers for question in questions.questions])
         if compute is None or not found:
             continue
         if "tags" in of:
-            sides = ([[tags[int(i)] for i in row] for row in side] for side in (found, wanted))
-            results[f"eval_{name}"] = compute(*sides)
+            named = ([[tags[int(i)] for i in row] for row in side] for side in (found, wanted))
+            results[f"eval_{name}"] = compute(*named)
         else:
-            results[f"eval_{name}"] = compute(torch.cat(found).numpy(), torch.cat(wanted).numpy()) if targets else 0.0
+            sides = (torch.cat(side).float().numpy() for side in (found, wanted))
+            results[f"eval_{name}"] = compute(*sides) if targets else 0.0
     return results
 
 
@@ -112,11 +120,12 @@ class Evaluation:
     references: Sequence[str] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)
     tags: Sequence[str] = ()
+    ranks: Ranks = ALONE
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """As `evaluate`."""
         results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes, self.tags,
-                           self.loader.examples if isinstance(self.loader.examples, Questions) else None)
+                           self.loader.examples if isinstance(self.loader.examples, Questions) else None, self.ranks)
         texts = [name for name in self.metrics if "texts" in METRICS[name].of]
         if texts:
             written = self.written(model)
@@ -127,10 +136,11 @@ class Evaluation:
         return results
 
     def written(self, model: Any) -> list[str]:
-        """What the model writes for each example."""
+        """What the model writes for each example. All ranks write all of it: they share each forward, so that none may end its
+        texts before the others."""
         assert self.tokenizer is not None
         out: list[str] = []
-        for batch in self.loader.once():
+        for batch in replace(self.loader, rank=0, world=1).once():
             here = on_device(batch, next(model.parameters()).device)
             ids = model.generate(here["input_ids"], here["attention_mask"], **self.generation)
             out += [self.tokenizer.decode(row[1:]) for row in ids.tolist()]  # the start token is no text

@@ -9,6 +9,7 @@ from ..checkpoint.atomic import atomic_write
 from ..checkpoint.state import MANIFEST, find_state, lock, steps
 from ..config import bind, dump_yaml, read_recipe, to_dict
 from ..errors import refuse, refuse_missing
+from ..parallel.ranks import ALONE, Ranks
 from .recipe import Recipe
 
 RECIPE = "recipe.yaml"
@@ -16,14 +17,17 @@ WATCHING = ("output_dir", "resume", "logging_steps", "eval_steps", "metrics", "s
 
 
 @contextmanager
-def claim(folder: Path, recipe: Recipe) -> Iterator[None]:
-    """Hold `folder` for a run of `recipe` (resolved), or refuse. A folder made for a run that then fails before it has
-    written anything is removed again.
+def claim(folder: Path, recipe: Recipe, ranks: Ranks = ALONE) -> Iterator[None]:
+    """Hold `folder` for a run of `recipe` (resolved), or refuse; the first rank does, for all. A folder made for a run that then
+    fails before it has written anything is removed again.
 
     A folder that holds a run is refused with `resume: never`, and otherwise unless its recipe is this one: a recipe
     fixes the result, so the first key that differs is named. Only `WATCHING`, the keys that say what is logged and
     kept, may change; under a schedule that is `timeless` the number of steps may too, because no step depends on it there.
     """
+    if not ranks.first:
+        yield
+        return
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     check(folder, recipe)
     with lock(folder):
@@ -75,8 +79,13 @@ def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def find_start(resume: str, folder: Path) -> Path | None:
-    """The step-N folder to go on from; None to begin. Errors: `MissingError` for a path without a valid state."""
+def find_start(resume: str, folder: Path, ranks: Ranks = ALONE) -> Path | None:
+    """The step-N folder to go on from; None to begin. The first rank looks, for all. Errors: `MissingError` for a path without a
+    valid state."""
+    return Path(told) if (told := ranks.tell(str(found_start(resume, folder) or "") if ranks.first else "")) else None
+
+
+def found_start(resume: str, folder: Path) -> Path | None:
     if resume == "never":
         return None
     source = folder if resume == "auto" else Path(resume)

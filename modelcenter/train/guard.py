@@ -12,9 +12,10 @@ from typing import NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoint.state import find_state, remove_states
+from ..checkpoint.state import find_state, remove_states, step_of
 from ..errors import refuse
 from ..optim.ema import EMA
+from ..parallel.ranks import Ranks
 from .state import Position, restore
 
 PATIENCE = 5  # updates in a row that may be left out because a loss or a gradient is not finite
@@ -26,7 +27,7 @@ def in_trouble(at: Position, on_spike: str) -> bool:
 
 
 def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, ema: EMA | None,
-            say: Callable[[str], None]) -> Position | None:
+            say: Callable[[str], None], ranks: Ranks) -> Position | None:
     """Put back the newest valid state of `folder` from before the trouble that `at` is in, and remove those after it; where the run
     then stands. None, and nothing is changed, without such a state or if it has been gone back to already. Either is said.
 
@@ -34,12 +35,14 @@ def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, 
     before a bad loss may be what made it bad: a state must be older than that one.
     """
     first = at.step + 1 - (at.streak + at.losses.high)
-    found = find_state(folder, before=first - 1)
-    if found is None or found[1]["step"] <= at.returned:
-        say(f"step {at.step}: no state to go back to: " + ("none is from before that" if found is None else "it has been tried"))
+    seen = find_state(folder, before=first - 1) if ranks.first else None
+    found = ranks.tell("" if seen is None else str(seen[0]))
+    if not found or step_of(Path(found)) <= at.returned:
+        say(f"step {at.step}: no state to go back to: " + ("it has been tried" if found else "none is from before that"))
         return None
-    then = restore(found[0], model, optimizer, ema)
-    remove_states(folder, after=then.step)
+    then = restore(Path(found), model, optimizer, ema, ranks)
+    if ranks.first:
+        remove_states(folder, after=then.step)
     say(f"step {at.step}: back to step {then.step}; what was read since, samples {then.sample} to {at.sample - 1}, is left out")
     return replace(then, sample=at.sample, tokens=at.tokens, skipped=at.skipped, spikes=at.spikes, best=at.best,
                    best_step=at.best_step, waited=at.waited, rollbacks=at.rollbacks + 1, returned=then.step)

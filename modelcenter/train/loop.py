@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.state import SaveError
@@ -33,6 +33,7 @@ from ..optim.loss_scale import FIRST, LossScale
 from ..optim.optimizers import build_optimizer, set_lr
 from ..optim.schedules import lr_factor
 from ..parallel.machine import Machine, load_machine
+from ..parallel.ranks import ALONE, Ranks, Silent
 from .evaluate import Arguments, count_targets, count_tokens, on_device
 from .folder import claim, find_start, flat, write_recipe
 from .guard import give_up, go_back, in_trouble
@@ -41,7 +42,7 @@ from .journal import Journal
 from .memory import Memory
 from .metrics import Metrics, read_rows
 from .plot import plot_loss
-from .prepare import prepare, resolve, write_model
+from .prepare import enter, prepare, resolve, write_model
 from .progress import Progress, peak_memory_gb
 from .recipe import Recipe, load_recipe
 from .report import About, Reports, check_installed
@@ -78,44 +79,53 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         torch.set_num_threads(machine.threads)
     check_installed(recipe.report_to)
     recipe, device = resolve(recipe, machine)
+    ranks = enter(recipe, machine)
     folder, task, compute = Path(recipe.output_dir), recipe.objective, partial(autocast, recipe.precision, device)
 
-    with claim(folder, recipe), Interrupt() as interrupt, Journal(folder, recipe) as journal, Memory(recipe, machine) as memory:
-        start = find_start(recipe.resume, folder)
-        setup = prepare(recipe, machine, device)
+    with (claim(folder, recipe, ranks), Interrupt() as interrupt, Journal(folder, recipe, silent=not ranks.first) as journal,
+          Memory(recipe, machine) as memory):
+        start = find_start(recipe.resume, folder, ranks)
+        setup = prepare(recipe, machine, device, ranks)
         model, total, metric = setup.model, setup.steps, recipe.best or "loss"
         optimizer = build_optimizer(model, recipe.optimizer)
         ema = EMA(model, recipe.ema) if recipe.ema is not None else None
         averaged = ema.in_place if ema is not None else nullcontext
-        torch.manual_seed(recipe.seed)
+        torch.manual_seed(ranks.seed(recipe.seed))
         random.seed(recipe.seed)
-        at = restore(start, model, optimizer, ema) if start is not None else Position()
+        at = restore(start, model, optimizer, ema, ranks) if start is not None else Position()
         if recipe.precision == "fp16" and start is None:
             at.scale = LossScale(FIRST)
-        write_recipe(folder, recipe)
-        progress = Progress(total, {"evaluation": recipe.eval_steps, "saving": recipe.save_steps})
+        progress = Progress(total, {"evaluation": recipe.eval_steps, "saving": recipe.save_steps}, silent=not ranks.first)
         journal.begin(setup.environment, at.step, progress.say)
-        about = About(folder, journal.id, at.step, flat(to_dict(recipe)))
-        metrics = Metrics(folder, setup.environment, at.step, Reports(recipe.report_to, about, progress.say), progress.say)
+        metrics: Any = Silent()
+        if ranks.first:
+            write_recipe(folder, recipe)
+            about = About(folder, journal.id, at.step, flat(to_dict(recipe)))
+            metrics = Metrics(folder, setup.environment, at.step, Reports(recipe.report_to, about, progress.say), progress.say)
         for line in setup.lines:
             progress.say(line)
         if start is not None:
             progress.say(f"resumed from {start}: step {at.step} of {total}")
 
-        saved, seconds, tokens = at.step, 0.0, 0  # the time and the tokens since the last row
+        saved, asked = at.step, False
+        seconds, tokens = 0.0, 0  # the time and the tokens since the last row
         steps = prefetch(setup.loader.steps(at.sample, micro_batch=recipe.micro_batch))
         model.train()
         try:
-            while at.step < total and not interrupt and not tired(at, recipe):
+            while at.step < total and not tired(at, recipe):
                 began, memory.at = time.perf_counter(), f"in step {at.step + 1}"
                 after, batches = next(steps)
-                loss, targets = accumulate(model, batches, task, compute, at.scale.value)
+                counts = (sum(count(batch, task) for batch in batches) for count in (count_targets, count_tokens))
+                targets, read, asked = ranks.sum(*counts, bool(interrupt))
+                if asked:  # one rank, and so all
+                    break
+                loss, _ = accumulate(model, batches, task, compute, at.scale.value, targets, ranks)
+                squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
                 lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, total)
-                norm = update(model, optimizer, loss, lr, recipe.max_grad_norm, at.scale.value)
+                norm = update(model, optimizer, loss, lr, recipe.max_grad_norm, at.scale.value, squares)
                 overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
                 if ema is not None and math.isfinite(norm):
                     ema.update()
-                read = sum(count_tokens(batch, task) for batch in batches)
                 at.advance(after, read, loss, targets, math.isfinite(norm), overflow)
                 leap = at.watch(loss) if targets and not at.streak and recipe.on_spike != "off" else None
                 seconds, tokens = seconds + time.perf_counter() - began, tokens + read
@@ -138,7 +148,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                 if leap is not None and at.losses.high == 1:
                     journal.tell(f"step {at.step}: the loss leaps to {loss:.4f}, {leap:.1f} times what is usual")
                 if in_trouble(at, recipe.on_spike):
-                    then = go_back(folder, at, model, optimizer, ema, journal.tell)
+                    then = go_back(folder, at, model, optimizer, ema, journal.tell, ranks)
                     if then is not None:
                         at, saved = then, then.step
                         metrics.rewind(at.step)
@@ -163,15 +173,16 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                     if tired(at, recipe):
                         progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
                 if due(at.step, recipe.save_steps) or ((at.step == total or tired(at, recipe)) and recipe.save_steps):
-                    saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress, journal) or saved
-            if interrupt and at.step != saved:
-                saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress, journal) or saved
+                    saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress, journal, ranks) or saved
+            if asked and at.step != saved:
+                saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress, journal, ranks) or saved
                 if at.step != saved:
                     refuse(folder, None, f"stopped after step {at.step}, not saved", f"resume=auto goes on after step {saved}")
         finally:
             steps.close()
             metrics.close()
-            progress.say(plot_loss(folder))
+            if ranks.first:
+                progress.say(plot_loss(folder))
         ended = at.step >= total or tired(at, recipe)
         journal.end(at.step, "finished" if ended else "stopped")
         if not ended:
@@ -194,29 +205,36 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
-               compute: Callable[[], AbstractContextManager[Any]] = nullcontext, scale: float = 1.0) -> tuple[float, int]:
+               compute: Callable[[], AbstractContextManager[Any]] = nullcontext, scale: float = 1.0, targets: int | None = None,
+               ranks: Ranks = ALONE) -> tuple[float, int]:
     """Add to the gradients those of the mean loss over all target tokens of `batches`, times `scale`, whichever way these are
-    cut; the loss and the number of targets. Without any target the loss is 0 and the gradients are zeros."""
+    cut; the loss and the number of targets. Without any target the loss is 0 and the gradients are zeros.
+
+    On several ranks `batches` are this one's share and `targets` those of all; the gradients are formed when it returns, and the
+    loss is the mean over the ranks of what each returns."""
     device = next(model.parameters()).device
-    targets = sum(count_targets(batch, task) for batch in batches)
+    targets = sum(count_targets(batch, task) for batch in batches) if targets is None else targets
+    each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
     losses = []
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        ranks.reduce(model, number == len(batches))
         with compute():
-            loss = model(**on_device(batch, device), num_items_in_batch=max(1, targets)).loss
+            loss = model(**on_device(batch, device), num_items_in_batch=each).loss
         (loss if scale == 1 else loss * scale).backward()
         losses.append(loss.detach())  # read at the end: each read waits for the device
     return sum(map(float, losses)), targets
 
 
 def update(model: nn.Module, optimizer: AdamW | Clipped, loss: float, lr: float, max_norm: float,
-           scale: float = 1.0) -> float:
+           scale: float = 1.0, squares: Tensor | None = None) -> float:
     """Divide the gradients by `scale`, clip them to `max_norm` (0: never), step at the rate `lr` and drop them; their norm before
-    clipping. Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed."""
+    clipping. Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed. `squares`: the sum
+    of the squared gradients of all ranks, where there are several."""
     norm = math.nan
     if math.isfinite(loss):
         set_lr(optimizer, lr)
         unscale = None if scale == 1 else torch.tensor(1 / scale, device=next(model.parameters()).device)
-        clip = optimizer.clip(max_norm, unscale)
+        clip = optimizer.clip(max_norm, unscale, squares)
         optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
         norm = float(clip[0])
     optimizer.zero_grad(set_to_none=True)
@@ -233,12 +251,12 @@ def due(step: int, every: int | None) -> bool:
 
 
 def keep(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, ema: EMA | None, limit: int | None, metrics: Metrics,
-         progress: Progress, journal: Journal) -> int | None:
+         progress: Progress, journal: Journal, ranks: Ranks) -> int | None:
     """Save a state, its metrics first; a disk that refuses costs a line and not the run. Returns the step, None if not saved."""
     metrics.sync()
     try:
         with progress.aside("saving", at.step):
-            path = save(folder, at, model, optimizer, limit, ema)
+            path = save(folder, at, model, optimizer, limit, ema, ranks)
         progress.say(f"saved: {path}")
     except (SaveError, InputError) as error:
         journal.tell(str(error))

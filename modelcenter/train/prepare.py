@@ -25,10 +25,12 @@ from ..layers.adapter import adapted
 from ..metrics.table import METRICS
 from ..parallel.device import device_of
 from ..parallel.machine import Machine
+from ..parallel.ranks import ALONE, Ranks
 from ..registry import Model, build, load, presets
 from .evaluate import Evaluation, count_tokens, stream_bytes
 from .recipe import Recipe
 
+SHARDED = ("adamw", "lion")  # optimizers whose step of a part is that part of the whole's
 FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
 
 
@@ -49,9 +51,7 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that has it, fp16 on an
     older GPU and fp32 elsewhere: on a CPU bf16 pays only with matrix units and wide models, so there it has to be asked for.
     The micro-batch is the largest divisor of the batch that keeps a forward within `FORWARD` tokens."""
-    if machine.fsdp * machine.tensor_parallel > 1:
-        found = f"{machine.fsdp} x {machine.tensor_parallel} ranks"
-        refuse(None, "machine", found, "training runs in one process for now: fsdp=1, tensor_parallel=1")
+    check_ranks(recipe, machine)
     device = device_of(machine)
     precision = recipe.precision
     if precision == "auto":
@@ -63,6 +63,22 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     return replace(recipe, precision=precision, micro_batch=micro, task=recipe.head), device
 
 
+def check_ranks(recipe: Recipe, machine: Machine) -> None:
+    """Refuse what the ranks of `machine` cannot do as one process does it."""
+    if machine.fsdp * machine.tensor_parallel == 1:
+        return
+    if recipe.optimizer.name not in SHARDED:
+        refuse(None, "optimizer.name", f"{recipe.optimizer.name} on several ranks", f"{' or '.join(SHARDED)}, or one process")
+    if recipe.optimizer.moments == "int8":
+        refuse(None, "optimizer.moments", "int8 on several ranks", "fp32 or bf16, or one process")
+    if machine.fsdp > recipe.batch and recipe.batch_tokens is None:
+        found = f"{recipe.batch} sequences for {machine.fsdp} ranks"
+        refuse(None, "batch", found, "one for each at least, or a smaller machine.fsdp")
+    if machine.fsdp > 1 and find_objective(recipe.objective).together:
+        found = f"{recipe.objective}, which compares the sequences of a batch, on {machine.fsdp} shares of it"
+        refuse(None, "objective", found, "machine.fsdp=1")
+
+
 def automatic_precision(device: torch.device) -> Literal["bf16", "fp16", "fp32"]:
     """What `precision: auto` is on a device. On NVIDIA's GPUs before Ampere torch emulates bf16, slower than fp32."""
     if device.type == "cuda":
@@ -71,7 +87,16 @@ def automatic_precision(device: torch.device) -> Literal["bf16", "fp16", "fp32"]
     return "bf16" if able() else "fp32"
 
 
-def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
+def enter(recipe: Recipe, machine: Machine) -> Ranks:
+    """This process among the ranks of the run: alone, or once the others are there."""
+    if machine.fsdp * machine.tensor_parallel == 1:
+        return ALONE
+    from ..parallel.apply import join  # FSDP and DTensor take a second to import
+
+    return join(machine)
+
+
+def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE) -> Setup:
     """Read the data, make or load the tokenizer and the model, and say what was found. `recipe` is resolved."""
     records, held_out = read_split(recipe.data)
     tokenizer = find_tokenizer(recipe, records)
@@ -97,17 +122,19 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device) -> Setup:
         examples = make_examples(recipe.objective, some, tokenizer, recipe.data, vocab=size.get("vocab"), train=train,
                                  seed=recipe.seed, names=names)
         if not train:
-            return Loader(examples, examples.collate, recipe.micro_batch or most_of(recipe))
-        return Loader(examples, examples.collate, recipe.batch, recipe.seed, shuffle=recipe.data.shuffle,
-                      order=order_of(recipe, records, examples), budget=budget_of(recipe))
+            many = (recipe.micro_batch or most_of(recipe)) * ranks.shares
+            return Loader(examples, examples.collate, many, rank=ranks.share, world=ranks.shares)
+        return Loader(examples, examples.collate, recipe.batch, recipe.seed, ranks.share, ranks.shares, recipe.data.shuffle,
+                      order_of(recipe, records, examples), budget_of(recipe))
 
     train, evaluation = loader(records, True), loader(held_out, False) if held_out else None
-    judge = None if evaluation is None else find_evaluation(recipe, held_out, evaluation, tokenizer, names)
+    judge = None if evaluation is None else find_evaluation(recipe, held_out, evaluation, tokenizer, names, ranks)
     epochs = train.count(ceil(recipe.num_epochs * len(train))) if recipe.num_epochs is not None else None
     steps = min(limit for limit in (recipe.max_steps, epochs) if limit is not None)
 
     samples, batches = next(train.steps(micro_batch=recipe.micro_batch))
-    first, forwards, tokens = batches[0], len(batches), sum(count_tokens(batch, recipe.objective) for batch in batches)
+    first, forwards = batches[0], len(batches)
+    (tokens,) = ranks.sum(sum(count_tokens(batch, recipe.objective) for batch in batches))
     count = sum(prod(shape) for shape in model.shapes.values())  # whatever they are held in
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
@@ -160,7 +187,7 @@ def budget_of(recipe: Recipe) -> Budget | None:
 
 
 def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, tokenizer: Tokenizer,
-                    names: Sequence[str] | None) -> Evaluation:
+                    names: Sequence[str] | None, ranks: Ranks) -> Evaluation:
     """What the recipe asks of an evaluation on `records`, which `loader` reads."""
     data, size, wanted = recipe.data, None, tuple(dict.fromkeys((*recipe.metrics, *([recipe.best] if recipe.best else []))))
     if recipe.objective == "lm" and not data.packing and data.response_key is None and not isinstance(records, Tokens | Mixture):
@@ -170,7 +197,7 @@ def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, t
     texts = any("texts" in METRICS[name].of for name in wanted)
     references = [r.text(data.target_key, "data.target_key") for r in records] if texts else []
     generation = {"max_new_tokens": data.target_len or data.seq_len, **recipe.generation}
-    return Evaluation(loader, recipe.objective, wanted, size, tokenizer, references, generation, names or ())
+    return Evaluation(loader, recipe.objective, wanted, size, tokenizer, references, generation, names or (), ranks)
 
 
 def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:

@@ -2,19 +2,25 @@
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..checkpoint.load import put
+from ..checkpoint.shards import Piece, Spread, pieces, whole
 from ..checkpoint.state import flatten_optimizer, load_state, restore_optimizer, save_state
 from ..config import bind
 from ..errors import refuse
 from ..layers.adapter import adapted
+from ..names import Shape
 from ..optim.ema import EMA
 from ..optim.loss_scale import LossScale
+from ..parallel.ranks import ALONE, Ranks
 from .spike import Losses
 
 
@@ -69,39 +75,57 @@ class Position:
 
 
 def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimizer, keep: int | None,
-         ema: EMA | None = None) -> Path:
+         ema: EMA | None = None, ranks: Ranks = ALONE) -> Path:
     """Write `folder`/step-N, on the disk when this returns; the newest `keep` remain. Errors: `SaveError`."""
     moments, groups = flatten_optimizer(optimizer, model)
     moments = dict(sorted(moments.items()))  # in one order, whether they were made here or restored
-    tensors = {"model": dict(weights(model)), "optimizer": moments, "random": random_states()}
-    if ema is not None:
-        tensors["ema"] = ema.averages
-    state = {"position": asdict(position), "optimizer": groups, "python": random.getstate()}
-    return save_state(folder, position.step, tensors, state, keep)
+    tables = {"model": dict(weights(model)), "optimizer": moments, **({"ema": ema.averages} if ema is not None else {})}
+    tensors: dict[str, Mapping[str, Tensor | Piece]] = {**tables, "random": random_states()}
+    if ranks.size > 1:
+        shapes = {"model": getattr(model, "shapes", {}), "ema": getattr(model, "shapes", {})}
+        shapes["optimizer"] = {key: tuple(groups["shapes"][key.partition("/")[2]]) for key, t in moments.items() if t.dim()}
+        tensors = {group: pieces(table, shapes[group], ranks) for group, table in tables.items()}
+        tensors["random"] = {f"{ranks.rank}/{key}": value for key, value in random_states().items()}
+    state = {"position": asdict(position), "optimizer": groups, "python": random.getstate(), "mesh": ranks.degrees}
+    return save_state(folder, position.step, tensors, state, keep, ranks)
 
 
-def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None = None) -> Position:
-    """Put a step-N folder back into `model`, `optimizer`, the averages and the random generators. Errors: `InputError`."""
-    tensors, state = load_state(path)
+def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None = None, ranks: Ranks = ALONE) -> Position:
+    """Put a step-N folder back into `model`, `optimizer`, the averages and the random generators. On another mesh than wrote it
+    each rank draws on from (its seed, the step). Errors: `InputError`."""
+    tensors, state = load_state(path, ranks)
     mine, theirs = dict(weights(model)), tensors["model"]
+    shapes: Mapping[str, Shape] = getattr(model, "shapes", {})
     for group, these in (("model", mine), *((("ema", ema.averages),) if ema is not None else ())):
         those = tensors.get(group, {})
         if odd := [n for n in sorted(these.keys() | those.keys())
-                   if n not in these or n not in those or these[n].shape != those[n].shape]:
+                   if n not in these or n not in those or shapes.get(n, tuple(these[n].shape)) != tuple(those[n].shape)]:
             refuse(path / f"{group}.safetensors", odd[0], "missing, unknown or of another shape", "the weights of this model")
+    for name, parameter in mine.items():
+        put(parameter, theirs[name])
     if ema is not None:
-        ema.load(tensors["ema"])
-    with torch.no_grad():
-        for name, parameter in mine.items():
-            parameter.copy_(theirs[name])
+        for name, average in ema.averages.items():
+            put(average, tensors["ema"][name])
     restore_optimizer(optimizer, model, tensors["optimizer"], state["optimizer"])
-    torch.set_rng_state(tensors["random"]["cpu"].clone())
-    for key, value in tensors["random"].items():
-        if key != "cpu":
-            torch.get_device_module(key.partition(":")[0]).set_rng_state(value.clone(), int(key.partition(":")[2]))
+    at = bind(Position, state["position"], path / "state.json", "position.")
+    restore_random(tensors["random"], state, at.step, ranks)
+    return at
+
+
+def restore_random(states: Mapping[str, Tensor | Spread], state: Mapping[str, Any], step: int, ranks: Ranks) -> None:
+    """Put back the generators of this rank, or, where the ranks were others, begin streams that no step before had."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    return bind(Position, state["position"], path / "state.json", "position.")
+    if state.get("mesh", {}) != ranks.degrees:
+        torch.manual_seed((torch.initial_seed() + step) % 2**63)
+        return
+    own = f"{ranks.rank}/" if ranks.size > 1 else ""
+    for key, value in states.items():
+        if key == f"{own}cpu":
+            torch.set_rng_state(whole(value).clone())
+        elif key.startswith(own):
+            kind, _, index = key.removeprefix(own).partition(":")
+            torch.get_device_module(kind).set_rng_state(whole(value).clone(), int(index))
 
 
 def weights(model: nn.Module) -> list[tuple[str, Tensor]]:

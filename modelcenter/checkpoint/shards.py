@@ -1,0 +1,63 @@
+"""Which part of a tensor a rank writes, and how any number of ranks reads what another number has written."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..names import Region, Shape, everything
+from ..parallel.ranks import Ranks
+from .load import local, put
+
+
+class Piece(NamedTuple):
+    """A part of a tensor of the shape `whole`: its first element stands at `start`."""
+
+    tensor: Tensor
+    start: Shape
+    whole: Shape
+
+
+def pieces(table: Mapping[str, Tensor], shapes: Mapping[str, Shape], ranks: Ranks) -> dict[str, Piece]:
+    """What this rank writes of `table`: its part of what is cut, and, as the first of those that have it, what is not. `shapes`
+    are those without the rows that only pad a tensor, where they are others than the tensor's; such rows are left out."""
+    out = {}
+    for name, tensor in table.items():
+        region, part = local(tensor)
+        start, whole = tuple(r.start for r in region), shapes.get(name, tuple(tensor.shape))
+        part = part[tuple(slice(0, max(0, n - s)) for s, n in zip(start, whole, strict=True))]
+        if ranks.owns(tensor) and (part.numel() or not any(start)):
+            out[name] = Piece(part, start, whole)
+    return out
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A tensor in pieces, read part by part."""
+
+    shape: Shape
+    dtype: torch.dtype
+    pieces: Iterable[Piece]
+
+    def __getitem__(self, region: Region) -> Tensor:
+        out = torch.empty([r.stop - r.start for r in region], dtype=self.dtype)
+        for piece in self.pieces:
+            both = [(max(r.start, s), min(r.stop, s + n)) for r, s, n in zip(region, piece.start, piece.tensor.shape, strict=True)]
+            if all(a < b for a, b in both):
+                into = tuple(slice(a - r.start, b - r.start) for (a, b), r in zip(both, region, strict=True))
+                out[into] = piece.tensor[tuple(slice(a - s, b - s) for (a, b), s in zip(both, piece.start, strict=True))]
+        return out
+
+
+def whole(source: "Tensor | Spread") -> Tensor:
+    """All of it."""
+    return source if isinstance(source, Tensor) else source[everything(source.shape)]
+
+
+def spread_like(parameter: Tensor, source: "Tensor | Spread") -> Tensor:
+    """A new tensor of the values of `source`, cut as `parameter` is."""
+    out = torch.empty_like(parameter, dtype=source.dtype, requires_grad=False)
+    put(out, source)
+    return out

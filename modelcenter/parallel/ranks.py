@@ -1,0 +1,183 @@
+"""The processes of a run, and the few things that they say to each other.
+
+One process is the plain case: `ALONE` says nothing and waits for nobody, so that whoever computes need not ask how many there are.
+Texts travel as bytes; nothing is pickled. Every method that returns something of other ranks is a collective: all call it, or none.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+STEP = 0x9E3779B97F4A7C15  # odd, so that no two shares of the data have one seed
+
+
+class OtherRankError(RuntimeError):
+    """What failed on another rank, and with which words."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All processes of a run, as a mesh (dp, tp): those along `dp` have each a share of the data, those along `tp` the same one."""
+
+    mesh: "DeviceMesh | None" = None
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.get_rank() if self.mesh is not None else 0
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size() if self.mesh is not None else 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that speaks and writes for all."""
+        return self.rank == 0
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """How many there are along each dimension."""
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)) if self.mesh is not None else {}
+
+    @property
+    def share(self) -> int:
+        """Which share of the data is this rank's."""
+        return self.mesh.get_local_rank("dp") if self.mesh is not None else 0
+
+    @property
+    def shares(self) -> int:
+        """How many shares of the data there are."""
+        return self.degrees.get("dp", 1)
+
+    def seed(self, seed: int) -> int:
+        """Of what is drawn while training: another one for each share, the same for ranks of one share."""
+        return (seed + self.share * STEP) % 2**63
+
+    # ---- tensors -----------------------------------------------------------------------------------------------------
+
+    def cuts(self, tensor: "Tensor") -> set[str]:
+        """The dimensions of the mesh along which a tensor of the model is in parts; along the others each rank has the same."""
+        placements = getattr(tensor, "placements", ())
+        names = tensor.device_mesh.mesh_dim_names if placements else ()  # type: ignore[attr-defined]
+        return {name for name, place in zip(names or (), placements, strict=True) if not place.is_replicate()}
+
+    def copies(self, tensor: "Tensor") -> int:
+        """How many ranks hold the part that this one holds."""
+        return math.prod([n for name, n in self.degrees.items() if name not in self.cuts(tensor)])
+
+    def owns(self, tensor: "Tensor") -> bool:
+        """Whether this rank is the first of those that hold this part."""
+        return all(self.mesh.get_local_rank(name) == 0 for name in self.degrees.keys() - self.cuts(tensor)) if self.mesh else True
+
+    def reduce(self, model: "nn.Module", wanted: bool) -> None:
+        """Whether the next backward ends in gradients of all ranks; otherwise they are kept and added to, and nothing is sent."""
+        if self.shares > 1:
+            sharded: Any = model
+            sharded.set_requires_gradient_sync(wanted)
+            sharded.set_is_last_backward(wanted)
+
+    def verdict(self, squares: "Tensor", loss: float) -> "tuple[Tensor, float]":
+        """The sum of the squares (float64, 1; `AdamW.squares` by `copies`) and the mean of the losses: what is not finite on one
+        rank is finite on none, so that all do the same."""
+        if self.mesh is None:
+            return squares, loss
+        import torch
+        import torch.distributed as dist
+
+        both = torch.cat((squares, squares.new_tensor([loss / self.size])))
+        dist.all_reduce(both)
+        return both[:1], float(both[1])
+
+    # ---- numbers and texts -------------------------------------------------------------------------------------------
+
+    def sum(self, *numbers: float) -> Sequence[Any]:
+        """Each number, summed over the shares of the data; integers stay integers."""
+        if self.mesh is None:
+            return numbers
+        import torch
+        import torch.distributed as dist
+
+        once = self.mesh.get_local_rank("tp") == 0  # ranks of one share count the same
+        total = torch.tensor([float(n) if once else 0.0 for n in numbers], dtype=torch.float64, device=self.home)
+        dist.all_reduce(total)
+        found: list[float] = total.tolist()
+        return [int(f) if isinstance(n, int) else f for n, f in zip(numbers, found, strict=True)]
+
+    def tell(self, text: str) -> str:
+        """What the first rank says; the others' `text` is nobody's."""
+        return self.agree(text if self.first else "")[0]
+
+    def agree(self, text: str) -> list[str]:
+        """What each rank says, by rank."""
+        if self.mesh is None:
+            return [text]
+        import torch
+
+        said = self.gathered(torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8))
+        return [bytes(part.tolist())[:-1].decode() for part in said]
+
+    def joined(self, rows: "Sequence[Tensor]") -> "list[Tensor]":
+        """The rows (n ..., the dots the same for all, on the host) of every share, one share after the other; of several shares as
+        float64."""
+        import torch
+
+        if self.mesh is None:
+            return list(rows)
+        lengths = self.gathered(torch.tensor([row.numel() for row in rows], dtype=torch.int64))
+        values = self.gathered(torch.cat([torch.empty(0, dtype=torch.float64), *(row.double().flatten() for row in rows)]))
+        ranks, rest = self.mesh.mesh[:, 0].tolist(), rows[0].shape[1:] if rows else ()
+        return [row.view(-1, *rest) for rank in ranks for row in values[rank].split(lengths[rank].tolist())]
+
+    def gathered(self, values: "Tensor") -> "list[Tensor]":
+        """The values (n, which may differ) of each rank, by rank, on the host."""
+        import torch
+        import torch.distributed as dist
+
+        values = values.to(self.home)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.home) for _ in range(self.size)]
+        dist.all_gather(sizes, sizes[0].new_tensor([len(values)]))
+        lengths = [int(n) for n in sizes]
+        found = [values.new_empty(max(lengths)) for _ in lengths]
+        dist.all_gather(found, torch.nn.functional.pad(values, (0, max(lengths) - len(values))))
+        return [row[:n].cpu() for row, n in zip(found, lengths, strict=True)]
+
+    @property
+    def home(self) -> str:
+        """The device through which numbers travel: the host wherever ranks are connected there."""
+        import torch.distributed as dist
+
+        assert self.mesh is not None
+        return "cpu" if "cpu" in dist.get_backend_config() else self.mesh.device_type
+
+    def together(self, work: "Callable[[], str]", kinds: tuple[type[Exception], ...]) -> list[str]:
+        """What `work` returns on each rank. If it fails on one with an error of `kinds` it has failed on all: that rank raises its
+        error, the others an `OtherRankError`."""
+        if self.mesh is None:
+            return [work()]
+        failure: Exception | None = None
+        try:
+            said = f"+{work()}"
+        except kinds as error:
+            failure, said = error, f"-{error}"
+        answers = self.agree(said)
+        if failure is not None:
+            raise failure
+        for rank, answer in enumerate(answers):
+            if answer.startswith("-"):
+                raise OtherRankError(f"rank {rank}: {answer[1:]}")
+        return [answer[1:] for answer in answers]
+
+
+ALONE = Ranks()
+
+
+class Silent:
+    """What the other ranks have in place of something through which the first one speaks."""
+
+    def __getattr__(self, name: str) -> "Callable[..., None]":
+        return lambda *args, **options: None
