@@ -109,6 +109,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
 
         saved, asked = at.step, False
         seconds, tokens = 0.0, 0  # the time and the tokens since the last row
+        store = partial(keep, folder, model, optimizer, ema, recipe.save_total_limit, metrics, progress, journal, ranks)
         steps = prefetch(setup.loader.steps(at.sample, micro_batch=recipe.micro_batch))
         model.train()
         try:
@@ -173,9 +174,9 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                     if tired(at, recipe):
                         progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
                 if due(at.step, recipe.save_steps) or ((at.step == total or tired(at, recipe)) and recipe.save_steps):
-                    saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress, journal, ranks) or saved
+                    saved = store(at) or saved
             if asked and at.step != saved:
-                saved = keep(folder, at, model, optimizer, ema, recipe.save_total_limit, metrics, progress, journal, ranks) or saved
+                saved = store(at) or saved
                 if at.step != saved:
                     refuse(folder, None, f"stopped after step {at.step}, not saved", f"resume=auto goes on after step {saved}")
         finally:
@@ -250,8 +251,8 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def keep(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, ema: EMA | None, limit: int | None, metrics: Metrics,
-         progress: Progress, journal: Journal, ranks: Ranks) -> int | None:
+def keep(folder: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None, limit: int | None, metrics: Metrics,
+         progress: Progress, journal: Journal, ranks: Ranks, at: Position) -> int | None:
     """Save a state, its metrics first; a disk that refuses costs a line and not the run. Returns the step, None if not saved."""
     metrics.sync()
     try:
