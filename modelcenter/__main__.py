@@ -50,7 +50,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 for bad input, 130 when interrupted."""
+    """Run one command and return its exit status: 0, 2 for bad input, 130 when interrupted; of ranks, the first failure's."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         with warnings_in_a_line():
@@ -62,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"modelcenter: error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        from modelcenter.train.launch import status_of
+
+        status = status_of(error)
+        if status is None or "--debug" in argv:
+            raise
+        return status
     except KeyboardInterrupt:
         if "--debug" in argv:
             raise
@@ -174,12 +181,17 @@ def train(args: Arguments) -> Answer:
     recipe, machine = run_of(args)
     if recipe.init == "pretrained":
         check_model(recipe.model)
-    from modelcenter.train.loop import train
+    from modelcenter.train.launch import launch, to_launch
 
-    run = train(recipe, machine)
-    last = ", ".join(f"{key} {value:.6g}" for key, value in run.metrics.items() if isinstance(value, float))
-    data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
-    return Answer(f"{run.output_dir}: step {run.step}, {last}", data)
+    if to_launch(machine):
+        data = launch(recipe, machine)
+    else:
+        from modelcenter.train.loop import train
+
+        run = train(recipe, machine)
+        data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
+    last = ", ".join(f"{key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))
+    return Answer(f"{data['output_dir']}: step {data['step']}, {last}", data)
 
 
 def evaluate(args: Arguments) -> Answer:

@@ -377,7 +377,7 @@ def load(
 def check_adapter(adapter: AdapterConfig | None, machine: str | Machine | None) -> None:
     """Refuse what an adapter cannot be spread over."""
     machine = load_machine(machine) if isinstance(machine, str) else machine
-    if adapter is not None and machine is not None and machine.fsdp * machine.tensor_parallel > 1 and adapter.quantize != "none":
+    if adapter is not None and machine is not None and machine.ranks > 1 and adapter.quantize != "none":
         refuse(None, "adapter.quantize", f"{adapter.quantize} on several ranks", "quantize=none, or one process")
 
 

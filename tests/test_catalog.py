@@ -24,7 +24,7 @@ def test_packaged() -> None:
         "classify", "classify-zh", "embed", "finetune", "glue", "instruct", "lora", "mlm", "pretrain", "pretrain-bert",
         "pretrain-cpm", "pretrain-t5", "qlora", "seq2seq", "squad", "summarize", "superglue", "tag", "translate",
     ]  # fmt: skip
-    assert names(packaged("machines")) == ["cpu"]
+    assert names(packaged("machines")) == ["cpu", "node8"]
     assert load_machine("cpu") == Machine(device="cpu")
 
 

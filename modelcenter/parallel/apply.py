@@ -53,13 +53,12 @@ def parallelize(model: nn.Module, machine: Machine | str) -> nn.Module:
 
 def mesh_of(machine: Machine) -> DeviceMesh | None:
     """The mesh (dp, tp) over all ranks; None where one process does everything."""
-    ranks = machine.fsdp * machine.tensor_parallel
-    if ranks == 1:
+    if machine.ranks == 1:
         return None
     kind = device_of(machine)
     if not dist.is_initialized():
         start(kind)
-    if dist.get_world_size() != ranks:
+    if dist.get_world_size() != machine.ranks:
         found = f"{machine.fsdp} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
         refuse(None, "fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
     if kind.type != "cpu":
@@ -82,12 +81,15 @@ def join(machine: Machine) -> Ranks:
 def start(device: torch.device) -> None:
     """Join the process group that the launcher described in the environment: the device's backend for tensors there, gloo for what
     ranks say from host to host. Left when the process ends."""
-    variable("RANK", 0, variable("WORLD_SIZE", 1, 2**20) - 1)
-    variable("MASTER_PORT", 1, 2**16 - 1)
-    if not os.environ.get("MASTER_ADDR"):
-        refuse("environment", "MASTER_ADDR", "missing", "start with torchrun, one process a rank")
-    backend = dist.get_default_backend_for_device(device.type)
-    dist.init_process_group(backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}")
+    size = variable("WORLD_SIZE", 1, 2**20)
+    rank, backend = variable("RANK", 0, size - 1), dist.get_default_backend_for_device(device.type)
+    store = os.environ.get("MODELCENTER_STORE")
+    if store is None:
+        variable("MASTER_PORT", 1, 2**16 - 1)
+        if not os.environ.get("MASTER_ADDR"):
+            refuse("environment", "MASTER_ADDR", "missing", "start with torchrun, one process a rank")
+    both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+    dist.init_process_group(both, init_method="env://" if store is None else f"file://{store}", rank=rank, world_size=size)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 

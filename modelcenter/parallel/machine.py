@@ -23,6 +23,10 @@ class Machine:
         default=None, metadata={"min": 1, "max": 1024, "help": "CPU threads of a rank; null: torch's choice"}
     )
 
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.fsdp
+
 
 def load_machine(name: str | Path) -> Machine:
     """The packaged profile of that bare name, or the file at that path; `auto` is one process on the device found there."""

@@ -39,6 +39,7 @@ from .folder import claim, find_start, flat, write_recipe
 from .guard import give_up, go_back, in_trouble
 from .interrupt import Interrupt
 from .journal import Journal
+from .launch import launch, to_launch
 from .memory import Memory
 from .metrics import Metrics, read_rows
 from .plot import plot_loss
@@ -51,12 +52,13 @@ from .state import Position, restore, save
 
 @dataclass
 class Run:
-    """A run that ended, at its last step or (`stopped`) because a signal asked; `metrics`: the last value of each."""
+    """A run that ended, at its last step or (`stopped`) because a signal asked; `metrics`: the last value of each. `model` is None
+    where the run had ranks of its own: the model is in output_dir/model."""
 
     output_dir: Path
     step: int
     metrics: dict[str, Any]
-    model: nn.Module
+    model: nn.Module | None
     stopped: bool
 
 
@@ -65,7 +67,8 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     """Train as `recipe` (a packaged name, a file, or a `Recipe`) says with `overrides` put over it, on `machine`.
 
     The first SIGTERM or Ctrl-C ends the run after its step and saves; `resume: auto` goes on from there, or from the
-    newest valid state after a kill, bit for bit as if nothing had happened. Errors: `InputError` for what a user can
+    newest valid state after a kill, bit for bit as if nothing had happened. Where the machine has several ranks and no
+    launcher has started them, they are started here, and this process waits for them. Errors: `InputError` for what a user can
     mend, a run whose gradients stay other than finite among it.
     """
     if not isinstance(recipe, Recipe):
@@ -74,6 +77,9 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         raise TypeError("overrides go with a recipe's name or file; use dataclasses.replace on a Recipe")
     if not isinstance(machine, Machine):
         machine = load_machine(machine) if machine is not None else Machine()
+    if to_launch(machine):
+        told = launch(recipe, machine)
+        return Run(Path(told["output_dir"]), told["step"], told["metrics"], None, told["stopped"])
     torch.set_flush_denormal(True)  # before any thread pool starts: denormals made a loss 12 times slower on a CPU
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)

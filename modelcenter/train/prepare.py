@@ -28,6 +28,7 @@ from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
 from ..registry import Model, build, load, presets
 from .evaluate import Evaluation, count_tokens, stream_bytes
+from .launch import follow
 from .recipe import Recipe
 
 SHARDED = ("adamw", "lion")  # optimizers whose step of a part is that part of the whole's
@@ -65,7 +66,7 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
 
 def check_ranks(recipe: Recipe, machine: Machine) -> None:
     """Refuse what the ranks of `machine` cannot do as one process does it."""
-    if machine.fsdp * machine.tensor_parallel == 1:
+    if machine.ranks == 1:
         return
     if recipe.optimizer.name not in SHARDED:
         refuse(None, "optimizer.name", f"{recipe.optimizer.name} on several ranks", f"{' or '.join(SHARDED)}, or one process")
@@ -89,8 +90,9 @@ def automatic_precision(device: torch.device) -> Literal["bf16", "fp16", "fp32"]
 
 def enter(recipe: Recipe, machine: Machine) -> Ranks:
     """This process among the ranks of the run: alone, or once the others are there."""
-    if machine.fsdp * machine.tensor_parallel == 1:
+    if machine.ranks == 1:
         return ALONE
+    follow()
     from ..parallel.apply import join  # FSDP and DTensor take a second to import
 
     return join(machine)

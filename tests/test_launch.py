@@ -1,0 +1,104 @@
+"""A command starts its own ranks: one answer, one error, one end for all of them."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from test_ranks import run_of
+
+from modelcenter.__main__ import main
+from modelcenter.config import dump_yaml, to_dict
+from modelcenter.parallel.machine import Machine
+from modelcenter.train import launch
+from modelcenter.train.loop import train
+from modelcenter.train.metrics import read_rows
+
+MACHINE = Machine(device="cpu", threads=1, fsdp=2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def command(folder: Path, **changes: Any) -> list[str]:
+    file = folder / "r.yaml"
+    file.write_text(dump_yaml(to_dict(run_of(folder, **changes))))
+    return ["train", str(file), "machine.fsdp=2", "machine.device=cpu", "machine.threads=1"]
+
+
+def once_it_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[list[Any]], None]) -> None:
+    """Call `act` with the processes of the ranks when the run in `folder` has done a step."""
+    ranks: list[Any] = []
+    real = launch.start
+
+    def start(*rest: Any) -> Any:
+        ranks.append(real(*rest))
+        return ranks[-1]
+
+    def watch() -> None:
+        while not any("loss" in row for row in read_rows(folder / "metrics.jsonl")):
+            time.sleep(0.05)
+        act(ranks)
+
+    monkeypatch.setattr(launch, "start", start)
+    Thread(target=watch, daemon=True).start()
+
+
+ENDLESS = {"max_steps": 10**6, "logging_steps": 1, "eval_steps": None, "save_steps": None}
+
+
+def test_a_signal_is_for_all_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    once_it_steps(tmp_path / "out", monkeypatch, lambda ranks: os.kill(os.getpid(), signal.SIGINT))
+    assert main([*command(tmp_path, **ENDLESS, **{"schedule.name": "constant"}), "--json"]) == 0
+    found = capfd.readouterr()
+    answer = json.loads(found.out)
+    (state,) = (tmp_path / "out").glob("step-*")
+    assert answer["stopped"] and answer["step"] == int(state.name[5:])
+    assert f"stopped after step {answer['step']}" in found.err
+    monkeypatch.undo()
+    steps = answer["step"] + 2
+    recipe = run_of(tmp_path, **{**ENDLESS, "schedule.name": "constant", "max_steps": steps})
+    run = train(recipe, MACHINE)  # from Python, and to its end
+    assert (run.step, run.stopped, run.model, run.metrics["step"]) == (steps, False, None, steps)
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    began: list[float] = []
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def act(ranks: list[Any]) -> None:
+        began.append(time.perf_counter())
+        processes.extend(ranks)
+        ranks[victim].kill()
+
+    once_it_steps(tmp_path / "out", monkeypatch, act)
+    assert main(command(tmp_path, **ENDLESS)) == 128 + signal.SIGKILL
+    assert time.perf_counter() - began[0] < 5 and all(process.poll() is not None for process in processes)
+    said = capfd.readouterr().err
+    assert said.count("modelcenter: error:") == 1 and f"modelcenter: error: rank {victim} was ended by signal 9" in said
+    assert "Traceback" not in said
+
+
+def test_an_error_is_said_once(tmp_path: Path, capfd: Any) -> None:
+    assert main(command(tmp_path, **{"data.path": str(tmp_path / "nothing.txt")})) == 2
+    said = capfd.readouterr().err
+    assert said.count("modelcenter: error:") == said.count("nothing.txt") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "rank"), [([0, 0], None), ([75, 1], 1), ([None, -9], 1), ([75, None], 0), ([2, 2], 0), ([75, 75, 2], 2)]
+)
+def test_who_failed_first(status: list[int | None], rank: int | None) -> None:
+    assert launch.culprit(status) == rank
