@@ -268,6 +268,30 @@ def examined(asked: Examination) -> Answer:
     return Answer("\n".join(lines), found)
 
 
+def plan(args: Arguments) -> Answer:
+    """Say how much memory a run needs, part by part, and what would make it fit; nothing is trained or allocated.
+
+    modelcenter plan RECIPE [--machine M] [key=value ...] [machine.key=value ...]
+
+    Takes what train takes. A step is rehearsed on tensors without storage; of a preset that is not here no weights are fetched.
+    """
+    recipe, machine = run_of(args)
+    if recipe.init == "pretrained":
+        check_model(recipe.model)
+    from modelcenter.train.fit import Verdict, verdict
+    from modelcenter.train.loop import autocast
+    from modelcenter.train.prepare import prepare, resolve
+
+    recipe, device = resolve(recipe, machine)
+    setup = prepare(recipe, machine, device, meta=True)
+    found = verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device), refuses=False)
+    if not isinstance(found, Verdict):
+        return Answer(found, {"verdict": found})
+    data = {"verdict": str(found), "fits": found.plan.fits, "device": str(device), "bytes": dict(found.plan.parts),
+            "peak": found.plan.need, "free": found.plan.free, "total": found.plan.total, "batch": found.batch, "ways": found.ways}
+    return Answer(f"{found.plan.table()}\n{found}", data)
+
+
 def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head."""
     from modelcenter.config import assignments
@@ -580,6 +604,7 @@ def doctor(args: Arguments) -> Answer:
 
 VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "train": train,
+    "plan": plan,
     "evaluate": evaluate,
     "generate": generate,
     "convert": convert,

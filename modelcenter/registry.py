@@ -288,7 +288,7 @@ def build(
         full = replace(full, labels=labels_of(None, id2label))
     task = (preset.task or family.default_task or next(iter(family.tasks))) if task == "auto" else task
     model = skeleton(family, full, task, as_dtype(dtype))
-    if device is not None and torch.device(device).type == "meta":
+    if is_meta(device):
         return model
     place(model, device, machine)
     fill(model, initial(model, model.shapes, seed, model.init_std))
@@ -316,7 +316,8 @@ def load(
 
     `task`: lm, mlm, seq2seq, classify, tag, qa, embed, backbone or auto. A head that the checkpoint lacks is drawn from `seed`
     and named in `load_report`. Under a `machine` each process reads its own part alone. An `adapter` is put on the model; a folder
-    with an adapter in peft's format is its base with the adapter on it. The model is in evaluation mode.
+    with an adapter in peft's format is its base with the adapter on it. The model is in evaluation mode. `device="meta"` reads and
+    allocates nothing but what says the shapes.
     """
     known = presets()
     path = hub.resolve(
@@ -355,6 +356,8 @@ def load(
         if adapter is not None:
 
             def ready(name: str, layer: Linear) -> None:  # whole for as long as its codes are made
+                if is_meta(device):
+                    return
                 layer.to_empty(device=device or "cpu")
                 fill(layer, {leaf: sources[f"{name}.{leaf}"] for leaf, _ in layer.named_parameters()})
 
@@ -364,6 +367,8 @@ def load(
                 model.load_report = replace(model.load_report, new=[n for n in new if n not in saved.wholes(model)])
             insert(model, adapter, places, None if saved is None else saved.wholes(model), ready)
             own = first_values(model, seed) if saved is None else saved.values(model, places)
+        if is_meta(device):
+            return model.eval()
         place(model, device, machine)
         fill_all(model, sources, own)
         if saved is None:
@@ -372,6 +377,11 @@ def load(
         preset = known.get(str(name))
         model.source = str(path.resolve()) if Path(name).expanduser() == path else preset[1].hub if preset else str(name)
     return model.eval()
+
+
+def is_meta(device: str | torch.device | None) -> bool:
+    """Whether nothing is to be allocated."""
+    return device is not None and torch.device(device).type == "meta"
 
 
 def check_adapter(adapter: AdapterConfig | None, machine: str | Machine | None) -> None:

@@ -46,6 +46,7 @@ REFUSED = [  # the command, how its one line goes on
     (("doctor", "--machine", "cpu"), "command line: --machine: not wanted here; "),
     (("copy", "finetun"), "finetun: no such recipe; did you mean 'finetune'?"),
     (("compare", "a"), "command line: RUN: 1 given; "),
+    (("plan", "finetune", *DATA, "batch=0"), "command line: batch: 0; an integer at least 1"),
     (("copy", "absent.yaml"), "absent.yaml: no such file; "),
     (("convert",), "command line: source: missing; "),
     (("merge",), "command line: adapter: missing; "),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops._op import PLAIN
+from ..ops._op import plain as has_memory
 from ..ops.cross_entropy import IGNORE
 from ..ops.linear_cross_entropy import chunked
 from .dropout import Dropout
@@ -101,7 +101,7 @@ def plain(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if type(module) not in (Linear, nn.Linear) or any(hooks) or "forward" in vars(module):
         return False
-    return type(module.weight) in PLAIN and (module.bias is None or type(module.bias) in PLAIN)
+    return has_memory(module.weight) and (module.bias is None or has_memory(module.bias))
 
 
 class Transform(nn.Module):

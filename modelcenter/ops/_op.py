@@ -14,7 +14,8 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ def call(name: str, *args: Any) -> None:
     not fit is a ValueError that names the argument. Fake tensors have no memory and are left alone: so a function that allocates
     its results and calls kernels is its own fake kernel."""
     tensor = args[0]
-    if tensor.is_meta or (type(tensor) not in PLAIN and isinstance(tensor, torch._subclasses.FakeTensor)):
+    if tensor.is_meta or fake(tensor):
         return
     getattr(_C.cuda if tensor.is_cuda else _C.cpu, name)(*args)
 
@@ -101,9 +102,39 @@ def raw(schema: str, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[Call
     return wrap
 
 
+_rehearsing = False
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """While it lasts, calls are made as in eager on plain tensors, though these are fake and a dispatch mode watches: what one sees
+    of memory is then what the real calls take."""
+    global _rehearsing
+    before, _rehearsing = _rehearsing, True
+    try:
+        yield
+    finally:
+        _rehearsing = before
+
+
+def real(x: Tensor) -> bool:
+    """Whether `x` has values, or is to be treated as if it had."""
+    return _rehearsing or not (x.is_meta or fake(x))
+
+
+def fake(x: Tensor) -> bool:
+    """Whether `x` is a tensor without values."""
+    return type(x) not in PLAIN and isinstance(x, torch._subclasses.FakeTensor)
+
+
+def plain(x: object) -> bool:
+    """Whether `x` has memory of its own, or is to be treated as if it had."""
+    return type(x) in PLAIN or _rehearsing
+
+
 def unseen() -> bool:
     """Whether nothing watches what is called: no compiler, no dispatch mode."""
-    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+    return _rehearsing or not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 
 
 def transformed() -> bool:
@@ -124,7 +155,7 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
         if kind is not Tensor and kind is not Parameter:
             if not isinstance(a, Tensor):
                 continue
-            plain = False
+            plain = _rehearsing
         if not device:
             device = "cpu" if a.is_cpu else "cuda" if a.is_cuda else a.device.type
             index = a.get_device() if device == "cuda" else -1

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import PLAIN
+from ._op import plain
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -35,7 +35,7 @@ def low_dtype(x: Tensor) -> torch.dtype | None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (.. in), weight (out in), bias (out): .. out, in the dtype F.linear would give, autocast included."""
-    if type(x) in PLAIN and type(weight) in PLAIN and not torch.compiler.is_compiling() and (low := low_dtype(x)) is not None:
+    if plain(x) and plain(weight) and not torch.compiler.is_compiling() and (low := low_dtype(x)) is not None:
         out: Tensor = Wide.apply(x, weight, bias, low)  # type: ignore[no-untyped-call]  # torch has no types there
         return out
     return F.linear(x, weight, bias)

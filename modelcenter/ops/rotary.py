@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import PLAIN, Kernel, call, op, raw, unseen, wide
+from ._op import Kernel, call, op, plain, raw, unseen, wide
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -66,8 +66,7 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     made it, for that keeps its factors and not its result."""
     kernel = rotary.kernel
     assert kernel is not None
-    plain = type(x) in PLAIN and type(cos) in PLAIN and type(sin) in PLAIN
-    fits = plain and unseen() and rotary.fast(x) and takes(x, cos, sin, interleaved)
+    fits = plain(x) and plain(cos) and plain(sin) and unseen() and rotary.fast(x) and takes(x, cos, sin, interleaved)
     if not fits or not x.is_contiguous() or (x.requires_grad and x.is_leaf) or cos.requires_grad or sin.requires_grad:
         out: Tensor = rotary(x, cos, sin, interleaved)
     else:

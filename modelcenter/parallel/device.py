@@ -2,6 +2,7 @@
 
 import os
 import re
+from importlib.util import find_spec
 
 import torch
 
@@ -28,3 +29,19 @@ def device_of(machine: Machine) -> torch.device:
     if found is None or machine.device not in ("auto", found.type):
         refuse(None, "machine.device", f"{machine.device}, which torch does not find here", "device=auto or device=cpu")
     return torch.device(found.type, variable("LOCAL_RANK", 0, torch.accelerator.device_count() - 1, default=0))
+
+
+def memory_of(device: torch.device) -> tuple[int, int] | None:
+    """(free for this process, all there is) in bytes on a device; None where torch does not tell. On a CPU what is free is known
+    if psutil is installed."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device), total
+    if device.type != "cpu":
+        return None
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if find_spec("psutil") is None:
+        return total, total
+    import psutil
+
+    return int(psutil.virtual_memory().available), total

@@ -71,6 +71,7 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
                     known = objective.targets(labels) != IGNORE
                     found.append(row[known].float().cpu())
                     wanted.append(labels[known].float().cpu())
+            del out  # its logits make room for the next
     finally:
         model.train(was_training)
     total, targets = ranks.sum(total, targets)

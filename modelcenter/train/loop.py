@@ -35,6 +35,7 @@ from ..optim.schedules import lr_factor
 from ..parallel.machine import Machine, load_machine
 from ..parallel.ranks import ALONE, Ranks, Silent
 from .evaluate import Arguments, count_targets, count_tokens, on_device
+from .fit import verdict
 from .folder import claim, find_start, flat, write_recipe
 from .guard import give_up, go_back, in_trouble
 from .interrupt import Interrupt
@@ -92,6 +93,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
           Memory(recipe, machine) as memory):
         start = find_start(recipe.resume, folder, ranks)
         setup = prepare(recipe, machine, device, ranks)
+        setup.lines.append(str(verdict(recipe, machine, device, setup, compute)))
         model, total, metric = setup.model, setup.steps, recipe.best or "loss"
         optimizer = build_optimizer(model, recipe.optimizer)
         ema = EMA(model, recipe.ema) if recipe.ema is not None else None

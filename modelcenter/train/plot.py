@@ -10,7 +10,9 @@ from ..checkpoint.atomic import atomic_write
 from ..errors import InputError
 from .metrics import Row, read_rows
 
-LEFT_OUT = ("step", "tokens", "skipped", "spikes", "rollbacks", "eval_targets", "best_step", "memory_gb", "eval_perplexity")
+LEFT_OUT = (
+    "step", "tokens", "skipped", "spikes", "rollbacks", "eval_targets", "best_step", "memory_gb", "eval_perplexity",
+)  # fmt: skip
 TITLES = {"lr": "learning rate", "grad_norm": "gradient's norm, before clipping", "tokens_per_second": "tokens per second"}
 LOG = ("grad_norm",)
 

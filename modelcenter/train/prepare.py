@@ -11,7 +11,10 @@ from typing import Any, Literal
 import torch
 
 from .. import __version__
+from ..adapter.attach import choose, insert
+from ..checkpoint import hub
 from ..checkpoint.atomic import disk_errors
+from ..checkpoint.load import LoadReport
 from ..data.indexed import Tokens
 from ..data.loader import Budget, Chain, Examples, Loader
 from ..data.objective import find_objective, make_examples, texts_of
@@ -19,10 +22,12 @@ from ..data.order import Blended, Grouped, Order
 from ..data.read import read_split
 from ..data.record import Mixture, Part, Record
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
-from ..errors import refuse
+from ..errors import MissingError, refuse
 from ..layers import EmbedHead, LMHead
 from ..layers.adapter import adapted
 from ..metrics.table import METRICS
+from ..ops import _op
+from ..ops.linear import has_low_units
 from ..parallel.device import device_of
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
@@ -98,13 +103,14 @@ def enter(recipe: Recipe, machine: Machine) -> Ranks:
     return join(machine)
 
 
-def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE) -> Setup:
-    """Read the data, make or load the tokenizer and the model, and say what was found. `recipe` is resolved."""
+def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False) -> Setup:
+    """Read the data, make or load the tokenizer and the model (`meta`: without its weights), and say what was found. `recipe` is
+    resolved."""
     records, held_out = read_split(recipe.data)
     tokenizer = find_tokenizer(recipe, records)
     objective = find_objective(recipe.objective)
     names = objective.names(records, recipe.data)
-    model = find_model(recipe, tokenizer, names, machine, device)
+    model = find_model(recipe, tokenizer, names, machine, torch.device("meta") if meta else device)
     if recipe.precision == "fp16" and model.wide:
         found = f"fp16 with {type(model).__name__}, whose feed-forward layers overflow it"
         refuse(None, "precision", found, "bf16, or fp32 where there is no bf16")
@@ -155,6 +161,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         layers, how = len(adapted(model)), model.adapter
         held = f", weights held in {how.quantize}" if how.quantize != "none" else ""
         lines.insert(1, f"adapter: {how.name} of rank {how.rank} on {layers} layers{held}")
+    lines += [f"slow: {choice}" for choice in slow_choices(recipe, device)]
     environment = {
         "modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version(),
         "platform": platform.platform(), "device": device.type, "threads": torch.get_num_threads(),
@@ -162,6 +169,20 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         "eval_examples": len(evaluation) if evaluation else 0,
     }  # fmt: skip
     return Setup(model, tokenizer, train, judge, steps, environment, lines)
+
+
+def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:
+    """What is known to be slow here, and what to do about it."""
+    out = []
+    if not _op.WANTED:
+        out.append("MODELCENTER_KERNELS=0: the references compute; unset it")
+    elif not _op.available(device.type) and device.type in ("cpu", "cuda"):
+        out.append(f"no kernels for this {device.type}: the references compute; modelcenter doctor says what is missing")
+    if device.type == "cpu" and recipe.precision == "bf16" and not has_low_units(torch.bfloat16):
+        out.append("precision=bf16 on a CPU without units for it: products are formed in fp32; fp32 needs no casts")
+    if device.type == "cpu" and recipe.optimizer.name == "adamw" and recipe.optimizer.moments == "int8":
+        out.append("optimizer.moments=int8 on a CPU: it has a kernel on GPUs alone; bf16 has one here")
+    return out
 
 
 def most_of(recipe: Recipe) -> int:
@@ -215,8 +236,14 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
                device: torch.device) -> Model:
     """The recipe's model in fp32: pretrained, or random with the vocabulary and the special tokens of the tokenizer."""
     id2label = dict(enumerate(names)) if names is not None else None
+    adapter = recipe.adapter if recipe.adapter.name != "none" else None
+    if recipe.init == "pretrained" and device.type == "meta" and absent(recipe.model):
+        model = build(recipe.model, task=recipe.task, device=device, config=recipe.config, id2label=id2label)
+        model.load_report = LoadReport()
+        if adapter is not None:
+            insert(model, adapter, choose(model, adapter))
+        return model
     if recipe.init == "pretrained":
-        adapter = recipe.adapter if recipe.adapter.name != "none" else None
         return load(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine, adapter=adapter,
                     config=recipe.config, id2label=id2label, seed=recipe.seed)
     model = build(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine,
@@ -225,6 +252,18 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
     config: Any = model.config
     model.config = replace(config, file={**config.to_dict(), **special})  # carried into config.json
     return model
+
+
+def absent(model: str) -> bool:
+    """Whether it is a preset that would have to be fetched: of one the shapes are known."""
+    known = {name: preset.hub for name, (_, preset) in presets().items()}
+    if model not in known or Path(model).expanduser().is_dir():
+        return False
+    try:
+        hub.resolve(model, local_files_only=True, presets=known)
+    except MissingError:
+        return True
+    return False
 
 
 def write_model(folder: Path, setup: Setup) -> Path:

@@ -1,0 +1,280 @@
+"""The memory that a plan foresees against the memory that a step takes, counted by torch's profiler, allocation by allocation."""
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import modelcenter as mc
+from modelcenter.adapter.config import AdapterConfig
+from modelcenter.checkpoint.load import LoadReport
+from modelcenter.errors import InputError
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.ema import EMA
+from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.apply import recompute as recompute_blocks
+from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.plan import Plan, rehearse, size
+from modelcenter.train import fit
+from modelcenter.train.fit import Verdict, verdict, widest
+from modelcenter.train.loop import autocast
+from modelcenter.train.prepare import prepare, resolve
+from modelcenter.train.recipe import load_recipe
+
+CPU = torch.device("cpu")
+MACHINE = Machine(device="cpu", threads=1)
+LLAMA = {"layers": 3, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 128, "vocab": 3000}
+GPT = {"layers": 3, "dim": 64, "heads": 4, "vocab": 3000, "positions": 128}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt": ("gpt2", GPT),
+    "bert": ("bert-base-uncased", {**GPT, "hidden": 256}),
+    "t5": ("t5-small", {"layers": 2, "decoder_layers": 2, "dim": 64, "heads": 4, "head_dim": 16, "hidden": 128, "vocab": 3000}),
+    "llama": ("llama-3.2-1b", LLAMA),
+    "bloom": ("bloom-560m", {"layers": 3, "dim": 64, "heads": 4, "vocab": 3000}),
+    "cpm-ant": ("cpm-ant-10b", {"layers": 3, "dim": 64, "heads": 4, "head_dim": 16, "hidden": 128, "vocab": 3000}),
+}
+CASES: list[dict[str, Any]] = [
+    *({"family": family} for family in FAMILIES), *({"family": family, "recompute": True} for family in FAMILIES),
+    {"family": "gpt", "amp": True}, {"family": "bert", "amp": True, "recompute": True}, {"family": "gpt", "forwards": 3},
+    {"family": "gpt", "optimizer": {"name": "adafactor"}}, {"family": "bert", "optimizer": {"name": "lion"}},
+    {"family": "llama", "optimizer": {"name": "muon"}}, {"family": "gpt", "optimizer": {"moments": "bf16"}},
+    {"family": "gpt", "ema": True}, {"family": "llama", "adapter": {"name": "lora"}}, {"family": "gpt", "packed": True},
+    {"family": "llama", "adapter": {"name": "lora", "quantize": "nf4"}}, {"family": "t5", "packed": True},
+    {"family": "bert", "sparse": True}, {"family": "gpt", "evaluates": True, "recompute": True}, {"family": "gpt", "sparse": True},
+    {"family": "gpt", "optimizer": {"moments": "int8"}, "layers": 1},
+]  # fmt: skip
+
+
+def case_name(case: dict[str, Any]) -> str:
+    return " ".join(str(v) if isinstance(v, str) else k if v is True else f"{k} {v}" for k, v in case.items())
+
+
+def model_of(case: dict[str, Any]) -> Any:
+    name, config = FAMILIES[case["family"]]
+    model = mc.build(name, config={**config, **({"layers": case["layers"]} if "layers" in case else {})}).train()
+    if "adapter" in case:
+        model.load_report = LoadReport()  # nothing is new in it
+        mc.add_adapter(model, AdapterConfig(**case["adapter"]))
+    return model.train()
+
+
+def batch_of(case: dict[str, Any]) -> dict[str, Any]:
+    ids = torch.randint(10, 3000, (4, 64), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    if case.get("sparse"):
+        labels[torch.rand(labels.shape, generator=torch.Generator().manual_seed(0)) > 0.2] = -100
+    if not case.get("packed"):
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    bounds = torch.arange(5, dtype=torch.int32) * 64
+    positions = torch.arange(64).repeat(4)[None]
+    return {"input_ids": ids.view(1, -1), "labels": labels.view(1, -1), "position_ids": positions, "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds, "max_length_q": 64, "max_length_k": 64}  # fmt: skip
+
+
+def measured(model: Any, batch: dict[str, Any], case: dict[str, Any], compute: Callable[[], AbstractContextManager[Any]]) -> int:
+    """The peak of a second step, evaluation included, in the profiler's record of allocations."""
+    optimizer = build_optimizer(model, OptimizerConfig(**case.get("optimizer", {})))
+    ema = EMA(model, 0.9) if case.get("ema") else None
+
+    def step() -> None:
+        for _ in range(case.get("forwards", 1)):
+            with compute():
+                loss = model(**batch, num_items_in_batch=1).loss
+            loss.backward()
+            del loss
+        optimizer.step(clip=optimizer.clip(1.0))
+        optimizer.zero_grad(set_to_none=True)
+        if case.get("evaluates"):
+            model.eval()
+            with torch.no_grad(), compute():
+                model(**batch, num_items_in_batch=1)
+            model.train()
+
+    step()
+    there = {id(t): t for t in (*model.parameters(), *model.buffers(), *batch.values(), *(ema.averages.values() if ema else ()),
+                                *(v for s in optimizer.state.values() for v in s.values())) if isinstance(t, torch.Tensor)}
+    now = most = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in there.values()}.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    assert len(events) > 50, "the measurement sees nothing"
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("case", CASES, ids=map(case_name, CASES))
+def test_the_peak_is_foreseen(case: dict[str, Any]) -> None:
+    """Within half a percent: what is not seen are states of random generators, and what the measurement begins with."""
+    model, batch = model_of(case), batch_of(case)
+    compute = partial(torch.autocast, "cpu", torch.bfloat16) if case.get("amp") else nullcontext
+    targets = batch["labels"][..., 1:] if case["family"] not in ("bert", "t5") else batch["labels"]
+    if case.get("packed") and case["family"] == "gpt":
+        targets = batch["labels"][..., 1:]
+    share = int((targets != -100).sum()) / batch["labels"].numel()
+
+    def build(twin: Any) -> tuple[Any, Any]:
+        return build_optimizer(twin, OptimizerConfig(**case.get("optimizer", {}))), EMA(twin, 0.9) if case.get("ema") else None
+
+    before = torch.get_rng_state(), {name: p.data_ptr() for name, p in model.named_parameters()}
+    parts = rehearse(model, batch, build, compute, CPU, forwards=case.get("forwards", 1), share=share,
+                     recompute=case.get("recompute", False), evaluates=case.get("evaluates", False))
+    assert torch.equal(before[0], torch.get_rng_state())  # and nothing was drawn
+    assert before[1] == {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert all(p.grad is None and not p._backward_hooks and not p._post_accumulate_grad_hooks for p in model.parameters())
+    weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
+    assert parts["weights"] == sum(weights.values())
+    if case.get("recompute"):
+        recompute_blocks(model)
+    real = measured(model, batch, case, compute)
+    assert abs(parts.total() / real - 1) < 0.005, f"{parts.total()} foreseen, {real} measured: {dict(parts)}"
+
+
+def test_moments_are_what_arithmetic_says() -> None:
+    """Two numbers a weight, and a step's; a row and a column of a matrix."""
+    case = {"family": "gpt"}
+    model, batch = model_of(case), batch_of(case)
+    count = sum(p.numel() for p in model.parameters())
+    tensors = len(list(model.parameters()))
+    parts = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig()), None), nullcontext, CPU)
+    assert parts["optimizer"] == 8 * count + 4 * tensors and parts["weights"] == 4 * count
+    parts = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig(moments="bf16")), None), nullcontext, CPU)
+    assert parts["optimizer"] == 4 * count + 4 * tensors
+    parts = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig(name="adafactor")), None), nullcontext, CPU)
+    assert 0 < parts["optimizer"] < 0.1 * 4 * count
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+TINY = {"layers": 2, "dim": 32, "heads": 2, "positions": 64}
+TINY_T5 = {"dim": 32, "hidden": 64, "heads": 2, "head_dim": 16, "layers": 2, "decoder_layers": 2}
+ROWS = {
+    "lm": {"text": "f of x is y and more of it"}, "mlm": {"text": "f of x is y"}, "classify": {"text": "f(x)", "label": "yes"},
+    "seq2seq": {"source": "f of x", "target": "y"}, "regress": {"text": "f of x", "label": 0.5},
+    "tag": {"tokens": ["f", "of", "x"], "tags": ["B-F", "O", "B-X"]}, "contrastive": {"text": "f of x", "pair": "y of f"},
+    "qa": {"question": "x?", "context": "f of x, y.", "answers": {"text": ["y"], "answer_start": [8]}},
+}  # fmt: skip
+OWN = {"contrastive": {"data.pair_key": "pair"}, "qa": {"data.stride": 2}}
+MODELS = {"lm": ("gpt2", TINY), "seq2seq": ("t5-small", TINY_T5)}
+
+
+def recipe_of(folder: Path, objective: str = "lm", **changes: Any) -> Any:
+    rows = [{**row, **({"text": f"{n} {row['text']}"} if "text" in row else {})} for n, row in enumerate([ROWS[objective]] * 40)]
+    if objective == "classify":
+        rows = [{**row, "label": "yes" if n % 2 else "no"} for n, row in enumerate(rows)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "base.yaml").write_text("{}\n")
+    model, config = MODELS.get(objective, ("bert-base-uncased", TINY))
+    return load_recipe(folder / "base.yaml", {
+        "model": model, "init": "random", "config": config, "tokenizer": "roberta:300", "objective": objective,
+        "data.path": str(folder / "data.jsonl"), "data.seq_len": 32, "data.eval_fraction": 0.2, "batch": 8, "micro_batch": 4,
+        "precision": "fp32", "max_steps": 4, "output_dir": str(folder / "out"),
+        **OWN.get(objective, {}), **changes,
+    })  # fmt: skip
+
+
+def asked(recipe: Any, machine: Machine = MACHINE, **options: Any) -> tuple[Any, Any]:
+    recipe, device = resolve(recipe, machine)
+    setup = prepare(recipe, machine, device, meta=True)
+    return verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device), **options), setup
+
+
+@pytest.mark.parametrize("packing", ["padded", "padding_free"])
+@pytest.mark.parametrize("objective", ROWS)
+def test_every_objective_has_a_verdict(tmp_path: Path, objective: str, packing: str) -> None:
+    """For the largest batch that can come, which the model really takes."""
+    if (objective, packing) == ("qa", "padding_free"):
+        return
+    recipe = recipe_of(tmp_path, objective, **({"data.padding_free": True} if packing == "padding_free" else {}))
+    found, setup = asked(recipe)
+    assert isinstance(found, Verdict) and found.plan.fits and found.batch == "4 x 32 tokens", found
+    assert all(p.is_meta for p in setup.model.parameters())
+    _, batches = next(setup.loader.steps(micro_batch=4))
+    wide = widest(batches[0], 4, recipe, setup.model.encoder_decoder)
+    assert wide.keys() == batches[0].keys()
+    tokens = wide["input_ids"].numel()
+    assert tokens == 4 * 32 * (2 if objective == "contrastive" else 1) >= batches[0]["input_ids"].numel()
+    real = prepare(*resolve_all(recipe)).model
+    out = real(**wide, num_items_in_batch=1)
+    assert out.loss is not None and all(wide[k].dtype == v.dtype for k, v in batches[0].items() if isinstance(v, torch.Tensor))
+
+
+def resolve_all(recipe: Any) -> tuple[Any, Machine, torch.device]:
+    recipe, device = resolve(recipe, MACHINE)
+    return recipe, MACHINE, device
+
+
+def test_what_does_not_fit_is_told_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways are rehearsed themselves: each says a setting that fits, and with it the verdict is that it fits."""
+    recipe = recipe_of(tmp_path, **{"data.seq_len": 64, "eval_steps": None, "data.eval_fraction": 0.0})
+    need = asked(recipe)[0].plan.need
+    monkeypatch.setattr(fit, "memory_of", lambda device: (int(0.8 * need), 10 * need))
+    found, _ = asked(recipe)
+    assert not found.plan.fits and [setting for setting, _ in found.ways] == ["micro_batch=2", "machine.recompute=true"]
+    assert "does not fit (batches of 4 x 64 tokens); set micro_batch=2 (" in str(found)
+    assert "or machine.recompute=true (" in str(found)
+    assert asked(replace(recipe, micro_batch=2))[0].plan.fits
+    assert asked(recipe, replace(MACHINE, recompute=True))[0].plan.fits
+    assert all(asked_need < 0.8 * need for _, asked_need in found.ways)
+
+
+def test_only_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path)
+    lasting = asked(recipe)[0].plan.lasting
+    monkeypatch.setattr(fit, "memory_of", lambda device: (0, lasting))
+    assert "does not fit" in str(asked(recipe)[0])  # and nothing more: other programs may end
+    monkeypatch.setattr(fit, "memory_of", lambda device: (0, lasting - 1))
+    with pytest.raises(InputError, match=r"memory: .* of weights, gradients and optimizer, .* there; an adapter"):
+        asked(recipe)
+    assert "does not fit" in str(asked(recipe, refuses=False)[0])  # asked alone, it answers
+
+
+def test_what_cannot_be_rehearsed_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no\nidea")
+
+    monkeypatch.setattr(fit, "rehearse", fail)
+    assert asked(recipe_of(tmp_path))[0] == "memory: not estimated: RuntimeError: no idea"
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a preset that is not here nothing is fetched, of a folder no weight is read; a run says the same line."""
+    from modelcenter.__main__ import main
+
+    recipe_of(tmp_path)
+    changes = [f"data.path={tmp_path}/data.jsonl", "data.seq_len=32", "batch=4", f"output_dir={tmp_path}/out", "precision=fp32"]
+    small = [f"config.{key}={value}" for key, value in TINY.items()]
+    start = ["pretrain", *changes, "tokenizer=char", *small, "max_steps=1", "schedule.warmup_steps=0", "--machine", "cpu"]
+    assert main(["plan", *start, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["peak"] == sum(found["bytes"].values()) and not (tmp_path / "out").exists()
+    assert main(["train", *start]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("memory:")]
+    assert said[0].split(",")[0] == found["verdict"].split(",")[0] and len(said) == 1
+
+    (weights,) = (tmp_path / "out" / "model").glob("*.safetensors")
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    weights.write_bytes(weights.read_bytes()[:header] + bytes(weights.stat().st_size - header))  # any weights do
+    assert main(["plan", "lora", *changes, f"model={tmp_path}/out/model", "adapter.quantize=nf4", "--machine", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "weights and buffers" in text and "memory: about" in text and not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (1.234e11, "123 GB")])
+def test_size(count: float, text: str) -> None:
+    assert size(int(count)) == text
+
+
+def test_a_plan_adds_up() -> None:
+    plan = Plan({"weights": 5, "gradients": 2, "loss": 4}, 10, 20)
+    assert (plan.need, plan.lasting, plan.fits, plan.hopeless) == (11, 7, False, False)
+    assert Plan({"weights": 5}, 5, 5).fits and math.isclose(plan.need, 11)
