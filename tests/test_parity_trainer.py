@@ -59,6 +59,7 @@ RECORDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "mlm": lambda n: {"text": text(n, 3, 30)},
     "classify": lambda n: {"text": f"{WORDS[n % 3]} {text(n)}", "label": n % 3},
     "pairs": lambda n: {"text": text(n, 1, 6), "other": f"{WORDS[n % 2]} {text(n + 5, 1, 6)}", "label": n % 2},
+    "multilabel": lambda n: {"text": f"{WORDS[n % 3]} {text(n)}", "label": [*range(3)][n % 3 :]},
     "regress": lambda n: {"text": f"{WORDS[n % 7]} {text(n)}", "label": n % 7 / 2 - 1},
     "tag": lambda n: {"tokens": words(n, 1, 9), "tags": [len(word) % 3 for word in words(n, 1, 9)]},
     "qa": asked,
@@ -89,10 +90,13 @@ ROWS = {"data.seq_len": 64, "data.prompt_key": "prompt", "data.response_key": "r
 CASES = {
     "blocks": Case("lm", "gpt2", "CausalLM", GPT, "lm"),
     "rows": Case("rows", "gpt2", "CausalLM", GPT, "lm", ROWS),
+    "unpadded": Case("rows", "gpt2", "CausalLM", GPT, "lm", {**ROWS, "data.padding_free": True}),
+    "smoothed": Case("rows", "gpt2", "CausalLM", GPT, "lm", {**ROWS, "loss.label_smoothing": 0.2}),
     "packed": Case("lm", "gpt2", "CausalLM", GPT, "lm", {"data.packing": True, "batch": 4}),
     "mlm": Case("mlm", BASE, "MaskedLM", BERT, "mlm"),
     "classify": Case("classify", BASE, "SequenceClassification", BERT, "classify", labels=3),
     "pairs": Case("pairs", BASE, "SequenceClassification", BERT, "classify", {"data.pair_key": "other"}, labels=2),
+    "multilabel": Case("multilabel", BASE, "SequenceClassification", BERT, "classify", labels=3),
     "regress": Case("regress", BASE, "SequenceClassification", BERT, "classify", labels=1),
     "tag": Case("tag", BASE, "TokenClassification", BERT, "tag", labels=3),
     "qa": Case("qa", BASE, "QuestionAnswering", BERT, "qa", {"data.stride": 4, "batch": 4}),
@@ -142,7 +146,7 @@ def start(folder: Path, case: Case, **changes: Any) -> Recipe:
     tokenizer.save_pretrained(folder / "start")
     base = {
         "model": str(folder / "start"), "objective": case.objective, "data.path": str(folder / "data.jsonl"), "data.seq_len": 24,
-        "optimizer.lr": 1e-3, "optimizer.weight_decay": 0.2, "optimizer.betas": [0.8, 0.95], "optimizer.eps": 1e-5,
+        "optimizer.lr": 3e-4, "optimizer.weight_decay": 0.2, "optimizer.betas": [0.8, 0.95], "optimizer.eps": 1e-5,
         "schedule.name": "cosine", "schedule.warmup_steps": 5, "max_grad_norm": 0.5, "batch": BATCH, "micro_batch": 4,
         "precision": "fp32", "max_steps": STEPS, "logging_steps": 1, "output_dir": str(folder / "out"),
     }  # fmt: skip
@@ -181,8 +185,8 @@ def theirs(folder: Path, case: Case, recipe: Recipe, data: Sequence[Any], collat
         label_smoothing_factor=recipe.loss.label_smoothing, remove_unused_columns=False, dataloader_pin_memory=False, **more,
     )  # fmt: skip
     model = getattr(transformers, f"AutoModelFor{case.theirs}").from_pretrained(folder / "start")
-    if case.records == "regress":
-        model.config.problem_type = "regression"
+    if case.records in ("regress", "multilabel"):
+        model.config.problem_type = {"regress": "regression", "multilabel": "multi_label_classification"}[case.records]
     logs = Logs()
     trainer = Sequential(model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[logs])
     trainer.remove_callback(transformers.PrinterCallback)
@@ -229,16 +233,15 @@ def same(case: Case, found: tuple[list[dict[str, Any]], Run], wanted: tuple[list
     assert max(row["grad_norm"] for row in rows) > 0.5  # which clips
     model = type(trainer.model).from_pretrained(run.output_dir / "model")
     for (name, p), (_, q) in zip(model.named_parameters(), trainer.model.named_parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["blocks", "packed", "mlm", "span"])
 def test_what_our_loader_makes(name: str, tmp_path: Path) -> None:
+    """Of which they have no like: blocks at every offset, bins of whole documents, masks that are a function of the seed."""
     case = CASES[name]
     recipe = start(tmp_path, case)
-    many = recipe.batch if name == "qa" else 1  # their loss of answers takes padding for places: one window at a time
-    whole = replace(recipe, micro_batch=recipe.batch // many)
-    same(case, ours(recipe), theirs(tmp_path, case, recipe, batches(whole), the_only, 1, many))
+    same(case, ours(recipe), theirs(tmp_path, case, recipe, batches(replace(recipe, micro_batch=recipe.batch)), the_only, 1))
 
 
 # ---- what transformers' own tokenizers and collators make --------------------------------------------------------------
@@ -251,7 +254,9 @@ def of_rows(tokenizer: Any, record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def of_texts(tokenizer: Any, record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**tokenizer(record["text"], record.get("other"), truncation=True, max_length=24), "label": record["label"]}]
+    label = record["label"]
+    label = [float(k in label) for k in range(3)] if isinstance(label, list) else label
+    return [{**tokenizer(record["text"], record.get("other"), truncation=True, max_length=24), "label": label}]
 
 
 def of_words(tokenizer: Any, record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -287,9 +292,11 @@ def of_pairs(tokenizer: Any, record: dict[str, Any]) -> list[dict[str, Any]]:
 Maker = tuple[Callable[[Any, dict[str, Any]], list[dict[str, Any]]], Callable[[Any], Any]]
 PREPARED: dict[str, Maker] = {
     "rows": (of_rows, lambda tokenizer: transformers.DataCollatorForSeq2Seq(tokenizer)),
+    "smoothed": (of_rows, lambda tokenizer: transformers.DataCollatorForSeq2Seq(tokenizer)),
     "unpadded": (of_rows, lambda tokenizer: transformers.DataCollatorWithFlattening()),
     "classify": (of_texts, transformers.DataCollatorWithPadding),
     "pairs": (of_texts, transformers.DataCollatorWithPadding),
+    "multilabel": (of_texts, transformers.DataCollatorWithPadding),
     "regress": (of_texts, transformers.DataCollatorWithPadding),
     "tag": (of_words, transformers.DataCollatorForTokenClassification),
     "qa": (of_questions, lambda tokenizer: transformers.default_data_collator),
@@ -299,14 +306,62 @@ PREPARED: dict[str, Maker] = {
 
 @pytest.mark.parametrize("name", PREPARED)
 def test_what_transformers_makes_of_the_records(name: str, tmp_path: Path) -> None:
-    case = {**CASES, "unpadded": replace(CASES["rows"], changes={**ROWS, "data.padding_free": True})}[name]
+    """Their own accumulation too, where it is right: a causal model's loss is divided by all targets of a step. Their loss of
+    question answering takes padding for places: one window at a time."""
+    case = CASES[name]
     recipe = start(tmp_path, case, **{"data.shuffle": False})
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "start")
     make, collator = PREPARED[name]
     data = [feature for n in range(MANY) for feature in make(tokenizer, RECORDS[case.records](n))]
     data = (data * (1 + STEPS * BATCH // len(data)))[: STEPS * recipe.batch]  # Trainer's last batch of an epoch would be smaller
-    size, many = (1, recipe.batch) if name == "qa" else (recipe.batch, 1)
+    size = {"qa": 1, "rows": 2}.get(name, recipe.batch)
+    many = recipe.batch // size
     same(case, ours(recipe), theirs(tmp_path, case, recipe, data, collator(tokenizer), size, many))
+
+
+# ---- accumulation, evaluation, weight decay ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(24, (1, 2, 3, 4, 6, 8)), (35, (1, 5, 7))], ids=["24", "35"])
+def test_accumulation_changes_nothing(batch: int, parts: tuple[int, ...], tmp_path: Path) -> None:
+    """Rows whose numbers of targets differ by an order of magnitude: to the rounding of fp32 one curve and one model."""
+    recipe = start(tmp_path, CASES["rows"], batch=batch, micro_batch=batch, max_steps=6)
+    found = []
+    for count in parts:
+        rows, run = ours(replace(recipe, micro_batch=batch // count, output_dir=str(tmp_path / str(count))))
+        found.append((rows, torch.cat([p.detach().flatten() for p in run.model.parameters()])))
+    (one, weights), *others = found
+    for rows, more in others:
+        for a, b in zip(one, rows, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+        torch.testing.assert_close(more, weights, rtol=0, atol=1e-6)
+
+
+def test_where_their_accumulation_is_no_mean(tmp_path: Path) -> None:
+    """BERT's and T5's classes leave the number of targets unread and Trainer takes it for used: it adds the parts' means up."""
+    case = CASES["mlm"]
+    recipe = start(tmp_path, case, max_steps=1, batch=8, micro_batch=2)
+    (mine,), _ = ours(recipe)
+    (row,), _ = theirs(tmp_path, case, recipe, batches(recipe), the_only, 1, 4)
+    assert row["loss"] == pytest.approx(4 * mine["loss"], rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["blocks", "rows", "mlm", "classify", "multilabel", "regress", "tag", "qa", "seq2seq", "span"])
+def test_evaluation_is_that_of_one_batch(name: str, tmp_path: Path) -> None:
+    """Ours comes in batches of 4 and is a mean over all targets. Trainer's is a mean of batches' means: it is given one."""
+    case = CASES[name]
+    recipe = start(tmp_path, case, **{"data.eval_path": str(tmp_path / "data.jsonl"), "max_steps": 1})
+    _, run = ours(recipe)
+    resolved, device = resolve(replace(recipe, batch=1000, micro_batch=1 if name == "qa" else 1000), MACHINE)
+    judge = prepare(resolved, MACHINE, device).evaluation
+    assert judge is not None
+    data = [named(batch, recipe.objective) for batch in judge.loader.once()]
+    assert len(data) == 1 or name == "qa"
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True,
+                                               per_device_eval_batch_size=1, dataloader_pin_memory=False)
+    model = getattr(transformers, f"AutoModelFor{case.theirs}").from_pretrained(run.output_dir / "model")
+    found = transformers.Trainer(model=model, args=arguments, data_collator=the_only).evaluate(data)  # type: ignore[arg-type]
+    assert run.metrics["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", zoo.cases(all_variants=False), ids=str)
