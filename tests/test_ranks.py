@@ -1,6 +1,13 @@
 """Training on several ranks against one process: losses, norms, weights, evaluations, states, and what happens when one fails."""
 
+import errno
+import json
+import math
+import os
+import shutil
+import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +23,13 @@ from zoo import cases
 
 import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
+from modelcenter.checkpoint import state
+from modelcenter.checkpoint.shards import whole
+from modelcenter.checkpoint.state import flatten_optimizer, load_state
 from modelcenter.data.collate import pack, pad
 from modelcenter.data.loader import Loader
 from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.ranks import ALONE, Ranks
@@ -26,7 +37,9 @@ from modelcenter.train import loop
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.loop import accumulate, train, update
 from modelcenter.train.metrics import TIMINGS, read_rows
+from modelcenter.train.prepare import enter, prepare, resolve
 from modelcenter.train.recipe import load_recipe
+from modelcenter.train.state import restore, weights
 
 MESHES = {"fsdp2": (2, 1), "tp2": (1, 2), "fsdp2xtp2": (2, 2), "fsdp4": (4, 1)}
 STEPS = 5
@@ -199,3 +212,173 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_equals_one_process(mesh: str, alone: Path, tmp_path: Path) -> None:
     spawn(MESHES[mesh][0] * MESHES[mesh][1], runs, MESHES[mesh], run_of(tmp_path))
     same(tmp_path / "out", alone)
+
+
+def copy_to(source: Path, folder: Path, step: int) -> None:
+    """The run of `source` as it was after the state of `step`, in `folder`."""
+    shutil.copytree(source, folder, ignore=lambda _, names: {n for n in names if n == "model" or n.startswith("step-")})
+    shutil.copytree(source / f"step-{step}", folder / f"step-{step}")
+
+
+def restored(rank: int, shape: tuple[int, int], recipe: Any, path: Path) -> None:
+    """What `path` holds is there again, to the bit, whoever wrote it."""
+    machine = machine_of(shape)
+    recipe, device = resolve(recipe, machine)
+    ranks = enter(recipe, machine)
+    model = prepare(recipe, machine, device, ranks).model
+    optimizer, ema = build_optimizer(model, recipe.optimizer), EMA(model, recipe.ema)
+    assert restore(path, model, optimizer, ema, ranks).step == 4
+    tensors, _ = load_state(path)
+    moments, _ = flatten_optimizer(optimizer, model)
+    for group, table in (("model", dict(weights(model))), ("optimizer", moments), ("ema", ema.averages)):
+        assert table.keys() == tensors[group].keys()
+        for name, tensor in table.items():
+            wanted = whole(tensors[group][name])
+            found = full(tensor.detach())[tuple(slice(0, n) for n in wanted.shape)]
+            assert torch.equal(found, wanted) and (group != "model" or wanted.any()), f"{group}: {name}"
+
+
+ODD = {"config": {**GPT, "vocab": 15}, "ema": 0.8}  # a vocabulary that two ranks do not divide
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("averaged")
+    loop.train(run_of(folder, **ODD), machine_of((1, 1)))
+    return folder / "out"
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((1, 2), (2, 1)), ((4, 1), (1, 2))], ids=str)
+def test_other_ranks_go_on(before: tuple[int, int], after: tuple[int, int], averaged: Path, tmp_path: Path) -> None:
+    source = averaged
+    if before != (1, 1):
+        (tmp_path / "first").mkdir()
+        spawn(before[0] * before[1], runs, before, run_of(tmp_path / "first", **ODD))
+        source = tmp_path / "first" / "out"
+        same(source, averaged)
+    copy_to(source, tmp_path / "out", 4)
+    recipe = replace(run_of(tmp_path, **ODD), data=load_recipe(source / "recipe.yaml").data)
+    spawn(after[0] * after[1], restored, after, recipe, source / "step-4")
+    spawn(after[0] * after[1], runs, after, recipe)
+    same(tmp_path / "out", averaged)
+
+
+def test_the_same_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
+    changes = {"config": {**GPT, "vocab": 15, "dropout": 0.2, "attn_dropout": 0.2}, "logging_steps": 3}
+    (tmp_path / "first").mkdir()
+    first = run_of(tmp_path / "first", **changes)
+    spawn(2, runs, (2, 1), first)
+    copy_to(tmp_path / "first" / "out", tmp_path / "out", 4)
+    spawn(2, runs, (2, 1), replace(run_of(tmp_path, **changes), data=first.data))
+    assert told(tmp_path / "out") == told(tmp_path / "first" / "out")
+    for part in ("step-8", "model"):
+        files = {file.name: file.read_bytes() for file in (tmp_path / "first" / "out" / part).iterdir()}
+        assert files == {file.name: file.read_bytes() for file in (tmp_path / "out" / part).iterdir()} and len(files) > 2
+
+
+# ----------------------------------------------------------------------------------------------------- one rank's trouble
+
+
+def trouble(rank: int, recipe: Any) -> None:
+    """On rank 1 alone: a gradient that is no number in step 2, a loss in step 3, a full disk at step 4, a signal in step 6."""
+    loop.plot_loss = lambda folder: "not drawn"
+    real, write, count, before = loop.accumulate, state.write_group, [0], []
+
+    def accumulate(model: Any, *rest: Any) -> Any:
+        loss, targets = real(model, *rest)
+        count[0] += 1
+        if rank == 1 and count[0] == 2:
+            next(model.parameters()).grad.to_local().view(-1)[0] = math.nan
+        if count[0] in (2, 3, 4):
+            before.append([p.detach().to_local().clone() for p in model.parameters()])
+        if rank == 1 and count[0] == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return (math.nan if rank == 1 and count[0] == 3 else loss), targets
+
+    def write_group(*rest: Any) -> Any:
+        if rank == 1 and count[0] == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*rest)
+
+    loop.accumulate, state.write_group = accumulate, write_group
+    run = train(recipe, machine_of((2, 1)))
+    assert run.stopped and run.step == 6
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*before, strict=True)), "a bad step changed weights"
+
+
+def test_one_ranks_trouble_is_everybodys(tmp_path: Path) -> None:
+    spawn(2, trouble, run_of(tmp_path, logging_steps=1, max_steps=20, save_steps=4))
+    logged = [row for row in told(tmp_path / "out") if "loss" in row]
+    assert [row["step"] for row in logged if row["grad_norm"] is None] == [2, 3] and logged[-1]["skipped"] == 2
+    assert sorted(path.name for path in (tmp_path / "out").glob("*step-*")) == ["step-6"]
+
+
+def seeds(rank: int, recipe: Any) -> None:
+    loop.plot_loss = lambda folder: "not drawn"
+    found = []
+    real = loop.accumulate
+
+    def accumulate(*rest: Any) -> Any:
+        found.append(rest[-1].agree(str(torch.initial_seed())))
+        return real(*rest)
+
+    loop.accumulate = accumulate
+    train(recipe, machine_of((2, 2)))
+    a, b, c, d = found[0]
+    assert a == b != c == d, "dropout differs where the data does, and there alone"
+
+
+def test_dropout_differs_between_shares_alone(tmp_path: Path) -> None:
+    spawn(4, seeds, run_of(tmp_path, max_steps=1, eval_steps=None, save_steps=None))
+
+
+# ------------------------------------------------------------------------------------------------- evaluations, refusals
+
+
+def evaluations(rank: int, recipes: list[Any]) -> None:
+    for recipe in recipes:
+        results = []
+        for machine in (machine_of((2, 1)), machine_of((1, 1))):
+            settled, device = resolve(recipe, machine)
+            setup = prepare(settled, machine, device, enter(settled, machine))
+            results.append(setup.evaluation(setup.model))  # type: ignore[misc]
+        assert results[0].keys() == results[1].keys()
+        for key, value in results[1].items():
+            assert results[0][key] == pytest.approx(value, rel=1e-5), f"{recipe.objective}: {key}"
+
+
+def test_evaluations_equal_one_process(tmp_path: Path) -> None:
+    def recipe(objective: str, model: str, config: dict[str, Any], lines: list[Any], **changes: Any) -> Any:
+        file = tmp_path / f"{objective}.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / "base.yaml").write_text("{}\n")
+        base = {"model": model, "init": "random", "config": config, "objective": objective, "tokenizer": "char", "batch": 4,
+                "micro_batch": 2, "data.path": str(file), "data.eval_path": str(file), "data.seq_len": 16, "max_steps": 1,
+                "precision": "fp32", "output_dir": str(tmp_path / "out"), **changes}  # fmt: skip
+        return load_recipe(tmp_path / "base.yaml", base)
+
+    small = {key: value for key, value in BERT.items() if key != "vocab"}
+    words = ["ab cd", "b", "cab dab", "dd", "a b c"]
+    labelled = [{"text": w, "label": "xy"[k % 2]} for k, w in enumerate(words)]
+    pairs = [{"source": w, "target": w[::-1]} for w in words]
+    tagged = [{"tokens": w.split(), "tags": ["B-x", "I-x", "O"][: len(w.split())]} for w in words]
+    spawn(2, evaluations, [
+        recipe("classify", "bert-base-uncased", small, labelled, metrics=["mcc"]),
+        recipe("regress", "bert-base-uncased", small, [{"text": w, "label": k / 3} for k, w in enumerate(words)]),
+        recipe("tag", "bert-base-uncased", small, tagged, tokenizer="bpe:300"),
+        recipe("seq2seq", "t5-small", {k: v for k, v in T5.items() if k != "vocab"}, pairs, metrics=["chrf"], tokenizer="bpe:300",
+               **{"data.target_len": 8}),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "shape", "text"), [
+    ({"optimizer.name": "muon"}, (1, 2), r"optimizer\.name: muon on several ranks; adamw or lion, or one process"),
+    ({"optimizer.moments": "int8"}, (2, 1), r"optimizer\.moments: int8 on several ranks"),
+    ({"batch": 2}, (4, 1), r"batch: 2 sequences for 4 ranks"),
+])  # fmt: skip
+def test_refusals_before_anything_is_allocated(changes: dict[str, Any], shape: tuple[int, int], text: str, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")  # as a launcher would have it
+    with pytest.raises(mc.InputError, match=text):
+        train(run_of(tmp_path, **changes), machine_of(shape))
+    assert not (tmp_path / "out").exists()
