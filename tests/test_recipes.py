@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mesh import spawn
 
 import modelcenter as mc
+from modelcenter.config import names, packaged
 from modelcenter.data.tokenizer import train_tokenizer
 from modelcenter.metrics.suites import SUITES, average
-from modelcenter.parallel.machine import load_machine
+from modelcenter.parallel.machine import Machine, load_machine
 from modelcenter.train import loop
 from modelcenter.train.catalog import listing
 from modelcenter.train.loop import Run, train
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.recipe import Recipe, load_recipe
 
 NAMES = [row["name"] for row in listing()]
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "ate", "one", "red", "apple", "while", "it", "rained", "in", "old", "towns")
@@ -110,18 +112,22 @@ def files(here: Path) -> list[str]:
     return [f"data.path={here}/train.jsonl", f"data.eval_path={here}/dev.jsonl"]
 
 
-def run(name: str, shape: str, record: Callable[[int], dict[str, Any]], zoo: Path, here: Path, over: list[str]) -> Run:
-    """Three steps of a recipe on `machine=cpu`: of its model there is a tiny one, of its data a few."""
+def tiny(name: str, shape: str, record: Callable[[int], dict[str, Any]], zoo: Path, here: Path, over: list[str]) -> Recipe:
+    """Three steps of a recipe: of its model there is a tiny one, of its data a few."""
     for file, numbers in {"train.jsonl": range(24), "dev.jsonl": range(24, 32)}.items():
         (here / file).write_text("".join(json.dumps(record(n)) + "\n" for n in numbers))
     recipe = load_recipe(name, [*files(here), *over])
-    tiny = {"batch": 4, "max_steps": 3, "num_epochs": None, "eval_steps": 3, "output_dir": str(here / name)}
+    small = {"batch": 4, "max_steps": 3, "num_epochs": None, "eval_steps": 3, "output_dir": str(here / name)}
     data = replace(recipe.data, seq_len=40 if recipe.objective == "qa" else 32, target_len=8, stride=8)
     if recipe.init == "random":
-        tiny |= {"config": recipe.config | SHAPES[shape][2] | {"layers": 1}, "tokenizer": f"{SHAPES[shape][1]}:400"}
+        small |= {"config": recipe.config | SHAPES[shape][2] | {"layers": 1}, "tokenizer": f"{SHAPES[shape][1]}:400"}
     else:
-        tiny |= {"model": str(zoo / shape)}
-    return train(replace(recipe, **tiny, data=data), replace(load_machine("cpu"), threads=1))
+        small |= {"model": str(zoo / shape)}
+    return replace(recipe, **small, data=data)
+
+
+def run(name: str, shape: str, record: Callable[[int], dict[str, Any]], zoo: Path, here: Path, over: list[str]) -> Run:
+    return train(tiny(name, shape, record, zoo, here, over), replace(load_machine("cpu"), threads=1))
 
 
 def test_every_recipe_has_its_data() -> None:
@@ -180,3 +186,30 @@ def test_a_recipe_that_names_a_dataset_reads_it(zoo: Path, tmp_path: Path, monke
     ended = train(recipe, replace(load_machine("cpu"), threads=1))
     assert {"eval_f1", "eval_accuracy"} <= set(ended.metrics)
     assert mc.load(ended.output_dir / "model").config.to_dict()["id2label"] == {"0": "equivalent", "1": "not_equivalent"}
+
+
+# ------------------------------------------------------------------------------------------------------------- machines
+
+
+def trains(rank: int, recipe: Recipe, machine: Machine) -> None:
+    ended = train(recipe, machine)
+    assert ended.step == 3 and math.isfinite(ended.metrics["loss"]) and math.isfinite(ended.metrics["eval_loss"])
+
+
+@pytest.mark.parametrize("name", names(packaged("machines")))
+def test_machine_trains(name: str, zoo: Path, tmp_path: Path) -> None:
+    """What a profile says beside its device: on two processes where it is for several."""
+    recipe = tiny("finetune", *DATA["finetune"], zoo, tmp_path, [])
+    profile = load_machine(name)
+    machine = replace(profile, device="cpu", threads=1, fsdp=min(profile.fsdp, 2))
+    if machine.fsdp > 1:
+        spawn(machine.fsdp, trains, recipe, machine)
+    else:
+        trains(0, recipe, machine)
+    assert mc.load(Path(recipe.output_dir) / "model").load_report.new == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in names(packaged("machines")) if load_machine(name).fsdp == 1])
+def test_machine_trains_on_its_gpu(name: str, zoo: Path, tmp_path: Path) -> None:
+    trains(0, tiny("finetune", *DATA["finetune"], zoo, tmp_path, []), load_machine(name))

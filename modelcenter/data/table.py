@@ -97,7 +97,8 @@ def read_named(path: str, key: str) -> Dataset:
     try:
         found = library.load_dataset(name, config or None)
     except Exception as e:  # the hub's errors, the library's and those of the file formats
-        refuse(None, key, f"{path} cannot be loaded ({first_line(e)})", "datasets:NAME[,CONFIG][:SPLIT] is wanted")
+        wanted = f"datasets:NAME[,CONFIG][:SPLIT] that the hub or its cache has, or files: {key}=FILE"
+        refuse(None, key, f"{path} cannot be loaded ({first_line(e)})", wanted)
     if (split or "train") not in found:
         refuse(None, key, f"{path} has no split {split or 'train'!r}", nearest(split or "train", found))
     return Dataset(found[split or "train"], path)
