@@ -53,6 +53,8 @@ class Tally(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if kwargs and "out" in kwargs:  # nothing is made; torch does not know all of them
+            return kwargs["out"]
         if func is torch.ops.aten.nonzero.default:
             size = args[0].numel()
             out = args[0].new_empty((self.chosen.get(size, size), args[0].dim()), dtype=torch.int64)

@@ -1,5 +1,6 @@
 """Whether a run will fit into memory, said before its first step, and which key makes it fit where it does not."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -59,11 +60,15 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
                          evaluates=setup.evaluation is not None)  # fmt: skip
         return Plan(parts, min(free, total), total)
 
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints the traceback of what is raised in it
+    quiet, log.disabled = log.disabled, True
     try:
         found = plan(now, machine.recompute)
         ways = [] if found.fits or found.hopeless else list(better(plan, now, recipe, machine))
     except Exception as error:  # what cannot be rehearsed can be run
         return f"memory: not estimated: {type(error).__name__}: {printable(' '.join(str(error).split()))[:100]}"
+    finally:
+        log.disabled = quiet
     if found.hopeless and refuses:
         what = f"{size(found.lasting)} of weights, gradients and optimizer, {size(total)} there"
         refuse(None, "memory", what, FEWER)
