@@ -1,0 +1,260 @@
+// The gradients of LayerNorm and RMSNorm: norm.cpp has the formulas, norm_ring.h how rows are walked over.
+//
+// The groups write their sums for weight and bias to lines of `partial`, which a second kernel adds up in a fixed order. Arithmetic is
+// in fp32; in half precision a difference from the mean may be rounded as one product, of which their own steps show nothing.
+//
+// Bytes an element must move in bf16: 6, 8 with a residual.
+#include "norm_ring.h"
+
+namespace {
+
+template <int D, bool CENTRED, bool SHIFT, int PACKS, int ROWS>
+__global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
+    constexpr int SUMS = CENTRED ? 2 : 1;
+    constexpr bool HALF = D == BF16 || D == F16;
+    extern __shared__ uint4 memory[];
+    __shared__ Board<ROWS, true> board;
+    const int dim = static_cast<int>(p.dim);
+    const int64_t group = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    const int skew = SHIFT ? p.total.skew(group * dim) : 0;
+    const bool adds = p.residual.data;
+    const Source<D, SHIFT, PACKS> grad(p.x, p.rows * p.dim, group * dim, skew),
+        normed(p.normed, p.rows * p.dim, group * dim, skew);
+    const Source<D, SHIFT, PACKS> residual(adds ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
+    const int after = grad.slots(), last = after + normed.slots(), slots = last + (adds ? residual.slots() : 0);
+    Ring<PACKS> ring{memory};
+    ring.base += threadIdx.y * ring.packs() * p.stages * ROWS * slots;
+    for (int i = 0; i < p.stages * ROWS; i++) {
+        grad.clear(ring, i * slots, dim);
+        normed.clear(ring, i * slots + after, dim);
+        if (adds) residual.clear(ring, i * slots + last, dim);
+    }
+    const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
+    const float share = 1.0f / static_cast<float>(dim), scale = p.seed ? p.scale : 1.0f;
+    Window<SHIFT> mine[PACKS];
+    Eight w[PACKS], dw[PACKS] = {}, db[PACKS] = {};
+#pragma unroll
+    for (int j = 0; j < PACKS; j++) {
+        mine[j].set(ring.pack(j) * 8 - skew, dim);
+        w[j] = mine[j].read(p.weight);
+    }
+    int turn = 0;
+    // lane l has statistic l / ROWS of row l % ROWS
+    const auto read_stats = [&](int64_t row) {
+        const int64_t mine = row + lane() % ROWS * p.groups;
+        return lane() < 3 * ROWS && mine < p.rows ? p.stats[lane() / ROWS * p.rows + mine] : 0.0f;
+    };
+    const auto stats = [&](float held, int r) {
+        const float rstd = from_lane(held, ROWS + r);
+        return CENTRED ? Stats{from_lane(held, r), rstd, HALF ? 0.0f : from_lane(held, 2 * ROWS + r)} : Stats{0.0f, rstd, 0.0f};
+    };
+    // What the halves' own steps leave hides how a difference from the mean is rounded.
+    const auto normal = [](const Stats& s, float x) {
+        return !CENTRED ? x * s.rstd : HALF ? fmaf(x, s.rstd, -s.mean * s.rstd) : s.normal(x);
+    };
+    const int64_t apart = p.groups * p.dim;
+    float next = read_stats(group);
+    if (SHIFT) group_barrier<true>();
+    walk<ROWS, SHIFT>(
+        p, group, slots,
+        [&](int64_t at, int slot, bool exists) {
+            grad.copy(ring, slot, at, dim, exists);
+            normed.copy(ring, slot + after, at, dim, exists);
+            if (adds) residual.copy(ring, slot + last, at, dim, exists);
+        },
+        [&](int64_t row, int64_t start, int slot) {
+            const float held = next;
+            next = read_stats(row + ROWS * p.groups);
+            float sums[SUMS * ROWS];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const Stats s = stats(held, r);
+                float level = 0.0f, skewed = 0.0f;
+#pragma unroll
+                for (int j = 0; j < PACKS; j++) {
+                    const Eight g = grad.get(ring, slot + r * slots, j, mine[j].valid);
+                    const Eight v = normed.get(ring, slot + r * slots + after, j, mine[j].valid);
+#pragma unroll
+                    for (int k = 0; k < 8; k++) {  // no column, no row: a gradient of zero
+                        const float h = normal(s, v.at[k]), weighted = g.at[k] * w[j].at[k];
+                        dw[j].at[k] = fmaf(g.at[k], h, dw[j].at[k]);
+                        if (CENTRED) db[j].at[k] += g.at[k], level += weighted;
+                        skewed = fmaf(weighted, h, skewed);
+                    }
+                }
+                sums[r] = skewed;
+                if (CENTRED) sums[(SUMS - 1) * ROWS + r] = level;
+            }
+            const float found = group_sums(sums, board, turn) * share;
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const int64_t at = start + r * apart;
+                const Stats s = stats(held, r);
+                const float skewed = from_lane(found, r), level = CENTRED ? from_lane(found, (SUMS - 1) * ROWS + r) : 0.0f;
+                const float slope = s.rstd * s.rstd * skewed, offset = s.rstd * (s.mean * s.rstd * skewed - level);
+                if (ROWS > 1 && row + r * p.groups >= p.rows) continue;
+#pragma unroll
+                for (int j = 0; j < PACKS; j++) {
+                    Eight d = grad.get(ring, slot + r * slots, j, mine[j].valid);  // again, rather than in registers meanwhile
+                    const Eight v = normed.get(ring, slot + r * slots + after, j, mine[j].valid);
+#pragma unroll
+                    for (int k = 0; k < 8; k++)
+                        d.at[k] = HALF ? fmaf(d.at[k] * w[j].at[k], s.rstd, fmaf(-v.at[k], slope, offset))
+                                       : fmaf(-normal(s, v.at[k]), skewed, fmaf(d.at[k], w[j].at[k], -level)) * s.rstd;
+                    if (adds) {
+                        const Eight more = residual.get(ring, slot + r * slots + last, j, mine[j].valid);
+#pragma unroll
+                        for (int k = 0; k < 8; k++) d.at[k] += more.at[k];
+                    }
+                    mine[j].template store<D>(p.total, at, d);
+                    if (!p.out.data) continue;
+                    d = rounded(d, kind<D>(p.total));
+                    const uint32_t keep = p.seed ? kept8(at + mine[j].first, key, p.threshold) : 0xFFu;
+#pragma unroll
+                    for (int k = 0; k < 8; k++) d.at[k] = keep >> k & 1 ? d.at[k] * scale : 0.0f;
+                    mine[j].template store<D>(p.out, at, d);
+                }
+            }
+        });
+    float* line = p.partial + group * SUMS * dim;
+#pragma unroll
+    for (int j = 0; j < PACKS; j++)
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            if (mine[j].has(k)) {
+                line[mine[j].first + k] = dw[j].at[k];
+                if (CENTRED) line[dim + mine[j].first + k] = db[j].at[k];
+            }
+}
+
+// Rows of any length and alignment: a block each; the sums for weight and bias are another kernel's.
+__global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) {
+    __shared__ Board<1, false> board;
+    const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
+    int turn = 0;
+    for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        const int64_t at = row * p.dim;
+        const Stats s = {p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]};
+        const auto each = [&](auto f) {
+            columns(p.dim, [&](int64_t c) { f(at + c, p.x.one(at + c) * p.weight.one(c), s.normal(p.normed.one(at + c))); });
+        };
+        float sums[2] = {};
+        each([&](int64_t, float g, float h) {
+            sums[0] += g;
+            sums[1] = fmaf(g, h, sums[1]);
+        });
+        const float found = group_sums(sums, board, turn) / static_cast<float>(p.dim);
+        const float level = p.centred ? from_lane(found, 0) : 0.0f, skewed = from_lane(found, 1);
+        each([&](int64_t e, float g, float h) {
+            const float d = (g - level - h * skewed) * s.rstd;
+            p.total.put(e, p.residual.data ? d + p.residual.one(e) : d);
+        });
+        if (!p.out.data) continue;
+        __syncthreads();
+        columns((p.dim + 7) / 8, [&](int64_t i) {
+            const uint32_t keep = p.seed ? kept8(at + i * 8, key, p.threshold) : 0xFFu;
+            for (int k = 0; k < 8 && i * 8 + k < p.dim; k++) {
+                const int64_t e = at + i * 8 + k;
+                p.out.put(e, keep >> k & 1 ? p.total.one(e) * (p.seed ? p.scale : 1.0f) : 0.0f);
+            }
+        });
+    }
+}
+
+// partial[y]: sums over the rows y, y + gridDim.y ..., for 32 columns a block
+__global__ void __launch_bounds__(256) norm_columns(const Problem p) {
+    __shared__ float weights[8][33], biases[8][33];
+    const int64_t c = int64_t{blockIdx.x} * 32 + threadIdx.x;
+    float dw = 0.0f, db = 0.0f;
+    const int64_t step = int64_t{gridDim.y} * blockDim.y;
+    if (c < p.dim)
+        for (int64_t row = int64_t{blockIdx.y} + int64_t{gridDim.y} * threadIdx.y; row < p.rows; row += step) {
+            const Stats s = {p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]};
+            const float d = p.x.one(row * p.dim + c);
+            dw = fmaf(d, s.normal(p.normed.one(row * p.dim + c)), dw);
+            db += d;
+        }
+    weights[threadIdx.y][threadIdx.x] = dw, biases[threadIdx.y][threadIdx.x] = db;
+    __syncthreads();
+    if (threadIdx.y || c >= p.dim) return;
+    for (int y = 1; y < 8; y++) dw += weights[y][threadIdx.x], db += biases[y][threadIdx.x];
+    float* line = p.partial + int64_t{blockIdx.y} * (p.centred ? 2 : 1) * p.dim;
+    line[c] = dw;
+    if (p.centred) line[p.dim + c] = db;
+}
+
+// The lines of `partial`, added in their order by 16 threads a column and those in theirs.
+template <class W>
+__global__ void __launch_bounds__(512) norm_add_partial(const float* partial, int64_t lines, int64_t dim, int64_t width, W* dweight,
+                                                       W* dbias) {
+    __shared__ float sums[16][33];
+    const int64_t c = int64_t{blockIdx.x} * 32 + threadIdx.x;
+    float sum = 0.0f;
+    if (c < width)
+        for (int64_t i = threadIdx.y; i < lines; i += 16) sum += partial[i * width + c];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y || c >= width) return;
+    for (int y = 1; y < 16; y++) sum += sums[y][threadIdx.x];
+    (c < dim ? dweight[c] : dbias[c - dim]) = from_float<W>(sum);
+}
+
+bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cudaStream_t stream) {
+    const Dtype dtype = p.normed.dtype;
+    const bool same = p.x.dtype == dtype && (!p.out.data || p.out.dtype == dtype);
+    MC_FOR_BOOL(p.centred, CENTRED,
+        if (same && dtype == BF16 && shift && launch<norm_rows_backward<BF16, CENTRED, true, 1, 4>>(1, 4, p, true, slots, lines, stream)) return true;
+        if (same && dtype == BF16 && !shift) {
+            if (launch<norm_rows_backward<BF16, CENTRED, false, 1, 4>>(1, 4, p, false, slots, lines, stream)) return true;
+            if (launch<norm_rows_backward<BF16, CENTRED, false, 1, 2>>(1, 2, p, false, slots, lines, stream)) return true;
+            if (launch<norm_rows_backward<BF16, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream)) return true;
+        }
+        if (same && dtype == F16 && !shift && launch<norm_rows_backward<F16, CENTRED, false, 1, 4>>(1, 4, p, false, slots, lines, stream)) return true;
+        if (same && dtype == F32 && !shift && launch<norm_rows_backward<F32, CENTRED, false, 1, 2>>(1, 2, p, false, slots, lines, stream)) return true;
+        if (shift) return launch<norm_rows_backward<ANY, CENTRED, true, 2, 1>>(2, 1, p, true, slots, lines, stream);
+        return launch<norm_rows_backward<ANY, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream);)
+}
+
+// How many lines of `partial` there are.
+int64_t backward(const Problem& p, int64_t lines, bool shift, cudaStream_t stream) {
+    const int slots = slots_of(p.x) + slots_of(p.normed) + slots_of(p.residual);
+    if (p.alike && launch_backward(p, shift, slots, lines, stream)) return lines;
+    const int threads = threads_for(p.dim);
+    norm_any_rows_backward<<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
+    norm_columns<<<dim3(static_cast<unsigned>((p.dim + 31) / 32), static_cast<unsigned>(lines)), dim3(32, 8), 0, stream>>>(p);
+    return lines;
+}
+
+}  // namespace
+
+MC_KERNEL(norm_backward) {
+    const Array grad = call.in("grad", FLOATS);
+    const Shape columns{grad.shape.last()};
+    const Array total = call.in("total", FLOATS, grad.shape);
+    const Array more = call.maybe("more", total.dtype, grad.shape);
+    const Array weight = call.in("weight", FLOATS, columns);
+    const Array stats = call.in("stats", F32, Shape{3, grad.shape.rows()});
+    const Array seed = call.maybe("seed", I64, Shape{1});
+    const double rate = call.real("p");
+    const Array stream = call.out("stream", total.dtype, grad.shape);
+    const Array branch = call.maybe_out("branch", FLOATS, grad.shape);
+    const Array dweight = call.out("dweight", weight.dtype, columns);
+    const Array dbias = call.maybe_out("dbias", weight.dtype, columns);
+    const Array partial = call.inout("partial", F32);
+    const int64_t dim = columns.at[0], lines = partial.shape.rank ? partial.shape.at[0] : 0;
+    if (!(partial.shape == Shape{lines, dbias ? 2 : 1, dim}) || lines < 1 || lines > 65535)
+        call.refuse("partial: 1 to 65535 lines of sums are wanted");
+    if (!known(branch ? branch.dtype : total.dtype, total.dtype, grad.dtype)) call.refuse("no kernel for this mixture of dtypes");
+    call.ready();
+    if (!dim) return;
+    Problem p{};
+    p.x = tensor(grad), p.normed = tensor(total), p.residual = tensor(more), p.weight = tensor(weight);
+    p.total = tensor(stream), p.out = tensor(branch), p.stats = stats.as<float>(), p.partial = partial.as<float>();
+    p.centred = static_cast<bool>(dbias), p.alike = alike(stream, branch), p.rows = grad.shape.rows(), p.dim = dim;
+    set_rate(p, seed, rate);
+    const auto on = static_cast<cudaStream_t>(call.stream);
+    const int64_t width = partial.shape.at[1] * dim;
+    const int64_t used = p.rows ? backward(p, lines, !packed(dim, grad, total, more, stream, branch), on) : 0;
+    MC_FOR_FLOAT(weight.dtype, W, norm_add_partial<W><<<static_cast<unsigned>((width + 31) / 32), dim3(32, 16), 0, on>>>(
+        p.partial, used, dim, width, dweight.as<W>(), dbias.as<W>()))
+}
