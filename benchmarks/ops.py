@@ -393,15 +393,15 @@ def sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def clock(device: str, work: Callable[[], Any]) -> float:
-    """Seconds that `work` takes on the device."""
+def clock(device: str, work: Callable[[], Any], ahead: float = 1e-3) -> float:
+    """Seconds that `work` takes on the device, whose launches take `ahead` seconds at most."""
     if device != "cuda":
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)  # about a millisecond, in which the launches queue up: they are not what is measured
+    torch.cuda._sleep(int(2e9 * ahead))  # the launches queue up meanwhile: they are not what is measured
     start.record()
     work()
     end.record()
@@ -439,7 +439,7 @@ class Contender:
             for args in taken:
                 self.function(*args)
 
-        return clock(device, work) / len(taken)
+        return clock(device, work, 1e-3 * len(taken)) / len(taken)
 
     def backward(self, device: str) -> float:
         taken = self.turn()
@@ -450,7 +450,7 @@ class Contender:
             while outs:
                 torch.autograd.grad(outs.pop(), leaves(taken[len(outs)]), grads.pop(), allow_unused=True)
 
-        return clock(device, work) / len(taken)
+        return clock(device, work, 1e-3 * len(taken)) / len(taken)
 
     def whole(self, device: str) -> float:
         taken = self.turn()
@@ -460,7 +460,7 @@ class Contender:
                 out = results(self.function(*args))
                 torch.autograd.grad(out, leaves(args), [torch.ones_like(o) for o in out], allow_unused=True)
 
-        return clock(device, work) / len(taken)
+        return clock(device, work, 1e-3 * len(taken)) / len(taken)
 
     step = forward
 

@@ -2,7 +2,8 @@
 //
 // For the gradient tokens come sorted by row, stably (`order`), with where each row's begin (`start`). A block adds up RUN of them
 // in their order; what it finds whole goes to the table, of a row that goes on before or behind it the sum goes to `partial` (two
-// rows of fp32 a block: the row it began with, the row it ends with). A second kernel adds those and writes zero where no token is.
+// rows of fp32 a block: the row it began with, the row it ends with). A second kernel adds those, in a fixed order, and writes zero
+// where no token is.
 #include "cuda.h"
 
 namespace {
@@ -77,29 +78,66 @@ __global__ __launch_bounds__(128) void add_runs(
     }
 }
 
-// a warp a row of the table: those without a token, and those whose tokens are in several blocks
-template <class T, bool VECTOR>
-__global__ __launch_bounds__(256) void finish(const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
-    const int64_t warps = int64_t{gridDim.x} * blockDim.y;
-    for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < vocab; row += warps) {
-        const int64_t begin = start[row], end = row == pad ? begin : start[row + 1];
-        const int64_t first = begin / RUN, last = (end - 1) / RUN;
-        if (begin < end && first == last) continue;
-        for (int64_t column = threadIdx.x * 8; column < dim; column += 256) {
-            const int count = dim - column < 8 ? static_cast<int>(dim - column) : 8;
-            float sums[8] = {};
-            if (begin < end)
-                for (int64_t block = first; block <= last; block++) {
-                    const float* from = partial + (2 * block + (block == first)) * dim + column;
+constexpr int TEAM = 8;  // warps of a block
+
+// Adds up, for eight columns, the sums of a row's tokens in the blocks from `block` on, `step` apart.
+template <bool VECTOR>
+__device__ __forceinline__ void add(float (&sums)[8], const float* partial, int64_t first, int64_t last, int64_t block, int step,
+                                    int64_t dim, int64_t column, int count) {
+#pragma unroll 4
+    for (; block <= last; block += step) {
+        const Pack<float> from = load8<VECTOR>(partial + (2 * block + (block == first)) * dim + column, count);
 #pragma unroll
-                    for (int i = 0; i < 8; i++) sums[i] += i < count ? from[i] : 0.0f;
+        for (int i = 0; i < 8; i++) sums[i] += from.at[i];
+    }
+}
+
+// Rows of the table without a token, and those whose tokens are in several blocks: a warp each, or where they are in many, as those of
+// the most frequent words are, all warps of a block.
+template <class T, bool VECTOR>
+__global__ __launch_bounds__(32 * TEAM) void finish(const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
+    __shared__ float said[TEAM][256];
+    const auto span = [&](int64_t row, int64_t& first, int64_t& last) {
+        const int64_t begin = start[row], end = row == pad ? begin : start[row + 1];
+        first = begin / RUN, last = begin < end ? (end - 1) / RUN : first - 1;
+    };
+    for (int64_t base = int64_t{blockIdx.x} * TEAM; base < vocab; base += int64_t{gridDim.x} * TEAM) {
+        const int64_t mine = base + threadIdx.y;
+        int64_t first, last;
+        if (mine < vocab) {
+            span(mine, first, last);
+            if (last != first && last - first < TEAM)
+                for (int64_t column = threadIdx.x * 8; column < dim; column += 256) {
+                    const int count = dim - column < 8 ? static_cast<int>(dim - column) : 8;
+                    float sums[8] = {};
+                    add<VECTOR>(sums, partial, first, last, first, 1, dim, column, count);
+                    put<T, VECTOR>(dtable + mine * dim + column, sums, count);
                 }
-            put<T, VECTOR>(dtable + row * dim + column, sums, count);
+        }
+        for (int64_t row = base; row < base + TEAM && row < vocab; row++) {
+            span(row, first, last);
+            if (last - first < TEAM) continue;
+            for (int64_t at = 0; at < dim; at += 256) {
+                const int64_t column = at + threadIdx.x * 8, left = dim - column;
+                const int count = left < 8 ? static_cast<int>(left) : 8;
+                float sums[8] = {};
+                if (left > 0) add<VECTOR>(sums, partial, first, last, first + threadIdx.y, TEAM, dim, column, count);
+#pragma unroll
+                for (int i = 0; i < 8; i++) said[threadIdx.y][threadIdx.x * 8 + i] = sums[i];
+                __syncthreads();
+                if (threadIdx.y == 0 && left > 0) {
+                    for (int y = 1; y < TEAM; y++)
+#pragma unroll
+                        for (int i = 0; i < 8; i++) sums[i] += said[y][threadIdx.x * 8 + i];
+                    put<T, VECTOR>(dtable + row * dim + column, sums, count);
+                }
+                __syncthreads();
+            }
         }
     }
 }
 
-const dim3 WARPS(32, 8);
+const dim3 WARPS(32, TEAM);
 
 }  // namespace
 
@@ -112,7 +150,7 @@ MC_KERNEL(embedding) {
     call.ready();
     if (!n || !dim) return;
     const bool vector = table.aligned() && out.aligned() && dim % 8 == 0;
-    const int blocks = grid(n, 8, 64);
+    const int blocks = grid(n, TEAM, 64);
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(table.dtype, T, MC_FOR_BOOL(vector, VECTOR,
         gather<T, VECTOR><<<blocks, WARPS, 0, stream>>>(ids.as<int64_t>(), table.as<T>(), out.as<T>(), n, vocab, dim)))
@@ -131,14 +169,14 @@ MC_KERNEL(embedding_backward) {
     const Array dtable = call.out("dtable", grad.dtype, Shape{vocab, dim});
     call.ready();
     if (!dim || !vocab) return;
-    const bool vector = grad.aligned() && dtable.aligned() && dim % 8 == 0;
+    const bool vector = grad.aligned() && dtable.aligned() && partial.aligned() && dim % 8 == 0;
     const auto stream = static_cast<cudaStream_t>(call.stream);
     const dim3 runs(static_cast<unsigned>((n + RUN - 1) / RUN), static_cast<unsigned>((dim + 1023) / 1024));
     MC_FOR_FLOAT(grad.dtype, T, MC_FOR_BOOL(vector, VECTOR, {
         if (n)
             add_runs<T, VECTOR><<<runs, 128, 0, stream>>>(
                 ids.as<int32_t>(), order.as<int64_t>(), grad.as<T>(), pad, partial.as<float>(), dtable.as<T>(), n, vocab, dim);
-        finish<T, VECTOR><<<grid(vocab, 8, 64), WARPS, 0, stream>>>(
+        finish<T, VECTOR><<<grid(vocab, TEAM, 64), WARPS, 0, stream>>>(
             start.as<int64_t>(), pad, partial.as<float>(), dtable.as<T>(), vocab, dim);
     }))
 }
