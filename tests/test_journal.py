@@ -152,7 +152,8 @@ def test_a_silent_journal_writes_nothing(tmp_path: Path) -> None:
 
 def test_the_environment_is_written(whole: Path) -> None:
     (process,) = read_processes(whole)
-    assert process["packages"]["torch"] == torch.__version__ and process["device"] == "cpu" and process["how"] == "finished"
+    assert torch.__version__.startswith(process["packages"]["torch"])
+    assert process["device"] == "cpu" and process["how"] == "finished"
     assert process["command"] == sys.argv and (process["from_step"], process["to_step"]) == (0, 4)
     (data,) = process["data"].values()
     assert data["bytes"] == 24 * 60 and len(data["sha256_of_contents"]) == 64 and data["list"][0]["name"].endswith("text.txt")

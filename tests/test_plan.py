@@ -112,6 +112,7 @@ def measured(model: Any, batch: dict[str, Any], case: dict[str, Any], compute: C
     return most
 
 
+@pytest.mark.filterwarnings("ignore")  # the profiler's
 @pytest.mark.parametrize("case", CASES, ids=map(case_name, CASES))
 def test_the_peak_is_foreseen(case: dict[str, Any]) -> None:
     """Within half a percent: what is not seen are states of random generators, and what the measurement begins with."""
