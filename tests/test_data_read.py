@@ -126,6 +126,8 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     for path, said in (("none.txt", "no such file"), ("*.none", "no such file"), ("", "no data file in it")):
         with pytest.raises(MissingError, match=said):
             find_files(f"{tmp_path}/{path}")
+    with pytest.raises(InputError, match=r"data\.path: ''; a file, a folder or a glob"):  # of a shell's variable that is not set
+        find_files("")
     with pytest.raises(MissingError, match=r"data\.path: absent"):
         read_split(DataConfig())
     with pytest.raises(MissingError, match=r"data\.eval_path"):

@@ -34,7 +34,7 @@ ENDINGS: dict[str, Format] = {
 
 def find_files(path: str, format: Format = "auto", key: str = "data.path") -> list[Path]:
     """The files that `path` (file, folder or glob) names, sorted; of a folder, no hidden ones and no other formats."""
-    if "\0" in path:
+    if not path or "\0" in path:  # nothing would be the folder that one is in
         refuse(None, key, repr(path), "a file, a folder or a glob is wanted")
     path = os.path.expanduser(path)
     here = Path(path)
