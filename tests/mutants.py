@@ -503,6 +503,10 @@ MUTANTS = (
            "test_data_fim.py::test_the_published_forms;test_data_fim.py::test_rates_and_all_documents[packed]"),
     Mutant("the-last-character-never-in-the-middle", "data/objectives/fim.py", "(0, len(text) + 1, 2)", "(0, len(text), 2)",
            "test_data_fim.py::test_the_published_forms"),
+    Mutant("a-key-that-nobody-reads", "train/recipe.py", "(*COMMON, *objective.keys) and value !=", "(*COMMON, *objective.keys) and False and value !=",
+           "test_recipe.py::test_a_key_says_which_objectives_read_it_and_others_refuse_it", "Failed"),
+    Mutant("the-first-row-lost", "data/read.py", "self.places = self.places[int(header) :]", "self.places = self.places[1:]",
+           "test_data_read.py::test_rows_without_a_header[tsv]"),
     # ---- generation
     Mutant("ended-row-goes-on", "generate/run.py", "new = torch.where(done, o.pad, new)", "new = new.clone()",
            "test_generate.py::test_a_row_that_has_ended_is_padded_and_all_ended_stop"),

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import make_examples
+from modelcenter.data.objectives.lm import Blocks
 from modelcenter.data.read import DOCUMENT, find_files, read_records, read_split, split
 from modelcenter.data.record import Record, Records
 from modelcenter.data.source import CHUNK, LONGEST_LINE
+from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.errors import InputError, MissingError
 
 ROWS = [{"text": "one, two\t3", "label": "a"}, {"text": 'say "hé"', "label": "b"}]
@@ -80,6 +83,33 @@ def test_the_last_tenth(tmp_path: Path) -> None:
     assert [len(part) for part in split(rows, 0.3)] == [7, 3]
     with pytest.raises(InputError, match="eval_fraction"):
         split(Records([rows[:1]]), 0.5)
+
+
+@pytest.mark.parametrize("ending", ["tsv", "csv"])
+def test_rows_without_a_header(tmp_path: Path, ending: str) -> None:
+    """CoLA's files: source, label, mark, sentence."""
+    mark = "\t" if ending == "tsv" else ","
+    lines = [mark.join(row) for row in (("gj04", "1", "", "They laughed."), ("gj04", "0", "*", "Them laughed."))]
+    file = write(tmp_path / f"a.{ending}", "\n".join(lines) + "\n")
+    rows, named = (read_records(str(file), header=header) for header in (False, True))
+    assert [(row.fields["3"], row.fields["1"], row.line) for row in rows] == [("They laughed.", "1", 1), ("Them laughed.", "0", 2)]
+    assert [row.fields for row in named] == [{"gj04": "gj04", "1": "0", "": "*", "They laughed.": "Them laughed."}]
+    held = read_split(DataConfig(path=str(file), eval_path=(str(file), str(file)), header=False))
+    assert [len(part) for part in held] == [2, 4]
+    file.write_text(lines[0] + "\n" + lines[1] + mark + "more\n")
+    with pytest.raises(InputError, match="line 2: 5 fields where the header has 4"):
+        list(read_records(str(file), header=False))
+
+
+def test_evaluation_data_come_in_all_forms(tmp_path: Path) -> None:
+    a, b = (write(tmp_path / f"{name}.jsonl", f'{{"text": "{name}"}}\n' * n) for name, n in (("a", 2), ("b", 3)))
+    for form in ((str(a), str(b)), {str(a): 1.0, str(b): 9.0}):
+        _, held = read_split(DataConfig(path=str(a), eval_path=form))
+        assert [record.fields["text"] for record in held] == ["a", "a", "b", "b", "b"]
+        examples = make_examples("lm", held, open_tokenizer("char", "ab"), DataConfig(seq_len=2), train=False)
+        assert isinstance(examples, Blocks) and examples.total == 5
+    with pytest.raises(MissingError, match=r"data\.eval_path\.1: no such file"):
+        read_split(DataConfig(path=str(a), eval_path=(str(a), f"{tmp_path}/no")))
 
 
 def test_eval_path_wins(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Recipes and machine profiles: the packaged ones, every alias, every refusal by file and key, and the way back."""
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelcenter.config import bind, describe, dump_yaml, parse, to_dict
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import COMMON, objectives
 from modelcenter.errors import InputError, MissingError
 from modelcenter.parallel.machine import load_machine
 from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe, load_recipe
@@ -39,6 +42,23 @@ def test_names_and_paths(tmp_path: Path) -> None:
         assert str(missing.value).startswith(found)
     with pytest.raises(MissingError, match="cpuu: no such machine profile; did you mean 'cpu'"):
         load_machine("cpuu")
+
+
+def test_a_key_says_which_objectives_read_it_and_others_refuse_it(tmp_path: Path) -> None:
+    for key in fields(DataConfig):
+        readers = [name for name, objective in objectives().items() if key.name in objective.keys]
+        said = re.search(r"\(([a-z0-9_, ]+)\)$", key.metadata["help"])
+        if key.name in COMMON:
+            assert not readers, key.name
+        else:
+            assert said is not None and said[1].split(", ") == readers, key.name
+    known = {key.name for key in fields(DataConfig)}
+    assert known == {*COMMON, *(key for objective in objectives().values() for key in objective.keys)}
+    with pytest.raises(InputError) as refused:
+        load_recipe(write(tmp_path, BASE), ["data.whole_words=true"])
+    found = "data.whole_words: True with objective lm, which does not read it; leave it out; it is for mlm"
+    assert str(refused.value).endswith(found)
+    assert load_recipe(write(tmp_path, BASE), ["data.whole_words=true", "objective=mlm"]).data.whole_words
 
 
 # -------------------------------------------------------------------------------------------------------------- aliases

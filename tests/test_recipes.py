@@ -12,6 +12,7 @@ from mesh import spawn
 
 import modelcenter as mc
 from modelcenter.config import names, packaged
+from modelcenter.data.objective import find_objective
 from modelcenter.data.tokenizer import train_tokenizer
 from modelcenter.metrics.suites import SUITES, average
 from modelcenter.parallel.machine import Machine, load_machine
@@ -118,7 +119,8 @@ def tiny(name: str, shape: str, record: Callable[[int], dict[str, Any]], zoo: Pa
         (here / file).write_text("".join(json.dumps(record(n)) + "\n" for n in numbers))
     recipe = load_recipe(name, [*files(here), *over])
     small = {"batch": 4, "max_steps": 3, "num_epochs": None, "eval_steps": 3, "output_dir": str(here / name)}
-    data = replace(recipe.data, seq_len=40 if recipe.objective == "qa" else 32, target_len=8, stride=8)
+    read = {key: 8 for key in ("target_len", "stride") if key in find_objective(recipe.objective).keys}
+    data = replace(recipe.data, seq_len=40 if recipe.objective == "qa" else 32, **read)
     if recipe.init == "random":
         small |= {"config": recipe.config | SHAPES[shape][2] | {"layers": 1}, "tokenizer": f"{SHAPES[shape][1]}:400"}
     else:

@@ -558,7 +558,8 @@ def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
         records = [{**r, "text": "up up" if n % 3 else "down", "label": float(n % 3)} for n, r in enumerate(records)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     changes = {"objective": objective, "model": model, "config": config, "tokenizer": tokenizer, "save_steps": None}
-    changes |= {"data.stride": 2, **pairs, **({"data.chat_template": "plain", "data.seq_len": 32} if objective == "chat" else {})}
+    pairs |= {"data.stride": 2} if objective == "qa" else {}
+    changes |= {**pairs, **({"data.chat_template": "plain", "data.seq_len": 32} if objective == "chat" else {})}
     run = train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl"), "max_steps": 4}), MACHINE)
     losses = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
     assert losses[-1] < losses[0]

@@ -5,6 +5,7 @@ batch is made: a recipe is checked without it.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,17 +111,15 @@ def nth(batch: Batch, k: int) -> list[int]:
 
 def runs(ids: list[int], trained: list[bool], tokenizer: "Tokenizer") -> str:
     """The text of `ids`, decoded by runs of tokens that are all trained on or all not."""
-    text, start = "", 0
-    for stop in range(1, len(ids) + 1):
-        if stop == len(ids) or trained[stop] != trained[start]:
-            run = tokenizer.decode(ids[start:stop], special=True)
-            text, start = text + (f"[[{run}]]" if trained[start] else run), stop
-    return shortened(text)
+    bounds = [0, *(k for k in range(1, len(ids)) if trained[k] != trained[k - 1]), len(ids)]
+    room = max(SHOWN // max(len(bounds) - 1, 1), 40)  # each run is shortened by itself, so that all of their ends are seen
+    said = [(shortened(tokenizer.decode(ids[a:b], special=True), room), trained[a]) for a, b in pairwise(bounds) if a < b]
+    return shortened("".join(f"[[{run}]]" if learned else run for run, learned in said), 2 * SHOWN)
 
 
 def _text(ids: list[int], tokenizer: "Tokenizer") -> str:
     return shortened(tokenizer.decode(ids, special=True))
 
 
-def shortened(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+def shortened(text: str, room: int = SHOWN) -> str:
+    return text if len(text) <= room else f"{text[: room // 2]} ... {text[-room // 2 :]}"

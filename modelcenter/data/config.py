@@ -16,19 +16,31 @@ def _is(help: str, **bounds: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Files, keys and lengths; a key that the objective does not use is ignored. The key of a text names a field, or several in
-    braces: `{question} {passage}`."""
+    """Files, keys and lengths. Behind a key that some objectives alone read stand their names: with others it is refused. The key
+    of a text names a field, or several in braces: `{question} {passage}`."""
 
     path: str | tuple[str, ...] | dict[str, float] | None = field(
         default=None,
         metadata=_is("training data: a file, folder, glob or datasets:NAME[,CONFIG][:SPLIT]; more of them: a list, or "
                      "{one: weight, another: weight}", above=0),
     )  # fmt: skip
-    eval_path: str | None = field(default=None, metadata=_is("evaluation data; wins over eval_fraction"))
+    eval_path: str | tuple[str, ...] | dict[str, float] | None = field(
+        default=None, metadata=_is("evaluation data, named as `path` is; wins over eval_fraction", above=0)
+    )
     eval_fraction: float = field(default=0.0, metadata=_is("the last part of `path` held out; 0: none", min=0, max=0.9))
     format: Format = field(default="auto", metadata=_is("auto: by the ending, text if it is unknown"))
-    text_key: str = field(default="text", metadata=_is("the field of the text (lm, mlm, span, classify, regress)"))
-    pair_key: str | None = field(default=None, metadata=_is("the field of the second text of a pair (classify, regress)"))
+    header: bool = field(
+        default=True, metadata=_is("csv and tsv: the first row names the fields; false: they are called 0, 1 and so on")
+    )
+    text_key: str = field(
+        default="text",
+        metadata=_is("the field of the text, or of the first one of a pair (classify, contrastive, fim, lm, mlm, multilabel, "
+                     "prefix_lm, regress, similarity, span)"),
+    )  # fmt: skip
+    pair_key: str | None = field(
+        default=None,
+        metadata=_is("the field of the second text of a pair (classify, contrastive, multilabel, regress, similarity)"),
+    )
     negative_key: str | None = field(
         default=None, metadata=_is("the field of a text that is not near, or of a list of them (contrastive)")
     )
@@ -36,15 +48,18 @@ class DataConfig:
     source_key: str = field(default="source", metadata=_is("the field of the input (seq2seq)"))
     target_key: str = field(default="target", metadata=_is("the field of the wanted output (seq2seq)"))
     source_prefix: str = field(default="", metadata=_is("put before every source: `translate English to German: ` (seq2seq)"))
-    label_key: str = field(default="label", metadata=_is("the field of the class or the value (classify, regress)"))
+    label_key: str = field(
+        default="label",
+        metadata=_is("the field of the class, the value, the labels or the score (classify, multilabel, regress, similarity)"),
+    )
     words_key: str = field(default="tokens", metadata=_is("the field of a sentence's words (tag)"))
     tags_key: str = field(default="tags", metadata=_is("the field of their tags, numbers or names (tag)"))
     context_key: str = field(default="context", metadata=_is("the field of the text that holds the answer (qa)"))
     question_key: str = field(default="question", metadata=_is("the field of the question (qa)"))
     answers_key: str = field(default="answers", metadata=_is("the field of the answers: text and answer_start (qa)"))
     stride: int = field(default=128, metadata=_is("tokens that two windows of a context share (qa)", min=0))
-    prompt_key: str | None = field(default=None, metadata=_is("the field of a prompt, read but not trained on (lm)"))
-    response_key: str | None = field(default=None, metadata=_is("the field of the response to prompt_key (lm)"))
+    prompt_key: str | None = field(default=None, metadata=_is("the field of a prompt, read but not trained on (lm, prefix_lm)"))
+    response_key: str | None = field(default=None, metadata=_is("the field of the response to prompt_key (lm, prefix_lm)"))
     messages_key: str | None = field(
         default=None, metadata=_is("the field of a conversation's messages; absent: messages or conversations (chat)")
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from modelcenter.data.collate import Batch, describe_sample
 from modelcenter.data.config import DataConfig
+from modelcenter.data.indexed import Tokens
 from modelcenter.data.packing import Packable, Packed, Unpadded
 from modelcenter.data.record import Mixture, Record
 from modelcenter.errors import nearest, refuse
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 Names = tuple[str, ...]
 Frame = tuple[list[int], list[int]]  # the ids before and behind a document
-COMMON = ("path", "eval_path", "eval_fraction", "format", "seq_len", "packing", "padding_free", "group_by_length", "shuffle")
+COMMON = (
+    "path", "eval_path", "eval_fraction", "format", "header", "seq_len", "packing", "padding_free", "group_by_length", "shuffle",
+)  # fmt: skip
 
 
 class Objective(ABC):
@@ -119,7 +122,7 @@ def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", 
     if not len(records):
         refuse(None, "data.path", "no record", "data with at least one record is wanted")
     names = tuple(names or objective.names(records, data) or ())
-    if isinstance(records, Mixture):
+    if isinstance(records, Mixture) and (train or any(isinstance(source, Tokens) for source in records.sources)):
         sources = [source for source in records.sources if len(source)]
         return Chain([make_examples(name, source, tokenizer, data, vocab=vocab, seed=seed, train=train, names=names)
                       for source in sources])

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,9 @@ def format_of(file: Path) -> Format:
     return ENDINGS.get(Path(file.name.removesuffix(".gz")).suffix.lower(), "text")
 
 
-def read_records(path: str, format: Format = "auto", key: str = "data.path") -> Part:
-    """The records of every file of `path` in order; an empty set is refused. `key` is the recipe's, for the message."""
+def read_records(path: str, format: Format = "auto", key: str = "data.path", header: bool = True) -> Part:
+    """The records of every file of `path` in order; an empty set is refused. `key` is the recipe's, for the message; without a
+    `header` the first row of CSV and TSV is a record too."""
     folder = Path(os.path.expanduser(path)) if "\0" not in path else None
     if path.startswith(PREFIX):
         parts: list[Part] = [read_named(path, key)]
@@ -82,7 +84,10 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path") -> 
         files = find_files(path, format, key)
         if format == "tokens" or (format == "auto" and format_of(files[0]) == "tokens"):
             return Tokens([TokenFile(file) for file in sorted({file.with_suffix(".bin") for file in files})])
-        parts = [READERS[format_of(file) if format == "auto" else format](file) for file in files]
+        readers = dict(READERS)
+        if not header:
+            readers |= {"csv": partial(Csv, header=False), "tsv": partial(Tsv, header=False)}
+        parts = [readers[format_of(file) if format == "auto" else format](file) for file in files]
     records = Records(parts)
     if not len(records):
         refuse(path, key, "no record", "data with at least one record is wanted")
@@ -93,28 +98,29 @@ def read_split(data: DataConfig) -> tuple[Part, Part]:
     """The training and the evaluation records that a recipe names; the latter is empty where it names none."""
     if data.path is None:
         refuse_missing(None, "data.path", "absent", "a file, a folder or a glob is wanted")
-    train = read_sources(data.path, data.format)
+    train = read_sources(data.path, data)
     if data.eval_path is not None:
-        return train, read_records(data.eval_path, data.format, "data.eval_path")
+        return train, read_sources(data.eval_path, data, "data.eval_path")
     if isinstance(train, Mixture):
         parts = [split(source, data.eval_fraction) for source in train.sources]
         return Mixture([part for part, _ in parts], train.weights), Mixture([part for _, part in parts])
     return split(train, data.eval_fraction)
 
 
-def read_sources(path: str | tuple[str, ...] | dict[str, float], format: Format) -> Part:
+def read_sources(path: str | tuple[str, ...] | dict[str, float], data: DataConfig, key: str = "data.path") -> Part:
     """The records of one path; of a list of them, one after the other; of a mapping, a mixture by the weights."""
     if isinstance(path, str):
-        return read_records(path, format)
+        return read_records(path, data.format, key, data.header)
     if not path:
-        refuse(None, "data.path", "no path in it", "a file, a folder or a glob is wanted")
+        refuse(None, key, "no path in it", "a file, a folder or a glob is wanted")
     if isinstance(path, dict):
-        return Mixture([read_records(source, format, f"data.path.{source}") for source in path], list(path.values()))
-    parts = [read_records(source, format, f"data.path.{k}") for k, source in enumerate(path)]
+        sources = [read_records(source, data.format, f"{key}.{source}", data.header) for source in path]
+        return Mixture(sources, list(path.values()))
+    parts = [read_records(source, data.format, f"{key}.{k}", data.header) for k, source in enumerate(path)]
     if all(isinstance(part, Tokens) for part in parts):
         return Tokens([file for part in parts if isinstance(part, Tokens) for file in part.files])
     if any(isinstance(part, Tokens) for part in parts):
-        refuse(None, "data.path", "token files and texts in one list", "one kind, or a mapping of each to its weight")
+        refuse(None, key, "token files and texts in one list", "one kind, or a mapping of each to its weight")
     return Records([one for part in parts for one in (part.parts if isinstance(part, Records) else [part])])
 
 
@@ -233,10 +239,10 @@ class JsonLines(Lines):
 class Tsv(Lines):
     """Rows of tab-separated values without quoting: a quote is a character like any other."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, header: bool = True) -> None:
         super().__init__(file)
-        self.header = header(file, *self.row(0)) if len(self.places) else []
-        self.places = self.places[1:]
+        self.header = names_of(file, *self.row(0), header) if len(self.places) else []
+        self.places = self.places[int(header) :]
 
     def blank(self, line: str) -> bool:
         return not line.rstrip("\r\n")
@@ -252,7 +258,7 @@ class Tsv(Lines):
 class Csv(Part):
     """Rows of comma-separated values, quoted as RFC 4180 says; a record's line is the one on which its row ends."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, header: bool = True) -> None:
         csv.field_size_limit(LONGEST_LINE)  # the module's own limit, 128 KiB, is shorter than a document
         self.source, self.header = Source(file), list[str]()
         bounds, places, seen = self.source.lines().tolist(), [], 0
@@ -260,9 +266,10 @@ class Csv(Part):
         reader = csv.reader(texts, strict=True)
         try:
             for row in reader:
-                if row and not self.header:
-                    self.header = header(file, reader.line_num, row)
-                elif row:
+                first = bool(row) and not self.header
+                if first:
+                    self.header = names_of(file, reader.line_num, row, header)
+                if row and not (first and header):
                     places.append((bounds[seen], bounds[reader.line_num], reader.line_num))
                 seen = reader.line_num
         except csv.Error as e:
@@ -280,8 +287,10 @@ class Csv(Part):
         return named(self.source.file, self.header, number, row)
 
 
-def header(file: Path, number: int, row: list[str]) -> list[str]:
-    """The names of the fields."""
+def names_of(file: Path, number: int, row: list[str], header: bool) -> list[str]:
+    """The names of the fields: what the first row says, or, where it is a record like the others, numbers from 0 on."""
+    if not header:
+        return [str(k) for k in range(len(row))]
     if len(set(row)) < len(row):
         refuse(file, f"line {number}", f"the header {row} names a field twice", "distinct names are wanted")
     return row

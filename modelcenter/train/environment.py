@@ -83,8 +83,7 @@ def git(*arguments: str) -> str | None:
 
 def paths(data: DataConfig) -> list[str]:
     """The sources that a recipe names."""
-    train = [data.path] if isinstance(data.path, str) else list(data.path or ())
-    return [*train, *([data.eval_path] if data.eval_path is not None else [])]
+    return [name for path in (data.path, data.eval_path) for name in ([path] if isinstance(path, str) else path or ())]
 
 
 def describe_data(path: str, data: DataConfig) -> dict[str, Any]:

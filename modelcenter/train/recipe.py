@@ -7,14 +7,14 @@ spellings in one place is refused. On the command line either spelling wins over
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, names, packaged, read_recipe
 from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import find_objective, objectives
+from modelcenter.data.objective import COMMON, find_objective, objectives
 from modelcenter.errors import nearest, refuse, refuse_missing
 from modelcenter.generate.options import Options
 from modelcenter.metrics.table import check
@@ -101,6 +101,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         objective = find_objective(self.objective)
+        for setting in fields(self.data):
+            value = getattr(self.data, setting.name)
+            if setting.name not in (*COMMON, *objective.keys) and value != setting.default:
+                readers = " or ".join(name for name, other in objectives().items() if setting.name in other.keys)
+                found = f"{value!r} with objective {self.objective}, which does not read it"
+                refuse(None, f"data.{setting.name}", found, f"leave it out; it is for {readers}")
         for name in self.metrics:
             check(name, self.objective, objective.of, "metrics")
         if self.best is not None:
