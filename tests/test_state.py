@@ -466,6 +466,111 @@ def test_kills_catch_mutants(tmp_path: Path, mutant: Callable[..., Path]) -> Non
     pytest.fail(f"{mutant.__name__} survived 300 kills")
 
 
+STOPS = [*CALLS, "replace", "unlink", "rmdir", "link"]
+
+
+def stopped_at(at: int, after: bool, out: Path, save: Callable[..., Path]) -> tuple[bool, bool]:
+    """Save step 3 in a child that is killed just before or just after its call number `at` of those that touch the disk; whether it
+    was, and whether it had said that step 3 is saved."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def wrap(real: Callable) -> Callable:
+            def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+                nonlocal count
+                count += 1
+                if count == at and not after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                mine = count
+                try:
+                    return real(*args, **kwargs)
+                finally:
+                    if mine == at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            return call
+
+        code, told = 1, os.write  # the real one, which is not counted
+        try:
+            for name in STOPS:
+                setattr(os, name, wrap(getattr(os, name)))
+            save(out, 3, 2)
+            told(write, b"saved")
+            code = 0
+        except BaseException as error:
+            told(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read, "rb") as stream:
+        said = stream.read() == b"saved"
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status), said
+
+
+def stops(base: Path, save: Callable[..., Path] = put) -> list[str]:
+    """Violations of saves that are killed at each of their calls in turn; the first one that is not killed is the last."""
+    wrong: list[str] = []
+    put(base / "whole", 1), put(base / "whole", 2)
+    for at in range(1, 1000):
+        for after in (False, True):
+            shutil.copytree(base / "whole", out := base / "out")
+            killed, said = stopped_at(at, after, out, save)
+            good = []
+            for path in steps(out):
+                try:
+                    verify(path)
+                    good.append(int(path.name[5:]))
+                except InputError as error:
+                    wrong.append(f"{at}: torn: {error}")
+            if len(good) < 2 or good not in ([3, 2], [3, 2, 1], [2, 1]):
+                wrong.append(f"{at}: left are {good}")
+            if said and 3 not in good:
+                wrong.append(f"{at}: step 3 was acknowledged")
+            if not killed and not said:
+                wrong.append(f"{at}: the child ended by itself")
+            for step in good:
+                check(out / f"step-{step}", step)
+            with lock(out):
+                if leftovers(out):
+                    wrong.append(f"{at}: {leftovers(out)} stay")
+            if 3 not in good and not wrong:
+                check(put(out, 3, 2), 3)
+            shutil.rmtree(out)
+            if wrong:
+                return wrong
+        if not killed:
+            assert at > 40  # it did count
+            return []
+    raise AssertionError("a save never ends")
+
+
+def test_a_kill_at_every_call(tmp_path: Path) -> None:
+    assert stops(tmp_path) == []
+
+
+def broken_commit(out: Path, step: int, keep: int) -> Path:
+    """A mutant: the manifest after the rename."""
+    real = state.seal
+
+    def late(temp: Path, final: Path) -> None:
+        os.rename(temp, final)
+        real(final, step, kept[0], "abc")
+
+    kept: list = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "seal", lambda folder, step, files, recipe: kept.append(files))
+        patch.setattr(state, "commit_folder", late)
+        return put(out, step, keep)
+
+
+@pytest.mark.parametrize("mutant", [in_place, prune_first, tear_down, broken_commit])
+def test_stops_catch_mutants(tmp_path: Path, mutant: Callable[..., Path]) -> None:
+    assert stops(tmp_path, mutant)
+
+
 def no_hash(patch: pytest.MonkeyPatch) -> None:
     class Blind:
         @staticmethod

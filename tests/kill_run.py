@@ -1,0 +1,212 @@
+"""Runs that are killed, stopped and started again until they are done: was anything lost?
+
+    python tests/kill_run.py kills [--count 200] [--seed 0]      kill -9 at random moments of training, saving and starting
+    python tests/kill_run.py signals [--count 200] [--seed 0]    SIGTERM or Ctrl-C, a second one after some of them
+
+A run of 300 steps is started again with the same command until it has finished, and another one until there were as many kills
+as asked for. Each life is forked from this process, which has imported torch once. After each of them every state that it said
+it had saved must be there and whole, and at the end all must be as in a run that nobody touched, to the bit.
+"""
+
+import argparse
+import os
+import random
+import re
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch._dynamo  # imported by a model that is built, for two seconds: here once and not in each life
+
+from modelcenter.__main__ import main as command
+from modelcenter.checkpoint.state import steps, verify
+from modelcenter.errors import InputError
+from modelcenter.registry import families
+from modelcenter.train import loop
+from modelcenter.train.metrics import TIMINGS, read_rows
+
+STEPS = 300
+RECIPE = f"""
+model: gpt2
+init: random
+config: {{layers: 1, dim: 16, heads: 2, positions: 32}}
+tokenizer: char
+data: {{path: text.txt, seq_len: 16}}
+optimizer: {{lr: 1e-2}}
+batch: 4
+micro_batch: 2
+precision: fp32
+max_steps: {STEPS}
+logging_steps: 1
+save_steps: 10
+save_total_limit: 2
+"""
+TEXT = "\n".join(f"def f{n}(x):\n    return x * {n} + {n * n}" for n in range(120))
+SHOWN, SAVED = re.compile(rb"^step (\d+)/", re.MULTILINE), re.compile(rb"^saved: .*/step-(\d+)$", re.MULTILINE)
+
+
+@dataclass
+class Life:
+    """One process of a run: how it ended, what it said, and how long after the last signal that was."""
+
+    code: int  # an exit status, or minus the signal
+    said: bytes
+    seconds: float = 0.0
+
+    @property
+    def saved(self) -> int:
+        return max(map(int, SAVED.findall(self.said)), default=0)
+
+    @property
+    def shown(self) -> int:
+        return max(map(int, SHOWN.findall(self.said)), default=0)
+
+
+def live(folder: Path, signals: list[tuple[float, int]]) -> Life:
+    """Train in `folder`, and send each signal so many seconds after what came before it."""
+    said = folder / "said"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            os.dup2(2, 1)
+            os.chdir(folder)
+            code = command(["train", "recipe.yaml", "--machine", "cpu", "machine.threads=1", "output_dir=out"])
+        except KeyboardInterrupt:  # before the command could hear it
+            code = 130
+        finally:
+            os._exit(code)
+    watch, began = os.pidfd_open(child), time.monotonic()
+    for delay, number in signals:
+        if select.select([watch], [], [], delay)[0]:
+            break
+        os.kill(child, number)
+        began = time.monotonic()
+    _, status = os.waitpid(child, 0)
+    os.close(watch)
+    return Life(os.waitstatus_to_exitcode(status), said.read_bytes() if said.exists() else b"", time.monotonic() - began)
+
+
+def fresh(place: Path, name: str) -> Path:
+    folder = place / name
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+def result(folder: Path) -> dict[str, object]:
+    """What a finished run leaves, without what the time of day changes."""
+    out = folder / "out"
+    files = {f.name: sha256(f.read_bytes()).hexdigest() for f in sorted((out / f"step-{STEPS}").iterdir())}
+    rows = [{k: v for k, v in row.items() if k not in TIMINGS} for row in read_rows(out / "metrics.jsonl")]
+    return {**files, "model": sha256((out / "model" / "model.safetensors").read_bytes()).hexdigest(), "rows": rows}
+
+
+def newest(folder: Path, wrong: list[str]) -> int:
+    """The newest step saved; each that is not whole is noted."""
+    for path in steps(folder / "out"):
+        try:
+            verify(path)
+        except InputError as error:
+            wrong.append(f"torn: {error}")
+    return max((int(path.name[5:]) for path in steps(folder / "out")), default=0)
+
+
+Draw = Callable[[random.Random, float], list[tuple[float, int]]]
+Judge = Callable[[Life, int, list[str]], None]
+
+
+def hammer(place: Path, count: int, rng: random.Random, draw: Draw, judge: Judge) -> tuple[int, list[str]]:
+    """(finished runs, what went wrong) of runs whose lives get the signals that `draw` gives, until `count` lives were ended by
+    one; `judge` looks at each with the newest saved step."""
+    wrong: list[str] = []
+    untouched = fresh(place, "untouched")
+    began = time.monotonic()
+    if (life := live(untouched, [])).code != 0:
+        raise RuntimeError(life.said.decode())
+    pace, wanted, finished, ends = time.monotonic() - began, result(untouched), 0, 0
+    while ends < count:
+        folder = fresh(place, f"run-{finished}")
+        known = 0  # the newest step that was said to be saved
+        while True:
+            life = live(folder, draw(rng, pace) if ends < count else [])
+            known, there = max(known, life.saved), newest(folder, wrong)
+            if there < known:
+                wrong.append(f"step {known} was said to be saved, the newest is {there}")
+            if b"\nmodel: out/model\n" in life.said and life.code == 0:
+                break
+            ends += 1
+            judge(life, there, wrong)
+        finished += 1
+        found = result(folder)
+        wrong += [f"run {finished}: {key} is another than that of the untouched run" for key in wanted if found[key] != wanted[key]]
+    return finished, wrong
+
+
+def kills(place: Path, count: int, seed: int) -> tuple[int, list[str]]:
+    """kill -9 at any moment of a life, which lasts a fifth of a whole run at most."""
+
+    def judge(life: Life, there: int, wrong: list[str]) -> None:
+        if life.code != -signal.SIGKILL:
+            wrong.append(f"a life ended with {life.code}: {life.said[-300:].decode(errors='replace')}")
+
+    return hammer(place, count, random.Random(seed), lambda rng, pace: [(rng.uniform(0, pace / 5), signal.SIGKILL)], judge)
+
+
+def signals(place: Path, count: int, seed: int) -> tuple[int, list[str]]:
+    """A signal at any moment: status 0, and no step that was done is lost. A second one, which a third of the lives get, ends them
+    at once: 128 + its number, unless they had ended. Before a run listens (it has not begun) a signal does what it always does."""
+
+    def draw(rng: random.Random, pace: float) -> list[tuple[float, int]]:
+        number = rng.choice([signal.SIGTERM, signal.SIGINT])
+        return [(rng.uniform(0, pace / 5), number), *([(rng.uniform(0, 0.02), number)] if rng.random() < 1 / 3 else [])]
+
+    def judge(life: Life, there: int, wrong: list[str]) -> None:
+        text = life.said[-300:].decode(errors="replace")
+        listened = b"finishing the step and saving" in life.said
+        ends = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT) if listened else (-signal.SIGTERM, 128 + signal.SIGINT)
+        if life.code not in ends:
+            wrong.append(f"a life ended with {life.code}: {text}")
+        if life.code == 0 and life.shown > there:
+            wrong.append(f"step {life.shown} was done, step {there} is the newest saved: {text}")
+        if life.code > 128 and life.seconds > 1:
+            wrong.append(f"{life.seconds:.1f} s from the second signal to the end")
+
+    return hammer(place, count, random.Random(seed), draw, judge)
+
+
+KINDS = {"kills": kills, "signals": signals}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kill runs and see whether anything is lost.")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    families()
+    torch.set_num_threads(1)
+    loop.plot_loss = lambda folder: "not drawn"  # half a second each time
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kill-run-") as place:
+        finished, wrong = KINDS[given.kind](Path(place), given.count, given.seed)
+    seconds = time.monotonic() - began
+    print(f"{given.count} {given.kind} over {finished} runs of {STEPS} steps in {seconds:.0f} s: {len(wrong)} wrong")
+    print("\n".join(wrong) or f"with none wrong, at most 3 / {given.count} = {3 / given.count:.2%} of them lose something (95 %)")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

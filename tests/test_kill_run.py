@@ -1,0 +1,46 @@
+"""Runs that are killed and stopped (kill_run.py): a few times here, 200 times each with the slow tests."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import kill_run
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(kind: str, count: int, plant: str = "pass") -> str:
+    """What the script says; `plant` is run in its process first."""
+    code = f"import sys; sys.path.insert(0, 'tests'); import kill_run; {plant}; sys.exit(kill_run.main())"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, kind, "--count", str(count)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", kill_run.KINDS)
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
+def test_nothing_is_lost(kind: str, count: int) -> None:
+    said = run(kind, count)
+    assert re.match(rf"{count} {kind} over \d+ runs of 300 steps in \d+ s: 0 wrong\n", said), said
+
+
+PLANTS = {
+    "the position of the data": "kills; import modelcenter.train.loop as l, dataclasses; r = l.restore; "
+                                "l.restore = lambda *a: dataclasses.replace(p := r(*a), sample=p.sample + 4)",
+    "the random states": "kills; import torch; torch.set_rng_state = lambda state: None",
+    "the state of a stop": "signals; import modelcenter.train.loop as l; k = l.keep; "
+                           "l.keep = lambda f, at, *a: k(f, at, *a) if at.step % 10 == 0 else at.step",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("what", PLANTS)
+def test_what_is_lost_is_noticed(what: str) -> None:
+    kind, _, plant = PLANTS[what].partition("; ")
+    assert " 0 wrong" not in run(kind, 12, plant)
