@@ -57,7 +57,7 @@ SHOWN, SAVED = re.compile(rb"^step (\d+)/", re.MULTILINE), re.compile(rb"^saved:
 class Life:
     """One process of a run: how it ended, what it said, and how long after the last signal that was."""
 
-    code: int  # an exit status, or minus the signal
+    code: int  # an exit status, as a shell has it: 128 + the signal that ended it
     said: bytes
     seconds: float = 0.0
 
@@ -95,7 +95,8 @@ def live(folder: Path, signals: list[tuple[float, int]]) -> Life:
         began = time.monotonic()
     _, status = os.waitpid(child, 0)
     os.close(watch)
-    return Life(os.waitstatus_to_exitcode(status), said.read_bytes() if said.exists() else b"", time.monotonic() - began)
+    code = os.waitstatus_to_exitcode(status)
+    return Life(128 - code if code < 0 else code, said.read_bytes() if said.exists() else b"", time.monotonic() - began)
 
 
 def fresh(place: Path, name: str) -> Path:
@@ -159,7 +160,7 @@ def kills(place: Path, count: int, seed: int) -> tuple[int, list[str]]:
     """kill -9 at any moment of a life, which lasts a fifth of a whole run at most."""
 
     def judge(life: Life, there: int, wrong: list[str]) -> None:
-        if life.code != -signal.SIGKILL:
+        if life.code != 128 + signal.SIGKILL:
             wrong.append(f"a life ended with {life.code}: {life.said[-300:].decode(errors='replace')}")
 
     return hammer(place, count, random.Random(seed), lambda rng, pace: [(rng.uniform(0, pace / 5), signal.SIGKILL)], judge)
@@ -176,8 +177,7 @@ def signals(place: Path, count: int, seed: int) -> tuple[int, list[str]]:
     def judge(life: Life, there: int, wrong: list[str]) -> None:
         text = life.said[-300:].decode(errors="replace")
         listened = b"finishing the step and saving" in life.said
-        ends = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT) if listened else (-signal.SIGTERM, 128 + signal.SIGINT)
-        if life.code not in ends:
+        if life.code not in (128 + signal.SIGTERM, 128 + signal.SIGINT) and not (listened and life.code == 0):
             wrong.append(f"a life ended with {life.code}: {text}")
         if life.code == 0 and life.shown > there:
             wrong.append(f"step {life.shown} was done, step {there} is the newest saved: {text}")
