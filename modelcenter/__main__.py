@@ -233,6 +233,8 @@ def evaluate(args: Arguments) -> Answer:
     from modelcenter.train.loop import autocast
     from modelcenter.train.prepare import prepare, resolve
 
+    if machine.ranks > 1:
+        refuse(COMMAND_LINE, "machine", f"{machine.ranks} ranks", "one process: machine.fsdp=1 machine.tensor_parallel=1")
     recipe, device = resolve(recipe, machine)
     setup = prepare(recipe, machine, device)
     assert setup.evaluation is not None
