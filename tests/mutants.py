@@ -509,6 +509,8 @@ MUTANTS = (
            "test_recipe.py::test_a_key_says_which_objectives_read_it_and_others_refuse_it", "Failed"),
     Mutant("the-first-row-lost", "data/read.py", "self.places = self.places[int(header) :]", "self.places = self.places[1:]",
            "test_data_read.py::test_rows_without_a_header[tsv]"),
+    Mutant("a-chinese-sentence-is-a-word", "data/objectives/mlm.py", "not (token.startswith(mark) or CJK[mark].match(token))", "not token.startswith(mark)",
+           "test_data_span.py::test_a_character_without_spaces_around_it_is_a_word"),
     # ---- generation
     Mutant("ended-row-goes-on", "generate/run.py", "new = torch.where(done, o.pad, new)", "new = new.clone()",
            "test_generate.py::test_a_row_that_has_ended_is_padded_and_all_ended_stop"),

@@ -113,3 +113,22 @@ def test_whole_words_are_masked(spec: str, tmp_path: Path) -> None:
     assert whole > 20 and split == 0 and 0.1 < chosen / tokens < 0.2
     with pytest.raises(InputError, match=r"data\.whole_words: true with a tokenizer that marks no words"):
         continuing(open_tokenizer("char", ["ab"]))
+
+
+def test_a_character_without_spaces_around_it_is_a_word() -> None:
+    """Chinese in a byte-level vocabulary: all bytes of a character or none, and no whole sentence at once."""
+    text = "我们在北京看见三只小猫，它们都很可爱。"
+    made = train_tokenizer(["abc"], 270, "roberta")  # knows no Chinese: three tokens a character
+    assert len(made.encode(text, special=False)) == 3 * len(text)
+    examples = make_examples("mlm", [Record({"text": text * 20}, "f", 1)], made, DataConfig(seq_len=62, whole_words=True))
+    shares = []
+    for epoch in range(20):
+        for index in range(len(examples) - 1):
+            _, labels = examples.at(epoch, index)
+            parts = (labels[1:-1] != -100).reshape(-1, 3)  # 60 tokens: a block begins with a character
+            assert (parts.all(1) == parts.any(1)).all()
+            shares.append(parts.mean())
+    assert 0.12 < np.mean(shares) < 0.18 and max(shares) < 0.6
+    inside = continuing(made)
+    spaced = made.encode("ab 中", special=False)
+    assert [bool(inside[i]) for i in spaced] == [True, False, False, True, True]  # ab, a space, and three bytes

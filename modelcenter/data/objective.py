@@ -47,9 +47,9 @@ class Objective(ABC):
     packs: ClassVar[bool] = True  # examples may stand side by side
     together: ClassVar[bool] = False  # the examples of a forward have a part in one another's loss
 
-    @abstractmethod
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         """Every text that is read of a record, to train a tokenizer on."""
+        yield record.text(data.text_key, "data.text_key")
 
     @abstractmethod
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names

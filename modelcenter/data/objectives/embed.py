@@ -24,20 +24,26 @@ if TYPE_CHECKING:
     from modelcenter.data.tokenizer import Tokenizer
 
 
-@register
-class Contrastive(Objective):
-    """A text, one that is near it, and texts that are not: the second is to be found among all of the forward. van den Oord et al.,
-    2018 (InfoNCE); Henderson et al., 2017, section 4.4."""
+class Embed(Objective):
+    """Rows of texts whose vectors are compared."""
 
-    name, task = "contrastive", "embed"
-    keys = ("text_key", "pair_key", "negative_key")
-    metrics = ("accuracy",)
-    of = ("loss", "classes")
+    task = "embed"
     classes = False
-    together = True
 
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         return iter(texts_of_row(record, data))
+
+
+@register
+class Contrastive(Embed):
+    """A text, one that is near it, and texts that are not: the second is to be found among all of the forward. van den Oord et al.,
+    2018 (InfoNCE); Henderson et al., 2017, section 4.4."""
+
+    name = "contrastive"
+    keys = ("text_key", "pair_key", "negative_key")
+    metrics = ("accuracy",)
+    of = ("loss", "classes")
+    together = True
 
     def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
         return told(batch, tokenizer, ("near", "far"))
@@ -48,17 +54,13 @@ class Contrastive(Objective):
 
 
 @register
-class Similarity(Objective):
+class Similarity(Embed):
     """Two texts and how alike they are: the cosine of their vectors is to be the score."""
 
-    name, task = "similarity", "embed"
+    name = "similarity"
     keys = ("text_key", "pair_key", "label_key", "score_max")
     metrics = ("pearson", "spearman")
     of = ("loss", "values")
-    classes = False
-
-    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
-        return iter(texts_of_row(record, data))
 
     def told(self, logits: "Tensor") -> "Tensor":
         return logits

@@ -1,6 +1,6 @@
 """Fill-in-the-middle: a document's middle is moved to its end, predicted from what stood around it. Bavarian et al., 2022."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -32,9 +32,6 @@ class FIM(Causal):
 
     name = "fim"
     keys = ("text_key", "fim_rate", "fim_spm_rate")
-
-    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
-        yield record.text(data.text_key, "data.text_key")
 
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
                  ) -> Sequences:

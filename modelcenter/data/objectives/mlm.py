@@ -1,6 +1,7 @@
 """Masked language modelling. Devlin et al., 2018."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,15 +21,17 @@ if TYPE_CHECKING:
     from modelcenter.data.tokenizer import Tokenizer
 
 
+CJK = {  # U+3000 to U+9FFF at a token's beginning: as it is, or by its first byte as the byte-level alphabet writes it
+    "▁": re.compile("[\u3000-\u9fff]"), "Ġ": re.compile("[\u00e3-\u00e9]"),
+}  # fmt: skip
+
+
 @register
 class MLM(Objective):
     name = task = "mlm"
     keys = ("text_key", "mlm_probability", "whole_words")
     metrics = ("accuracy",)
     of = ("loss", "classes")
-
-    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
-        yield record.text(data.text_key, "data.text_key")
 
     def frame(self, read: "Reader") -> Frame:
         """[SEP] behind a document."""
@@ -85,12 +88,15 @@ class Masked(Sequences):
 
 
 def continuing(tokenizer: "Tokenizer") -> NDArray[np.bool_]:
-    """Which ids go on with the word of the token before: by ## in WordPiece, else by no mark of a space at their beginning."""
+    """Which ids go on with the word of the token before: by ## in WordPiece, else by no mark of a space at their beginning.
+
+    Chinese and Japanese have no spaces: each of their characters is a word, as WordPiece has it, and not a whole sentence one.
+    """
     vocab = tokenizer.vocabulary if hasattr(tokenizer, "raw") else {}  # what transformers alone can read marks no words
     mark = next((m for m in ("##", "Ġ", "▁") if any(token.startswith(m) for token in vocab)), None)
     if mark is None:
         refuse(tokenizer.name, "data.whole_words", "true with a tokenizer that marks no words", "false, or another tokenizer")
     inside = np.zeros(tokenizer.vocab_size, np.bool_)
     for token, number in vocab.items():
-        inside[number] = token.startswith(mark) == (mark == "##")
+        inside[number] = token.startswith(mark) if mark == "##" else not (token.startswith(mark) or CJK[mark].match(token))
     return inside

@@ -1,6 +1,6 @@
 """Span corruption: which tokens are dropped, and what stands for them. Raffel et al., 2019, section 3.1.4; n tokens, k spans."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,9 +24,6 @@ class Span(Objective):
     name, task = "span", "seq2seq"
     keys = ("text_key", "mlm_probability", "span_length")
     metrics = ("perplexity",)
-
-    def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
-        yield record.text(data.text_key, "data.text_key")
 
     def frame(self, read: "Reader") -> Frame:
         """The end of text behind a document."""
