@@ -105,6 +105,12 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
 
 
+def test_one_process_trains_without_what_several_need() -> None:
+    """FSDP and DTensor, and sympy with them, are a third of what a run imports."""
+    code = "import sys, modelcenter.train.loop; print('torch.distributed.fsdp' in sys.modules)"
+    assert python(code) == "False\n"
+
+
 def test_a_family_costs_half_a_second_over_torch() -> None:
     code = """
 import json, sys, time, torch

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..layers import Block
 from ..ops._op import rehearsal
-from .apply import recompute as recompute_blocks
 
 Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary"]
 KINDS: dict[Kind, str] = {
@@ -127,6 +126,8 @@ def rehearse(
     tally = Tally({labels: round(share * labels)})
     other = twin(model, device, tally).train()
     if recompute and not any("forward" in vars(m) for m in other.modules() if isinstance(m, Block)):
+        from .apply import recompute as recompute_blocks  # FSDP and DTensor take a second to import
+
         recompute_blocks(other)
     trained = [p for p in other.parameters() if p.requires_grad]
     for p in trained:
