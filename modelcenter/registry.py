@@ -31,6 +31,7 @@ from .layers.initial import initial
 from .layers.linear import Linear
 from .layers.output import batch_of, recorded, shift_right
 from .names import Lazy, Names, Row, Shape
+from .parallel.blocks import fit_blocks
 from .parallel.device import device_of
 from .parallel.machine import Machine, load_machine
 
@@ -401,10 +402,13 @@ def spoken(model: Model, keys: Keys) -> Names:
 def place(model: Model, device: str | torch.device | None, machine: str | Machine | None) -> None:
     """Give the parameters storage, sharded as the machine says."""
     if machine is not None:
-        from .parallel.apply import parallelize  # FSDP and DTensor take a second to import
-
         machine = machine if isinstance(machine, Machine) else load_machine(machine)
-        parallelize(model, machine)
+        if machine.ranks > 1:
+            from .parallel.apply import parallelize  # FSDP and DTensor take seconds to import
+
+            parallelize(model, machine)
+        else:
+            fit_blocks(model, machine)
         device = device or device_of(machine)
     check_memory(model, torch.device(device or "cpu"))
     home = torch.device(device or "cpu")  # quantised layers have their values already

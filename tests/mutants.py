@@ -135,7 +135,7 @@ MUTANTS = (
     Mutant("dropout-rates-swapped", "models/gpt.py", "dropout=c.embed_dropout)", "dropout=c.dropout)",
            zoo("dropout_has_their_places_and_rates", GPT)),
     Mutant("dropout-in-evaluation", "layers/attention.py", "self.dropout if self.training else 0.0", "self.dropout", parity(GPT)),
-    Mutant("dropout-redrawn-by-recompute", "parallel/apply.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)",
+    Mutant("dropout-redrawn-by-recompute", "parallel/blocks.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)",
            "test_parallel.py::test_recompute_replays_dropout"),
     Mutant("segments-ignored", "models/bert.py", "torch.zeros_like(batch.at) if batch.segments is None else batch.segments",
            "torch.zeros_like(batch.at)", "test_bert.py::test_segments"),
@@ -540,7 +540,7 @@ MUTANTS = (
     # ---- several processes
     Mutant("key-heads-unchecked", "parallel/apply.py", "for projection in (module.q, module.k):", "for projection in (module.q,):",
            "test_parallel.py::test_key_heads_must_divide_too", "Failed"),
-    Mutant("nothing-recomputed", "parallel/apply.py", "        recompute(model)\n", "        pass\n",
+    Mutant("nothing-recomputed", "parallel/blocks.py", "        recompute(model)\n", "        pass\n",
            "test_parallel.py::test_recompute_replays_dropout"),
     Mutant("slopes-of-the-first-rank-on-all", "parallel/apply.py", "part.chunk(ranks)[me]", "part.chunk(ranks)[0]",
            "test_parallel.py::test_a_mesh_equals_one_process[tp2]"),

@@ -20,7 +20,7 @@ from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
-from modelcenter.parallel.apply import recompute as recompute_blocks
+from modelcenter.parallel.blocks import recompute as recompute_blocks
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.plan import Plan, rehearse, size
 from modelcenter.train import fit

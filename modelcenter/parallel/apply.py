@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import refuse
-from ..layers import Adapted, Attention, Block, Linear
+from ..layers import Adapted, Attention, Linear
+from .blocks import blocks, fit_blocks
 from .device import device_of, variable
 from .machine import Machine, load_machine
 from .ranks import ALONE, Ranks
@@ -42,10 +42,7 @@ def parallelize(model: nn.Module, machine: Machine | str) -> nn.Module:
     mesh = mesh_of(machine)
     if mesh is not None and machine.tensor_parallel > 1:
         tensor_parallel(model, mesh["tp"])
-    if machine.recompute:
-        recompute(model)
-    if machine.compile:
-        compile_blocks(model)
+    fit_blocks(model, machine)
     if mesh is not None and machine.fsdp > 1:
         shard(model, mesh["dp"])
     return model
@@ -138,21 +135,6 @@ def retie(model: nn.Module) -> None:
     tie = getattr(model, "tie", None)
     if tie is not None:
         tie()
-
-
-def blocks(model: nn.Module) -> list[Block]:
-    return [m for m in model.modules() if isinstance(m, Block)]
-
-
-def recompute(model: nn.Module) -> None:
-    """Keep only the blocks' inputs; their insides are computed again in the backward, with the same dropout."""
-    for block in blocks(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-
-
-def compile_blocks(model: nn.Module) -> None:
-    for block in blocks(model):
-        block.compile()
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..layers import Block
 from ..ops._op import rehearsal
+from .blocks import blocks
+from .blocks import recompute as recompute_blocks
 
 Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary"]
 KINDS: dict[Kind, str] = {
@@ -125,9 +126,7 @@ def rehearse(
     labels = batch["labels"].numel()
     tally = Tally({labels: round(share * labels)})
     other = twin(model, device, tally).train()
-    if recompute and not any("forward" in vars(m) for m in other.modules() if isinstance(m, Block)):
-        from .apply import recompute as recompute_blocks  # FSDP and DTensor take a second to import
-
+    if recompute and not any("forward" in vars(block) for block in blocks(other)):
         recompute_blocks(other)
     trained = [p for p in other.parameters() if p.requires_grad]
     for p in trained:
