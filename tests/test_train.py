@@ -21,7 +21,7 @@ import transformers
 from safetensors.torch import load_file
 
 import modelcenter as mc
-from modelcenter.data.objective import find_objective
+from modelcenter.data.objective import find_objective, objectives
 from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
@@ -535,9 +535,15 @@ OBJECTIVES = {
              "eval_perplexity"),
     "contrastive": ("bert-base-uncased", TINY, "roberta:300", {"pair": "f is"}, "eval_accuracy"),
     "similarity": ("bert-base-uncased", TINY, "roberta:300", {"pair": "x is", "label": 0.5}, "eval_spearman"),
+    "fim": ("gpt2", TINY, "fim:300", {"text": "f of x is y"}, "eval_perplexity"),
+    "prefix_lm": ("gpt2", TINY, "bpe:300", {"text": "f of x is y"}, "eval_perplexity"),
     "multilabel": ("bert-base-uncased", TINY, "roberta:300", {}, "eval_f1_micro"),
     "tag": ("bert-base-uncased", TINY, "roberta:300", {"tokens": ["f", "of", "x"], "tags": ["B-F", "O", "B-X"]}, "eval_span_f1"),
 }  # fmt: skip
+
+
+def test_no_objective_is_without_a_run() -> None:
+    assert set(objectives()) == {*OBJECTIVES, "lm", "span"}  # which have runs of their own
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
