@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings_in_a_line():
             answer = run(take_apart(argv))
-        print(answer.text if "--json" not in argv else json.dumps(answer.data, indent=2), flush=True)
+        if answer.text:  # of several ranks one has something to say
+            print(answer.text if "--json" not in argv else json.dumps(answer.data, indent=2), flush=True)
         return 0
     except InputError as error:
         if "--debug" in argv:
@@ -191,7 +192,8 @@ def train(args: Arguments) -> Answer:
         run = train(recipe, machine)
         data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
     last = ", ".join(f"{key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))
-    return Answer(f"{data['output_dir']}: step {data['step']}, {last}", data)
+    speaks = machine.ranks == 1 or os.environ.get("RANK", "0") == "0"
+    return Answer(f"{data['output_dir']}: step {data['step']}, {last}" if speaks else "", data)
 
 
 def evaluate(args: Arguments) -> Answer:

@@ -146,9 +146,10 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     count = sum(prod(shape) for shape in model.shapes.values())  # whatever they are held in
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
+    many = f"{ranks.size} x " if ranks.size > 1 else ""
     lines = [
         f"model: {recipe.model} ({weights}), {count / 1e6:,.2f} M parameters, {trained / 1e6:,.2f} M of them trained; "
-        f"{recipe.precision} on {device.type}, {torch.get_num_threads()} threads",
+        f"{recipe.precision} on {many}{device.type}, {torch.get_num_threads()} threads",
         f"data: {len(train):,} examples, {len(evaluation) if evaluation else 0:,} for evaluation; {recipe.objective}, "
         f"at most {recipe.data.seq_len} tokens each; tokenizer {tokenizer.name} of {len(tokenizer):,}",
         f"steps: {steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} forwards, "
@@ -165,8 +166,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     environment = {
         "modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version(),
         "platform": platform.platform(), "device": device.type, "threads": torch.get_num_threads(),
-        "precision": recipe.precision, "parameters": count, "trained": trained, "steps": steps, "examples": len(train),
-        "eval_examples": len(evaluation) if evaluation else 0,
+        "precision": recipe.precision, "ranks": ranks.size, "parameters": count, "trained": trained, "steps": steps,
+        "examples": len(train), "eval_examples": len(evaluation) if evaluation else 0,
     }  # fmt: skip
     return Setup(model, tokenizer, train, judge, steps, environment, lines)
 
