@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -372,6 +373,42 @@ def test_one_ranks_trouble_is_everybodys(tmp_path: Path) -> None:
     logged = [row for row in told(tmp_path / "out") if "loss" in row]
     assert [row["step"] for row in logged if row["grad_norm"] is None] == [2, 3] and logged[-1]["skipped"] == 2
     assert sorted(path.name for path in (tmp_path / "out").glob("*step-*")) == ["step-6"]
+
+
+def killed(rank: int, recipe: Any) -> None:
+    """Rank 1 is killed while it writes its part of the second state."""
+    loop.plot_loss = lambda folder: "not drawn"
+    write, saves = state.write_group, set()
+
+    def write_group(temp: Path, *rest: Any) -> Any:
+        saves.add(temp)
+        if rank == 1 and len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(temp, *rest)
+
+    state.write_group = write_group
+    train(recipe, machine_of((2, 1)))
+
+
+def test_a_rank_killed_in_a_save_costs_no_state(tmp_path: Path) -> None:
+    for name in ("first", "whole"):
+        (tmp_path / name).mkdir()
+    recipes = [run_of(tmp_path / name, eval_steps=None) for name in ("first", "whole")]
+    with pytest.raises((AssertionError, EOFError)):
+        spawn(2, killed, recipes[0])
+    out = tmp_path / "first" / "out"
+    assert [path.name for path in out.glob("step-*")] == ["step-4"]
+    for _ in range(100):  # the other rank is about to find out
+        try:
+            spawn(2, runs, (2, 1), recipes[0])
+            break
+        except AssertionError as error:
+            assert "in use by a live run" in str(error)
+            time.sleep(0.1)
+    assert not list(out.glob(".tmp-*"))
+    spawn(2, runs, (2, 1), recipes[1])
+    for file in (out / "step-8").iterdir():
+        assert file.read_bytes() == (tmp_path / "whole" / "out" / "step-8" / file.name).read_bytes(), file.name
 
 
 def seeds(rank: int, recipe: Any) -> None:
