@@ -74,9 +74,8 @@ def bytes_of(state: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures and rehearsals would be half the time of this file: tests/test_journal.py and tests/test_plan.py have them."""
+    """Half a second a picture is half the time of this file: tests/test_journal.py draws one."""
     monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
-    monkeypatch.setattr(loop, "verdict", lambda *_, **__: "not rehearsed")
 
 
 @pytest.fixture(scope="module")

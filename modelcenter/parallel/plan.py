@@ -25,10 +25,11 @@ from ..ops._op import rehearsal
 from .blocks import blocks
 from .blocks import recompute as recompute_blocks
 
-Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary"]
+Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary", "fragments"]
 KINDS: dict[Kind, str] = {
     "weights": "weights and buffers", "optimizer": "optimizer: moments, copies, averages", "gradients": "gradients",
     "activations": "activations and the batch", "loss": "logits and loss", "temporary": "temporary, in backward and update",
+    "fragments": "allowance for fragments",
 }  # fmt: skip
 LASTING: tuple[Kind, ...] = ("weights", "optimizer", "gradients")  # there whatever the batch
 Arguments = Mapping[str, Any]
@@ -196,7 +197,7 @@ class Plan:
 
     def table(self) -> str:
         """A line for each kind."""
-        rows = [(KINDS[kind], self.parts.get(kind, 0)) for kind in KINDS] + [("at the peak of a step", self.need)]
+        rows = [(KINDS[kind], self.parts[kind]) for kind in KINDS if self.parts.get(kind)] + [("at the peak of a step", self.need)]
         return "\n".join(f"{name:<36}{size(count):>10}" for name, count in rows)
 
     def __str__(self) -> str:
