@@ -82,8 +82,8 @@ def add_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     return _norm.add_cases(device, dtype, False, 1e-6)
 
 
-rms_norm = op("rms_norm", reference, cases, Kernel(rms_norm_forward, saved, backward, takes=takes, compiled=("cpu",)))
+rms_norm = op("rms_norm", reference, cases, Kernel(rms_norm_forward, saved, backward, takes=takes))
 add_rms_norm = op(
     "add_rms_norm", add_reference, add_cases,
-    Kernel(add_rms_norm_forward, add_saved, add_backward, takes=add_takes, results=2, compiled=("cpu",)),
+    Kernel(add_rms_norm_forward, add_saved, add_backward, takes=add_takes, results=2),
 )
