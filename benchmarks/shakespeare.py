@@ -52,9 +52,10 @@ def theirs(recipe: mc.Recipe, machine: mc.Machine) -> float:
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
+    assert setup.evaluation is not None
     total = count = 0.0
     with torch.no_grad():
-        for batch in setup.eval_loader.once():
+        for batch in setup.evaluation.loader.once():
             batch = {k: v.to(device) for k, v in batch.items()}
             n = int((batch["labels"][:, 1:] != -100).sum())
             total, count = total + float(model(**batch).loss) * n, count + n
