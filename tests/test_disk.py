@@ -5,6 +5,7 @@ Every call of a run that changes its folder fails in turn, once and for a while;
 
 import errno
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 from test_train import MACHINE, recipe_of, rows
 
-from modelcenter.checkpoint.state import steps, verify
+from modelcenter.checkpoint.state import SaveError, steps, verify
 from modelcenter.errors import InputError
 from modelcenter.train import loop
 from modelcenter.train.loop import train
+from modelcenter.train.metrics import Metrics, read_rows
 
 RUN = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "logging_steps": 1, "best": "loss", "save_total_limit": 2}
 CALLS = ("open", "write", "pwrite", "fsync", "mkdir", "rename", "replace", "link", "ftruncate")
@@ -135,6 +137,50 @@ def test_every_call_fails(code: int, many: int, clean: tuple[Path, int], tmp_pat
     assert count > 150
     ends = [attempt(tmp_path / str(at), folder, at, code, many, capsys) for at in range(1, count)]
     assert sum(ends) > len(ends) // 2
+
+
+def test_rows_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a row arrives, then nothing for a while: it is said once, and afterwards every row is there, once and whole."""
+    said: list[str] = []
+    metrics, real, left = Metrics(tmp_path, {}, say=said.append), os.pwrite, [3]
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        if left[0]:
+            left[0] -= 1
+            real(fd, data[: len(data) // 2], offset)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data[: max(1, len(data) // 2)], offset)  # and short writes from then on
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for step in range(1, 7):
+        metrics.write({"step": step, "loss": step / 3})
+        there = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "step" in row]
+        assert there == list(range(1, (step if step > 3 else len(there)) + 1))  # never torn; all of them once there is room
+    metrics.rewind(4)
+    metrics.write({"step": 5, "loss": 0.5})
+    metrics.close()
+    found = list(read_rows(tmp_path / "metrics.jsonl"))[1:]
+    assert [(row["step"], row["loss"]) for row in found] == [(1, 1 / 3), (2, 2 / 3), (3, 1.0), (4, 4 / 3), (5, 0.5)]
+    assert len(said) == 1 and said[0].endswith("metrics.jsonl: No space left on device; its rows wait for room")
+
+
+def test_a_stop_that_cannot_be_saved_is_an_error(clean: tuple[Path, int], tmp_path: Path, capsys: Any) -> None:
+    recipe = replace(recipe_of(clean[0], **RUN), output_dir=str(tmp_path / "out"))
+
+    def fails(folder: Path, at: Any, *rest: Any) -> Path:
+        if at.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return real(folder, at, *rest)
+        raise SaveError(f"step {at.step} not saved: {folder}: No space left on device; the older ones are intact")
+
+    real = loop.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "save", fails)
+        assert train(recipe, MACHINE).stopped  # at step 2, which is saved
+        patch.setattr(loop, "update", lambda *a: os.kill(os.getpid(), signal.SIGTERM) or 1.0)
+        with pytest.raises(InputError, match=r"out: stopped after step 3, not saved; resume=auto goes on after step 2"):
+            train(recipe, MACHINE)
+    assert "step 3 not saved: " in capsys.readouterr().err and [p.name for p in steps(tmp_path / "out")] == ["step-2"]
 
 
 @contextmanager

@@ -123,6 +123,8 @@ class Recipe:
             refuse(None, "loss.label_smoothing", found, "0: values are no classes")
         if (self.best or self.patience) and self.data.eval_path is None and not self.data.eval_fraction:
             refuse(None, "best" if self.best else "patience", "given without evaluation data", "data.eval_path or eval_fraction")
+        if self.patience and self.eval_steps is None:
+            refuse(None, "patience", f"{self.patience} without eval_steps", "give eval_steps: there is one evaluation, at the end")
         if self.task not in ("auto", self.head):
             refuse(None, "task", f"{self.task} with objective {self.objective}", "give one of the two")
         if self.data.path is None:
