@@ -350,7 +350,7 @@ MUTANTS = (
            "test_spike.py::test_a_spike_does_not_hide_the_next_and_a_new_level_is_accepted"),
     Mutant("spike-by-sigmas-alone", "train/spike.py", "BEYOND * max(self.strays)", "0.0",
            "test_spike.py::test_no_false_alarm_in_ten_thousand_clean_steps[0]"),
-    Mutant("gone-back-to-again-and-again", "train/guard.py", 'found[1]["step"] <= at.returned', "False",
+    Mutant("gone-back-to-again-and-again", "train/guard.py", "step_of(Path(found)) <= at.returned", "False",
            "test_guard.py::test_trouble_that_stays_ends_the_run", "Failed"),
     Mutant("suspect-state-gone-back-to", "train/guard.py", "before=first - 1", "before=first",
            "test_guard.py::test_five_bad_steps_go_back_and_on_past_their_data"),
