@@ -12,6 +12,7 @@
 
 namespace {
 
+constexpr int SHARE = 4;   // packs of a thread
 constexpr int WIDE = 512;  // threads of a block, at most
 
 // Eight neighbours of a row, kept as they are in memory where that is half precision.
@@ -43,8 +44,7 @@ struct Held<BF16> : Halves<BF16> {};
 template <>
 struct Held<F16> : Halves<F16> {};
 
-// SHARE: packs of a thread, at most
-template <int D, bool CENTRED, int SHARE>
+template <int D, bool CENTRED>
 __global__ void __launch_bounds__(WIDE, D == BF16 || D == F16 ? 2 : 1) norm_rows(const Problem p) {
     constexpr int OWN = D == ANY ? F32 : D;
     __shared__ Board<1, false> board;
@@ -310,9 +310,7 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
             if (same && dtype == BF16 && launch<norm_shifted_rows<BF16, CENTRED, 1, 4>>(1, 4, p, true, slots, lines, stream)) return true;
             return launch<norm_shifted_rows<ANY, CENTRED, 2, 1>>(2, 1, p, true, slots, lines, stream);)
     }
-    const int64_t packs = (p.dim + 7) / 8;
-    const int share = packs > 96 && packs <= 128 ? 2 : 4;  // two warps a row are faster than one by 2 % where they are full
-    const int64_t threads = (packs + share * 32 - 1) / (share * 32) * 32;
+    const int64_t threads = (p.dim + 8 * SHARE * 32 - 1) / (8 * SHARE * 32) * 32;
     const int together = threads == 32 ? 4 : 1;
     const int64_t blocks = (p.rows + together - 1) / together;
     if (threads > WIDE || blocks > INT32_MAX) return false;
@@ -320,10 +318,10 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
     const auto run = [&](auto kernel) { kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(p); };
     const bool known = same && (p.weight.dtype == dtype || p.weight.dtype == F32);
     MC_FOR_BOOL(p.centred, CENTRED,
-        if (known && dtype == BF16) run(share == 2 ? norm_rows<BF16, CENTRED, 2> : norm_rows<BF16, CENTRED, 4>);
-        else if (known && dtype == F16) run(share == 2 ? norm_rows<F16, CENTRED, 2> : norm_rows<F16, CENTRED, 4>);
-        else if (known) run(share == 2 ? norm_rows<F32, CENTRED, 2> : norm_rows<F32, CENTRED, 4>);
-        else run(share == 2 ? norm_rows<ANY, CENTRED, 2> : norm_rows<ANY, CENTRED, 4>);)
+        if (known && dtype == BF16) run(norm_rows<BF16, CENTRED>);
+        else if (known && dtype == F16) run(norm_rows<F16, CENTRED>);
+        else if (known) run(norm_rows<F32, CENTRED>);
+        else run(norm_rows<ANY, CENTRED>);)
     return true;
 }
 
