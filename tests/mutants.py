@@ -327,7 +327,7 @@ MUTANTS = (
     Mutant("pieces-all-at-the-start", "checkpoint/shards.py", "start, whole = tuple(r.start for r in region),", "start, whole = (0,) * len(region),",
            "test_ranks.py::test_other_ranks_go_on[(2, 1)-(1, 1)]"),
     Mutant("who-lost-another-is-blamed", "train/launch.py", "key=lambda rank: (status[rank] == LOST, rank)", "key=lambda rank: rank",
-           "test_launch.py::test_who_failed_first"),
+           "test_launch.py::test_who_failed_first[status1-1]"),
     Mutant("norm-counts-copies", "parallel/ranks.py", "for name, n in self.degrees.items() if name not in self.cuts(tensor)]", "for n in ()]",
            "test_ranks.py::test_steps_equal_one_process[tp2]"),
     Mutant("labels-shifted-twice", "layers/head.py", "nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE)",
