@@ -95,6 +95,82 @@ void update_some(const Item& item, int64_t begin, int64_t end, float factor, con
     }
 }
 
+// ---- 8-bit moments, as in optim/adamw.py: 128 elements at a time, which share a scale
+
+constexpr int SHARED = BLOCK8 / LANES;  // vectors of a block
+typedef int8_t vb __attribute__((vector_size(16)));
+typedef uint8_t vub __attribute__((vector_size(16)));
+
+template <class B, class T>
+MC_INLINE vf load_codes(const T* p, int n) {
+    B codes{};
+    memcpy(&codes, p, n);
+    return __builtin_convertvector(__builtin_convertvector(codes, vi), vf);
+}
+template <class B, class T>
+MC_INLINE void store_codes(T* p, vf x, int n) {
+    const B codes = __builtin_convertvector(__builtin_convertvector(x, vi), B);
+    memcpy(p, &codes, n);
+}
+
+template <bool FOURTH>
+MC_INLINE vf decoded(vf code) {  // from a code's magnitude to a number between 0 and 1
+    const vf x = code * (FOURTH ? static_cast<float>(1.0 / 255) : static_cast<float>(1.0 / 127));
+    return FOURTH ? (x * x) * (x * x) : x * x;
+}
+template <bool FOURTH>
+MC_INLINE vf encoded(vf x, float scale, vf chance) {  // the code's magnitude
+    const vf part = scale > 0 ? vabs(x) / scale : vf{};
+    const vf root = square_root(part), high = FOURTH ? square_root(root) * 255.0f : root * 127.0f;
+    const vf low = __builtin_convertvector(__builtin_convertvector(high, vi), vf);  // none is negative
+    const vf below = decoded<FOURTH>(low), above = decoded<FOURTH>(low + 1.0f);
+    const vf code = (part - below) * 65536.0f > (above - below) * chance ? low + 1.0f : low;
+    if constexpr (FOURTH) return part > 0.0f ? vmin(vmax(code, all(2.0f)), all(255.0f)) : code;
+    return vmin(code, all(127.0f));
+}
+
+template <class P, class G, class C, bool STOCHASTIC>
+void update_coded(const Item& item, int64_t begin, int64_t end, float factor, const Numbers& c) {
+    P* const p = static_cast<P*>(item.p);
+    const G* const g = static_cast<const G*>(item.g);
+    int8_t* const m = static_cast<int8_t*>(item.m);
+    uint8_t* const v = static_cast<uint8_t*>(item.v);
+    C* const copy = static_cast<C*>(item.copy);
+    for (int64_t block = begin; block < end; block += BLOCK8) {  // begin is a multiple of CHUNK
+        float& m_scale = item.m_scale[block / BLOCK8];
+        float& v_scale = item.v_scale[block / BLOCK8];
+        const int here = static_cast<int>(end - block < BLOCK8 ? end - block : BLOCK8);
+        const auto lanes = [=](int k) { return here - k * LANES < LANES ? here - k * LANES : LANES; };
+        vu random[SHARED] = {}, other[SHARED] = {};
+        for (int k = 0; k < SHARED; k += 4) {
+            if (STOCHASTIC) draw_words(random + k, (block + k * LANES) / 64, item.key);
+            if (STOCHASTIC && sizeof(P) == 2) draw_words(other + k, (block + k * LANES) / 64, item.key ^ OTHER);
+        }
+        vf ys[SHARED], zs[SHARED], top{}, top_squared{};
+        for (int k = 0; lanes(k) > 0 && k < SHARED; k++) {
+            const int64_t i = block + k * LANES;
+            const int n = lanes(k);
+            const vf code = load_codes<vb>(m + i, n), size = decoded<false>(vabs(code)) * m_scale;
+            vf x = load_n(p + i, n), y = code < 0.0f ? -size : size, z = decoded<true>(load_codes<vub>(v + i, n)) * v_scale;
+            update(x, y, z, load_n(g + i, n), factor, c, item);
+            put<STOCHASTIC>(p + i, x, other[k] & 0xFFFFu, n);
+            if (copy) store_n(copy + i, x, n);
+            top = vmax(top, vabs(y)), top_squared = vmax(top_squared, z);
+            ys[k] = y, zs[k] = z;
+        }
+        m_scale = largest(top), v_scale = largest(top_squared);
+        const auto chance = [](vu bits) {
+            return STOCHASTIC ? __builtin_convertvector(bits, vf) + 0.5f : all(32768.0f);
+        };
+        for (int k = 0; lanes(k) > 0 && k < SHARED; k++) {
+            const int64_t i = block + k * LANES;
+            const vf code = encoded<false>(ys[k], m_scale, chance(random[k] & 0xFFFFu));
+            store_codes<vb>(m + i, ys[k] < 0.0f ? -code : code, lanes(k));
+            store_codes<vub>(v + i, encoded<true>(zs[k], v_scale, chance(random[k] >> 16)), lanes(k));
+        }
+    }
+}
+
 // f(number of the piece, its item, its first element, its last + 1) for every piece of `size` elements of the items in a table
 template <class F>
 void each_piece(const Item* items, int64_t pieces, int64_t size, F f) {
@@ -160,7 +236,7 @@ MC_KERNEL(adamw_clip) {
 }
 
 MC_KERNEL(adamw) {
-    const Arguments given(call, F32 | BF16);
+    const Arguments given(call, F32 | BF16 | I8);
     call.ready();
     const float factor = given.clip.as<float>()[1];
     if (factor != factor) return;
@@ -178,7 +254,13 @@ MC_KERNEL(adamw) {
     };
     const auto rounded = [&](auto plain, auto stochastic) { c.stochastic ? run(stochastic) : run(plain); };
     MC_FOR_FLOAT(given.g.dtype, G,
-        if (given.p.dtype == BF16 && given.m.dtype == BF16)
+        if (given.p.dtype == BF16 && given.m.dtype == I8)
+            rounded(update_coded<bf16, G, bf16, false>, update_coded<bf16, G, bf16, true>);
+        else if (given.m.dtype == I8 && given.copy.dtype == F16)
+            rounded(update_coded<float, G, fp16, false>, update_coded<float, G, fp16, true>);
+        else if (given.m.dtype == I8)
+            rounded(update_coded<float, G, bf16, false>, update_coded<float, G, bf16, true>);
+        else if (given.p.dtype == BF16 && given.m.dtype == BF16)
             rounded(update_some<bf16, G, bf16, bf16, false>, update_some<bf16, G, bf16, bf16, true>);
         else if (given.p.dtype == BF16)
             rounded(update_some<bf16, G, float, bf16, false>, update_some<bf16, G, float, bf16, true>);

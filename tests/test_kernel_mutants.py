@@ -37,8 +37,8 @@ def exact(op: str) -> str:
     return f"test_kernels.py::test_no_less_exact_than_the_peers[torch.float32-{op}]"
 
 
-def bitwise(dtype: str, options: str) -> str:
-    return f"test_adamw.py::test_the_kernel_is_the_reference_bit_for_bit[torch.{dtype}-{options}-bf16-aligned-cpu]"
+def bitwise(dtype: str, options: str, moments: str = "bf16") -> str:
+    return f"test_adamw.py::test_the_kernel_is_the_reference_bit_for_bit[torch.{dtype}-{options}-{moments}-aligned-cpu]"
 
 
 DECAY = "    p = p * c.keep;\n"
@@ -56,6 +56,8 @@ MUTANTS = (
            "test_quantize.py::test_kernels_and_references_agree_to_the_bit[torch.float32-nf4-cpu]"),
     Mutant("truncated-not-rounded", "adamw.cpp", "nan : (u + random) >> 16", "nan : u >> 16", bitwise("bfloat16", "plain")),
     Mutant("decay-after-the-update", "adamw.h", DECAY + MOMENTS + STEP, MOMENTS + STEP + DECAY, bitwise("float32", "nearest")),
+    Mutant("scale-of-the-last-sixteen", "adamw.cpp", "top = vmax(top, vabs(y)),", "top = vabs(y),",
+           bitwise("float32", "plain", "int8")),
     Mutant("wrong-lane-of-philox", "dropout.cpp", "random + i, threshold", "random + (i ^ 16), threshold", exact("dropout")),
     Mutant("one-past-the-table", "embedding.cpp", """    for (int64_t i = 0; i < n; i++)
         if (at[i] < 0 || at[i] >= vocab)""", """    for (int64_t i = 0; i < n; i++)

@@ -194,12 +194,11 @@ def reference_clip(totals: Tensor, scale: Tensor | None, max_norm: float) -> Ten
 def update(columns: list[list[Any]], group: dict[str, Any], number: int, clip: Tensor | None) -> None:
     """One step of parameters that are alike, by the kernel if it can. `columns`: of each the parameter, its gradient, m, v, their
     scales or None, its copy in half precision or None, and its step."""
-    params, grads, m = columns[:3]
+    params, grads = columns[:2]
     one = params[0]
     factor = torch.ones(2, device=one.device) if clip is None else clip.to(one.device)
     dtypes = one.dtype in (torch.float32, torch.bfloat16) and grads[0].dtype in FLOATS
-    kernel = dtypes and usable(one) and (m[0].dtype != torch.int8 or one.is_cuda)
-    if not kernel or not all(t.is_contiguous() for t in params):
+    if not (dtypes and usable(one)) or not all(t.is_contiguous() for t in params):
         if not factor[1].isnan():
             for index, row in enumerate(zip(*columns, strict=True)):
                 reference(row, factor[1], group, number + index)
