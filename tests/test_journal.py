@@ -77,6 +77,16 @@ def test_what_a_summary_tells_to_type_works(whole: Path) -> None:
         assert main(words) == 0
 
 
+def test_an_evaluation_needs_data(whole: Path) -> None:
+    from modelcenter.config import read_recipe
+    from modelcenter.train.summary import usage
+
+    recipe = dict(read_recipe(whole / "recipe.yaml"))
+    assert f"modelcenter evaluate {whole}\n" in usage(whole, recipe)
+    alone = {**recipe, "data": {**recipe["data"], "eval_fraction": 0.0}}
+    assert f"modelcenter evaluate {whole} data.eval_path=FILE\n" in usage(whole, alone)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
 def test_an_adapter_is_opened_by_peft(whole: Path, tmp_path: Path, undrawn: None) -> None:
     changes = {"model": str(whole / "model"), "tokenizer": None, "init": "pretrained", "config": {}, "adapter.name": "lora"}

@@ -122,7 +122,8 @@ def usage(folder: Path, recipe: Mapping[str, Any]) -> str:
     model = folder / "model"
     if not model.is_dir():
         return f"There is no model yet.\n\n```\n{commands[0]}\n```"
-    commands.insert(0, f"modelcenter evaluate {folder}")
+    judged = recipe["data"].get("eval_path") or recipe["data"].get("eval_fraction")
+    commands.insert(0, f"modelcenter evaluate {folder}" + ("" if judged else " data.eval_path=FILE"))
     if recipe["objective"] in ("lm", "seq2seq", "span"):
         commands.insert(1, f"modelcenter generate {model} \"...\"")
     lines = [f"import modelcenter as mc\n\nmodel = mc.load({str(model)!r})"]
