@@ -27,7 +27,7 @@ class PrefixLM(LM):
     adapts = False
 
     def settle(self, config: Any) -> Mapping[str, Any]:
-        return {} if config.model_type == "cpmant" else {"prefix_lm": True}  # CPM-Ant knows nothing else
+        return {"prefix_lm": True}
 
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
                  ) -> Sequences:
