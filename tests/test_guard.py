@@ -134,6 +134,8 @@ def test_a_run_that_goes_back_is_interrupted_without_a_trace(stops: list[int], t
         runs += 1
     assert runs == len(stops) + 1 and not left
     assert bytes_of(tmp_path / "a" / "out" / "step-20") == bytes_of(tmp_path / "b" / "out" / "step-20")
+    there = [{int(path.name[5:]) for path in (tmp_path / name / "out").glob("step-*")} for name in ("a", "b")]
+    assert there[1] == there[0] | {step for step in stops if step <= 5}  # none of those that were gone back past
     assert rows(tmp_path / "a" / "out")[1:] == rows(tmp_path / "b" / "out")[1:]
 
 
