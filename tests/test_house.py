@@ -111,36 +111,34 @@ def test_one_process_trains_without_what_several_need() -> None:
     assert python(code) == "False\n"
 
 
-def test_a_family_costs_half_a_second_over_torch() -> None:
+def test_a_family_imports_little_beside_torch() -> None:
     code = """
-import json, sys, time, torch
-began = time.process_time()
+import json, sys, torch
+before = set(sys.modules)
 import modelcenter
 modelcenter.GPT, modelcenter.load
-print(json.dumps([time.process_time() - began, sorted(sys.modules)]))
+print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - before})))
 """
-    seconds, modules = json.loads(python(code))
-    assert not {"transformers", "datasets", "torch.distributed.fsdp", "matplotlib"} & set(modules)
-    for _ in range(3):  # a machine that others use too may stretch one of them
-        seconds = min(seconds, json.loads(python(code))[0]) if seconds > 0.5 else seconds
-    assert seconds <= 0.5
+    added = {name for name in json.loads(python(code)) if "cython" not in name} - set(sys.stdlib_module_names)
+    assert "modelcenter" in added and added <= {"modelcenter", "yaml", "_yaml", "torch"}
+    code = "import sys, modelcenter; modelcenter.GPT, modelcenter.load; print(sorted(sys.modules))"
+    heavy = {"torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor", "sympy"}
+    assert not heavy & set(ast.literal_eval(python(code)))
 
 
 @pytest.mark.parametrize("arguments", ["--help", "train --help", "list models --help"])
 def test_help_answers_without_torch(arguments: str) -> None:
     code = f"""
-import json, sys, time
-began = time.process_time()
+import json, sys
 from modelcenter.__main__ import main
 try:
     main({arguments.split()})
 except SystemExit as end:
     assert not end.code
-print(json.dumps([time.process_time() - began, sorted(sys.modules)]))
+print(json.dumps(sorted(sys.modules)))
 """
     out = python(code).splitlines()
-    seconds, modules = json.loads(out[-1])
-    assert len(out) > 3 and "torch" not in modules and seconds < 0.3
+    assert len(out) > 3 and not {"torch", "numpy"} & set(json.loads(out[-1]))
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
