@@ -34,7 +34,7 @@ PLANTS = {
                                 "l.restore = lambda *a: dataclasses.replace(p := r(*a), sample=p.sample + 4)",
     "the random states": "kills; import torch; torch.set_rng_state = lambda state: None",
     "the state of a stop": "signals; import modelcenter.train.loop as l; k = l.keep; "
-                           "l.keep = lambda f, at, *a: k(f, at, *a) if at.step % 10 == 0 else at.step",
+                           "l.keep = lambda *a: k(*a) if a[-1].step % 10 == 0 else a[-1].step",
 }  # fmt: skip
 
 
