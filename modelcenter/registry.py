@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .adapter.attach import LABELLED, choose, fill_all, first_values, insert, measure
 from .adapter.config import AdapterConfig
@@ -238,13 +239,23 @@ def presets() -> dict[str, tuple[type[Model], Preset]]:
     return {name: (family, preset) for family in families().values() for name, preset in family.presets.items()}
 
 
+class Undrawn(TorchFunctionMode):
+    """torch.nn's initial weights are not drawn: the skeleton has no storage, `fill` gives it values, and `normal_` on a meta tensor
+    imports torch's compiler first, for seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def skeleton(family: type[Model], config: Any, task: str, dtype: torch.dtype) -> Model:
     """The model without storage: every parameter on the meta device."""
     check_task(family, task)
     if family.wide and dtype == torch.float16:
         warnings.warn(f"{family.__name__} in fp16: activations of the published weights overflow; use bf16 or fp32", stacklevel=3)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Undrawn():
             model = family(config)
             model.head = family.tasks[task].head(config)
     except RuntimeError as error:
@@ -411,8 +422,15 @@ def place(model: Model, device: str | torch.device | None, machine: str | Machin
             fit_blocks(model, machine)
         device = device or device_of(machine)
     check_memory(model, torch.device(device or "cpu"))
-    home = torch.device(device or "cpu")  # quantised layers have their values already
-    model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(home))  # type: ignore[no-untyped-call]
+    home = torch.device(device or "cpu")
+
+    def stored(t: Tensor) -> Tensor:
+        if not t.is_meta:  # quantised layers have their values already
+            return t.to(home)
+        like = hasattr(t, "placements")  # a DTensor; of others `empty_like` imports torch's compiler first
+        return torch.empty_like(t, device=home) if like else torch.empty(t.shape, dtype=t.dtype, device=home)
+
+    model._apply(stored)  # type: ignore[no-untyped-call]
     model.tie()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,12 +175,11 @@ def put(parameter: Tensor, source: Lazy) -> None:
 
 def local(parameter: Tensor) -> tuple[Region, Tensor]:
     """The region of the whole parameter that this process holds, and the tensor that holds it."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(parameter, DTensor):
+    sharded: Any = parameter
+    if not hasattr(sharded, "placements"):  # it would be a DTensor, whose module takes a second to import
         return everything(tuple(parameter.shape)), parameter
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
     region = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-    return region, parameter.to_local()
+    return region, sharded.to_local()

@@ -54,10 +54,8 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
 
 def whole(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The whole of a parameter without the rows that only pad it."""
-    from torch.distributed.tensor import DTensor
-
     full = parameter.detach()
-    full = full.full_tensor() if isinstance(full, DTensor) else full
+    full = full.full_tensor() if hasattr(full, "full_tensor") else full  # a DTensor, whose module takes a second to import
     return full if full.shape == shape else full[tuple(slice(0, n) for n in shape)]
 
 

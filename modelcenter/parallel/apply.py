@@ -1,22 +1,19 @@
 """Spread a model over devices, in place, in one fixed order.
 
 Tensor parallel first, because it says what a rank's layer is; recompute and compile next, because they act on that layer and
-must see no gathering; FSDP last, because it shards whatever parameters are left and wraps the outermost call.
+must see no gathering; FSDP last, because it shards whatever parameters are left and wraps the outermost call. FSDP and DTensor
+take a second to import: that happens where they are used.
 """
 
 import atexit
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ..errors import refuse
 from ..layers import Adapted, Attention, Linear
@@ -25,13 +22,23 @@ from .device import device_of, variable
 from .machine import Machine, load_machine
 from .ranks import ALONE, Ranks
 
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "column": ColwiseParallel,
-    "row": RowwiseParallel,
-    "vocab": partial(RowwiseParallel, input_layouts=Replicate()),
-    "heads": ColwiseParallel,  # an embedding with a column for every head
-    "logits": partial(ColwiseParallel, output_layouts=Replicate()),
-}
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def styles() -> "dict[str, Callable[[], ParallelStyle]]":
+    """What the words of the layers' `tp` tables do."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {
+        "column": ColwiseParallel,
+        "row": RowwiseParallel,
+        "vocab": partial(RowwiseParallel, input_layouts=Replicate()),
+        "heads": ColwiseParallel,  # an embedding with a column for every head
+        "logits": partial(ColwiseParallel, output_layouts=Replicate()),
+    }
 
 
 def parallelize(model: nn.Module, machine: Machine | str) -> nn.Module:
@@ -48,7 +55,7 @@ def parallelize(model: nn.Module, machine: Machine | str) -> nn.Module:
     return model
 
 
-def mesh_of(machine: Machine) -> DeviceMesh | None:
+def mesh_of(machine: Machine) -> "DeviceMesh | None":
     """The mesh (dp, tp) over all ranks; None where one process does everything."""
     if machine.ranks == 1:
         return None
@@ -64,8 +71,10 @@ def mesh_of(machine: Machine) -> DeviceMesh | None:
 
 
 @cache
-def one_mesh(kind: str, shape: tuple[int, int], group: Any) -> DeviceMesh:
+def one_mesh(kind: str, shape: tuple[int, int], group: Any) -> "DeviceMesh":
     """A mesh starts process groups of its own: once is enough, as long as `group` is the group of all."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh(kind, shape, mesh_dim_names=("dp", "tp"))
 
 
@@ -90,9 +99,11 @@ def start(device: torch.device) -> None:
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def tensor_parallel(model: nn.Module, mesh: "DeviceMesh") -> None:
     """Apply the layers' own `tp` tables."""
-    ranks, me = mesh.size(), mesh.get_local_rank()
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    ranks, me, known = mesh.size(), mesh.get_local_rank(), styles()
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             for projection in (module.q, module.k):
@@ -103,11 +114,11 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)
             if isinstance(part, Adapted):
-                plan |= {f"{child}.{inner}": STYLES[style]() for inner in adapter_plan(part, style)}
+                plan |= {f"{child}.{inner}": known[style]() for inner in adapter_plan(part, style)}
             elif isinstance(part, nn.Module):
                 if style in ("vocab", "logits"):
                     pad_rows(part, ranks)
-                plan[child] = STYLES[style]()
+                plan[child] = known[style]()
             elif isinstance(part, torch.Tensor):
                 setattr(module, child, part.chunk(ranks)[me])
         if plan:
@@ -137,9 +148,11 @@ def retie(model: nn.Module) -> None:
         tie()
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard(model: nn.Module, mesh: "DeviceMesh") -> None:
     """FSDP2: each block gathers its own parameters, the root the rest. The root lets its own go too: after an evaluation they would
     stay whole, and the next step would compute with them, whatever the shards have become."""
+    from torch.distributed.fsdp import fully_shard
+
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
