@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Answer(NamedTuple):
     """What a verb says: `text` for people, `data` for `--json`."""
 
-    text: str
+    text: str | None
     data: Any
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings_in_a_line():
             answer = run(take_apart(argv))
-        if answer.text:  # of several ranks one has something to say
+        if answer.text is not None:  # of several ranks one has something to say
             print(answer.text if "--json" not in argv else json.dumps(answer.data, indent=2), flush=True)
         return 0
     except InputError as error:
@@ -193,7 +193,7 @@ def train(args: Arguments) -> Answer:
         data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
     last = ", ".join(f"{key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))
     speaks = machine.ranks == 1 or os.environ.get("RANK", "0") == "0"
-    return Answer(f"{data['output_dir']}: step {data['step']}, {last}" if speaks else "", data)
+    return Answer(f"{data['output_dir']}: step {data['step']}, {last}" if speaks else None, data)
 
 
 def evaluate(args: Arguments) -> Answer:
