@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant("causal-forgets-the-past", "layers/view.py", "seen = at[None, :] <= at[keys - queries :, None]",
            "seen = at[None, :] <= at[:queries, None]",
            "test_generate.py::test_steps_with_a_cache_equal_one_forward[gpt2-default-lm]"),
-    Mutant("padding-mask-ignored", "layers/output.py", "real = self.mask if self.packing is None else None", "real = None",
+    Mutant("padding-mask-ignored", "layers/output.py", "merged(real=self.mask, context", "merged(real=None, context",
            zoo("padding", f"{BERT}-right")),
     Mutant("padded-source-seen", "layers/output.py", "mask = None if source.mask is None else source.mask[:, None, None, :]",
            "mask = None", zoo("padding", f"{T5}-right")),
@@ -174,7 +174,7 @@ MUTANTS = (
            "test_cpm_ant.py::test_no_label_is_predicted_from_itself_or_what_follows[4]"),
     Mutant("future-read-by-packed-cpm", "models/cpm_ant.py", "torch.where((at < c) | past, bias,",
            "torch.where((at < c) | True, bias,", "test_cpm_ant.py::test_packed_losses_are_those_of_each_sequence_alone"),
-    Mutant("context-of-cpm-read-one-way", "models/cpm_ant.py", "(labels[:, 1:] != IGNORE).cumsum(1) == 0",
+    Mutant("context-of-cpm-read-one-way", "layers/output.py", "(labels[:, 1:] != IGNORE).cumsum(1) == 0",
            "(labels[:, 1:] != IGNORE).cumsum(1) < 0", "test_cpm_ant.py::test_the_context_is_read_in_both_directions"),
     # ---- checkpoints
     Mutant("missing-tensor-drawn", "checkpoint/load.py", "    if fresh not in (set(), headed, headed - shared):", "    if False:",
