@@ -283,7 +283,10 @@ def test_eight_bits_are_right_in_the_mean() -> None:
         assert float((seen.mean(0) - exact).sum().abs() / exact.abs().sum()) < 2e-3
 
 
-def test_a_small_second_moment_is_not_stored_as_zero() -> None:
+@pytest.mark.parametrize("way", ["kernel", "reference"])
+def test_a_small_second_moment_is_not_stored_as_zero(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "reference":
+        by_reference(monkeypatch)
     params, optimizer = make(shapes=[(128,)], moments="int8", weight_decay=0.0)
     g = torch.full((128,), 1e-4)
     g[0], g[1] = 1e3, 0.0
@@ -294,6 +297,7 @@ def test_a_small_second_moment_is_not_stored_as_zero() -> None:
     state = optimizer.state[params[0]]
     assert (state["exp_avg_sq"][2:] >= 2).all() and state["exp_avg_sq"][1] == 0
     assert float((params[0].detach() - before).abs().max()) < 0.0105  # the rate
+
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 def test_bytes_a_parameter(kind: str) -> None:
