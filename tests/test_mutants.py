@@ -1,8 +1,9 @@
-"""Every bug planted in `mutants.py` must be noticed by the tests that it names."""
+"""Every bug planted in `mutants.py` must be noticed by the tests that it names: a third of them here, all in `make test-all`."""
 
 import json
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 
 import mutants
@@ -30,7 +31,17 @@ def test_without_a_mutant_all_pass(fault: Callable[[str], str]) -> None:
     assert fault(CLEAN) == ""
 
 
-@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS])
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_what_it_changes_is_there(mutant: mutants.Mutant) -> None:
+    assert (mutants.ROOT / "modelcenter" / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
+
+
+def sometimes(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The mark of those that wait for `make test-all`: two of three, by their names."""
+    return () if zlib.crc32(name.encode()) % 3 == 0 else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("name", [pytest.param(mutant.name, marks=sometimes(mutant.name)) for mutant in MUTANTS])
 def test_mutant(name: str, fault: Callable[[str], str]) -> None:
     assert fault(name) == ""
 

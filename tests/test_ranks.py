@@ -177,7 +177,7 @@ def equal(rank: int, shape: tuple[int, int]) -> None:
                 torch.testing.assert_close(q, p, rtol=1e-7, atol=1e-8, msg=lambda m, n=name, w=what: f"{w}, {n}: {m}")
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m in ("fsdp2", "tp2") else pytest.mark.slow) for m in MESHES])
 def test_steps_equal_one_process(mesh: str) -> None:
     for case, cuts in cuts_of(MESHES[mesh]).items():
         for batch, _ in cuts:
@@ -270,7 +270,7 @@ def test_an_adapter_the_best_and_what_is_frozen(alone: Path, tmp_path: Path) -> 
         same(folders[1] / "out", folders[0] / "out")
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", "fsdp2xtp2"])
+@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("fsdp2xtp2", marks=pytest.mark.slow)])
 def test_a_run_equals_one_process(mesh: str, alone: Path, tmp_path: Path) -> None:
     spawn(MESHES[mesh][0] * MESHES[mesh][1], runs, MESHES[mesh], run_of(tmp_path))
     same(tmp_path / "out", alone)
@@ -310,7 +310,10 @@ def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((1, 2), (2, 1)), ((4, 1), (1, 2))], ids=str)
+@pytest.mark.parametrize(("before", "after"), [
+    ((2, 1), (1, 1)), ((1, 1), (2, 1)),
+    pytest.param((1, 2), (2, 1), marks=pytest.mark.slow), pytest.param((4, 1), (1, 2), marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_other_ranks_go_on(before: tuple[int, int], after: tuple[int, int], averaged: Path, tmp_path: Path) -> None:
     source = averaged
     if before != (1, 1):
