@@ -148,7 +148,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes
         if target.exists() and (not target.is_dir() or (there and not is_adapter(target))):
             refuse(target, None, "exists and is no adapter's folder", "an empty folder, an adapter's or a new name")
         # a default that binds t is no argument that a caller gives
-        items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()]  # type: ignore[misc]
+        items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()]  # type: ignore[misc]  # t is bound
         check_space(target, 2**20 + sum(item.size for item in items) + sum(map(len, files.values())))
         with staging(target) as temp:
             write_shard(temp / WEIGHTS, items, metadata)
