@@ -232,8 +232,8 @@ def evaluate(args: Arguments) -> Answer:
         refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")
     if recipe.init == "pretrained":
         check_model(recipe.model)
-    from modelcenter.train.loop import autocast
     from modelcenter.train.prepare import prepare, resolve
+    from modelcenter.train.step import autocast
 
     if machine.ranks > 1:
         refuse(COMMAND_LINE, "machine", f"{machine.ranks} ranks", "one process: machine.fsdp=1 machine.tensor_parallel=1")
@@ -283,8 +283,8 @@ def plan(args: Arguments) -> Answer:
     if recipe.init == "pretrained":
         check_model(recipe.model)
     from modelcenter.train.fit import Verdict, verdict
-    from modelcenter.train.loop import autocast
     from modelcenter.train.prepare import prepare, resolve
+    from modelcenter.train.step import autocast
 
     recipe, device = resolve(recipe, machine)
     setup = prepare(recipe, machine, device, meta=True)

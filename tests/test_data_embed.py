@@ -19,8 +19,8 @@ from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.train.evaluate import count_targets, evaluate
-from modelcenter.train.loop import accumulate
 from modelcenter.train.prepare import prepare, resolve
+from modelcenter.train.step import accumulate
 
 CASE = zoo.Case("bert", "default", "embed")
 PAIR: dict[str, Any] = {"text_key": "a", "pair_key": "b"}

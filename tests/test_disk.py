@@ -18,7 +18,7 @@ from test_train import MACHINE, recipe_of, rows
 
 from modelcenter.checkpoint.state import SaveError, steps, verify
 from modelcenter.errors import InputError
-from modelcenter.train import loop
+from modelcenter.train import loop, session
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import Metrics, read_rows
 
@@ -61,14 +61,14 @@ class Disk:
 @contextmanager
 def failing(disk: Disk) -> Iterator[None]:
     """From the first step to the end of training; what fails before that, before any work is done, is refused."""
-    real = loop.accumulate
+    real = session.accumulate
 
     def begin(*args: Any) -> Any:
         disk.on = True
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "accumulate", begin)
+        patch.setattr(session, "accumulate", begin)
         patch.setattr(loop, "plot_loss", lambda folder: "not drawn")
         for name in CALLS:
             patch.setattr(os, name, disk.wrap(name, getattr(os, name)))
@@ -173,11 +173,11 @@ def test_a_stop_that_cannot_be_saved_is_an_error(clean: tuple[Path, int], tmp_pa
             return real(folder, at, *rest)
         raise SaveError(f"step {at.step} not saved: {folder}: No space left on device; the older ones are intact")
 
-    real = loop.save
+    real = session.save
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "save", fails)
+        patch.setattr(session, "save", fails)
         assert train(recipe, MACHINE).stopped  # at step 2, which is saved
-        patch.setattr(loop, "update", lambda *a: os.kill(os.getpid(), signal.SIGTERM) or 1.0)
+        patch.setattr(session, "update", lambda *a: os.kill(os.getpid(), signal.SIGTERM) or 1.0)
         with pytest.raises(InputError, match=r"out: stopped after step 3, not saved; resume=auto goes on after step 2"):
             train(recipe, MACHINE)
     assert "step 3 not saved: " in capsys.readouterr().err and [p.name for p in steps(tmp_path / "out")] == ["step-2"]

@@ -13,7 +13,7 @@ import pytest
 from test_train import MACHINE, bytes_of, recipe_of, rows
 
 from modelcenter.errors import InputError
-from modelcenter.train import loop
+from modelcenter.train import loop, session
 from modelcenter.train.loop import train
 from modelcenter.train.state import Position, restore
 
@@ -42,7 +42,7 @@ def change(monkeypatch: pytest.MonkeyPatch, which: Callable[[tuple[Any, ...]], s
     """Spoil the steps for whose data `which` says how: "gradient" (a NaN in it), "loss" (a NaN for it) or "leap" (ten times it).
     The list is of what was read."""
     read: list[tuple[Any, ...]] = []
-    real = loop.accumulate
+    real = session.accumulate
 
     def spoiled(model: Any, batches: Any, *rest: Any) -> Any:
         loss, targets = real(model, batches, *rest)
@@ -52,7 +52,7 @@ def change(monkeypatch: pytest.MonkeyPatch, which: Callable[[tuple[Any, ...]], s
             next(model.parameters()).grad[0, 0] = math.nan
         return {"loss": math.nan, "leap": 10 * loss}.get(str(how), loss), targets
 
-    monkeypatch.setattr(loop, "accumulate", spoiled)
+    monkeypatch.setattr(session, "accumulate", spoiled)
     return read
 
 
@@ -117,7 +117,7 @@ def test_a_run_that_goes_back_is_interrupted_without_a_trace(stops: list[int], t
         (tmp_path / name).mkdir()
     whole = recipe_of(tmp_path / "a", **BASE)
     train(whole, MACHINE)
-    recipe, real = replace(recipe_of(tmp_path / "b", **BASE), data=whole.data), loop.update
+    recipe, real = replace(recipe_of(tmp_path / "b", **BASE), data=whole.data), session.update
     left = list(stops)
 
     def update(*rest: Any) -> float:
@@ -128,7 +128,7 @@ def test_a_run_that_goes_back_is_interrupted_without_a_trace(stops: list[int], t
         return real(*rest)
 
     update.calls = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(loop, "update", update)
+    monkeypatch.setattr(session, "update", update)
     runs = 1
     while train(recipe, MACHINE).stopped:
         runs += 1

@@ -14,7 +14,7 @@ import torch
 
 from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine
-from modelcenter.train import environment, loop
+from modelcenter.train import environment, loop, session
 from modelcenter.train.environment import commit, describe_data, paths, read_processes, redacted
 from modelcenter.train.journal import Journal
 from modelcenter.train.plot import keys, plot_loss, runs
@@ -99,7 +99,7 @@ def test_an_adapter_is_opened_by_peft(whole: Path, tmp_path: Path, undrawn: None
 
 def test_interruptions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     """A run that failed, went on and was left without an end, went on again; and an update that was left out."""
-    real, count = loop.update, [0]
+    real, count = session.update, [0]
 
     def update(model: Any, optimizer: Any, loss: float, *rest: Any) -> float:
         count[0] += 1
@@ -107,7 +107,7 @@ def test_interruptions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             raise InputError("the disk is on fire")
         return real(model, optimizer, math.nan if count[0] == 1 else loss, *rest)
 
-    monkeypatch.setattr(loop, "update", update)
+    monkeypatch.setattr(session, "update", update)
     with pytest.raises(InputError, match="on fire"):
         loop.train(recipe_of(tmp_path), MACHINE)
     text = (tmp_path / "out" / "summary.md").read_text()

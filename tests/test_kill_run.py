@@ -33,8 +33,8 @@ PLANTS = {
     "the position of the data": "kills; import modelcenter.train.loop as l, dataclasses; r = l.restore; "
                                 "l.restore = lambda *a: dataclasses.replace(p := r(*a), sample=p.sample + 4)",
     "the random states": "kills; import torch; torch.set_rng_state = lambda state: None",
-    "the state of a stop": "signals; import modelcenter.train.loop as l; k = l.keep; "
-                           "l.keep = lambda *a: k(*a) if a[-1].step % 10 == 0 else a[-1].step",
+    "the state of a stop": "signals; import modelcenter.train.session as s; k = s.save; "
+                           "s.save = lambda folder, at, *a: k(folder, at, *a) if at.step % 10 == 0 else folder",
 }  # fmt: skip
 
 

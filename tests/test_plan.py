@@ -25,9 +25,9 @@ from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.plan import Plan, rehearse, size
 from modelcenter.train import fit
 from modelcenter.train.fit import Verdict, verdict, widest
-from modelcenter.train.loop import autocast
 from modelcenter.train.prepare import prepare, resolve
 from modelcenter.train.recipe import load_recipe
+from modelcenter.train.step import autocast
 
 CPU = torch.device("cpu")
 MACHINE = Machine(device="cpu", threads=1)

@@ -36,13 +36,14 @@ from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.ranks import ALONE, Ranks
-from modelcenter.train import loop
+from modelcenter.train import loop, session
 from modelcenter.train.evaluate import count_targets
-from modelcenter.train.loop import accumulate, train, update
+from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, read_rows
 from modelcenter.train.prepare import enter, prepare, resolve
 from modelcenter.train.recipe import load_recipe
 from modelcenter.train.state import restore, weights
+from modelcenter.train.step import accumulate, update
 
 MESHES = {"fsdp2": (2, 1), "tp2": (1, 2), "fsdp2xtp2": (2, 2), "fsdp4": (4, 1)}
 STEPS = 5
@@ -347,7 +348,7 @@ def test_the_same_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
 def trouble(rank: int, recipe: Any) -> None:
     """On rank 1 alone: a gradient that is no number in step 2, a loss in step 3, a full disk at step 4, a signal in step 6."""
     loop.plot_loss = lambda folder: "not drawn"
-    real, write, count, before = loop.accumulate, state.write_group, [0], []
+    real, write, count, before = session.accumulate, state.write_group, [0], []
 
     def accumulate(model: Any, *rest: Any) -> Any:
         loss, targets = real(model, *rest)
@@ -365,7 +366,7 @@ def trouble(rank: int, recipe: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(*rest)
 
-    loop.accumulate, state.write_group = accumulate, write_group
+    session.accumulate, state.write_group = accumulate, write_group
     run = train(recipe, machine_of((2, 1)))
     assert run.stopped and run.step == 6
     assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*before, strict=True)), "a bad step changed weights"
@@ -417,13 +418,13 @@ def test_a_rank_killed_in_a_save_costs_no_state(tmp_path: Path) -> None:
 def seeds(rank: int, recipe: Any) -> None:
     loop.plot_loss = lambda folder: "not drawn"
     found = []
-    real = loop.accumulate
+    real = session.accumulate
 
     def accumulate(*rest: Any) -> Any:
         found.append(rest[-1].agree(str(torch.initial_seed())))
         return real(*rest)
 
-    loop.accumulate = accumulate
+    session.accumulate = accumulate
     train(recipe, machine_of((2, 2)))
     a, b, c, d = found[0]
     assert a == b != c == d, "dropout differs where the data does, and there alone"

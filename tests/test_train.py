@@ -27,14 +27,15 @@ from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
-from modelcenter.train import loop
+from modelcenter.train import loop, session
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING
-from modelcenter.train.loop import accumulate, train, update
+from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
 from modelcenter.train.prepare import prepare, resolve
 from modelcenter.train.recipe import Recipe, load_recipe
 from modelcenter.train.state import Position, restore, save
+from modelcenter.train.step import accumulate, update
 
 MACHINE = Machine(device="cpu", threads=1)
 TINY = {"layers": 2, "dim": 32, "heads": 2, "positions": 32}
@@ -201,7 +202,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> list[int]:
     """Put a NaN into the gradients of these steps; the list counts the steps."""
     count: list[int] = []
-    real = loop.accumulate
+    real = session.accumulate
 
     def poisoned(model: Any, *rest: Any) -> Any:
         out = real(model, *rest)
@@ -210,7 +211,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> list[int]:
             next(model.parameters()).grad[0, 0] = math.nan
         return out
 
-    monkeypatch.setattr(loop, "accumulate", poisoned)
+    monkeypatch.setattr(session, "accumulate", poisoned)
     return count
 
 
@@ -236,16 +237,16 @@ def test_five_bad_steps_in_a_row_stop_a_run_without_states(tmp_path: Path, monke
 
 KILLED = """
 import os, signal, sys
-from modelcenter.train import loop
+from modelcenter.train import loop, session
 from modelcenter.parallel.machine import Machine
 from modelcenter.train.recipe import load_recipe
-real, count = loop.update, []
+real, count = session.update, []
 def update(*rest):
     count.append(1)
     if len(count) == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*rest)
-loop.update = update
+session.update = update
 loop.train(load_recipe(sys.argv[1]), Machine(device="cpu", threads=1))
 """
 
@@ -283,7 +284,7 @@ def test_resume_after_kill_is_bitwise(tmp_path: Path, whole: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_resume_goes_on(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch,
                                            number: signal.Signals) -> None:
-    recipe, real = recipe_of(tmp_path), loop.update
+    recipe, real = recipe_of(tmp_path), session.update
 
     def update(*rest: Any) -> float:
         if not (tmp_path / "out" / "step-5").exists():
@@ -294,7 +295,7 @@ def test_a_signal_saves_and_resume_goes_on(tmp_path: Path, whole: Path, monkeypa
 
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "update", update)
+        patch.setattr(session, "update", update)
         run = train(recipe, MACHINE)
     assert (run.step, run.stopped, signal.getsignal(number)) == (4, True, before)
     assert sorted(p.name for p in (tmp_path / "out").glob("step-*")) == ["step-4"]
@@ -404,13 +405,13 @@ def test_a_pretrained_model_goes_on_in_training_mode(tmp_path: Path, whole: Path
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """What `load` gives is in evaluation mode, and an evaluation in the middle switches dropout off."""
     changes = {"model": str(whole / "model"), "tokenizer": None, "init": "pretrained", "config": {}, "save_steps": None}
-    modes, real = [], loop.accumulate
+    modes, real = [], session.accumulate
 
     def spy(model: Any, *rest: Any) -> Any:
         modes.append(all(module.training for module in model.modules()))
         return real(model, *rest)
 
-    monkeypatch.setattr(loop, "accumulate", spy)
+    monkeypatch.setattr(session, "accumulate", spy)
     train(recipe_of(tmp_path, **changes, **{"max_steps": 4, "eval_steps": 2, "logging_steps": 1}), MACHINE)
     assert modes == [True] * 4
     assert rows(tmp_path / "out")[1]["loss"] < 2.7  # where the other run ended, not at the log of 25 words, 3.2
@@ -455,7 +456,7 @@ def test_losses_equal_transformers(tmp_path: Path) -> None:
     optimizer = {"optimizer.weight_decay": 0.1, "optimizer.lr": 3e-3}
     recipe = recipe_of(tmp_path, **changes, **optimizer, **{"data.eval_fraction": 0.0})
     seen: list[Any] = []
-    real = loop.accumulate
+    real = session.accumulate
     with pytest.MonkeyPatch.context() as patch:
         def spy(model: Any, batches: Any, *rest: Any) -> Any:
             if not seen:
@@ -463,7 +464,7 @@ def test_losses_equal_transformers(tmp_path: Path) -> None:
             seen.append(torch.cat([batch["input_ids"] for batch in batches]))
             return real(model, batches, *rest)
 
-        patch.setattr(loop, "accumulate", spy)
+        patch.setattr(session, "accumulate", spy)
         train(recipe, MACHINE)
     ours = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
 

@@ -1,0 +1,201 @@
+"""A run at work. Each method is one thing that the loop does: a step, its line, going back, an evaluation, a save, the end."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.state import SaveError
+from ..errors import InputError, refuse
+from ..metrics.table import METRICS
+from ..optim.adamw import AdamW
+from ..optim.clipped import Clipped
+from ..optim.ema import EMA
+from ..optim.schedules import lr_factor
+from ..parallel.ranks import Ranks
+from .evaluate import Arguments, count_targets, count_tokens
+from .guard import give_up, go_back, in_trouble
+from .interrupt import Interrupt
+from .journal import Journal
+from .memory import Memory
+from .metrics import Metrics, read_rows
+from .prepare import Setup, write_model
+from .progress import Progress, peak_memory_gb
+from .recipe import Recipe
+from .state import Position, save
+from .step import accumulate, autocast, update
+
+
+@dataclass
+class Step:
+    """What came of an update."""
+
+    loss: float
+    lr: float
+    norm: float  # NaN: there was no update
+    overflow: bool  # of fp16, whose scale has fallen
+    leap: float | None  # how many times the usual the loss is, if it leaps
+
+
+@dataclass
+class Session:
+    """What a run trains, where it stands (`at`, and the step of its newest state: `saved`), and those whom it tells."""
+
+    recipe: Recipe
+    device: torch.device
+    setup: Setup
+    ranks: Ranks
+    optimizer: AdamW | Clipped
+    ema: EMA | None
+    at: Position
+    metrics: Metrics
+    progress: Progress
+    journal: Journal
+    memory: Memory
+    saved: int = field(init=False)
+    seconds: float = 0.0  # since the last row of metrics
+    tokens: int = 0  # since then
+
+    def __post_init__(self) -> None:
+        self.saved, self.folder = self.at.step, Path(self.recipe.output_dir)
+        self.compute = partial(autocast, self.recipe.precision, self.device)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.setup.model
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return self.at.step >= self.setup.steps
+
+    @property
+    def tired(self) -> bool:
+        """Whether no evaluation has been better for `patience` of them."""
+        return self.recipe.patience is not None and self.at.waited >= self.recipe.patience
+
+    @property
+    def ended(self) -> bool:
+        return self.finished or self.tired
+
+    def due(self, every: int | None) -> bool:
+        """Whether what comes every so many steps comes now."""
+        return every is not None and self.at.step % every == 0
+
+    def step(self, steps: Iterator[tuple[int, Sequence[Arguments]]], interrupt: Interrupt) -> Step | None:
+        """Read the next batch and update on it; None, and nothing is updated, if a rank was asked to stop."""
+        at, recipe, ranks, task = self.at, self.recipe, self.ranks, self.recipe.objective
+        began, self.memory.at = time.perf_counter(), f"in step {at.step + 1}"
+        after, batches = next(steps)
+        counts = (sum(count(batch, task) for batch in batches) for count in (count_targets, count_tokens))
+        targets, read, asked = ranks.sum(*counts, bool(interrupt))
+        if asked:  # one rank, and so all
+            return None
+        loss, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks)
+        squares, loss = ranks.verdict(self.optimizer.squares(ranks.copies), loss)
+        lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, self.setup.steps)
+        norm = update(self.model, self.optimizer, loss, lr, recipe.max_grad_norm, at.scale.value, squares)
+        overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
+        if self.ema is not None and math.isfinite(norm):
+            self.ema.update()
+        at.advance(after, read, loss, targets, math.isfinite(norm), overflow)
+        leap = at.watch(loss) if targets and not at.streak and recipe.on_spike != "off" else None
+        self.seconds, self.tokens = self.seconds + time.perf_counter() - began, self.tokens + read
+        return Step(loss, lr, norm, overflow, leap)
+
+    def log(self, step: Step) -> None:
+        """Say how the step went, and every `logging_steps` write a row."""
+        at = self.at
+        row = {"step": at.step, "loss": at.loss(), "lr": step.lr, "grad_norm": step.norm, "tokens": at.tokens,
+               "skipped": at.skipped, "spikes": at.spikes, "rollbacks": at.rollbacks,
+               "tokens_per_second": self.tokens / self.seconds, "memory_gb": peak_memory_gb(self.device.type)}
+        if self.recipe.precision == "fp16":
+            row["loss_scale"] = at.scale.value
+        logged = self.due(self.recipe.logging_steps) or self.finished
+        self.progress.show(row, stays=logged)
+        if logged:
+            self.metrics.write(row)
+            at.window_loss, at.window_targets, self.seconds, self.tokens = 0.0, 0, 0.0, 0
+        if step.overflow:
+            fall = f"the loss scale falls to {at.scale.value:g}"
+            self.progress.say(f"step {at.step}: a gradient overflows fp16; no update, and {fall}")
+        elif at.streak:
+            self.progress.say(f"step {at.step}: the gradient is not finite; no update ({at.streak} in a row)")
+        if step.leap is not None and at.losses.high == 1:
+            self.journal.tell(f"step {at.step}: the loss leaps to {step.loss:.4f}, {step.leap:.1f} times what is usual")
+
+    def went_back(self) -> bool:
+        """Whether the run is in trouble and has gone back to a state from before it. Errors: `InputError` if it cannot go on."""
+        if not in_trouble(self.at, self.recipe.on_spike):
+            return False
+        then = go_back(self.folder, self.at, self.model, self.optimizer, self.ema, self.journal.tell, self.ranks)
+        if then is None:
+            if self.at.streak:
+                give_up(self.at)
+            return False
+        self.at, self.saved = then, then.step
+        self.metrics.rewind(then.step)
+        return True
+
+    def evaluate(self) -> None:
+        """Evaluate the model, or its average; the best so far is written out if the recipe asks for it."""
+        assert self.setup.evaluation is not None
+        at, metric = self.at, self.recipe.best or "loss"
+        with self.ema.in_place() if self.ema is not None else nullcontext(), self.progress.aside("evaluation", at.step):
+            with self.compute():
+                results = self.setup.evaluation(self.model)
+            before = at.best, at.best_step
+            if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and self.recipe.best is not None:
+                try:
+                    write_model(self.folder, self.setup)
+                except InputError as error:
+                    at.best, at.best_step = before  # model/ is of that one still
+                    self.journal.tell(f"step {at.step}: the best model is not written: {error}")
+        self.metrics.write({"step": at.step, **results, f"best_eval_{metric}": at.best, "best_step": at.best_step})
+        self.progress.say(f"step {at.step}: " + ", ".join(f"{key} {v:.6g}" for key, v in results.items()))
+        if self.tired:
+            self.progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
+
+    def save(self) -> None:
+        """Save a state, its metrics first; a disk that refuses costs a line and not the run."""
+        at = self.at
+        self.metrics.sync()
+        try:
+            with self.progress.aside("saving", at.step):
+                path = save(self.folder, at, self.model, self.optimizer, self.recipe.save_total_limit, self.ema, self.ranks)
+            self.progress.say(f"saved: {path}")
+            self.saved = at.step
+        except (SaveError, InputError) as error:
+            self.journal.tell(str(error))
+
+    def stop(self) -> None:
+        """Save before the end that was asked for. Errors: `InputError` if the disk refuses."""
+        if self.at.step != self.saved:
+            self.save()
+        if self.at.step != self.saved:
+            found = f"stopped after step {self.at.step}, not saved"
+            refuse(self.folder, None, found, f"resume=auto goes on after step {self.saved}")
+
+    def finish(self) -> dict[str, Any]:
+        """Write the model out if the run has ended; the last value of each metric."""
+        at, total = self.at, self.setup.steps
+        self.journal.end(at.step, "finished" if self.ended else "stopped")
+        if not self.ended:
+            self.progress.say(f"stopped after step {at.step} of {total}; resume=auto goes on")
+        elif self.recipe.best is not None and at.best_step is not None:
+            self.progress.say(f"model: {self.folder / 'model'}, of step {at.best_step}")
+        else:
+            if self.ema is not None:
+                self.ema.swap()
+            which = " (averaged weights)" if self.ema is not None else ""
+            self.progress.say(f"model{which}: {write_model(self.folder, self.setup)}")
+        last = {key: value for row in read_rows(self.folder / "metrics.jsonl") for key, value in row.items()}
+        last.pop("environment", None)
+        return last

@@ -1,0 +1,58 @@
+"""One update of a model: the gradients of a batch in micro-batches, their norm, the optimizer's step."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..optim.adamw import AdamW
+from ..optim.clipped import Clipped
+from ..optim.optimizers import set_lr
+from ..parallel.ranks import ALONE, Ranks
+from .evaluate import Arguments, count_targets, on_device
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Where a forward runs: bf16 and fp16 compute over fp32 weights, whose copies live as long as the forward."""
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, low) if low is not None else nullcontext()
+
+
+def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
+               compute: Callable[[], AbstractContextManager[Any]] = nullcontext, scale: float = 1.0, targets: int | None = None,
+               ranks: Ranks = ALONE) -> tuple[float, int]:
+    """Add to the gradients those of the mean loss over all target tokens of `batches`, times `scale`, whichever way these are
+    cut; the loss and the number of targets. Without any target the loss is 0 and the gradients are zeros.
+
+    On several ranks `batches` are this one's share and `targets` those of all; the gradients are formed when it returns, and the
+    loss is the mean over the ranks of what each returns."""
+    device = next(model.parameters()).device
+    targets = sum(count_targets(batch, task) for batch in batches) if targets is None else targets
+    each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
+    losses = []
+    for number, batch in enumerate(batches, 1):
+        ranks.reduce(model, number == len(batches))
+        with compute():
+            loss = model(**on_device(batch, device), num_items_in_batch=each).loss
+        (loss if scale == 1 else loss * scale).backward()
+        losses.append(loss.detach())  # read at the end: each read waits for the device
+    return sum(map(float, losses)), targets
+
+
+def update(model: nn.Module, optimizer: AdamW | Clipped, loss: float, lr: float, max_norm: float,
+           scale: float = 1.0, squares: Tensor | None = None) -> float:
+    """Divide the gradients by `scale`, clip them to `max_norm` (0: never), step at the rate `lr` and drop them; their norm before
+    clipping. Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed. `squares`: the sum
+    of the squared gradients of all ranks, where there are several."""
+    norm = math.nan
+    if math.isfinite(loss):
+        set_lr(optimizer, lr)
+        unscale = None if scale == 1 else torch.tensor(1 / scale, device=next(model.parameters()).device)
+        clip = optimizer.clip(max_norm, unscale, squares)
+        optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
+        norm = float(clip[0])
+    optimizer.zero_grad(set_to_none=True)
+    return norm if math.isfinite(norm) else math.nan
