@@ -55,11 +55,12 @@ bench: venv
 	$(BIN)/python benchmarks/ops.py --out $(BENCH)
 
 # On a machine whose own python3 has torch with CUDA and pytest, needing no network and no environment: kernels for the GPU that is
-# there, the tests that want one, a table.
+# there, the tests that want one, a table. The tests see the GPUs that CUDA_VISIBLE_DEVICES names.
+gpu: export CUDA_VISIBLE_DEVICES ?= 0
 gpu:
 	MODELCENTER_CUDA_ARCHS=$$($(PYTHON) -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())') \
 		$(PYTHON) setup.py -q build_ext --inplace
-	PYTHONPATH=. $(PYTHON) -m pytest -p no:benchmark -m gpu
+	PYTHONPATH=. $(PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -n $(JOBS) -m gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/ops.py --device cuda --quick --out $(BENCH)
 
 # The same commit gives the same bytes, wherever it is built with the same compilers.

@@ -39,7 +39,7 @@ MC_INLINE vf decay(vf x) {
     return bits_to_float(float_to_bits(p) + (float_to_bits(shifted) << 23));
 }
 
-// 1 / x for x from 1 to 2
+// 1 / x for x from 1 on
 template <bool FINE>
 MC_INLINE vf inverse(vf x) {
 #if defined(__AVX512F__)

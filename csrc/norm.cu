@@ -311,7 +311,7 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
             return launch<norm_shifted_rows<ANY, CENTRED, 2, 1>>(2, 1, p, true, slots, lines, stream);)
     }
     const int64_t threads = (p.dim + 8 * SHARE * 32 - 1) / (8 * SHARE * 32) * 32;
-    const int together = threads == 32 ? 4 : 1;
+    const int together = threads == 32 ? 2 : 1;
     const int64_t blocks = (p.rows + together - 1) / together;
     if (threads > WIDE || blocks > INT32_MAX) return false;
     const dim3 block(static_cast<unsigned>(threads), together);
