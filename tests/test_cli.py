@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from modelcenter.__main__ import VERBS, main, take_apart
+from modelcenter.__main__ import VERBS, main
+from modelcenter.cli.arguments import take_apart
 from modelcenter.errors import InputError
 
 

@@ -1,0 +1,105 @@
+"""A command line taken apart, and an answer: what every verb gets and gives. Torch-free."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ..checkpoint.files import check_folder
+from ..config import COMMAND_LINE, KEY, bind, override
+from ..errors import refuse
+
+T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    """What a verb says: `text` for people, `data` for `--json`."""
+
+    text: str | None
+    data: Any
+
+
+@dataclass
+class Arguments:
+    """A command line taken apart, nothing interpreted yet."""
+
+    names: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)  # key=value
+    machine: str | None = None
+    json: bool = False
+    debug: bool = False
+    help: bool = False
+    version: bool = False
+
+
+def take_apart(argv: Sequence[str]) -> Arguments:
+    """Names, settings and the few options that are not settings, in any order; `--key` alone is `key=true`."""
+    args, rest = Arguments(), list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            if is_setting(word):
+                key, _, value = word.partition("=")
+                args.settings.append(f"{key.replace('-', '_')}={value}")
+            else:
+                args.names.append(word)
+            continue
+        key, equals, value = word.lstrip("-").partition("=")
+        key = {"h": "help"}.get(key, key.replace("-", "_"))
+        if key in ("json", "debug", "help", "version"):
+            if equals:
+                refuse(COMMAND_LINE, word, "takes no value", f"write --{key}")
+            setattr(args, key, True)
+            continue
+        if not word.startswith("--"):
+            refuse(COMMAND_LINE, word, "unknown option", "write key=value or --key value")
+        if not equals:
+            alone = not rest or rest[0].startswith("--") or is_setting(rest[0])
+            value = ("auto" if key == "resume" else "true") if alone else rest.pop(0)
+        if key == "machine":
+            args.machine = value
+        else:
+            args.settings.append(f"{key}={value}")
+    return args
+
+
+def is_setting(word: str) -> bool:
+    """Whether `word` reads key=value; `./a=b` is a path."""
+    key, equals, _ = word.partition("=")
+    return bool(equals and KEY.fullmatch(key))
+
+
+def take(args: Arguments, wanted: Sequence[str]) -> list[str]:
+    """Exactly these names and nothing else, for a verb without settings."""
+    unwanted = [*args.names[len(wanted) :], *args.settings]
+    if unwanted or args.machine is not None:
+        refuse(COMMAND_LINE, unwanted[0] if unwanted else "--machine", "not wanted here", "see --help after the verb")
+    if len(args.names) < len(wanted):
+        refuse(COMMAND_LINE, wanted[len(args.names)], "missing", "see --help after the verb")
+    return args.names
+
+
+def settings(cls: type[T], args: Arguments, positions: Sequence[str]) -> T:
+    """The dataclass `cls` from settings, the first ones also by position."""
+    if len(args.names) > len(positions) or args.machine is not None:
+        extra = args.names[len(positions)] if len(args.names) > len(positions) else "--machine"
+        refuse(COMMAND_LINE, extra, "not wanted here", "see --help after the verb")
+    by_position = [f"{key}={value}" for key, value in zip(positions, args.names, strict=False)]
+    return bind(cls, override({}, [*by_position, *args.settings]), COMMAND_LINE)
+
+
+def check_model(name: str) -> None:
+    """Refuse a broken local folder at once: its headers and JSON need no torch."""
+    folder = os.path.expanduser(name)
+    if os.path.isdir(folder):
+        check_folder(folder)
+
+
+def check_new(out: Path) -> None:
+    """Refuse a folder that holds something."""
+    try:
+        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+            refuse(out, None, "exists", "a new folder, or an empty one")
+    except OSError as error:
+        refuse(out, None, error.strerror or str(error), "a folder that can be written")

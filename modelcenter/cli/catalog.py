@@ -1,0 +1,77 @@
+"""`modelcenter list` and `copy`: what there is to choose from."""
+
+from pathlib import Path
+from typing import Any
+
+from ..config import COMMAND_LINE, describe, find, names, packaged
+from ..errors import nearest, refuse
+from .arguments import Answer, Arguments, take
+
+
+def list_(args: Arguments) -> Answer:
+    """Say what there is: models, recipes, machines or the keys of a recipe.
+
+    modelcenter list models|recipes|machines|keys
+    """
+    kinds = {"models": list_models, "recipes": list_recipes, "machines": list_machines, "keys": list_keys}
+    (kind,) = take(args, ["models|recipes|machines|keys"])
+    if kind not in kinds:
+        refuse(COMMAND_LINE, f"list {kind}", "unknown", nearest(kind, kinds))
+    rows = kinds[kind]()
+    widths = [max((len(str(row[column])) for row in rows), default=0) for column in (rows[0] if rows else {})]
+    lines = ["  ".join(str(v).ljust(w) for v, w in zip(row.values(), widths, strict=True)).rstrip() for row in rows]
+    return Answer("\n".join(lines), rows)
+
+
+def list_models() -> list[dict[str, Any]]:
+    """Every preset with its family, size and hub id."""
+    from ..registry import presets
+
+    return [
+        {"name": name, "family": family.__name__, "parameters": f"{preset.parameters:,}", "hub": preset.hub or "-"}
+        for name, (family, preset) in presets().items()
+    ]
+
+
+def list_recipes() -> list[dict[str, Any]]:
+    """Every packaged recipe, and what it is for."""
+    from ..train.catalog import listing
+
+    return list(listing())
+
+
+def list_machines() -> list[dict[str, Any]]:
+    """Every packaged machine profile with its first line."""
+    from ..train.catalog import first_line
+
+    folder = packaged("machines")
+    return [{"name": name, "what": first_line(find(name, "machine profile", folder))} for name in names(folder)]
+
+
+def list_keys() -> list[dict[str, Any]]:
+    """Every key of a recipe, then every key of a machine profile."""
+    from ..parallel.machine import Machine
+    from ..train.recipe import Recipe
+
+    keys = [*describe(Recipe), *describe(Machine, "machine.")]
+    return [key._asdict() | {"default": "(required)" if key.default is None else key.default} for key in keys]
+
+
+def copy(args: Arguments) -> Answer:
+    """Write a recipe here with every key in it, its type, default and meaning, to be edited.
+
+    modelcenter copy RECIPE
+    """
+    from ..train.catalog import commented
+
+    (name,) = take(args, ["RECIPE"])
+    text = commented(name)
+    target = Path(Path(name).name if Path(name).suffix else f"{name.replace('/', '-')}.yaml")
+    try:
+        with open(target, "x", encoding="utf-8") as f:
+            f.write(text)
+    except FileExistsError:
+        refuse(target, None, "exists", "move it away, or go to another folder")
+    except OSError as error:
+        refuse(target, None, error.strerror or str(error), "a folder that can be written")
+    return Answer(f"{target}: now modelcenter train {target}", {"file": str(target)})

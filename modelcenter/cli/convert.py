@@ -1,0 +1,71 @@
+"""`modelcenter convert` and `merge`: from one folder of weights to another."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoint.files import ADAPTER
+from ..errors import refuse
+from .arguments import Answer, Arguments, check_model, check_new, settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What `convert` takes."""
+
+    source: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
+    out: str = field(metadata={"help": "the folder to write", "min": 1})
+    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: as stored"})
+    max_shard_size: str = field(default="5GB", metadata={"help": "the size at which the weights are split"})
+    task: str = field(default="auto", metadata={"help": "the head to keep; auto: the checkpoint's"})
+    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of a hub id"})
+
+
+def convert(args: Arguments) -> Answer:
+    """Write a checkpoint as sharded safetensors, its tokenizer carried along.
+
+    modelcenter convert SOURCE OUT [--dtype bf16] [--max-shard-size 5GB] [task=...] [revision=...]
+    """
+    asked = settings(Conversion, args, ["source", "out"])
+    check_new(Path(asked.out))
+    check_model(asked.source)
+    from ..registry import load
+
+    model = load(asked.source, dtype=asked.dtype, task=asked.task, revision=asked.revision)
+    model.save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
+    return Answer(f"{asked.out}: {model.load_report}", {"out": asked.out, "report": str(model.load_report)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merger:
+    """What `merge` takes."""
+
+    adapter: str = field(metadata={"help": "a folder with adapter_config.json", "min": 1})
+    out: str = field(metadata={"help": "the folder to write", "min": 1})
+    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: the base's"})
+    max_shard_size: str = field(default="5GB", metadata={"help": "the size at which the weights are split"})
+
+
+def merge(args: Arguments) -> Answer:
+    """Write a model with its adapter put into the weights, as a folder of whole weights.
+
+    modelcenter merge ADAPTER OUT [--dtype bf16] [--max-shard-size 5GB]
+
+    What was trained on a base held in 4 or 8 bits is put into what those stand for, in the base's dtype.
+    """
+    asked = settings(Merger, args, ["adapter", "out"])
+    check_new(Path(asked.out))
+    if not os.path.isfile(Path(asked.adapter) / ADAPTER[0]):
+        refuse(asked.adapter, None, f"no {ADAPTER[0]}", "the folder of an adapter, in peft's format")
+    check_model(asked.adapter)
+    from ..adapter.attach import merge_adapter
+    from ..registry import load
+
+    model = load(asked.adapter, dtype=asked.dtype)
+    assert model.adapter is not None
+    kind, held = model.adapter.name, model.adapter.quantize
+    base = f"{model.source}, dequantised from {held}," if held != "none" else model.source
+    merge_adapter(model).save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return Answer(f"{asked.out}: {base} with its {kind} merged, {dtype}", {"out": asked.out, "base": model.source, "dtype": dtype,
+                                                                         "quantize": held})  # fmt: skip

@@ -1,0 +1,114 @@
+"""`modelcenter evaluate`."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..adapter.config import AdapterConfig
+from ..config import COMMAND_LINE, bind
+from ..errors import refuse, refuse_missing
+from .arguments import Answer, Arguments, check_model, settings, take
+from .recipe import machine_of, run_of
+
+if TYPE_CHECKING:
+    from ..parallel.machine import Machine
+    from ..train.recipe import Recipe
+
+
+def evaluate(args: Arguments) -> Answer:
+    """Say how well a model does, in the number that its field quotes.
+
+    modelcenter evaluate RUN [metrics=[...]] [key=value ...]
+    modelcenter evaluate MODEL data.path=FILE [objective=...] [metrics=[...]] [key=value ...]
+    modelcenter evaluate RECIPE model=FOLDER [key=value ...]
+    modelcenter evaluate FOLDER --suite glue|superglue
+    modelcenter evaluate MODEL --lm-eval TASK,TASK... [few_shot=N] [limit=N] [lm_eval_path=FOLDER] [key=value ...]
+
+    RUN is the output folder of a run: its recipe, its trained model, its evaluation data. MODEL is a folder that transformers,
+    peft or this package has saved. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the
+    files in lm_eval_path. Nothing is written.
+    """
+    if any(setting.startswith("lm_eval=") for setting in args.settings):
+        return examined(settings(Examination, args, ["model"]))
+    if suite := [setting.partition("=")[2] for setting in args.settings if setting.startswith("suite=")]:
+        (folder_name,) = take(replace(args, settings=[s for s in args.settings if not s.startswith("suite=")]), ["FOLDER"])
+        from ..metrics.suites import average
+
+        found = average(suite[0], Path(folder_name))
+        lines = [f"{task} {score:.1f}" for task, score in found["tasks"].items()]
+        lack = f" (the mean of what is there; missing: {', '.join(found['missing'])})" if found["missing"] else ""
+        return Answer(f"{suite[0]} {found['score']:.1f}{lack}: {', '.join(lines)}", found)
+    folder = Path(args.names[0]) if args.names else None
+    if folder is not None and (folder / "recipe.yaml").is_file():
+        recipe, machine = run_of(replace(args, names=[str(folder / "recipe.yaml"), *args.names[1:]]))
+        recipe = replace(recipe, model=str(folder / "model"), tokenizer=None, init="pretrained", config={},
+                         adapter=AdapterConfig())
+    elif folder is not None and any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        recipe, machine = recipe_of(folder, args)
+    else:
+        recipe, machine = run_of(args)
+    if recipe.data.eval_path is None and not recipe.data.eval_fraction:
+        refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")
+    if recipe.init == "pretrained":
+        check_model(recipe.model)
+    from ..train.prepare import prepare, resolve
+    from ..train.step import autocast
+
+    if machine.ranks > 1:
+        refuse(COMMAND_LINE, "machine", f"{machine.ranks} ranks", "one process: machine.fsdp=1 machine.tensor_parallel=1")
+    recipe, device = resolve(recipe, machine)
+    setup = prepare(recipe, machine, device)
+    assert setup.evaluation is not None
+    with autocast(recipe.precision, device):
+        results = setup.evaluation(setup.model)
+    return Answer(", ".join(f"{key.removeprefix('eval_')} {value:.6g}" for key, value in results.items()), results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What `evaluate --lm-eval` takes."""
+
+    model: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
+    lm_eval: str = field(metadata={"help": "tasks, with commas between them", "min": 1})
+    lm_eval_path: str | None = field(default=None, metadata={"help": "a folder of your own task files, instead", "min": 1})
+    few_shot: int | None = field(default=None, metadata={"help": "examples before each question; absent: the task's", "min": 0})
+    limit: int | None = field(default=None, metadata={"help": "examples of each task; absent: all", "min": 1})
+    batch: int = field(default=8, metadata={"help": "rows of one forward", "min": 1})
+    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: as stored"})
+    device: str | None = field(default=None, metadata={"help": "cpu, cuda ...; absent: the CPU", "min": 1})
+
+
+def examined(asked: Examination) -> Answer:
+    """A model judged by tasks of lm-eval."""
+    check_model(asked.model)
+    try:
+        from ..train.harness import examine
+    except ImportError as error:
+        refuse_missing(None, "lm_eval", str(error), "pip install modelcenter[lm-eval]")
+    found = examine(asked.model, asked.lm_eval.split(","), asked.lm_eval_path, asked.few_shot, asked.limit, asked.batch,
+                    asked.device, asked.dtype)
+    lines = [f"{task}: {', '.join(f'{key} {value:.6g}' for key, value in row.items())}" for task, row in found.items()]
+    return Answer("\n".join(lines), found)
+
+
+def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
+    """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head."""
+    from ..config import assignments
+    from ..train.recipe import Recipe, settle
+
+    own = [setting for setting in args.settings if setting.startswith("machine.")]
+    take(replace(args, settings=[], machine=None), ["MODEL"])
+    over = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
+    data = dict(over.get("data", {}))
+    data["eval_path"] = data.get("eval_path", data.get("path"))
+    data["path"] = data.get("path", data["eval_path"])
+    if data["path"] is None:
+        refuse(None, "data.path", "missing", "give data.path=FILE")
+    if "objective" not in over:
+        if not (folder / "config.json").is_file():
+            refuse(None, "objective", "missing", "an adapter does not say what it is for: give objective=...")
+        from ..registry import task_named
+
+        over["objective"] = task_named(folder)
+    base = {"model": str(folder), "output_dir": "unused", "max_steps": 1, **over, "data": data}
+    return bind(Recipe, base, COMMAND_LINE), machine_of(args, own)

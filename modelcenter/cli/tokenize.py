@@ -1,0 +1,27 @@
+"""`modelcenter tokenize`."""
+
+import os
+from dataclasses import replace
+
+from .arguments import Answer, Arguments, settings
+
+
+def tokenize(args: Arguments) -> Answer:
+    """Write a corpus as token files, which train without being read as a whole; again, or after a kill, it goes on.
+
+    modelcenter tokenize PATH OUT --tokenizer T [objective=lm|mlm] [text_key=...] [format=...] [processes=...]
+
+    OUT.bin and OUT.idx are an indexed dataset of Megatron-LM; data.path=OUT.bin trains on it.
+    """
+    from ..data.tokenize import Tokenization
+    from ..data.tokenize import tokenize as write
+
+    asked = settings(Tokenization, args, ["path", "out"])
+    if not os.path.isdir(os.path.expanduser(asked.tokenizer)):
+        from ..registry import presets
+
+        preset = presets().get(asked.tokenizer)
+        asked = replace(asked, tokenizer=(preset[1].hub if preset else None) or asked.tokenizer)
+    said = write(asked)
+    done = "" if said["made"] else ", which are there already"
+    return Answer(f"{asked.out}.bin: {said['tokens']:,} tokens of {said['documents']:,} documents{done}", said)
