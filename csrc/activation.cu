@@ -56,19 +56,7 @@ constexpr int THREADS = 128, TILE = THREADS * 8;  // elements that a block reads
 template <class T>
 constexpr bool fine = sizeof(T) == 4;
 
-// A thread's eight elements of the tile: at once where the array is aligned for it, else one by one from the lines of the first cache.
-template <class T>
-__device__ __forceinline__ Pack<T> take(const T* p, int64_t tile, int64_t count) {
-    const int64_t at = tile + static_cast<int>(threadIdx.x) * 8;
-    if (at + 8 > count) return load8<false>(p + at, count > at ? static_cast<int>(count - at) : 0);
-    return reinterpret_cast<uintptr_t>(p) % 16 ? load8<false>(p + at) : load8<true>(p + at);
-}
-template <class T>
-__device__ __forceinline__ void put(T* p, const Pack<T>& pack, int64_t tile, int64_t count) {
-    const int64_t at = tile + static_cast<int>(threadIdx.x) * 8;
-    if (at + 8 > count) return store8<false>(p + at, pack, count > at ? static_cast<int>(count - at) : 0);
-    reinterpret_cast<uintptr_t>(p) % 16 ? store8<false>(p + at, pack) : store8<true>(p + at, pack);
-}
+__device__ __forceinline__ int64_t place(int64_t tile) { return tile + static_cast<int>(threadIdx.x) * 8; }  // of a thread's eight
 
 __device__ __forceinline__ int64_t remainder(int64_t a, int64_t b) {  // a division of 64 bits costs more than the rest
     return a >> 32 || b >> 32 ? a % b : static_cast<uint32_t>(a) % static_cast<uint32_t>(b);
@@ -90,7 +78,7 @@ struct Bias {
     // for the eight of a thread, whose columns follow each other around the end of a row
     template <class T>
     __device__ __forceinline__ void eight(float* to, int64_t tile, int64_t dim) const {
-        int64_t column = remainder(tile + static_cast<int>(threadIdx.x) * 8, dim);
+        int64_t column = remainder(place(tile), dim);
         if (even) return wide ? pack<float>(to, column) : pack<T>(to, column);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -107,89 +95,97 @@ __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, cons
                                                    int64_t dim) {
     constexpr int AHEAD = 2;  // packs read before the first is used
     const int64_t first = int64_t{blockIdx.x} * (TILE * AHEAD);
-    Pack<T> in[AHEAD];
+    whole_or_not(first + TILE * AHEAD, count, [&](auto whole) {
+        Pack<T> in[AHEAD];
 #pragma unroll
-    for (int u = 0; u < AHEAD; u++) in[u] = take(x, first + u * TILE, count);
+        for (int u = 0; u < AHEAD; u++) in[u] = take<whole.value>(x, place(first + u * TILE), count);
 #pragma unroll
-    for (int u = 0; u < AHEAD; u++) {
-        float added[8] = {};
-        if (bias.at) bias.eight<T>(added, first + u * TILE, dim);
+        for (int u = 0; u < AHEAD; u++) {
+            float added[8] = {};
+            if (bias.at) bias.eight<T>(added, first + u * TILE, dim);
 #pragma unroll
-        for (int j = 0; j < 8; j++) in[u].at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(in[u].at[j]) + added[j]));
-        put(y, in[u], first + u * TILE, count);
-    }
+            for (int j = 0; j < 8; j++) in[u].at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(in[u].at[j]) + added[j]));
+            put<whole.value>(y, in[u], place(first + u * TILE), count);
+        }
+    }, x, y);
 }
 
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, const T* __restrict__ x, const Bias bias,
                                                     T* __restrict__ dx, int64_t count, int64_t dim) {
-    const int64_t tile = int64_t{blockIdx.x} * TILE;
-    const Pack<T> given = take(grad, tile, count);
-    Pack<T> in = take(x, tile, count);
-    float added[8] = {};
-    if (bias.at) bias.eight<T>(added, tile, dim);
+    const int64_t tile = int64_t{blockIdx.x} * TILE, at = place(tile);
+    whole_or_not(tile + TILE, count, [&](auto whole) {
+        const Pack<T> given = take<whole.value>(grad, at, count);
+        Pack<T> in = take<whole.value>(x, at, count);
+        float added[8] = {};
+        if (bias.at) bias.eight<T>(added, tile, dim);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        float slope;
-        activate<KIND, fine<T>, true>(to_float(in.at[j]) + added[j], slope);
-        in.at[j] = from_float<T>(to_float(given.at[j]) * slope);
-    }
-    put(dx, in, tile, count);
+        for (int j = 0; j < 8; j++) {
+            float slope;
+            activate<KIND, fine<T>, true>(to_float(in.at[j]) + added[j], slope);
+            in.at[j] = from_float<T>(to_float(given.at[j]) * slope);
+        }
+        put<whole.value>(dx, in, at, count);
+    }, grad, x, dx);
 }
 
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y,
                                                          int64_t count) {
-    const int64_t tile = int64_t{blockIdx.x} * TILE;
-    Pack<T> a = take(gate, tile, count);
-    const Pack<T> b = take(up, tile, count);
+    const int64_t tile = int64_t{blockIdx.x} * TILE, at = place(tile);
+    whole_or_not(tile + TILE, count, [&](auto whole) {
+        Pack<T> a = take<whole.value>(gate, at, count);
+        const Pack<T> b = take<whole.value>(up, at, count);
 #pragma unroll
-    for (int j = 0; j < 8; j++) a.at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(a.at[j])) * to_float(b.at[j]));
-    put(y, a, tile, count);
+        for (int j = 0; j < 8; j++) a.at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(a.at[j])) * to_float(b.at[j]));
+        put<whole.value>(y, a, at, count);
+    }, gate, up, y);
 }
 
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ grad, const T* __restrict__ gate,
                                                           const T* __restrict__ up, T* __restrict__ dgate, T* __restrict__ dup,
                                                           int64_t count) {
-    const int64_t tile = int64_t{blockIdx.x} * TILE;
-    const Pack<T> g = take(grad, tile, count);
-    Pack<T> a = take(gate, tile, count), b = take(up, tile, count);
+    const int64_t tile = int64_t{blockIdx.x} * TILE, at = place(tile);
+    whole_or_not(tile + TILE, count, [&](auto whole) {
+        const Pack<T> g = take<whole.value>(grad, at, count);
+        Pack<T> a = take<whole.value>(gate, at, count), b = take<whole.value>(up, at, count);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        float slope;
-        const float value = activate<KIND, fine<T>, true>(to_float(a.at[j]), slope), given = to_float(g.at[j]);
-        a.at[j] = from_float<T>(given * slope * to_float(b.at[j]));
-        b.at[j] = from_float<T>(given * value);
-    }
-    put(dgate, a, tile, count);
-    put(dup, b, tile, count);
+        for (int j = 0; j < 8; j++) {
+            float slope;
+            const float value = activate<KIND, fine<T>, true>(to_float(a.at[j]), slope), given = to_float(g.at[j]);
+            a.at[j] = from_float<T>(given * slope * to_float(b.at[j]));
+            b.at[j] = from_float<T>(given * value);
+        }
+        put<whole.value>(dgate, a, at, count);
+        put<whole.value>(dup, b, at, count);
+    }, grad, gate, up, dgate, dup);
 }
 
 // ---- with the gradient of a bias: a thread keeps eight columns and walks down the rows of its part
 
-constexpr int ACROSS = 64, DOWN = 4, STRIP = ACROSS * 8;  // threads across and down; columns of a block
+constexpr int ACROSS = 64, DOWN = 8, STRIP = ACROSS * 8;  // threads across and down; columns of a block
 
 template <int KIND, class T, bool VECTOR>
 __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
     const T* __restrict__ grad, const T* __restrict__ x, const Bias bias, T* __restrict__ dx, float* __restrict__ partial, int64_t rows, int64_t dim, int64_t height, unsigned strips) {
-    constexpr int AHEAD = VECTOR ? 3 : 2;  // rows read before the first is used
+    constexpr int AHEAD = 2;  // rows read before the first is used
     const int64_t strip = int64_t{blockIdx.x % strips} * STRIP, part = blockIdx.x / strips;
     const int64_t last = part * height + height < rows ? part * height + height : rows;
     // of a strip, a thread has eight neighbours, or where they are not aligned every 64th column: neighbours for a warp
-    const auto place = [](int j) { return static_cast<int>(VECTOR ? threadIdx.x * 8 + j : threadIdx.x + j * ACROSS); };
+    const auto column = [](int j) { return static_cast<int>(VECTOR ? threadIdx.x * 8 + j : threadIdx.x + j * ACROSS); };
     float added[8], sums[8] = {};
     bool mine[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        mine[j] = strip + place(j) < dim;
-        added[j] = bias.at && mine[j] ? bias.one<T>(strip + place(j)) : 0.0f;
+        mine[j] = strip + column(j) < dim;
+        added[j] = bias.at && mine[j] ? bias.one<T>(strip + column(j)) : 0.0f;
     }
     const auto read = [&](const T* row) {
-        if (VECTOR) return load8<true>(row + place(0));
+        if constexpr (VECTOR) return load8<true>(row + column(0));
         Pack<T> pack;
 #pragma unroll
-        for (int j = 0; j < 8; j++) pack.at[j] = mine[j] ? row[place(j)] : from_float<T>(0.0f);
+        for (int j = 0; j < 8; j++) pack.at[j] = mine[j] ? row[column(j)] : from_float<T>(0.0f);
         return pack;
     };
     if (mine[0])
@@ -211,16 +207,16 @@ __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
                     sums[j] += d;
                 }
                 T* to = dx + at + u * DOWN * dim;
-                if (VECTOR) store8<true>(to + place(0), in[u]);
+                if (VECTOR) store8<true>(to + column(0), in[u]);
                 else
 #pragma unroll
                     for (int j = 0; j < 8; j++)
-                        if (mine[j]) to[place(j)] = in[u].at[j];
+                        if (mine[j]) to[column(j)] = in[u].at[j];
             }
         }
     __shared__ float shared[DOWN][STRIP];
 #pragma unroll
-    for (int j = 0; j < 8; j++) shared[threadIdx.y][place(j)] = sums[j];
+    for (int j = 0; j < 8; j++) shared[threadIdx.y][column(j)] = sums[j];
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < STRIP / (ACROSS * DOWN); k++) {

@@ -105,24 +105,28 @@ __device__ void write(const T* x, T* y, int64_t vocab, float base, float factor,
     auto one = [&](int64_t i) { y[i] = from_float<T>(ZERO ? 0.0f : exponential<T>(to_float(x[i]) - base) * factor - share); };
     if (t < vocab - cut.tail) one(cut.tail + t);
     const int64_t step = int64_t{UNROLL<T>} * blockDim.x, steps = (cut.packs + step - 1) / step;
-    for (int64_t s = steps - 1; s >= 0; s--) {
-        const int64_t pack = s * step + t;
-        Pack<T> in[UNROLL<T>];
+    const auto each = [&](auto same) {  // asked before each pack it would have one wait for the next
+        for (int64_t s = steps - 1; s >= 0; s--) {
+            const int64_t pack = s * step + t;
+            Pack<T> in[UNROLL<T>];
 #pragma unroll
-        for (int u = 0; u < UNROLL<T>; u++)
-            if (!ZERO && pack + u * blockDim.x < cut.packs) {
-                const T* from = x + cut.head + (pack + u * blockDim.x) * 8;
-                in[u] = same ? load8<true>(from) : load8<false>(from);
-            }
+            for (int u = 0; u < UNROLL<T>; u++)
+                if (!ZERO && pack + u * blockDim.x < cut.packs) {
+                    const T* from = x + cut.head + (pack + u * blockDim.x) * 8;
+                    in[u] = load8<same.value>(from);
+                }
 #pragma unroll
-        for (int u = 0; u < UNROLL<T>; u++)
-            if (pack + u * blockDim.x < cut.packs) {
+            for (int u = 0; u < UNROLL<T>; u++)
+                if (pack + u * blockDim.x < cut.packs) {
 #pragma unroll
-                for (int i = 0; i < 8; i++)
-                    in[u].at[i] = from_float<T>(ZERO ? 0.0f : exponential<T>(to_float(in[u].at[i]) - base) * factor - share);
-                store8<true>(y + cut.head + (pack + u * blockDim.x) * 8, in[u]);
-            }
-    }
+                    for (int i = 0; i < 8; i++)
+                        in[u].at[i] = from_float<T>(ZERO ? 0.0f : exponential<T>(to_float(in[u].at[i]) - base) * factor - share);
+                    store8<true>(y + cut.head + (pack + u * blockDim.x) * 8, in[u]);
+                }
+        }
+    };
+    if (same) each(std::true_type{});
+    else each(std::false_type{});
     if (t < cut.head) one(t);
 }
 

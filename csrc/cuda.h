@@ -4,6 +4,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "kernel.h"
 
 namespace {
@@ -74,6 +76,28 @@ __device__ __forceinline__ void store8(T* p, const Pack<T>& pack, int count = 8)
         for (int i = 0; i < 8; i++)
             if (i < count) p[i] = pack.at[i];
     }
+}
+
+// A thread's eight elements from `at` on, of an array of `count`. WHOLE: a block has found that its are all there and all arrays are
+// aligned; asking before each pack would have one wait for the next. Otherwise at once where this array allows it, else one by one
+// from the lines of the first cache.
+template <bool WHOLE, class T>
+__device__ __forceinline__ Pack<T> take(const T* p, int64_t at, int64_t count) {
+    if (WHOLE) return load8<true>(p + at);
+    if (at + 8 > count) return load8<false>(p + at, count > at ? static_cast<int>(count - at) : 0);
+    return reinterpret_cast<uintptr_t>(p) % 16 ? load8<false>(p + at) : load8<true>(p + at);
+}
+template <bool WHOLE, class T>
+__device__ __forceinline__ void put(T* p, const Pack<T>& pack, int64_t at, int64_t count) {
+    if (WHOLE) return store8<true>(p + at, pack);
+    if (at + 8 > count) return store8<false>(p + at, pack, count > at ? static_cast<int>(count - at) : 0);
+    reinterpret_cast<uintptr_t>(p) % 16 ? store8<false>(p + at, pack) : store8<true>(p + at, pack);
+}
+// Calls f with std::true_type, for WHOLE, where a block's elements end by `count` and no pointer (or null) is misaligned.
+template <class F, class... T>
+__device__ __forceinline__ void whole_or_not(int64_t end, int64_t count, F f, const T*... arrays) {
+    if (end <= count && ((reinterpret_cast<uintptr_t>(arrays) % 16 == 0) && ...)) f(std::true_type{});
+    else f(std::false_type{});
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -5,23 +5,25 @@
 
 namespace {
 
-template <class T, class R, bool VECTOR>
-__global__ void drop(const T* x, const R* residual, R* y, int64_t n, const int64_t* seed, uint32_t threshold, float scale) {
+constexpr int THREADS = 256;
+
+template <class T, class R>
+__global__ __launch_bounds__(THREADS) void drop(const T* __restrict__ x, const R* __restrict__ residual, R* __restrict__ y, int64_t n,
+                                                const int64_t* __restrict__ seed, uint32_t threshold, float scale) {
     const uint64_t key = static_cast<uint64_t>(*seed);
-    for (int64_t group = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; group * 8 < n; group += int64_t{gridDim.x} * blockDim.x) {
-        const int64_t at = group * 8;
-        const int count = n - at < 8 ? static_cast<int>(n - at) : 8;
-        const Words words = philox(group, key);
-        Pack<T> in = load8<VECTOR>(x + at, count);
+    const int64_t first = int64_t{blockIdx.x} * THREADS, group = first + threadIdx.x, at = group * 8;
+    whole_or_not((first + THREADS) * 8, n, [&](auto whole) {
+        const Pack<T> in = take<whole.value>(x, at, n);
         Pack<R> out;
-        if (residual) out = load8<VECTOR>(residual + at, count);
+        if (residual) out = take<whole.value>(residual, at, n);
+        const Words words = philox(group, key);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const float value = kept(words, i, threshold) ? to_float(in.at[i]) * scale : 0.0f;
             out.at[i] = from_float<R>(residual ? value + to_float(out.at[i]) : value);
         }
-        store8<VECTOR>(y + at, out, count);
-    }
+        put<whole.value>(y, out, at, n);
+    }, x, residual, y);
 }
 
 }  // namespace
@@ -37,9 +39,8 @@ MC_KERNEL(dropout) {
     if (!n) return;
     const uint32_t threshold = static_cast<uint32_t>(p * 65536 + 0.5);
     const float scale = threshold >= 65536 ? 0.0f : 65536.0f / (65536 - threshold);
-    const bool vector = x.aligned() && residual.aligned() && y.aligned();
-    const int blocks = grid((n + 7) / 8, 256);
+    const auto blocks = static_cast<unsigned>((n + THREADS * 8 - 1) / (THREADS * 8));
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(x.dtype, T, MC_FOR_FLOAT(y.dtype, R, MC_FOR_BOOL(vector, VECTOR,
-        drop<T, R, VECTOR><<<blocks, 256, 0, stream>>>(x.as<T>(), residual.as<R>(), y.as<R>(), n, seed.as<int64_t>(), threshold, scale))))
+    MC_FOR_FLOAT(x.dtype, T, MC_FOR_FLOAT(y.dtype, R,
+        drop<T, R><<<blocks, THREADS, 0, stream>>>(x.as<T>(), residual.as<R>(), y.as<R>(), n, seed.as<int64_t>(), threshold, scale)))
 }
