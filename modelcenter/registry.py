@@ -33,6 +33,7 @@ from .layers.linear import Linear
 from .layers.output import batch_of, recorded, shift_right
 from .names import Lazy, Names, Row, Shape
 from .parallel.blocks import fit_blocks
+from .parallel.check import check
 from .parallel.device import device_of
 from .parallel.machine import Machine, load_machine
 
@@ -284,12 +285,13 @@ def build(
     dtype: str | torch.dtype = torch.float32,
     device: str | torch.device | None = None,
     machine: str | Machine | None = None,
+    precision: str | None = None,
     id2label: Mapping[int, str] | None = None,
     seed: int = 0,
 ) -> Model:
     """A preset with random weights, `config` fields changed. The weights depend on `seed` and their names alone.
 
-    `device="meta"` allocates nothing.
+    `precision`: as `parallelize` takes it. `device="meta"` allocates nothing.
     """
     known = presets()
     if name not in known:
@@ -302,7 +304,7 @@ def build(
     model = skeleton(family, full, task, as_dtype(dtype))
     if is_meta(device):
         return model
-    place(model, device, machine)
+    place(model, device, machine, precision)
     fill(model, initial(model, model.shapes, seed, model.init_std))
     model.load_report = LoadReport(new=sorted(model.shapes))
     return model
@@ -315,6 +317,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     machine: str | Machine | None = None,
+    precision: str | None = None,
     adapter: AdapterConfig | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
@@ -327,9 +330,9 @@ def load(
     """A pretrained model from a folder, a preset or a hub id, its family read off config.json.
 
     `task`: lm, mlm, seq2seq, classify, tag, qa, embed, backbone or auto. A head that the checkpoint lacks is drawn from `seed`
-    and named in `load_report`. Under a `machine` each process reads its own part alone. An `adapter` is put on the model; a folder
-    with an adapter in peft's format is its base with the adapter on it. The model is in evaluation mode. `device="meta"` reads and
-    allocates nothing but what says the shapes.
+    and named in `load_report`. Under a `machine` each process reads its own part alone; `precision` is as `parallelize` takes it.
+    An `adapter` is put on the model; a folder with an adapter in peft's format is its base with the adapter on it. The model is in
+    evaluation mode. `device="meta"` reads and allocates nothing but what says the shapes.
     """
     known = presets()
     path = hub.resolve(
@@ -381,7 +384,7 @@ def load(
             own = first_values(model, seed) if saved is None else saved.values(model, places)
         if is_meta(device):
             return model.eval()
-        place(model, device, machine)
+        place(model, device, machine, precision)
         fill_all(model, sources, own)
         if saved is None:
             measure(model)
@@ -410,15 +413,16 @@ def spoken(model: Model, keys: Keys) -> Names:
     return next((t for t in (table.under(p) for p in prefixes if p) if not bare(keys, t, model.shapes)), table)
 
 
-def place(model: Model, device: str | torch.device | None, machine: str | Machine | None) -> None:
+def place(model: Model, device: str | torch.device | None, machine: str | Machine | None, precision: str | None = None) -> None:
     """Give the parameters storage, sharded as the machine says."""
     if machine is not None:
         machine = machine if isinstance(machine, Machine) else load_machine(machine)
         if machine.ranks > 1:
             from .parallel.apply import parallelize  # FSDP and DTensor take seconds to import
 
-            parallelize(model, machine)
+            parallelize(model, machine, precision)
         else:
+            check(machine)
             fit_blocks(model, machine)
         device = device or device_of(machine)
     check_memory(model, torch.device(device or "cpu"))

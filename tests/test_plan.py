@@ -42,13 +42,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cpm-ant": ("cpm-ant-10b", {"layers": 3, "dim": 64, "heads": 4, "head_dim": 16, "hidden": 128, "vocab": 3000}),
 }
 CASES: list[dict[str, Any]] = [
-    *({"family": family} for family in FAMILIES), *({"family": family, "recompute": True} for family in FAMILIES),
-    {"family": "gpt", "amp": True}, {"family": "bert", "amp": True, "recompute": True}, {"family": "gpt", "forwards": 3},
+    *({"family": family} for family in FAMILIES), *({"family": family, "recompute": "full"} for family in FAMILIES),
+    {"family": "gpt", "amp": True}, {"family": "bert", "amp": True, "recompute": "full"}, {"family": "gpt", "forwards": 3},
     {"family": "gpt", "optimizer": {"name": "adafactor"}}, {"family": "bert", "optimizer": {"name": "lion"}},
     {"family": "llama", "optimizer": {"name": "muon"}}, {"family": "gpt", "optimizer": {"moments": "bf16"}},
     {"family": "gpt", "ema": True}, {"family": "llama", "adapter": {"name": "lora"}}, {"family": "gpt", "packed": True},
     {"family": "llama", "adapter": {"name": "lora", "quantize": "nf4"}}, {"family": "t5", "packed": True},
-    {"family": "bert", "sparse": True}, {"family": "gpt", "evaluates": True, "recompute": True}, {"family": "gpt", "sparse": True},
+    {"family": "bert", "sparse": True}, {"family": "gpt", "sparse": True},
+    {"family": "gpt", "evaluates": True, "recompute": "full"},
+    *({"family": family, "recompute": "selective"} for family in ("gpt", "bert", "llama")),
     {"family": "gpt", "optimizer": {"moments": "int8"}, "layers": 1},
 ]  # fmt: skip
 
@@ -128,14 +130,14 @@ def test_the_peak_is_foreseen(case: dict[str, Any]) -> None:
 
     before = torch.get_rng_state(), {name: p.data_ptr() for name, p in model.named_parameters()}
     parts = rehearse(model, batch, build, compute, CPU, forwards=case.get("forwards", 1), share=share,
-                     recompute=case.get("recompute", False), evaluates=case.get("evaluates", False))
+                     recompute=case.get("recompute", "none"), evaluates=case.get("evaluates", False))
     assert torch.equal(before[0], torch.get_rng_state())  # and nothing was drawn
     assert before[1] == {name: p.data_ptr() for name, p in model.named_parameters()}
     assert all(p.grad is None and not p._backward_hooks and not p._post_accumulate_grad_hooks for p in model.parameters())
     weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
     assert parts["weights"] == sum(weights.values())
     if case.get("recompute"):
-        recompute_blocks(model)
+        recompute_blocks(model, case["recompute"])
     real = measured(model, batch, case, compute)
     assert abs(parts.total() / real - 1) < 0.005, f"{parts.total()} foreseen, {real} measured: {dict(parts)}"
 
@@ -220,9 +222,9 @@ def test_what_does_not_fit_is_told_what_would(tmp_path: Path, monkeypatch: pytes
     need = asked(recipe)[0].plan.need
     monkeypatch.setattr(fit, "memory_of", lambda device: (int(0.8 * need), 10 * need))
     found, _ = asked(recipe)
-    assert not found.plan.fits and [setting for setting, _ in found.ways] == ["micro_batch=2", "machine.recompute=true"]
+    assert not found.plan.fits and [setting for setting, _ in found.ways] == ["micro_batch=2", "machine.recompute=full"]
     assert "does not fit (batches of 4 x 64 tokens); set micro_batch=2 (" in str(found)
-    assert "or machine.recompute=true (" in str(found)
+    assert "or machine.recompute=full (" in str(found)
     assert asked(replace(recipe, micro_batch=2))[0].plan.fits
     assert asked(recipe, replace(MACHINE, recompute=True))[0].plan.fits
     assert all(asked_need < 0.8 * need for _, asked_need in found.ways)

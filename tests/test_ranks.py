@@ -21,7 +21,6 @@ from mesh import spawn
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import cases
 
 import modelcenter as mc
@@ -228,33 +227,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     loop.train(run_of(folder), machine_of((1, 1)))
     return folder / "out"
-
-
-class Collectives(TorchDispatchMode):
-    """The names of the collectives of a context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names += [str(func)] if func.namespace == "c10d" else []
-        return func(*args, **(kwargs or {}))
-
-
-def counted(rank: int) -> None:
-    machine = machine_of((2, 1))
-    ranks, model = join(machine), gpt(machine_of((2, 1))).train()
-    for micro in (4, 1):
-        _, batches = next(Loader(Rows(padded, "lm"), padded, 8, 1, ranks.share, ranks.shares).steps(micro_batch=micro))
-        with Collectives() as seen:
-            accumulate(model, batches, "lm", targets=1, ranks=ranks)
-        sent = [name for name in seen.names if "reduce" in name]
-        assert len(batches) == 4 // micro and len(sent) == 3, f"{sent}: not once of each block and of the rest"
-
-
-def test_gradients_are_sent_once_a_step() -> None:
-    spawn(2, counted)
 
 
 def test_an_adapter_the_best_and_what_is_frozen(alone: Path, tmp_path: Path) -> None:

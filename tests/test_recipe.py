@@ -246,7 +246,7 @@ def test_refused_on_the_command_line(line: str, found: str, tmp_path: Path) -> N
         ("fsdp: 0", "fsdp: 0; an integer at least 1"),
         ("tensor_parallel: 1.5", "tensor_parallel: 1.5; an integer at least 1"),
         ("tensor_parallel: 99999", "tensor_parallel: 99999; an integer at least 1 and at most 1024"),
-        ("recompute: 1", "recompute: 1; true or false"),
+        ("recompute: 1", "recompute: 1; none | selective | full or true or false"),
         ("device: tpu", "device: 'tpu'; auto | cpu | cuda"),
         ("threads: 0", "threads: 0; an integer at least 1"),
         ("pipeline: 2", "pipeline: unknown key"),

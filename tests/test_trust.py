@@ -370,7 +370,7 @@ OUT = {
 }
 PLACES = {  # where memory ends: what is said of it
     "prepare.find_model": "config: {'layers': 1, 'dim': 16, 'heads': 2}: out of memory when the model was loaded; a smaller ",
-    "session.accumulate": "micro_batch: 4: out of memory in step 1; micro_batch=2 or machine.recompute=true or data.seq_len=8",
+    "session.accumulate": "micro_batch: 4: out of memory in step 1; micro_batch=2 or machine.recompute=full or data.seq_len=8",
     "session.update": "micro_batch: 4: out of memory in step 1; micro_batch=2 or ",
     "evaluate.evaluate": "micro_batch: 4: out of memory after step 1, in evaluating or saving; micro_batch=2 or ",
     "session.save": "micro_batch: 4: out of memory after step 1, in evaluating or saving; micro_batch=2 or ",
@@ -408,8 +408,8 @@ def advice(changes: list[str], recompute: bool = False) -> str:
 
 def test_advice_is_what_is_left_to_change() -> None:
     assert advice(["batch=12", "micro_batch=6"]).startswith("micro_batch: 6: out of memory in step 1; micro_batch=3 or ")
-    assert advice(["batch=7", "micro_batch=7"]).partition("; ")[2].startswith("micro_batch=1 or machine.recompute=true or ")
-    assert advice(["micro_batch=1"]).startswith("machine.recompute: False: out of memory in step 1; machine.recompute=true or ")
+    assert advice(["batch=7", "micro_batch=7"]).partition("; ")[2].startswith("micro_batch=1 or machine.recompute=full or ")
+    assert advice(["micro_batch=1"]).startswith("machine.recompute: none: out of memory in step 1; machine.recompute=full or ")
     last = advice(["micro_batch=1", "data.seq_len=64"], recompute=True)
     assert last == "data.seq_len: 64: out of memory in step 1; data.seq_len=32 or optimizer.moments=int8"
     assert advice(["adapter.name=lora"]).partition("; ")[2].startswith("adapter.quantize=nf4 or ")

@@ -1,8 +1,10 @@
 """Token, position and segment embeddings."""
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops._op import wide
 from ..ops.embedding import untrained
 from .dropout import Dropout
 from .linear import alone
@@ -48,7 +50,8 @@ class Embedding(nn.Module):
 
 def read(table: nn.Embedding, ids: Tensor, pad: int | None = None) -> Tensor:
     """The rows of `table` at `ids`; that of `pad` is not trained by it. Where more than the table itself has a part in this, a hook
-    of tensor parallelism or a sharded weight, its own call is made."""
+    of tensor parallelism or a sharded weight, its own call is made. Under autocast they are fp32 though the table be a copy in low
+    precision, which other ranks sent: with them the residual stream begins."""
     plain = alone(table, nn.Embedding) and table.padding_idx is None and table.max_norm is None and not table.sparse
     out: Tensor = ops.embedding(ids, table.weight, pad) if plain else untrained(table(ids), ids, pad)
-    return out
+    return wide(out) if torch.is_autocast_enabled(out.device.type) else out

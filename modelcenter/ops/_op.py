@@ -103,18 +103,20 @@ def raw(schema: str, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[Call
 
 
 _rehearsing = False
+_watching = 0  # dispatch modes that are not to be noticed
 
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """While it lasts, calls are made as in eager on plain tensors, though these are fake and a dispatch mode watches: what one sees
-    of memory is then what the real calls take."""
-    global _rehearsing
-    before, _rehearsing = _rehearsing, True
+    """While it lasts, calls are made as in eager on plain tensors, though these are fake and dispatch modes that are there already
+    watch: what those see of memory is then what the real calls take."""
+    global _rehearsing, _watching
+    before = _rehearsing, _watching
+    _rehearsing, _watching = True, torch._C._len_torch_dispatch_stack()
     try:
         yield
     finally:
-        _rehearsing = before
+        _rehearsing, _watching = before
 
 
 def real(x: Tensor) -> bool:
@@ -134,7 +136,7 @@ def plain(x: object) -> bool:
 
 def unseen() -> bool:
     """Whether nothing watches what is called: no compiler, no dispatch mode."""
-    return _rehearsing or not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() <= _watching
 
 
 def transformed() -> bool:

@@ -18,12 +18,14 @@ from torch import nn
 from ..errors import refuse
 from ..layers import Adapted, Attention, Linear
 from .blocks import blocks, fit_blocks
-from .device import device_of, variable
+from .check import check
+from .device import LOW, device_of, variable
 from .machine import Machine, load_machine
 from .ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
@@ -41,47 +43,55 @@ def styles() -> "dict[str, Callable[[], ParallelStyle]]":
     }
 
 
-def parallelize(model: nn.Module, machine: Machine | str) -> nn.Module:
-    """Shard `model` as `machine` (a profile or its name) says, in place; a model on the meta device stays there."""
+def parallelize(model: nn.Module, machine: Machine | str, precision: str | None = None) -> nn.Module:
+    """Shard `model` as `machine` (a profile or its name) says, in place; a model on the meta device stays there.
+
+    `precision`: bf16 or fp16 if forwards will run under torch.autocast of it. Ranks then send each other weights in it, half as
+    many bytes; they hold, add up gradients and update in the model's own dtype. Errors: `InputError` where the machine asks for
+    what does not go together, before anything is allocated.
+    """
     machine = load_machine(machine) if isinstance(machine, str) else machine
+    check(machine)
     if not any(p.is_meta for p in model.parameters()):
         model.to(device_of(machine))
     mesh = mesh_of(machine)
     if mesh is not None and machine.tensor_parallel > 1:
         tensor_parallel(model, mesh["tp"])
     fit_blocks(model, machine)
-    if mesh is not None and machine.fsdp > 1:
-        shard(model, mesh["dp"])
+    if mesh is not None and machine.shares > 1:
+        shard(model, mesh["fsdp" if machine.replicate == 1 else ("replicate", "fsdp")], machine.zero, precision)
     return model
 
 
 def mesh_of(machine: Machine) -> "DeviceMesh | None":
-    """The mesh (dp, tp) over all ranks; None where one process does everything."""
+    """The mesh (replicate, fsdp, tp) over all ranks, without what has one alone; None where one process does everything."""
     if machine.ranks == 1:
         return None
     kind = device_of(machine)
     if not dist.is_initialized():
         start(kind)
     if dist.get_world_size() != machine.ranks:
-        found = f"{machine.fsdp} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
-        refuse(None, "fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
+        found = f"{machine.shares} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
+        refuse(None, "replicate x fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
     if kind.type != "cpu":
         torch.accelerator.set_device_index(kind.index)
-    return one_mesh(kind.type, (machine.fsdp, machine.tensor_parallel), dist.group.WORLD)
+    degrees = {"replicate": machine.replicate, "fsdp": machine.fsdp, "tp": machine.tensor_parallel}
+    kept = tuple((name, n) for name, n in degrees.items() if n > 1 or (name == "fsdp" and machine.replicate > 1))
+    return one_mesh(kind.type, kept, dist.group.WORLD)
 
 
 @cache
-def one_mesh(kind: str, shape: tuple[int, int], group: Any) -> "DeviceMesh":
+def one_mesh(kind: str, degrees: tuple[tuple[str, int], ...], group: Any) -> "DeviceMesh":
     """A mesh starts process groups of its own: once is enough, as long as `group` is the group of all."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(kind, shape, mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(kind, tuple(n for _, n in degrees), mesh_dim_names=tuple(name for name, _ in degrees))
 
 
 def join(machine: Machine) -> Ranks:
     """This process among the ranks of `machine`, which have found each other when it returns."""
     mesh = mesh_of(machine)
-    return ALONE if mesh is None else Ranks(mesh)
+    return ALONE if mesh is None else Ranks(mesh, machine.zero)
 
 
 def start(device: torch.device) -> None:
@@ -148,11 +158,43 @@ def retie(model: nn.Module) -> None:
         tie()
 
 
-def shard(model: nn.Module, mesh: "DeviceMesh") -> None:
-    """FSDP2: each block gathers its own parameters, the root the rest. The root lets its own go too: after an evaluation they would
-    stay whole, and the next step would compute with them, whatever the shards have become."""
+def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None) -> None:
+    """FSDP2: each block gathers its own parameters, the root the rest. Of a mesh (replicate, fsdp) each row shards, and rows add up
+    their gradients; a row of one rank is plain data parallelism.
+
+    Bytes of a parameter on each of n fsdp ranks, with AdamW in bf16 over fp32, and what is sent for the m micro-batches of a step
+    (Rajbhandari et al., 2020, "ZeRO"; `Ranks.reduce` turns the same knobs from one micro-batch to the next):
+
+        zero 3   16 / n, and 2 + 4 of a block at a time    2 m gathers of the weights, m reduce-scatters of the gradients
+        zero 2   16 / n + 2 for as long as a step lasts    1 gather, m reduce-scatters
+        zero 1   16 / n + 2 + 4, where m > 1               1 gather, 1 reduce-scatter
+
+    Gradients of all rows are added up once a step whatever the stage.
+    """
     from torch.distributed.fsdp import fully_shard
 
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy(model, precision)}
     for block in blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        fully_shard(block, **how, reshard_after_forward=zero == 3)
+    fully_shard(model, **how, reshard_after_forward=zero == 3)
+    if zero < 3:
+        model.register_forward_hook(release)
+
+
+def policy(model: nn.Module, precision: str | None) -> "MixedPrecisionPolicy":
+    """In which dtypes ranks exchange weights and gradients: gradients never in low precision, whose sum would lose what each adds.
+    The residual stream keeps its own, so inputs of blocks are not cast."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    low = LOW.get(precision or "")
+    narrow = low is not None or any(p.dtype in LOW.values() for p in model.parameters())
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+
+
+def release(model: nn.Module, args: Any, out: Any) -> None:
+    """After a forward that no backward follows weights would stay whole: who changes or saves them then would find these and not
+    the shards."""
+    if not torch.is_grad_enabled():
+        for module in (model, *blocks(model)):
+            sharded: Any = module
+            sharded.reshard()

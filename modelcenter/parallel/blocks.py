@@ -1,12 +1,23 @@
 """What a machine asks of each block, on one device or on many: to be computed again in the backward, to be compiled."""
 
 from functools import partial
+from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..layers import Block
-from .machine import Machine
+from .machine import Machine, Recompute
+
+# Operators whose results selective recompute keeps: what costs most to do again for the memory it takes. Products of batches are
+# not among them: those are attention's scores, in torch's attention without a kernel. Of a sum over ranks the summand is kept too.
+KEPT = frozenset(
+    {"aten::mm", "aten::addmm", "modelcenter::linear_nf4_forward", "modelcenter::linear_int8_forward",
+     "modelcenter::attention_forward", "aten::_scaled_dot_product_flash_attention",
+     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_fused_attention_overrideable",
+     "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor"}
+)  # fmt: skip
 
 
 def blocks(model: nn.Module) -> list[Block]:
@@ -15,14 +26,32 @@ def blocks(model: nn.Module) -> list[Block]:
 
 def fit_blocks(model: nn.Module, machine: Machine) -> None:
     """Recompute, then compile, as `machine` says: what is computed again is compiled too."""
-    if machine.recompute:
-        recompute(model)
+    recompute(model, machine.recompute)
     if machine.compile:
         for block in blocks(model):
             block.compile()
 
 
-def recompute(model: nn.Module) -> None:
-    """Keep only the blocks' inputs; their insides are computed again in the backward, with the same dropout."""
+def recompute(model: nn.Module, how: Recompute) -> None:
+    """`full`: keep only the blocks' inputs, and compute their insides again in the backward, with the same dropout; `selective`:
+    keep the results of `KEPT` as well (Korthikanti et al., 2022, "Reducing Activation Recomputation")."""
+    if how == "none":
+        return
+    again = partial(checkpoint, use_reentrant=False)
+    if how == "selective":
+        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, keep))
     for block in blocks(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(again, block.forward)  # type: ignore[method-assign]
+
+
+def keep(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    """Whether the result of a call is kept. Attention that draws its dropout by itself is computed again: were it left out, what is
+    drawn after it would not be what the forward drew."""
+    kept = op._schema.name in KEPT and not draws(op, args, options)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def draws(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether this call of torch's attention drops something."""
+    given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | options
+    return bool(given.get("dropout_p", 0.0))

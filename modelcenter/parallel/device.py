@@ -1,4 +1,4 @@
-"""Where a rank computes."""
+"""Where a rank computes, and in which precision."""
 
 import os
 import re
@@ -8,6 +8,8 @@ import torch
 
 from ..errors import refuse
 from .machine import Machine
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def variable(name: str, low: int, high: int, default: int | None = None) -> int:

@@ -9,23 +9,43 @@ from typing import Literal
 
 from modelcenter.config import bind, find, packaged, read_recipe
 
+Recompute = Literal["none", "selective", "full"] | bool
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine profile. The number of ranks is `tensor_parallel` x `fsdp`."""
+    """A machine profile. The number of ranks is `tensor_parallel` x `fsdp` x `replicate`."""
 
     tensor_parallel: int = field(default=1, metadata={"min": 1, "max": 1024, "help": "ranks that share each layer"})
     fsdp: int = field(default=1, metadata={"min": 1, "max": 65536, "help": "ranks that share the data and the state"})
-    recompute: bool = field(default=False, metadata={"help": "keep no activations inside blocks: less memory, slower"})
+    replicate: int = field(
+        default=1, metadata={"min": 1, "max": 65536, "help": "copies of the fsdp ranks, or of the one, that share the data alone"}
+    )
+    zero: Literal[1, 2, 3] = field(
+        default=3, metadata={"help": "what fsdp ranks hold a part of: 1 the optimizer, 2 and gradients, 3 and weights"}
+    )
+    recompute: Recompute = field(
+        default="none",
+        metadata={"help": "in the backward: selective, all but matrix products and attention; full or true, whole blocks"},
+    )
     compile: bool = field(default=False, metadata={"help": "torch.compile each block"})
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata={"help": "auto: a GPU if there is one"})
     threads: int | None = field(
         default=None, metadata={"min": 1, "max": 1024, "help": "CPU threads of a rank; null: torch's choice"}
     )
 
+    def __post_init__(self) -> None:
+        if isinstance(self.recompute, bool):  # as it was said before there were three
+            object.__setattr__(self, "recompute", "full" if self.recompute else "none")
+
     @property
     def ranks(self) -> int:
-        return self.tensor_parallel * self.fsdp
+        return self.tensor_parallel * self.shares
+
+    @property
+    def shares(self) -> int:
+        """How many shares of the data there are."""
+        return self.fsdp * self.replicate
 
 
 def load_machine(name: str | Path) -> Machine:

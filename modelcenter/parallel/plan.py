@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from ..ops._op import rehearsal
 from .blocks import blocks
 from .blocks import recompute as recompute_blocks
+from .machine import Recompute
 
 Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary", "fragments"]
 KINDS: dict[Kind, str] = {
@@ -115,20 +116,20 @@ def rehearse(
     *,
     forwards: int = 1,
     share: float = 1.0,
-    recompute: bool = False,
+    recompute: Recompute = "none",
     evaluates: bool = False,
 ) -> Counter[Kind]:
     """The bytes of each kind that are alive on `device` at the peak of a step of `forwards` micro-batches like `batch`.
 
     `model`: on any device, meta included; it is left as it is. `build` makes the optimizer of its twin, and what else is kept for
     each weight. `compute`: where a forward runs (autocast). `share`: of the labels that are not ignored.
-    `recompute`: blocks keep their inputs alone. `evaluates`: evaluations of such batches follow, whose logits are there whole.
+    `recompute`: what blocks do not keep. `evaluates`: evaluations of such batches follow, whose logits are there whole.
     """
     labels = batch["labels"].numel()
     tally = Tally({labels: round(share * labels)})
     other = twin(model, device, tally).train()
-    if recompute and not any("forward" in vars(block) for block in blocks(other)):
-        recompute_blocks(other)
+    if not any("forward" in vars(block) for block in blocks(other)):
+        recompute_blocks(other, recompute)
     trained = [p for p in other.parameters() if p.requires_grad]
     for p in trained:
         p.register_post_accumulate_grad_hook(lambda p: tally.name(p.grad, "gradients"))

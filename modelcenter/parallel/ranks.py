@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
+SHARES = ("replicate", "fsdp")  # the dimensions of the mesh along which ranks have different data; inside them is `tp`
 STEP = 0x9E3779B97F4A7C15  # odd, so that no two shares of the data have one seed
 
 
@@ -22,9 +23,11 @@ class OtherRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """All processes of a run, as a mesh (dp, tp): those along `dp` have each a share of the data, those along `tp` the same one."""
+    """All processes of a run, as a mesh (replicate, fsdp, tp): those along the first two have each a share of the data, those along
+    `tp` the same one. `zero` is the machine's."""
 
     mesh: "DeviceMesh | None" = None
+    zero: int = 3
 
     @property
     def rank(self) -> int:
@@ -47,12 +50,17 @@ class Ranks:
     @property
     def share(self) -> int:
         """Which share of the data is this rank's."""
-        return self.mesh.get_local_rank("dp") if self.mesh is not None else 0
+        return self.rank * self.shares // self.size
 
     @property
     def shares(self) -> int:
         """How many shares of the data there are."""
-        return self.degrees.get("dp", 1)
+        return math.prod(self.degrees.get(name, 1) for name in SHARES)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the ranks that have its share."""
+        return self.rank % (self.size // self.shares) == 0
 
     def seed(self, seed: int) -> int:
         """Of what is drawn while training: another one for each share, the same for ranks of one share."""
@@ -74,12 +82,16 @@ class Ranks:
         """Whether this rank is the first of those that hold this part."""
         return all(self.mesh.get_local_rank(name) == 0 for name in self.degrees.keys() - self.cuts(tensor)) if self.mesh else True
 
-    def reduce(self, model: "nn.Module", wanted: bool) -> None:
-        """Whether the next backward ends in gradients of all ranks; otherwise they are kept and added to, and nothing is sent."""
+    def reduce(self, model: "nn.Module", last: bool) -> None:
+        """Before a backward: whether it is the last of a step, after which gradients are those of all ranks. Before the last, zero
+        1 keeps whole gradients and sends nothing, zero 2 and 3 keep parts of gradients, and zero 1 and 2 keep whole weights; copies
+        of the shards are told in the last alone."""
         if self.shares > 1:
             sharded: Any = model
-            sharded.set_requires_gradient_sync(wanted)
-            sharded.set_is_last_backward(wanted)
+            sharded.set_is_last_backward(last)
+            sharded.set_requires_gradient_sync(last or self.zero > 1)
+            sharded.set_requires_all_reduce(last)
+            sharded.set_reshard_after_backward(last or self.zero == 3)
 
     def verdict(self, squares: "Tensor", loss: float) -> "tuple[Tensor, float]":
         """The sum of the squares (float64, 1; `AdamW.squares` by `copies`) and the mean of the losses: what is not finite on one
@@ -102,8 +114,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        once = self.mesh.get_local_rank("tp") == 0  # ranks of one share count the same
-        total = torch.tensor([float(n) if once else 0.0 for n in numbers], dtype=torch.float64, device=self.home)
+        total = torch.tensor([float(n) if self.leads else 0.0 for n in numbers], dtype=torch.float64, device=self.home)
         dist.all_reduce(total)
         found: list[float] = total.tolist()
         return [int(f) if isinstance(n, int) else f for n, f in zip(numbers, found, strict=True)]
@@ -130,8 +141,9 @@ class Ranks:
             return list(rows)
         lengths = self.gathered(torch.tensor([row.numel() for row in rows], dtype=torch.int64))
         values = self.gathered(torch.cat([torch.empty(0, dtype=torch.float64), *(row.double().flatten() for row in rows)]))
-        ranks, rest = self.mesh.mesh[:, 0].tolist(), rows[0].shape[1:] if rows else ()
-        return [row.view(-1, *rest) for rank in ranks for row in values[rank].split(lengths[rank].tolist())]
+        rest = rows[0].shape[1:] if rows else ()
+        leads = range(0, self.size, self.size // self.shares)
+        return [row.view(-1, *rest) for rank in leads for row in values[rank].split(lengths[rank].tolist())]
 
     def gathered(self, values: "Tensor") -> "list[Tensor]":
         """The values (n, which may differ) of each rank, by rank, on the host."""

@@ -13,7 +13,7 @@ from ..errors import printable, refuse
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
 from ..parallel.device import memory_of
-from ..parallel.machine import Machine
+from ..parallel.machine import Machine, Recompute
 from ..parallel.plan import Plan, rehearse, size
 from .evaluate import count_targets
 from .prepare import Setup, most_of
@@ -47,14 +47,14 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         return f"memory: not known of {device.type}"
     free, total = there
     model: Any = setup.model
-    if machine.fsdp * machine.tensor_parallel > 1:
+    if machine.ranks > 1:
         return "memory: not estimated for several processes"
     if device.type == "cpu":
         free += sum(p.nbytes for p in model.parameters() if not p.is_meta)  # in the plan, and taken already
     now = recipe.micro_batch or most_of(recipe)
     _, batches = next(setup.loader.steps(micro_batch=recipe.micro_batch))
 
-    def plan(rows: int, recompute: bool) -> Plan:
+    def plan(rows: int, recompute: Recompute) -> Plan:
         parts = rehearse(model, widest(batches[0], rows, recipe, model.encoder_decoder), keeper(recipe), compute, device,
                          forwards=len(batches) * now // rows, share=share(batches[0], recipe), recompute=recompute,
                          evaluates=setup.evaluation is not None)  # fmt: skip
@@ -81,15 +81,15 @@ FRAGMENTS = 0.1  # of what an accelerator's caching allocator holds; 8 % for LoR
 FEWER = "an adapter (adapter.name=lora), optimizer.moments=bf16, optimizer.name=adafactor or a smaller model"
 
 
-def better(plan: Callable[[int, bool], Plan], now: int, recipe: Recipe, machine: Machine) -> Iterator[tuple[str, int]]:
+def better(plan: Callable[[int, Recompute], Plan], now: int, recipe: Recipe, machine: Machine) -> Iterator[tuple[str, int]]:
     """Settings that fit: the largest micro-batch, recompute, or both, each found by a rehearsal; or the least of all."""
     halves = [n for n in range(now // 2, 0, -1) if now % n == 0]
-    for recompute in (False, True):
-        if recompute and machine.recompute:
-            break
-        settings = "machine.recompute=true" if recompute else ""
-        for rows in ([now] if recompute else []) + halves:
-            found = plan(rows, recompute or machine.recompute)
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    for recompute in modes[modes.index(machine.recompute) :]:
+        more = recompute != machine.recompute
+        settings = f"machine.recompute={recompute}" if more else ""
+        for rows in [now] * more + halves * (recompute != "selective" or not more):
+            found = plan(rows, recompute)
             if found.fits:
                 yield " ".join(filter(None, (f"micro_batch={rows}" if rows != now else "", settings))), found.need
                 break

@@ -44,8 +44,8 @@ def of_work(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
     if micro is None or micro > 1:
         fitting = [n for n in range(1, (micro or 2) // 2 + 1) if recipe.batch % n == 0 or recipe.batch_tokens is not None]
         found.append(("micro_batch", micro, fitting[-1]))
-    if not machine.recompute:
-        found.append(("machine.recompute", False, "true"))
+    if machine.recompute != "full":
+        found.append(("machine.recompute", machine.recompute, "full"))
     if recipe.data.seq_len > 2:
         found.append(("data.seq_len", recipe.data.seq_len, recipe.data.seq_len // 2))
     if recipe.optimizer.name == "adamw" and recipe.optimizer.moments != "int8":

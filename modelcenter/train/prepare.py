@@ -28,6 +28,7 @@ from ..layers.adapter import adapted
 from ..metrics.table import METRICS
 from ..ops import _op
 from ..ops.linear import has_low_units
+from ..parallel.check import check
 from ..parallel.device import device_of
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
@@ -71,18 +72,19 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
 
 def check_ranks(recipe: Recipe, machine: Machine) -> None:
     """Refuse what the ranks of `machine` cannot do as one process does it."""
+    check(machine)
     if machine.ranks == 1:
         return
     if recipe.optimizer.name not in SHARDED:
         refuse(None, "optimizer.name", f"{recipe.optimizer.name} on several ranks", f"{' or '.join(SHARDED)}, or one process")
     if recipe.optimizer.moments == "int8":
         refuse(None, "optimizer.moments", "int8 on several ranks", "fp32 or bf16, or one process")
-    if machine.fsdp > recipe.batch and recipe.batch_tokens is None:
-        found = f"{recipe.batch} sequences for {machine.fsdp} ranks"
-        refuse(None, "batch", found, "one for each at least, or a smaller machine.fsdp")
-    if machine.fsdp > 1 and find_objective(recipe.objective).together:
-        found = f"{recipe.objective}, which compares the sequences of a batch, on {machine.fsdp} shares of it"
-        refuse(None, "objective", found, "machine.fsdp=1")
+    if machine.shares > recipe.batch and recipe.batch_tokens is None:
+        found = f"{recipe.batch} sequences for {machine.shares} ranks"
+        refuse(None, "batch", found, "one for each at least, or a smaller machine.fsdp or machine.replicate")
+    if machine.shares > 1 and find_objective(recipe.objective).together:
+        found = f"{recipe.objective}, which compares the sequences of a batch, on {machine.shares} shares of it"
+        refuse(None, "objective", found, "machine.fsdp=1 and machine.replicate=1")
 
 
 def automatic_precision(device: torch.device) -> Literal["bf16", "fp16", "fp32"]:
@@ -245,9 +247,9 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
             insert(model, adapter, choose(model, adapter))
         return model
     if recipe.init == "pretrained":
-        return load(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine, adapter=adapter,
-                    config=recipe.config, id2label=id2label, seed=recipe.seed)
-    model = build(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine,
+        return load(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine, precision=recipe.precision,
+                    adapter=adapter, config=recipe.config, id2label=id2label, seed=recipe.seed)
+    model = build(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine, precision=recipe.precision,
                   config={"vocab": len(tokenizer), **recipe.config}, id2label=id2label, seed=recipe.seed)
     special = {f"{role}_token_id": tokenizer.id(role) for role in ("bos", "eos", "pad")}
     config: Any = model.config

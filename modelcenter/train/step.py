@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from ..optim.adamw import AdamW
 from ..optim.clipped import Clipped
 from ..optim.optimizers import set_lr
+from ..parallel.device import LOW
 from ..parallel.ranks import ALONE, Ranks
 from .evaluate import Arguments, count_targets, on_device
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Where a forward runs: bf16 and fp16 compute over fp32 weights, whose copies live as long as the forward."""
-    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    low = LOW.get(precision)
     return torch.autocast(device.type, low) if low is not None else nullcontext()
 
 

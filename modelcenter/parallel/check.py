@@ -1,0 +1,10 @@
+"""What a machine may not ask for together: refused by name, before anything is allocated."""
+
+from ..errors import refuse
+from .machine import Machine
+
+
+def check(machine: Machine) -> None:
+    """Refuse settings that have no meaning beside one another."""
+    if machine.zero != 3 and machine.fsdp == 1:
+        refuse(None, "machine.zero", f"{machine.zero} with fsdp=1, which shards nothing", "fsdp=2 or more, or zero=3")

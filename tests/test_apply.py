@@ -1,0 +1,277 @@
+"""Training steps of every family on every mesh against one process: losses, gradients and weights after five steps, by stage of
+ZeRO, with copies of the shards, recompute and accumulation; and what is sent, when, in which dtype."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from mesh import spawn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import Case, cases, tiny
+
+import modelcenter as mc
+from modelcenter.layers import Block
+from modelcenter.layers.initial import initial
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.apply import join
+from modelcenter.parallel.ranks import ALONE, Ranks
+from modelcenter.registry import fill, place, skeleton
+from modelcenter.train.evaluate import count_targets
+from modelcenter.train.step import accumulate, autocast, update
+
+CASES = cases(all_tasks=False, all_variants=False)
+GPT2 = next(case for case in CASES if case.kind == "gpt2")
+STEPS, CPU = 5, torch.device("cpu")
+
+# torch warns of in-place changes to a model's output under FSDP; nothing here makes any
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+
+
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def machine_of(**changes: Any) -> mc.Machine:
+    return mc.Machine(device="cpu", threads=1, **changes)
+
+
+def model_of(case: Case, machine: mc.Machine | None, dtype: torch.dtype = torch.float64, precision: str | None = None,
+             dropout: bool = False) -> Any:
+    """A loud model without dropout."""
+    config = tiny(case.kind)
+    if not dropout:
+        config = replace(config, **{f.name: 0.0 for f in fields(config) if f.name.endswith("dropout")})
+    model = skeleton(case.family, config, case.task, dtype)
+    place(model, None, machine, precision)
+    fill(model, initial(model, model.shapes, 7, lambda name, shape: 1.5 * shape[-1] ** -0.5))
+    return model.train()
+
+
+def batches_of(case: Case, share: int, shares: int, micro: int) -> list[dict[str, Tensor]]:
+    """This share of eight rows with very different numbers of targets, in micro-batches."""
+    source = torch.Generator().manual_seed(3)
+    ids, labels = torch.randint(2, 128, (8, 10), generator=source), torch.randint(2, 128, (8, 10), generator=source)
+    kept = torch.arange(10)[None] >= torch.tensor([1, 4, 9, 2, 8, 3, 7, 5])[:, None]
+    rows = {"input_ids": ids, "labels": (labels if case.seq2seq else ids).masked_fill(~kept, -100)}
+    mine = {key: value[share::shares] for key, value in rows.items()}
+    return [dict(zip(mine, part, strict=True)) for part in zip(*(v.split(micro) for v in mine.values()), strict=True)]
+
+
+def steps_of(model: Any, case: Case, ranks: Ranks, micro: int, precision: str = "fp32", scale: float = 1.0) -> Iterator[Any]:
+    """The loss and, of the first step, all gradients; at the end all weights."""
+    optimizer = build_optimizer(model, OptimizerConfig(name="adamw", lr=1e-2, weight_decay=0.1))
+    task = "seq2seq" if case.seq2seq else "lm"
+    batches = batches_of(case, ranks.share, ranks.shares, micro)
+    (targets,) = ranks.sum(sum(count_targets(b, task) for b in batches))
+    for _ in range(STEPS):
+        loss, _ = accumulate(model, batches, task, lambda: autocast(precision, CPU), scale, int(targets), ranks)
+        grads = {name: full(p.grad.detach()).clone() / scale for name, p in model.named_parameters()}
+        squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
+        norm = update(model, optimizer, loss, 1e-2, 0.1, scale, squares)
+        yield loss, norm, grads
+    yield {name: full(p.detach()) for name, p in model.named_parameters()}
+
+
+@cache  # in the parent, whose memory the ranks share
+def alone(case: Case, dtype: torch.dtype = torch.float64, precision: str = "fp32", scale: float = 1.0) -> list[Any]:
+    return list(steps_of(model_of(case, None, dtype), case, ALONE, 8, precision, scale))
+
+
+def cut(x: Tensor, like: Tensor) -> Tensor:
+    """Without the rows that only pad a vocabulary."""
+    return x[tuple(slice(0, n) for n in like.shape)]
+
+
+def equal(rank: int, machines: dict[str, tuple[dict[str, Any], int]], wanted: list[Case]) -> None:
+    for name, (changes, micro) in machines.items():
+        machine = machine_of(**changes)
+        ranks = join(machine)
+        for case in wanted:
+            *steps, weights = alone(case)
+            *found, after = steps_of(model_of(case, machine), case, ranks, micro)
+            assert len(steps) == len(found) == STEPS
+            for (loss, norm, grads), (other, size, many) in zip(steps, found, strict=True):
+                assert abs(loss - other) < 1e-9 * loss and loss > 1, f"{name} {case}: loss {other}, alone {loss}"
+                assert abs(norm - size) < 2e-6 * norm, f"{name} {case}: norm {size}, alone {norm}"  # it is a float32
+                largest = max(float(g.abs().max()) for g in grads.values())
+                assert grads.keys() == many.keys()
+                for key, grad in grads.items():
+                    gap = float((cut(many[key], grad) - grad).abs().max())
+                    assert gap < 1e-7 * largest, f"{name} {case} {key}: gradients {gap} apart of {largest}"
+            first, same = steps[0][2], found[0][2]
+            largest = max(float(g.abs().max()) for g in first.values())
+            for key, grad in first.items():
+                assert float((cut(same[key], grad) - grad).abs().max()) < 1e-10 * largest, f"{name} {case} {key}"
+            for key, weight in weights.items():
+                torch.testing.assert_close(cut(after[key], weight), weight, rtol=1e-7, atol=1e-8,
+                                           msg=lambda m, w=f"{name} {case} {key}": f"{w}: {m}")  # fmt: skip
+
+
+# of 2 and of 4 ranks: the changes to a machine, and the rows of a micro-batch
+PAIRS: dict[str, tuple[dict[str, Any], int]] = {
+    "zero1": ({"fsdp": 2, "zero": 1}, 1),
+    "zero2": ({"fsdp": 2, "zero": 2}, 2),
+    "zero3": ({"fsdp": 2, "recompute": "selective"}, 2),
+    "copies": ({"replicate": 2}, 2),
+    "tp": ({"tensor_parallel": 2, "recompute": "selective"}, 4),
+}
+QUADS: dict[str, tuple[dict[str, Any], int]] = {
+    "hybrid": ({"replicate": 2, "fsdp": 2}, 1),
+    "hybrid zero1": ({"replicate": 2, "fsdp": 2, "zero": 1}, 1),
+    "hybrid zero2": ({"replicate": 2, "fsdp": 2, "zero": 2, "recompute": True}, 1),
+    "fsdp x tp": ({"fsdp": 2, "tensor_parallel": 2, "recompute": "full"}, 2),
+    "zero1 x tp": ({"fsdp": 2, "tensor_parallel": 2, "zero": 1}, 2),
+    "copies x tp": ({"replicate": 2, "tensor_parallel": 2}, 2),
+    "fsdp4": ({"fsdp": 4}, 1),
+}
+
+
+@pytest.mark.parametrize(("machines", "wanted"), [
+    pytest.param(PAIRS, [GPT2], id="2 ranks"),
+    pytest.param({"hybrid": QUADS["hybrid"]}, [GPT2], id="4 ranks"),
+    pytest.param(PAIRS, CASES, id="2 ranks, every family", marks=pytest.mark.slow),
+    pytest.param(QUADS, CASES, id="4 ranks, every family", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_steps_equal_one_process(machines: dict[str, tuple[dict[str, Any], int]], wanted: list[Case]) -> None:
+    for case in wanted:
+        alone(case)
+    spawn(4 if machines.keys() <= QUADS.keys() else 2, equal, machines, wanted)
+
+
+# ------------------------------------------------------------------------------------------------------- what is sent
+
+
+class Collectives(TorchDispatchMode):
+    """How often each collective is called while it lasts, and the dtypes of what it sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            kind = next(k for k in ("gather", "scatter", "reduce") if k in func.__name__.replace("reduce_scatter", "scatter"))
+            self.calls[kind] += 1
+            sent = args[1] if kind != "reduce" else args[0]
+            for tensor in sent if isinstance(sent, list | tuple) else [sent]:
+                self.dtypes.setdefault(kind, set()).add(tensor.dtype)
+        return func(*args, **(kwargs or {}))
+
+
+GROUPS, MICROS = 3, 4  # two blocks and the rest; micro-batches of a step
+SENT = {  # (gathers, reduce-scatters, sums over copies) of a step, by machine
+    "zero3": ({"fsdp": 2}, (2 * GROUPS * MICROS, GROUPS * MICROS, 0)),
+    "zero2": ({"fsdp": 2, "zero": 2}, (GROUPS, GROUPS * MICROS, 0)),
+    "zero1": ({"fsdp": 2, "zero": 1}, (GROUPS, GROUPS, 0)),
+    "copies": ({"replicate": 2}, (0, 0, GROUPS)),
+}
+SENT_BY_FOUR = {
+    "hybrid": ({"replicate": 2, "fsdp": 2}, (2 * GROUPS * MICROS, GROUPS * MICROS, GROUPS)),
+    "hybrid zero1": ({"replicate": 2, "fsdp": 2, "zero": 1}, (GROUPS, GROUPS, GROUPS)),
+}
+
+
+def sends(rank: int, machines: dict[str, Any]) -> None:
+    for name, (changes, wanted) in machines.items():
+        machine = machine_of(**changes)
+        ranks, model = join(machine), model_of(GPT2, machine_of(**changes), torch.float32, "bf16")
+        batch = batches_of(GPT2, 0, 1, 1)[:MICROS]
+        for _ in range(2):  # the first step of all has more to say
+            with Collectives() as seen:
+                accumulate(model, batch, "lm", lambda: autocast("bf16", CPU), targets=9, ranks=ranks)
+        found = tuple(seen.calls[kind] for kind in ("gather", "scatter", "reduce"))
+        assert found == wanted, f"{name}: {found} and not {wanted}"
+        assert seen.dtypes.get("gather", {torch.bfloat16}) == {torch.bfloat16}, f"{name}: weights are sent as {seen.dtypes}"
+        assert seen.dtypes.get("scatter", {torch.float32}) == seen.dtypes.get("reduce", {torch.float32}) == {torch.float32}, name
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_what_a_step_sends() -> None:
+    """As often as its stage says, weights in the low precision and gradients never."""
+    spawn(2, sends, SENT)
+
+
+@pytest.mark.slow
+def test_what_a_step_of_copies_of_shards_sends() -> None:
+    spawn(4, sends, SENT_BY_FOUR)
+
+
+def holds(rank: int) -> None:
+    for zero in (1, 2, 3):
+        machine = machine_of(fsdp=2, zero=zero)
+        ranks, model = join(machine), model_of(GPT2, machine)
+        for number, batch in enumerate(batches_of(GPT2, 0, 1, 4), 1):
+            ranks.reduce(model, number == 2)
+            model(**batch).loss.backward()
+            parts = {type(p) is not DTensor and not isinstance(p, DTensor) for p in model.parameters()}
+            assert parts == {zero < 3 and number == 1}, f"zero {zero}, micro-batch {number}: whole weights {parts}"
+        model.eval()
+        with torch.no_grad():
+            model(**batch)
+        assert all(isinstance(p, DTensor) for p in model.parameters()), f"zero {zero}: whole after an evaluation"
+
+
+def test_what_is_whole_and_for_how_long() -> None:
+    """Weights between micro-batches up to stage 2; nothing once a step or an evaluation has ended."""
+    spawn(2, holds)
+
+
+def test_stages_of_nothing_are_refused() -> None:
+    for zero in (1, 2):
+        with pytest.raises(mc.InputError, match=rf"machine\.zero: {zero} with fsdp=1, which shards nothing; fsdp=2 or more"):
+            mc.build("gpt2", config={"layers": 1}, machine=machine_of(replicate=2, zero=zero))
+
+
+# ------------------------------------------------------------------------------------------------------ low precision
+
+
+def follows(rank: int, precision: str, scale: float, machines: list[dict[str, Any]]) -> None:
+    """The same losses, to the rounding that low precision has against fp32."""
+    exact, one = alone(GPT2, torch.float32), alone(GPT2, torch.float32, precision, scale)
+    for changes in machines:
+        machine = machine_of(**changes)
+        *found, after = steps_of(model_of(GPT2, machine, torch.float32, precision), GPT2, join(machine), 2, precision, scale)
+        for (_, _, a), (_, _, b), (_, _, c) in list(zip(exact, one, found, strict=False))[:1]:
+            for key, grad in a.items():
+                size, apart = float(grad.norm()), float((cut(c[key], grad) - b[key]).norm())
+                assert apart <= max(2 * float((b[key] - grad).norm()), 0.05 * size, 1e-4), f"{changes} {key}: {apart} of {size}"
+        rounding = max(abs(a[0] - b[0]) for a, b in zip(exact[:STEPS], one[:STEPS], strict=True))
+        for (loss, *_), (other, *_) in zip(one[:STEPS], found, strict=True):
+            assert abs(loss - other) < max(3 * rounding, 0.01 * loss), f"{changes}: loss {other}, alone {loss}"
+        assert all(weight.dtype == torch.float32 for weight in after.values())
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("bf16", 1.0), ("fp16", 2.0**10)])
+def test_low_precision_follows_one_process(precision: str, scale: float) -> None:
+    alone(GPT2, torch.float32)
+    alone(GPT2, torch.float32, precision, scale)
+    spawn(2, follows, precision, scale, [{"fsdp": 2}, {"fsdp": 2, "zero": 1}, {"replicate": 2}, {"tensor_parallel": 2}])
+
+
+def streams(rank: int) -> None:
+    """Blocks compute with weights in low precision on a residual stream in full precision, as in one process."""
+    for case in CASES:
+        model = model_of(case, machine_of(fsdp=2), torch.float32, "bf16")
+        seen: set[tuple[torch.dtype, torch.dtype]] = set()
+
+        def look(block: Any, args: Any, seen: set[Any] = seen) -> None:
+            seen.add((block.attn.q.weight.dtype, args[0].dtype))
+
+        for block in model.modules():
+            if isinstance(block, Block):
+                block.register_forward_pre_hook(look)
+        with autocast("bf16", CPU):
+            model(**batches_of(case, 0, 1, 8)[0])
+        assert seen == {(torch.bfloat16, torch.float32)}, f"{case}: {seen}"
+
+
+def test_the_stream_is_in_full_precision() -> None:
+    spawn(2, streams)
