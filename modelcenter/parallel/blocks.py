@@ -1,5 +1,6 @@
 """What a machine asks of each block, on one device or on many: to be computed again in the backward, to be compiled."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,11 +38,20 @@ def recompute(model: nn.Module, how: Recompute) -> None:
     keep the results of `KEPT` as well (Korthikanti et al., 2022, "Reducing Activation Recomputation")."""
     if how == "none":
         return
-    again = partial(checkpoint, use_reentrant=False)
-    if how == "selective":
-        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, keep))
     for block in blocks(model):
-        block.forward = partial(again, block.forward)  # type: ignore[method-assign]
+        run = selected if how == "selective" else whole
+        block.forward = partial(run, block.forward)  # type: ignore[method-assign]
+
+
+# Functions of ours, not partials of torch's: torch's compiler looks into a frame of ours alone, and without one compiles nothing.
+
+
+def whole(forward: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False)
+
+
+def selected(forward: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep))
 
 
 def keep(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:

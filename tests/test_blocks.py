@@ -1,0 +1,127 @@
+"""What is computed again in the backward, and what is kept: the same gradients, products done once, memory in between."""
+
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+from zoo import Case, cases, tiny
+
+import modelcenter as mc
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.blocks import KEPT, keep, recompute
+from modelcenter.parallel.plan import rehearse
+from modelcenter.registry import skeleton
+
+CASES = cases(all_tasks=False, all_variants=False)
+SIZES = {"layers": 3, "dim": 64, "heads": 4, "vocab": 300, "positions": 64, "dropout": 0.1, "attn_dropout": 0.1}
+
+
+class Calls(TorchDispatchMode):
+    """How often each operator is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(case: Case, how: Any, watched: bool = False) -> tuple[dict[str, Tensor], Counter[str]]:
+    torch.manual_seed(5)
+    model = skeleton(case.family, tiny(case.kind), case.task, torch.float32)
+    model.to_empty(device="cpu")
+    model.tie()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0, p.shape[-1] ** -0.5)
+    recompute(model, how)
+    ids = torch.randint(2, 128, (2, 70))  # long enough for our own attention
+    labels = torch.randint(2, 128, (2, 70))
+    kwargs = {"position_ids": torch.arange(70)[None] % 64} if case.kind in ("bert", "gpt2") else {}
+    torch.manual_seed(6)
+    with Calls() if watched else nullcontext() as calls:  # type: ignore[attr-defined]
+        model.train()(ids, labels=labels, **kwargs).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, calls.names if calls else Counter()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_mode_has_the_same_gradients(case: Case) -> None:
+    """To the bit, dropout being on everywhere."""
+    wanted, _ = gradients(case, "none")
+    assert any(g.abs().max() > 0 for g in wanted.values())
+    for how in ("selective", "full"):
+        found, _ = gradients(case, how)
+        for name, grad in wanted.items():
+            assert torch.equal(found[name], grad), f"{how}: {name}"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_what_is_kept_is_not_done_again(kind: str) -> None:
+    case = next(c for c in CASES if c.kind == kind)
+    calls = {how: gradients(case, how, watched=True)[1] for how in ("none", "selective", "full")}
+    products = {how: sum(n for name, n in found.items() if name in KEPT) for how, found in calls.items()}
+    assert products["none"] == products["selective"] < products["full"]
+    norms = {how: sum(n for name, n in found.items() if "norm_forward" in name) for how, found in calls.items()}
+    assert norms["none"] < norms["selective"] == norms["full"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler looks
+def test_compiled_blocks_keep_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    sizes = {**SIZES, "dropout": 0.0, "attn_dropout": 0.0, "embed_dropout": 0.0}
+    machines = [mc.Machine(device="cpu", recompute=how, compile=how != "none") for how in ("none", "selective", "full")]
+    models = [mc.build("gpt2", config=sizes, machine=machine) for machine in machines]
+    ids = torch.arange(2 * 20).view(2, 20)
+    for model in models:
+        model.train()(ids, labels=ids).loss.backward()
+        if model is models[0]:
+            continue
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+        torch._dynamo.utils.counters.clear()
+        for (name, a), (_, b) in zip(models[0].named_parameters(), model.named_parameters(), strict=True):
+            assert (a.grad - b.grad).abs().max() <= 2e-5 * a.grad.abs().max() + 1e-9, name
+    torch._dynamo.reset()
+
+
+def test_memory_is_in_between() -> None:
+    """Of a rehearsed step, which test_plan.py holds against a real one."""
+    found = {}
+    for how in ("none", "selective", "full"):
+        model = mc.build("gpt2", config=SIZES).train()
+        batch = {"input_ids": torch.ones(4, 64, dtype=torch.int64), "labels": torch.ones(4, 64, dtype=torch.int64)}
+        parts = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig()), None), nullcontext, torch.device("cpu"),
+                         recompute=how)  # fmt: skip
+        found[how] = parts["activations"]
+    assert 1.3 * found["full"] < found["selective"] < 0.8 * found["none"], found
+
+
+def test_attention_that_draws_is_done_again() -> None:
+    """What torch's attention drops on a GPU it draws from the generator: left out, what follows would draw something else."""
+    x = torch.empty(1, 2, 4, 8, device="meta")
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    for call, wanted in (((flash, x, x, x, 0.1), False), ((flash, x, x, x, 0.0, True), True), ((flash, x, x, x), True),
+                         ((efficient, x, x, x, None, True, 0.1), False), ((efficient, x, x, x, None, True), True)):  # fmt: skip
+        assert (keep(None, *call) is CheckpointPolicy.MUST_SAVE) is wanted, call
+    assert keep(None, flash, x, x, x, dropout_p=0.2) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep(None, torch.ops.aten.bmm.default, x[0], x[0]) is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_what_is_kept_exists() -> None:
+    """A name that no operator has would keep nothing."""
+    for name in KEPT:
+        space, _, op = name.partition("::")
+        assert hasattr(getattr(torch.ops, space), op), name
+
+
+def test_true_and_false_are_full_and_none() -> None:
+    assert [mc.Machine(recompute=how).recompute for how in (True, False)] == ["full", "none"]
+    assert mc.Machine(recompute=True) == mc.Machine(recompute="full")
