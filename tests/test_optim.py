@@ -290,6 +290,33 @@ def test_adafactor_equals_transformers() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_ten_steps_are_torchs(name: str, dtype: torch.dtype) -> None:
+    ours, theirs = small(dtype), small(dtype)
+    optimizer = build_optimizer(ours, OptimizerConfig(name=name, lr=0.01, weight_decay=0.2))
+    if name == "adafactor":
+        decays = {g["weight_decay"]: [theirs.get_parameter(n) for n in g["param_names"]] for g in optimizer.param_groups}
+        peer = torch.optim.Adafactor([{"params": params, "weight_decay": decay} for decay, params in decays.items()], lr=0.01)
+        chosen = [n for n, _ in ours.named_parameters()]
+    else:
+        chosen = [n for g in optimizer.param_groups if g["muon"] for n in g["param_names"]]
+        matrices = [theirs.get_parameter(n) for n in chosen]
+        peer = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    for step in range(10):
+        steps(ours, optimizer, range(step, step + 1))
+        for (n, p), g in zip(theirs.named_parameters(), noise(theirs, step).values(), strict=True):
+            p.grad = g if n in chosen else None
+        peer.step()
+    assert len(chosen) >= 12
+    for n in chosen:
+        p, q = ours.get_parameter(n), theirs.get_parameter(n)
+        if name == "muon":
+            assert torch.equal(p, q), n
+        else:
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-12 if dtype is torch.float64 else 1e-6, msg=lambda m, n=n: f"{n}: {m}")
+
+
 def test_muon_leaves_what_is_not_a_hidden_matrix_to_adamw() -> None:
     ours, theirs = small(), small()
     optimizer = build_optimizer(ours, OptimizerConfig(name="muon", lr=0.01, weight_decay=0.2))

@@ -446,8 +446,6 @@ def test_evaluations_equal_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "shape", "text"), [
-    ({"optimizer.name": "muon"}, (1, 2), r"optimizer\.name: muon on several ranks; adamw or lion, or one process"),
-    ({"optimizer.moments": "int8"}, (2, 1), r"optimizer\.moments: int8 on several ranks"),
     ({"batch": 2}, (4, 1), r"batch: 2 sequences for 4 ranks"),
 ])  # fmt: skip
 def test_refusals_before_anything_is_allocated(changes: dict[str, Any], shape: tuple[int, int], text: str, tmp_path: Path,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,22 @@ def whole(source: "Tensor | Spread") -> Tensor:
 
 
 def spread_like(parameter: Tensor, source: "Tensor | Spread") -> Tensor:
-    """A new tensor of the values of `source`, cut as `parameter` is."""
-    out = torch.empty_like(parameter, dtype=source.dtype, requires_grad=False)
+    """A new tensor of the values of `source`, cut as `parameter` is. `source` has a value for each element, or for each of the
+    blocks that rows are divided into."""
+    out = zeros_like(parameter, source.dtype, max(1, parameter.shape[-1] // source.shape[-1]))
     put(out, source)
     return out
+
+
+def zeros_like(parameter: Tensor, dtype: torch.dtype, block: int = 1) -> Tensor:
+    """Zeros cut as `parameter` is, one for each `block` elements of a row."""
+    _, part = local(parameter)
+    zeros = torch.zeros((*part.shape[:-1], part.shape[-1] // block), dtype=dtype, device=part.device)
+    if not hasattr(parameter, "placements"):
+        return zeros
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
+    strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=strides)

@@ -542,6 +542,7 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
             refuse("optimizer state", name, f"saved with shape {shape}", f"this run has {own}")
 
     state: dict[Tensor, dict[str, Any]] = {}
+    uncut = getattr(optimizer, "whole", ())  # what each rank has all of
     on_device = {p for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for key, value in tensors.items():
         slot, _, name = key.partition("/")
@@ -551,7 +552,7 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
             refuse("optimizer state", name, "not among the saved parameters", same)
         parameter = by_name[name]
         home = torch.device("cpu") if slot == "step" and parameter not in on_device else parameter.device
-        cut = type(parameter.data) is not torch.Tensor and list(value.shape) == content["shapes"][name]
+        cut = type(parameter.data) is not torch.Tensor and len(value.shape) == parameter.dim() and slot not in uncut
         state.setdefault(parameter, {})[slot] = spread_like(parameter, value) if cut else whole(value).to(home, copy=True)
     for name, slots in content["scalars"].items():
         state.setdefault(by_name[name], {}).update(slots)

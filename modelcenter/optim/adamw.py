@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..checkpoint.shards import zeros_like
 from ..ops._op import FLOATS, PLAIN, call, fake, served
 from ..ops.dropout import bits
 
@@ -55,7 +56,7 @@ class AdamW(Optimizer):
         norm = float(clip[0])        # the device is waited for here, and nowhere before
 
     Without `clip`, gradients are taken as they are, as torch's are. State dicts are torch's. A DTensor is updated by its local
-    part; its moments are DTensors too, the scales of 8-bit moments local.
+    part; its moments are DTensors too, and so are the scales of 8-bit moments where a row of each part is whole blocks.
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -137,7 +138,7 @@ class AdamW(Optimizer):
             state[name] = torch.zeros_like(p, dtype=kind)
             state.pop(f"{name}_scale", None)
             if not kind.is_floating_point:
-                state[f"{name}_scale"] = torch.zeros(-(-local(p).numel() // BLOCK), device=p.device)
+                state[f"{name}_scale"] = scales_of(p)
             if old is not None:
                 narrow(state, name, old)
 
@@ -152,6 +153,14 @@ class AdamW(Optimizer):
             for name, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, Tensor):
                     self.state[p][name] = value.detach().to(p.device, copy=True)
+
+
+def scales_of(p: Tensor) -> Tensor:
+    """A zero for each block of `p`: where rows are whole blocks in rows too, cut as `p` is, and the blocks of one process."""
+    part = local(p)
+    if p.dim() < 2 or p.shape[-1] % BLOCK or part.shape[-1] % BLOCK:
+        return torch.zeros(-(-part.numel() // BLOCK), device=part.device)
+    return zeros_like(p, torch.float32, BLOCK)
 
 
 def local(x: Tensor) -> Tensor:
@@ -265,10 +274,10 @@ def exact_root(x: Tensor) -> Tensor:
 
 def widened(state: dict[str, Any], name: str) -> Tensor:
     """A moment as numbers."""
-    codes, scale = local(state[name]), state.get(f"{name}_scale")
+    codes = local(state[name])
     if codes.dtype.is_floating_point:
         return codes
-    assert scale is not None
+    scale = local(state[f"{name}_scale"]).flatten()
     x = decoded(codes.float().abs().flatten(), codes.dtype == torch.uint8)
     x = x * scale.repeat_interleave(BLOCK)[: x.numel()]
     return torch.where(codes.flatten() < 0, -x, x).view(codes.shape)
@@ -288,7 +297,7 @@ def narrow(state: dict[str, Any], name: str, x: Tensor, random: Tensor | None = 
         store(codes, x, random)
         return
     fourth, n = codes.dtype == torch.uint8, codes.numel()
-    scale = state[f"{name}_scale"]
+    scale = local(state[f"{name}_scale"]).view(-1)
     size = torch.nn.functional.pad(x.abs().flatten(), (0, -n % BLOCK)).view(-1, BLOCK)
     scale.copy_(size.amax(1))
     part = torch.where(scale[:, None] > 0, size / scale[:, None], 0.0).flatten()[:n]

@@ -33,11 +33,6 @@ def scaled(groups: list[dict[str, Any]], clip: Tensor) -> bool:
     return True
 
 
-class Adafactor(Clipped, torch.optim.Adafactor):
-    """torch's: the second moment of a matrix as a row and a column, no first one, and steps relative to the size of the weight, by
-    at most min(lr, 1 / sqrt(step)). Shazeer and Stern, 2018."""
-
-
 class Lion(Clipped):
     """The sign of an interpolated momentum. Chen et al., 2023, algorithm 2:
 
@@ -67,38 +62,4 @@ class Lion(Clipped):
             torch._foreach_sign_(directions)
             torch._foreach_add_(weights, directions, alpha=-group["lr"])
             torch._foreach_lerp_(moments, grads, 1 - beta2)
-        return loss
-
-
-class Muon(AdamW):
-    """Momentum made orthogonal for groups that say `muon`, AdamW for the others. Jordan et al., 2024, by torch.optim.Muon; steps
-    are as long as AdamW's (0.2 sqrt(max(out, in)): Liu et al., 2025, "Muon is Scalable"), so that one rate serves both."""
-
-    def __init__(self, params: Any, *, momentum: float = 0.95, **options: Any):
-        super().__init__(params, **options)
-        self.mine = [group for group in self.param_groups if group["muon"]]
-        self.others = [group for group in self.param_groups if not group["muon"]]
-        self.inner = None
-        if self.mine:
-            matrices = [p for group in self.mine for p in group["params"]]
-            self.inner = torch.optim.Muon(matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-            for group in self.mine:
-                for key, value in self.inner.defaults.items():
-                    if key not in ("lr", "weight_decay"):
-                        group[key] = value
-            self.inner.param_groups, self.inner.state = self.mine, self.state  # one state, under one roof
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
-        loss = evaluated(closure)
-        if clip is not None and not scaled(self.mine, clip):
-            return loss
-        both = self.param_groups
-        try:
-            self.param_groups = self.others
-            super().step(clip=clip)
-        finally:
-            self.param_groups = both
-        if self.inner is not None:
-            self.inner.step()
         return loss

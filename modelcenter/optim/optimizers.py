@@ -1,24 +1,29 @@
 """From a model and a recipe's section to an optimizer."""
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from ..errors import nearest, refuse
 from ..layers import Block
 from ..layers.position import RelativeBias
-from .adamw import AdamW
-from .clipped import Adafactor, Clipped, Lion, Muon
+from ..parallel.ranks import ALONE, Ranks
+from .adafactor import Adafactor
+from .adamw import BLOCK, AdamW
+from .clipped import Clipped, Lion
 from .config import OptimizerConfig
+from .muon import Muon
 
 NAMES = ("adamw", "adafactor", "lion", "muon")
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW | Clipped:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, ranks: Ranks = ALONE) -> AdamW | Clipped:
     """The optimizer over the parameters that train, in groups: matrices with `config.weight_decay`, norms and biases without; one
-    for each depth where rates differ (`lr_scale`); the matrices of blocks apart for Muon. Parameters carry their names into the
-    optimizer's state. Refuses a model in which nothing trains."""
+    for each depth where rates differ (`lr_scale`); the matrices of blocks apart for Muon; what has no 8-bit moments apart from what
+    has (`blocked`). Parameters carry their names into the optimizer's state. `ranks`: those that `model` is spread over; what they
+    do together is what one process does. Refuses a model in which nothing trains."""
     if config.name not in NAMES:
         refuse(None, "optimizer.name", repr(config.name), nearest(config.name, NAMES))
     parameters = list(trainable(model))
@@ -26,22 +31,39 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW | Clippe
         refuse(None, "model", "every parameter is frozen", "leave requires_grad on where the training is to happen")
     scales = lr_scales(model, config.layer_decay)
     blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Block))
-    members: dict[tuple[float, bool, bool], list[tuple[str, Tensor]]] = {}
+    members: dict[tuple[float, bool, bool, bool], list[tuple[str, Tensor]]] = {}
     for name, parameter, decays in parameters:
         matrix = config.name == "muon" and parameter.ndim == 2 and decays and name.startswith(blocks)
-        members.setdefault((scales[name], matrix, decays), []).append((name, parameter))
+        wide = config.moments == "int8" and not matrix and not blocked(name, parameter)
+        members.setdefault((scales[name], matrix, decays, wide), []).append((name, parameter))
     groups: list[dict[str, Any]] = []
-    for key in sorted(members, key=lambda key: (key[0], not key[1], not key[2])):
-        scale, matrix, decays = key
+    for key in sorted(members, key=lambda key: (key[0], not key[1], not key[2], key[3])):
+        scale, matrix, decays, wide = key
         rates = {"lr": config.lr * scale, "lr_scale": scale, "weight_decay": config.weight_decay if decays else 0.0}
-        groups.append({"params": members[key], **rates, **({"muon": matrix} if config.name == "muon" else {})})
+        groups.append({"params": members[key], **rates, **({"muon": matrix} if config.name == "muon" else {}),
+                       **({"moments": "fp32"} if wide else {})})  # fmt: skip
     beta1, beta2 = config.betas
     if config.name == "adafactor":
-        return Adafactor(groups, lr=config.lr)
+        shapes = getattr(model, "shapes", {})
+        return Adafactor(groups, lr=config.lr, shapes={p: shapes[n] for n, p, _ in parameters if n in shapes}, ranks=ranks)
     if config.name == "lion":
         return Lion(groups, lr=config.lr, betas=(beta1, beta2))
     options: dict[str, Any] = {"lr": config.lr, "betas": (beta1, beta2), "eps": config.eps, "moments": config.moments}
-    return Muon(groups, momentum=config.momentum, **options) if config.name == "muon" else AdamW(groups, **options)
+    return Muon(groups, momentum=config.momentum, ranks=ranks, **options) if config.name == "muon" else AdamW(groups, **options)
+
+
+def blocked(name: str, parameter: Tensor) -> bool:
+    """Whether the moments of a parameter have 8 bits: those of a matrix whose rows are whole blocks, so that the blocks are the
+    same on any mesh. Vectors, and what has narrow rows, keep 4 bytes: they are few."""
+    sharded, last, width = cast(Any, parameter), parameter.dim() - 1, parameter.shape[-1]
+    if last == 0 or width % BLOCK:
+        return False
+    cuts = zip(sharded.device_mesh.shape, sharded.placements, strict=True) if hasattr(parameter, "placements") else ()
+    across = math.prod(n for n, place in cuts if not place.is_replicate() and place.dim == last)
+    if width % (BLOCK * across):
+        refuse(None, "optimizer.moments", f"int8 with {name}, whose rows of {width} are cut in {across}",
+               f"rows cut into multiples of {BLOCK}: fp32 or bf16, or a smaller tensor_parallel")
+    return True
 
 
 def set_lr(optimizer: AdamW | Clipped, lr: float) -> None:

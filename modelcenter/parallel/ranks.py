@@ -105,6 +105,30 @@ class Ranks:
         dist.all_reduce(both)
         return both[:1], float(both[1])
 
+    def added(self, parts: "Sequence[Tensor]", of: "Sequence[Tensor]") -> "list[Tensor]":
+        """Each of `parts`, which is what this rank's part of one of the parameters `of` adds to a sum, summed over all of it."""
+        out, cut = list(parts), [k for k, p in enumerate(of) if self.cuts(p)]
+        if cut:
+            import torch
+            import torch.distributed as dist
+
+            flat = torch.cat([parts[k].double().flatten() * self.owns(of[k]) for k in cut])
+            dist.all_reduce(flat)
+            for k, total in zip(cut, flat.split([parts[k].numel() for k in cut]), strict=True):
+                out[k] = total.to(parts[k].dtype).view_as(parts[k])
+        return out
+
+    def exchanged(self, parts: "Sequence[Tensor]", sizes: Sequence[int]) -> "list[Tensor]":
+        """The parts (n_r), one for each rank, are sent there; from each rank come `sizes` elements of the same kind."""
+        import torch
+        import torch.distributed as dist
+
+        kind, flat = parts[0].dtype, torch.cat(list(parts))
+        out = flat.new_empty(sum(sizes))
+        come, go = ([n * kind.itemsize for n in side] for side in (sizes, [part.numel() for part in parts]))
+        dist.all_to_all_single(out.view(torch.uint8), flat.view(torch.uint8), come, go)  # bytes: gloo lacks some kinds of numbers
+        return list(out.split(list(sizes)))
+
     # ---- numbers and texts -------------------------------------------------------------------------------------------
 
     def sum(self, *numbers: float) -> Sequence[Any]:

@@ -112,7 +112,7 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     start = find_start(recipe.resume, folder, ranks)
     setup = prepare(recipe, machine, device, ranks)
     setup.lines.append(str(verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device))))
-    optimizer = build_optimizer(setup.model, recipe.optimizer)
+    optimizer = build_optimizer(setup.model, recipe.optimizer, ranks)
     ema = EMA(setup.model, recipe.ema) if recipe.ema is not None else None
     torch.manual_seed(ranks.seed(recipe.seed))
     random.seed(recipe.seed)

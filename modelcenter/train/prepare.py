@@ -37,7 +37,6 @@ from .evaluate import Evaluation, count_tokens, stream_bytes
 from .launch import follow
 from .recipe import Recipe
 
-SHARDED = ("adamw", "lion")  # optimizers whose step of a part is that part of the whole's
 FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
 
 
@@ -75,10 +74,6 @@ def check_ranks(recipe: Recipe, machine: Machine) -> None:
     check(machine)
     if machine.ranks == 1:
         return
-    if recipe.optimizer.name not in SHARDED:
-        refuse(None, "optimizer.name", f"{recipe.optimizer.name} on several ranks", f"{' or '.join(SHARDED)}, or one process")
-    if recipe.optimizer.moments == "int8":
-        refuse(None, "optimizer.moments", "int8 on several ranks", "fp32 or bf16, or one process")
     if machine.shares > recipe.batch and recipe.batch_tokens is None:
         found = f"{recipe.batch} sequences for {machine.shares} ranks"
         refuse(None, "batch", found, "one for each at least, or a smaller machine.fsdp or machine.replicate")
@@ -183,8 +178,6 @@ def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:
         out.append(f"no kernels for this {device.type}: the references compute; modelcenter doctor says what is missing")
     if device.type == "cpu" and recipe.precision == "bf16" and not has_low_units(torch.bfloat16):
         out.append("precision=bf16 on a CPU without units for it: products are formed in fp32; fp32 needs no casts")
-    if device.type == "cpu" and recipe.optimizer.name == "adamw" and recipe.optimizer.moments == "int8":
-        out.append("optimizer.moments=int8 on a CPU: it has a kernel on GPUs alone; bf16 has one here")
     return out
 
 

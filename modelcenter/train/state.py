@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,11 +83,20 @@ def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimize
     tensors: dict[str, Mapping[str, Tensor | Piece]] = {**tables, "random": random_states()}
     if ranks.size > 1:
         shapes = {"model": getattr(model, "shapes", {}), "ema": getattr(model, "shapes", {})}
-        shapes["optimizer"] = {key: tuple(groups["shapes"][key.partition("/")[2]]) for key, t in moments.items() if t.dim()}
+        shapes["optimizer"] = dict(unpadded(moments, model, groups["shapes"]))
         tensors = {group: pieces(table, shapes[group], ranks) for group, table in tables.items()}
         tensors["random"] = {f"{ranks.rank}/{key}": value for key, value in random_states().items()}
     state = {"position": asdict(position), "optimizer": groups, "python": random.getstate(), "mesh": ranks.degrees}
     return save_state(folder, position.step, tensors, state, keep, ranks)
+
+
+def unpadded(moments: Mapping[str, Tensor], model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Shape]]:
+    """The shape of each of `moments` without the rows that only pad its parameter, whose own shape without them is in `shapes`."""
+    for key, tensor in moments.items():
+        name = key.partition("/")[2]
+        if tensor.dim() and name in shapes:
+            sides = zip(tensor.shape, model.get_parameter(name).shape, shapes[name], strict=True)
+            yield key, tuple(true if held == padded else held for held, padded, true in sides)
 
 
 def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None = None, ranks: Ranks = ALONE) -> Position:
