@@ -88,11 +88,15 @@ class LMHead(Head):
         if not self.shift:  # where few positions have a label the others are left out, though a GPU must be waited for to know them
             rows = (labels != IGNORE).nonzero().squeeze(1)
             x, labels = x.index_select(0, rows), labels[rows]
-        if not plain(self.out):  # its rows are on several devices, or something is added to it
+        apart = type(self.out) is Linear and ops.split(self.out.weight)  # on several devices
+        if not apart and not plain(self.out):  # something is added to it
             return chunked(self.logits, x, labels, self.smoothing, self.z)
         if self.transform is not None:
             x = self.transform(x)
-        loss: Tensor = ops.linear_cross_entropy(x, self.out.weight, self.out.bias, labels, self.scale, self.smoothing, self.z)
+        matrix, options = (self.out.weight, self.out.bias, labels), (self.scale, self.smoothing, self.z)
+        if apart:
+            return ops.vocab_parallel_cross_entropy(x, *matrix, self.vocab, *options)
+        loss: Tensor = ops.linear_cross_entropy(x, *matrix, *options)
         return loss
 
 

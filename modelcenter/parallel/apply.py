@@ -145,9 +145,10 @@ def adapter_plan(layer: Adapted, style: str) -> tuple[str, ...]:
 
 
 def pad_rows(module: nn.Module, ranks: int) -> None:
-    """Lengthen a vocabulary's table so that it divides among `ranks`; the added rows are zero and never saved."""
+    """Lengthen a vocabulary's table so that it divides among `ranks`, a large one into parts that the matrix units like (multiples
+    of 8: ops/linear_cross_entropy.py has figures); the added rows are zero and never saved."""
     for name, old in list(module.named_parameters(recurse=False)):
-        if extra := -len(old) % ranks:
+        if extra := -len(old) % (8 * ranks if len(old) >= 1024 else ranks):
             grown = torch.cat((old.detach(), old.new_zeros(extra, *old.shape[1:])))
             setattr(module, name, nn.Parameter(grown, requires_grad=old.requires_grad))
 
