@@ -333,7 +333,7 @@ MUTANTS = (
     Mutant("gradients-summed-in-low-precision", "parallel/apply.py", "reduce_dtype=torch.float32 if narrow else None", "reduce_dtype=low",
            "test_apply.py::test_what_a_step_sends"),
     Mutant("copies-never-told", "parallel/ranks.py", "sharded.set_requires_all_reduce(last)", "sharded.set_requires_all_reduce(False)",
-           "test_apply.py::test_steps_equal_one_process[2 ranks]"),
+           "test_apply.py::test_what_a_step_sends"),
     Mutant("weights-whole-between-micro-batches", "parallel/ranks.py", "set_reshard_after_backward(last or self.zero == 3)",
            "set_reshard_after_backward(last)", "test_apply.py::test_what_is_whole_and_for_how_long"),
     Mutant("weights-whole-after-an-evaluation", "parallel/apply.py", "        model.register_forward_hook(release)\n", "        pass\n",
