@@ -13,8 +13,10 @@ import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 
+from modelcenter.data import encode
 from modelcenter.data.collate import IGNORED, describe_sample
 from modelcenter.data.config import DataConfig
+from modelcenter.data.encode import Reader
 from modelcenter.data.loader import Loader
 from modelcenter.data.objective import find_objective, make_examples, texts_of
 from modelcenter.data.objectives.classify import label_names
@@ -387,6 +389,18 @@ def test_ids_that_the_model_lacks_are_named(bpe: Tokenizer) -> None:
     make_examples("lm", documents(TEXT), bpe, DataConfig(), vocab=bpe.vocab_size)
     with pytest.raises(InputError, match="a special token has id"):
         make_examples("lm", documents("a"), train_tokenizer([TEXT], 300, "roberta"), DataConfig(), vocab=2)
+
+
+@pytest.mark.parametrize("portion", [1, 12, 1 << 20])
+def test_texts_are_encoded_many_at_a_time_and_told_apart(portion: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "PORTION", portion)
+    texts = ["one fox", "", "two", "three foxes jump", "é", ""]
+    for tokenizer in (train_tokenizer(texts, 300), CharTokenizer.train(texts)):
+        found = Reader(tokenizer, None).encode_all(zip(rows(*({"text": text} for text in texts)), texts, strict=True))
+        assert [(record.line, ids) for record, ids in found] == [
+            (number, tokenizer.encode(text, special=False)) for number, text in enumerate(texts, 1)]
+    with pytest.raises(InputError, match=r"line 4: character 12, 'j' is not in the vocabulary"):
+        make_examples("lm", rows(*({"text": text} for text in texts)), CharTokenizer.train(["onetwfxhrs "]), DataConfig())
 
 
 def test_a_character_that_training_lacked_is_named_by_file_and_offset() -> None:

@@ -41,6 +41,7 @@ def same_as_transformers(ours: Tokenizer, folder: Path) -> None:
         for special in (True, False):
             assert ours.decode(ids, special) == theirs.decode(
                 ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    assert list(ours.encode_all(HARD)) == [ours.encode(text, special=False) for text in HARD]
     assert {role: ours.id(role) for role in ROLES} == {role: getattr(theirs, f"{role}_token_id") for role in ROLES}
     assert ours.vocab_size == len(theirs) == len(ours)
 

@@ -1,13 +1,15 @@
 """Texts into token ids, each text that cannot be encoded for the model refused by its record. Nothing here imports torch."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
 from modelcenter.errors import refuse
+
+PORTION = 1 << 20  # characters that are encoded at a time: enough for all cores, little beside what a process holds anyway
 
 
 class Reader:
@@ -79,7 +81,30 @@ class Reader:
         found = f"{where}token {place} ({piece!r}) has id {ids[place]}, the model {self.vocab} tokens"
         record.refuse(found, "the tokenizer of this model is wanted", offset)
 
-    def document(self, record: Record, key: str, around: tuple[list[int], list[int]]) -> list[int]:
-        """The ids of a document between those `around` it; none where its text is empty."""
-        ids = self.encode(record, record.text(key, "data.text_key"))
-        return [*around[0], *ids, *around[1]] if ids else []
+    def encode_all(self, texts: Iterable[tuple[Record, str]]) -> Iterator[tuple[Record, list[int]]]:
+        """The same of each text, a megabyte of them at a time."""
+        for some in portions(texts):
+            found = self.tokenizer.encode_all([text for _, text in some])
+            for record, text in some:
+                with self.naming(record):
+                    ids = next(found)
+                yield record, self.check(record, text, ids)
+
+    def documents(self, records: Iterable[Record], key: str, around: tuple[list[int], list[int]]) -> Iterator[list[int]]:
+        """The ids of every document that is not empty, between those `around` it."""
+        for _, ids in self.encode_all((record, record.text(key, "data.text_key")) for record in records):
+            if ids:
+                yield [*around[0], *ids, *around[1]]
+
+
+def portions(texts: Iterable[tuple[Record, str]]) -> Iterator[list[tuple[Record, str]]]:
+    """The texts in lists of `PORTION` characters, about."""
+    some, size = list[tuple[Record, str]](), 0
+    for record, text in texts:
+        some.append((record, text))
+        size += len(text)
+        if size >= PORTION:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some

@@ -50,7 +50,7 @@ def documents(records: Sequence[Record], read: "Reader", data: DataConfig, frame
     """The ids of every document that is not empty, in its frame: read, or as `modelcenter tokenize` has left them."""
     if isinstance(records, Tokens):
         return records.checked(read.tokenizer, read.vocab)
-    rows = Ragged(filter(None, (read.document(record, data.text_key, frame) for record in records)))
+    rows = Ragged(read.documents(records, data.text_key, frame))
     if not rows.total:
         refuse(records[0].file, data.text_key, "no token in all texts", "a text is wanted")
     return rows

@@ -257,6 +257,6 @@ def follow() -> None:
 
 def encode(records: list[Record]) -> tuple[bytes, bytes]:
     """The ids of all documents that are not empty, and their lengths."""
-    found = [row for record in records if (row := WORK["read"].document(record, WORK["key"], WORK["frame"]))]
+    found = list(WORK["read"].documents(records, WORK["key"], WORK["frame"]))
     flat = np.array([i for row in found for i in row], WORK["dtype"])
     return flat.tobytes(), np.array([len(row) for row in found], "<i4").tobytes()

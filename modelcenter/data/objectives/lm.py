@@ -132,8 +132,8 @@ class Rows(Sequences):
 
 def prompted(records: Sequence[Record], read: "Reader", data: DataConfig) -> Iterator[tuple[list[int], list[int]]]:
     """(prompt ids, response ids) of each record, the response with its end of text."""
-    for record in records:
-        prompt, response = (read.encode(record, text) for text in texts_of_pair(record, data))
+    found = read.encode_all((record, text) for record in records for text in texts_of_pair(record, data))
+    for (record, prompt), (_, response) in zip(found, found, strict=True):
         if not response:
             record.refuse(f"{data.response_key} has no token", "a response to train on is wanted")
         yield read.bos + prompt, response + read.eos
