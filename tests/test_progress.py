@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from modelcenter.train import progress as module
 from modelcenter.train.progress import Pace, Progress, clock
@@ -58,8 +59,11 @@ def test_a_log_has_plain_lines() -> None:
     stream = io.StringIO()
     progress = Progress(10, stream=stream)
     progress.show(ROW, stays=False)
+    assert stream.getvalue().count("\n") == 1  # the first step is always said
+    progress.show(ROW, stays=False)
     with progress.aside("evaluation", 5):
         pass
+    stream.truncate(0), stream.seek(0)
     progress.show(ROW, stays=True)
     progress.say("two\nlines")
     text = stream.getvalue()
@@ -122,6 +126,23 @@ def test_a_terminal_that_is_gone_ends_nothing() -> None:
     progress = Progress(10, stream=closed)
     closed.close()
     progress.say("a")
+
+
+@pytest.mark.parametrize(("seconds", "of", "lines"), [
+    (5.2, 8, ["the first of a step's 8 forwards took 5 s, loss 2.1250"]),  # and nothing of the other seven
+    (5.2, 1, []),  # the step's own line comes at once
+    (1.0, 8, []),
+])  # fmt: skip
+def test_a_slow_first_step_says_how_far_it_is(time: Clock, seconds: float, of: int, lines: list[str]) -> None:
+    stream = io.StringIO()
+    progress = Progress(10, stream=stream)
+    for number in range(1, of + 1):
+        time.now += seconds
+        progress.forward(number, of, torch.tensor(2.125))
+    assert stream.getvalue().splitlines() == lines
+    progress.show(ROW, stays=False)
+    progress.forward(1, of, torch.tensor(2.125))
+    assert len(stream.getvalue().splitlines()) == len(lines) + 1
 
 
 def test_a_silent_one_says_nothing() -> None:

@@ -393,7 +393,7 @@ def seeds(rank: int, recipe: Any) -> None:
     real = session.accumulate
 
     def accumulate(*rest: Any) -> Any:
-        found.append(rest[-1].agree(str(torch.initial_seed())))
+        found.append(rest[-2].agree(str(torch.initial_seed())))
         return real(*rest)
 
     session.accumulate = accumulate

@@ -116,8 +116,11 @@ def test_accumulation_equals_one_batch(parts: int) -> None:
     loss.backward()
     wanted, loss = gradients(model), float(loss.detach())
     model.zero_grad()
-    found, targets = accumulate(model, cut(batch, parts), "lm")
-    assert targets == 11 + 9 + 3 + 1
+    heard: list[Any] = []
+    found, targets = accumulate(model, cut(batch, parts), "lm", told=lambda *said: heard.append(said))
+    assert targets == 11 + 9 + 3 + 1 and [said[:2] for said in heard] == [(number, parts) for number in range(1, parts + 1)]
+    for part, (_, _, own) in zip(cut(batch, parts), heard, strict=True):
+        assert abs(float(own) - float(model(**part).loss.detach())) < 1e-12
     assert abs(found - loss) < 1e-12
     assert (gradients(model) - wanted).abs().max() < 1e-10 * wanted.abs().max()
 

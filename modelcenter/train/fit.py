@@ -51,7 +51,7 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         return "memory: not estimated for several processes"
     if device.type == "cpu":
         free += sum(p.nbytes for p in model.parameters() if not p.is_meta)  # in the plan, and taken already
-    now = recipe.micro_batch or most_of(recipe)
+    now = recipe.micro_batch or most_of(recipe, device)
     _, batches = next(setup.loader.steps(micro_batch=recipe.micro_batch))
 
     def plan(rows: int, recompute: Recompute) -> Plan:

@@ -38,6 +38,7 @@ from .launch import follow
 from .recipe import Recipe
 
 FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
+FORWARD_CPU = 1024  # on a CPU, which is no faster with more: half of GPT-2 takes 5 s for these on two cores
 
 
 @dataclass
@@ -56,13 +57,13 @@ class Setup:
 def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that has it, fp16 on an
     older GPU and fp32 elsewhere: on a CPU bf16 pays only with matrix units and wide models, so there it has to be asked for.
-    The micro-batch is the largest divisor of the batch that keeps a forward within `FORWARD` tokens."""
+    The micro-batch is the largest divisor of the batch that keeps a forward within `forward_tokens`."""
     check_ranks(recipe, machine)
     device = device_of(machine)
     precision = recipe.precision
     if precision == "auto":
         precision = automatic_precision(device)
-    most, micro = most_of(recipe), recipe.micro_batch
+    most, micro = most_of(recipe, device), recipe.micro_batch
     if micro is None and recipe.batch_tokens is None:
         together = find_objective(recipe.objective).together
         micro = recipe.batch if together else max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
@@ -127,10 +128,10 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         examples = make_examples(recipe.objective, some, tokenizer, recipe.data, vocab=size.get("vocab"), train=train,
                                  seed=recipe.seed, names=names)
         if not train:
-            many = (recipe.micro_batch or most_of(recipe)) * ranks.shares
+            many = (recipe.micro_batch or most_of(recipe, device)) * ranks.shares
             return Loader(examples, examples.collate, many, rank=ranks.share, world=ranks.shares)
         return Loader(examples, examples.collate, recipe.batch, recipe.seed, ranks.share, ranks.shares, recipe.data.shuffle,
-                      order_of(recipe, records, examples), budget_of(recipe))
+                      order_of(recipe, records, examples), budget_of(recipe, device))
 
     train, evaluation = loader(records, True), loader(held_out, False) if held_out else None
     judge = None if evaluation is None else find_evaluation(recipe, held_out, evaluation, tokenizer, names, ranks)
@@ -181,9 +182,13 @@ def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:
     return out
 
 
-def most_of(recipe: Recipe) -> int:
+def forward_tokens(device: torch.device) -> int:
+    return FORWARD_CPU if device.type == "cpu" else FORWARD
+
+
+def most_of(recipe: Recipe, device: torch.device) -> int:
     """Sequences of a forward, where they are of the greatest length."""
-    return max(1, FORWARD // recipe.data.seq_len)
+    return max(1, forward_tokens(device) // recipe.data.seq_len)
 
 
 def order_of(recipe: Recipe, records: Part, examples: Examples) -> Order | None:
@@ -197,12 +202,13 @@ def order_of(recipe: Recipe, records: Part, examples: Examples) -> Order | None:
     return Grouped(examples.lengths, recipe.seed, max(1, batch))
 
 
-def budget_of(recipe: Recipe) -> Budget | None:
+def budget_of(recipe: Recipe, device: torch.device) -> Budget | None:
     """The tokens of a step and of a forward, where the recipe counts in tokens."""
     padded = not (recipe.data.packing or recipe.data.padding_free)
     if recipe.batch_tokens is None:
         return None
-    return Budget(recipe.batch_tokens, recipe.batch_tokens if find_objective(recipe.objective).together else FORWARD, padded)
+    together = find_objective(recipe.objective).together
+    return Budget(recipe.batch_tokens, recipe.batch_tokens if together else forward_tokens(device), padded)
 
 
 def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, tokenizer: Tokenizer,

@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from shutil import get_terminal_size
-from typing import Any, TextIO
+from typing import Any, SupportsFloat, TextIO
 
 from ..errors import printable
 
 RECENT = 100  # steps whose mean is the pace
+SLOW = 2.0  # seconds after which the first step says how far it is
 OFTEN = 0.1  # seconds between two drawings of the line
 
 Row = Mapping[str, Any]
@@ -71,7 +72,7 @@ class Progress:
                  silent: bool = False) -> None:
         self.total, self.stream, self.silent = total, stream or sys.stderr, silent
         self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
-        self.pace, self.drawn = Pace(total, every or {}), -math.inf
+        self.pace, self.drawn, self.steps = Pace(total, every or {}), -math.inf, 0
 
     def say(self, text: str) -> None:
         """A line that stays, or several; control characters in them are shown and not obeyed."""
@@ -79,13 +80,24 @@ class Progress:
         self.print(f"\r\x1b[K{text}\n" if self.live else f"{text}\n")
 
     def show(self, row: Row, stays: bool) -> None:
-        """The state of the run at the end of the step `row["step"]`; where nothing can be redrawn, only if it `stays`."""
+        """The state of the run at the end of the step `row["step"]`; where nothing can be redrawn, only if it `stays` or is the
+        first: nobody should wait for a log's first number longer than a step takes."""
         self.pace.step()
+        self.steps += 1
         if not self.live:
-            if stays:
+            if stays or self.steps == 1:
                 self.say(self.line(row))
         elif stays or time.perf_counter() - self.drawn > OFTEN:
             self.draw(self.line(row, self.width() - 1))  # a line that wraps cannot be redrawn in place
+
+    def forward(self, number: int, of: int, loss: SupportsFloat) -> None:
+        """A step has done `number` forwards and backwards `of` so many, the last with that loss: a line for the very first, if it
+        took long."""
+        if self.steps or number > 1 or of == 1:
+            return
+        read, seconds = float(loss), time.perf_counter() - self.pace.mark  # the loss first: it waits for the device
+        if seconds > SLOW:
+            self.say(f"the first of a step's {of} forwards took {seconds:.0f} s, loss {read:.4f}")
 
     @contextmanager
     def aside(self, kind: str, step: int) -> Iterator[None]:

@@ -98,7 +98,8 @@ class Session:
         targets, read, asked = ranks.sum(*counts, bool(interrupt))
         if asked:  # one rank, and so all
             return None
-        loss, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks)
+        told = self.progress.forward if not self.progress.steps else None
+        loss, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks, told)
         squares, loss = ranks.verdict(self.optimizer.squares(ranks.copies), loss)
         lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, self.setup.steps)
         norm = update(self.model, self.optimizer, loss, lr, recipe.max_grad_norm, at.scale.value, squares)

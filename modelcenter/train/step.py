@@ -24,12 +24,13 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
                compute: Callable[[], AbstractContextManager[Any]] = nullcontext, scale: float = 1.0, targets: int | None = None,
-               ranks: Ranks = ALONE) -> tuple[float, int]:
+               ranks: Ranks = ALONE, told: Callable[[int, int, Tensor], None] | None = None) -> tuple[float, int]:
     """Add to the gradients those of the mean loss over all target tokens of `batches`, times `scale`, whichever way these are
     cut; the loss and the number of targets. Without any target the loss is 0 and the gradients are zeros.
 
     On several ranks `batches` are this one's share and `targets` those of all; the gradients are formed when it returns, and the
-    loss is the mean over the ranks of what each returns."""
+    loss is the mean over the ranks of what each returns. `told` hears of each of them: its number, how many there are, and
+    its own mean loss."""
     device = next(model.parameters()).device
     targets = sum(count_targets(batch, task) for batch in batches) if targets is None else targets
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
@@ -40,6 +41,8 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
             loss = model(**on_device(batch, device), num_items_in_batch=each).loss
         (loss if scale == 1 else loss * scale).backward()
         losses.append(loss.detach())  # read at the end: each read waits for the device
+        if told is not None:
+            told(number, len(batches), losses[-1] * (each / max(1, count_targets(batch, task))))
     return sum(map(float, losses)), targets
 
 
