@@ -3,7 +3,7 @@
 A row `(theirs, ours, verb)` names a module on both sides and covers all its parameters; `{}` stands for a layer's index. A verb
 says how their tensor becomes ours, and back: `Split` (the default: their rows are ours, one after another, so a single name is
 a rename), `T` (the same, stored transposed), `PerHead` (rows interleaved head by head). Loading never holds more than the part
-of a tensor that is asked for: every verb maps a region of ours to a region of theirs.
+of a tensor that is asked for: every verb maps a region of ours to regions of theirs (`trace`), whoever reads or writes those.
 """
 
 import re
@@ -30,8 +30,49 @@ def everything(shape: Shape) -> Region:
     return tuple(slice(0, n) for n in shape)
 
 
+class Part(NamedTuple):
+    """Where some of the elements asked for are stored: `region` of `source`; there, transposed if `turned`, the first of them is
+    the element `at` of what was asked for."""
+
+    source: Lazy
+    region: Region
+    at: Shape
+    turned: bool
+
+
+def trace(tensor: Lazy, region: Region) -> Iterator[Part]:
+    """Where the elements of `region` are stored, whatever views `tensor` is made of."""
+    if isinstance(tensor, View):
+        yield from tensor.trace(region)
+    else:
+        yield Part(tensor, region, (0,) * len(region), False)
+
+
+class View:
+    """A tensor that is stored as parts of others."""
+
+    @property
+    def shape(self) -> Shape:
+        raise TypeError(f"{type(self).__name__} has no shape")
+
+    def trace(self, region: Region) -> Iterator[Part]:
+        """See the function."""
+        raise TypeError(f"{type(self).__name__} is stored nowhere")
+
+    def __getitem__(self, region: Region) -> Tensor:
+        whole, sizes = None, [r.stop - r.start for r in region]
+        for part in self.trace(region):
+            found = part.source[part.region]
+            found = found.mT if part.turned else found
+            if list(found.shape) == sizes:
+                return found
+            whole = found.new_empty(sizes) if whole is None else whole
+            whole[tuple(slice(a, a + n) for a, n in zip(part.at, found.shape, strict=True))] = found
+        return torch.empty(sizes) if whole is None else whole
+
+
 @dataclass(frozen=True)
-class Rows:
+class Rows(View):
     """Rows start to stop of `whole`."""
 
     whole: Lazy
@@ -42,13 +83,13 @@ class Rows:
     def shape(self) -> Shape:
         return (self.stop - self.start, *self.whole.shape[1:])
 
-    def __getitem__(self, region: Region) -> Tensor:
+    def trace(self, region: Region) -> Iterator[Part]:
         first, *rest = region
-        return self.whole[(slice(self.start + first.start, self.start + first.stop), *rest)]
+        yield from trace(self.whole, (slice(self.start + first.start, self.start + first.stop), *rest))
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(View):
     """The transpose of a matrix."""
 
     whole: Lazy
@@ -57,12 +98,13 @@ class Transposed:
     def shape(self) -> Shape:
         return self.whole.shape[::-1]
 
-    def __getitem__(self, region: Region) -> Tensor:
-        return self.whole[region[::-1]].mT
+    def trace(self, region: Region) -> Iterator[Part]:
+        for part in trace(self.whole, region[::-1]):
+            yield part._replace(at=part.at[::-1], turned=not part.turned)
 
 
 @dataclass(frozen=True)
-class HeadRows:
+class HeadRows(View):
     """Every `parts`-th group of `head_dim` rows, from group `at` on."""
 
     whole: Lazy
@@ -74,16 +116,16 @@ class HeadRows:
     def shape(self) -> Shape:
         return (self.whole.shape[0] // self.parts, *self.whole.shape[1:])
 
-    def __getitem__(self, region: Region) -> Tensor:
+    def trace(self, region: Region) -> Iterator[Part]:
         first, *rest = region
-        parts, row = [], first.start
+        row = first.start
         while row < first.stop:  # head by head: what lies between is another's
             head, within = divmod(row, self.head_dim)
             stop = min(first.stop, (head + 1) * self.head_dim)
             start = (head * self.parts + self.at) * self.head_dim + within
-            parts.append(self.whole[(slice(start, start + stop - row), *rest)])
+            for part in trace(self.whole, (slice(start, start + stop - row), *rest)):
+                yield part._replace(at=(part.at[0] + row - first.start, *part.at[1:]))
             row = stop
-        return torch.cat(parts) if parts else self.whole[(slice(0, 0), *rest)]
 
 
 class Split:

@@ -21,6 +21,7 @@ from .adapter.config import AdapterConfig
 from .adapter.folder import is_adapter, read_adapter, save_adapter
 from .checkpoint import hub
 from .checkpoint.config import Config, changed
+from .checkpoint.exchange import Group, neighbours
 from .checkpoint.folder import Folder
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions, save_model
@@ -385,7 +386,7 @@ def load(
         if is_meta(device):
             return model.eval()
         place(model, device, machine, precision)
-        fill_all(model, sources, own)
+        fill_all(model, sources, own, together(machine))
         if saved is None:
             measure(model)
         model.companions = companions(path if saved is None else saved.folder)
@@ -436,6 +437,12 @@ def place(model: Model, device: str | torch.device | None, machine: str | Machin
 
     model._apply(stored)  # type: ignore[no-untyped-call]
     model.tie()
+
+
+def together(machine: str | Machine | None) -> Group | None:
+    """The ranks that share what this one reads; None for one alone."""
+    machine = load_machine(machine) if isinstance(machine, str) else machine
+    return neighbours() if machine is not None and machine.ranks > 1 else None
 
 
 def check_memory(model: Model, device: torch.device) -> None:

@@ -41,7 +41,8 @@ def spawn(ranks: int, work: Callable[..., None], *args: Any) -> None:
 
 def enter(rank: int, ranks: int, folder: str, pipe: Any, work: Callable[..., None], args: Any) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT="0")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                      MASTER_ADDR="localhost", MASTER_PORT="0")  # fmt: skip
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
         work(rank, *args)

@@ -1,6 +1,7 @@
 """Every family on every mesh equals one process: outputs, gradients, weights read from and written to Hugging Face folders,
 initial weights. One spawn a mesh carries all families."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,11 +32,11 @@ def full(x: Tensor) -> Tensor:
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """The bytes of weights read while the context lasts."""
-    done, before = [0], os.preadv
+    done, before = [], os.preadv  # type: ignore[var-annotated]
 
     def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
         size = before(fd, buffers, at)
-        done[0] += size
+        done.append(size)  # from several threads
         return size
 
     os.preadv = preadv
@@ -78,8 +79,11 @@ def work(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Path)
             torch.testing.assert_close(grad, reference, rtol=1e-9, atol=1e-10, msg=lambda m, n=f"{case} {name}": f"{n}: {m}")
         with counted() as done:
             read = mc.load(folders[case], machine=machine)
-        own = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in read.parameters()) * 4
-        assert 0 < done[0] <= own, f"{case}: read {done[0]} bytes for {own} of its own"
+        whole, ranks = sum(math.prod(s) for s in read.shapes.values()) * 4, dist.get_world_size()
+        parts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+        dist.all_gather(parts, torch.tensor([sum(done)]))
+        assert sum(map(int, parts)) == whole, f"{case}: not each byte once: {parts} of {whole}"
+        assert max(map(int, parts)) < whole / ranks + 4000, f"{case}: not a share each: {parts} of {whole}"
         read.save_pretrained(out / str(case), max_shard_size="20KB")
         if rank == 0:
             again, before = mc.load(out / str(case)), mc.load(folders[case])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..checkpoint.exchange import Group
 from ..checkpoint.load import fill
 from ..errors import nearest, refuse
 from ..layers.adapter import Adapted, adapted, current_names
@@ -176,9 +177,9 @@ def measure(model: nn.Module) -> None:
             layer.magnitude.copy_(layer.lengths())
 
 
-def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy]) -> None:
+def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], group: Group | None = None) -> None:
     """`fill`, where `base` has the names that the model's parameters had before the adapter."""
-    fill(model, {**{now: base[name] for name, now in current_names(model).items() if name in base}, **own})
+    fill(model, {**{now: base[name] for name, now in current_names(model).items() if name in base}, **own}, group)
 
 
 def merge_adapter(model: "Model") -> "Model":

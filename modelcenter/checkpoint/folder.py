@@ -48,8 +48,13 @@ class Slice(Protocol):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    file: Path
+    start: int  # what orders the tensors of a file as they stand there
 
     def __getitem__(self, index: Any) -> Tensor: ...
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """Put the rows `start` to `stop` (a tensor without dimensions is one row) into as many bytes."""
 
 
 class Folder:
@@ -151,7 +156,7 @@ class FileSlice:
 
     def __init__(self, entry: Entry, file: Path, name: str, fd: int) -> None:
         self.shape, self.dtype, self.file = entry.shape, DTYPES[entry.dtype], file
-        self._start, self._name, self._fd = entry.start, name, fd
+        self.start, self._name, self._fd = entry.start, name, fd
 
     def __getitem__(self, index: Any) -> Tensor:
         ranges = _ranges(index, self.shape)
@@ -165,9 +170,12 @@ class FileSlice:
         if not len(buffer):
             return out
         for i, outer in enumerate(product(*(range(*r) for r in ranges[:cut]))):
-            at = self._start + sum(p * s for p, s in zip((*outer, *(r[0] for r in ranges[cut:])), strides, strict=True))
+            at = self.start + sum(p * s for p, s in zip((*outer, *(r[0] for r in ranges[cut:])), strides, strict=True))
             self._read(buffer[i * run : (i + 1) * run], at)
         return out
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        self._read(into, self.start + start * math.prod(self.shape[1:]) * self.dtype.itemsize)
 
     def _read(self, buffer: memoryview, at: int) -> None:
         while len(buffer):
@@ -182,11 +190,14 @@ class BinSlice:
 
     def __init__(self, tensor: Tensor, file: Path) -> None:
         self.shape, self.dtype, self.file = tuple(tensor.shape), tensor.dtype, file
-        self._tensor = tensor
+        self._tensor, self.start = tensor, tensor.data_ptr()
 
     def __getitem__(self, index: Any) -> Tensor:
         picked = tuple(slice(*r) for r in _ranges(index, self.shape))
         return self._tensor[picked].clone(memory_format=torch.contiguous_format)
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        into[:] = raw(self[start:stop] if self.shape else self[...])
 
 
 def read_bin(path: str | os.PathLike[str]) -> dict[str, Tensor]:

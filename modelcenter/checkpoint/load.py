@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import refuse
 from ..names import Lazy, Names, Region, Shape, everything
+from .exchange import Group, read, stored
 from .folder import Folder
 
 ROWS = 4096  # rows compared at a time
@@ -153,11 +154,16 @@ def others(kind: str, names: list[str]) -> str:
     return kind if len(names) == 1 else f"{kind}, {len(names)} in all: {', '.join(names[1:5])}{', ...' if len(names) > 5 else ''}"
 
 
-@torch.no_grad()
-def fill(model: nn.Module, sources: Mapping[str, Lazy]) -> None:
-    """Copy into every parameter its own part of its source, casting to the parameter's dtype; one tensor alive at a time."""
+def fill(model: nn.Module, sources: Mapping[str, Lazy], group: Group | None = None) -> None:
+    """Copy into every parameter its own part of its source, casting to the parameter's dtype. What is stored in files the ranks of
+    `group` read together, each a share of the bytes; what is drawn each draws for itself, one tensor at a time."""
+    held = {name: local(parameter) for name, parameter in model.named_parameters()}
+    files = {name: part for name, part in held.items() if stored(sources[name])}
+    if files:
+        read(files, sources, group or Group())
     for name, parameter in model.named_parameters():
-        put(parameter, sources[name])
+        if name not in files:
+            put(parameter, sources[name])
 
 
 @torch.no_grad()

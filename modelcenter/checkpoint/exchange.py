@@ -1,0 +1,208 @@
+"""The copy plan carried out: files read into the parts of parameters that each rank of a node holds.
+
+Each rank reads its runs with several threads into a buffer on the host (pinned, where the parameters are on an accelerator), a turn
+ahead of what is being sent; the rest happens where the parameters are: blocks are cut out there, sent in one all-to-all a turn, and
+transposed and cast as they are put into their places. A rank alone does the same without sending.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InputError
+from ..names import Lazy, Region, everything, trace
+from ..parallel.device import variable
+from ..parallel.ranks import OtherRankError
+from .copy_plan import Block, Plan, Run, Stored, aligned, plan, row_of, within
+from .folder import BinSlice, FileSlice, raw
+
+LEAST, MOST = 2**20, 2**26  # bytes of a rank's buffer
+TURNS = 64  # into which a folder is cut, where the buffers are between the two
+THREADS = 4  # of a rank that read
+PIECE = 2**22  # bytes that a thread reads at a time, at least
+
+
+class Group:
+    """Some ranks that exchange blocks; alone, one that does not."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+
+    def regions(self, mine: Mapping[str, Region], device: torch.device) -> list[dict[str, Region]]:
+        """What each rank holds of each parameter."""
+        if self.group is None:
+            return [dict(mine)]
+        flat = torch.tensor([n for region in mine.values() for r in region for n in (r.start, r.stop)], device=device)
+        told = [torch.empty_like(flat) for _ in range(self.size)]
+        dist.all_gather(told, flat, group=self.group)
+        out: list[dict[str, Region]] = []
+        for row in told:
+            numbers = iter(row.tolist())
+            out.append({name: tuple(slice(next(numbers), next(numbers)) for _ in region) for name, region in mine.items()})
+        return out
+
+    def trade(self, give: Sequence[Sequence[Block]], take: Sequence[Sequence[Block]], load: Callable[[Block], Tensor],
+              store: Callable[[Block, Tensor], object], device: torch.device) -> None:
+        """Send to each rank the blocks that it is given, which `load` gives in the layout of the file, and `store` what comes."""
+        for block in give[self.rank]:
+            store(block, load(block))
+        if self.group is None:
+            return
+        out, into = ([0 if r == self.rank else sum(aligned(b.size) for b in blocks) for r, blocks in enumerate(side)]
+                     for side in (give, take))  # fmt: skip
+        sent, found = (torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (out, into))
+        for block, place in self.letters(give, sent):
+            place.copy_(load(block))
+        dist.all_to_all_single(found, sent, into, out, group=self.group)
+        for block, place in self.letters(take, found):
+            store(block, place)
+
+    def letters(self, side: Sequence[Sequence[Block]], bytes_: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """Each block of others with its place in the bytes that are sent or have come."""
+        at = 0
+        for rank, blocks in enumerate(side):
+            for block in blocks if rank != self.rank else ():
+                yield block, typed(bytes_, at, block.size, block.run.source.dtype).view(block.shape)
+                at += aligned(block.size)
+
+    def agree(self, error: Exception | None, device: torch.device) -> None:
+        """Raise `error`, and on the others that it happened."""
+        if self.group is not None:
+            failed = torch.tensor([float(error is not None)], device=device)
+            dist.all_reduce(failed, group=self.group)
+            if error is None and float(failed):
+                raise OtherRankError("another rank could not read its part of the files")
+        if error is not None:
+            raise error
+
+
+def typed(bytes_: Tensor, at: int, size: int, dtype: torch.dtype) -> Tensor:
+    return bytes_[at : at + size].view(dtype)
+
+
+def neighbours() -> Group:
+    """The ranks of this node, by the launcher's LOCAL_WORLD_SIZE; all, where there is none."""
+    size = dist.get_world_size()
+    local = variable("LOCAL_WORLD_SIZE", 1, size, default=size)
+    return Group(of_node(local, dist.group.WORLD) if local < size and size % local == 0 else dist.group.WORLD)
+
+
+@cache
+def of_node(size: int, group: Any) -> Any:
+    """The ranks of `group` that share a node of `size`; made once."""
+    return dist.new_subgroups(size)[0]
+
+
+class Buffer:
+    """Bytes on the host for one turn, and what they are on the device."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.device = device
+        self.ready: torch.cuda.Event | None = None  # recorded when the device has its copy
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def free(self) -> None:
+        """Wait until the device has its copy."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+    def moved(self, used: int) -> Tensor:
+        """The first `used` bytes on the device."""
+        if self.device.type == "cpu":
+            return self.host
+        out = self.host[:used].to(self.device, non_blocking=True)
+        if self.device.type == "cuda":
+            self.ready = torch.cuda.Event()
+            self.ready.record()
+        return out
+
+
+def stored(source: Lazy) -> bool:
+    """Whether a parameter's values come out of files, all of them."""
+    return all(isinstance(part.source, FileSlice | BinSlice) for part in trace(source, everything(source.shape)))
+
+
+@torch.no_grad()
+def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group) -> None:
+    """Fill this rank's part of each parameter (where it stands in the whole, and its tensor) from `sources`, casting to its dtype.
+    All ranks of `group` call it with the same names. Errors: `InputError`, and `OtherRankError` for another rank's."""
+    device = next(iter(parameters.values()))[1].device
+    for name, (region, tensor) in parameters.items():
+        if within(region, sources[name].shape) != region:
+            tensor.zero_()  # rows that pad the vocabulary: nobody's values
+    found = {id(p.source): p.source for n in parameters for p in trace(sources[n], everything(sources[n].shape))}
+    order: Any = sorted(found.values(), key=position)
+    regions = group.regions({name: region for name, (region, _) in parameters.items()}, device)
+    todo = plan(sources, regions, order)
+    size = buffer_size(order, group)
+    failure: Exception | None = None
+
+    def store(block: Block, values: Tensor) -> None:
+        parameters[block.name][1][block.place].copy_(values.mT if block.turned else values)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for turn, buffer, jobs in ahead(todo, size, group.rank, device, pool):
+            try:
+                for job in jobs:
+                    job.result()
+            except (InputError, OSError) as error:
+                failure = failure or error  # the others wait for this rank's blocks, whatever is in them
+            mine = turn[group.rank]
+            chunk = buffer.moved(max((run.at + run.size for run in mine), default=0))
+            give = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
+            take = [list(todo.blocks(runs, group.rank)) for runs in turn]
+            group.trade(give, take, lambda b, chunk=chunk: rows_of(chunk, b.run)[b.region], store, device)  # type: ignore[misc]
+    group.agree(failure, device)
+
+
+def buffer_size(sources: Sequence[Stored], group: Group) -> int:
+    """Bytes of a rank's buffer: a small part of the folder, and a row at least."""
+    share = sum(row_of(source) * (source.shape[0] if source.shape else 1) for source in sources) // group.size
+    return max(min(MOST, max(LEAST, share // TURNS), share), *map(row_of, sources))
+
+
+def rows_of(chunk: Tensor, run: Run) -> Tensor:
+    return typed(chunk, run.at, run.size, run.source.dtype).view(run.shape)
+
+
+def position(source: Any) -> tuple[str, int]:
+    """Where a tensor stands in the folder's files."""
+    return str(source.file), source.start
+
+
+def ahead(todo: Plan, size: int, rank: int, device: torch.device,
+          pool: ThreadPoolExecutor) -> Iterator[tuple[list[list[Run]], Buffer, list[Future[None]]]]:
+    """Each turn with this rank's buffer and what is being read into it; the next one's reading has begun."""
+    waiting: deque[tuple[list[list[Run]], Buffer, list[Future[None]]]] = deque()
+    buffers: list[Buffer] = []
+    for number, turn in enumerate(todo.turns(size)):
+        if len(buffers) < 2:
+            buffers.append(Buffer(device, size))
+        buffer = buffers[number % 2]
+        waiting.append((turn, buffer, begin(turn[rank], buffer, pool)))
+        if len(waiting) == 2:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def begin(runs: Iterable[Run], buffer: Buffer, pool: ThreadPoolExecutor) -> list[Future[None]]:
+    """Start to read `runs` into `buffer`, in pieces."""
+    buffer.free()
+    jobs = []
+    for run in runs:
+        source: Any = run.source
+        row = run.size // (run.stop - run.start)
+        step = max(1, PIECE // max(1, row))
+        for start in range(run.start, run.stop, step):
+            stop = min(run.stop, start + step)
+            at = run.at + (start - run.start) * row
+            jobs.append(pool.submit(source.read, start, stop, raw(buffer.host[at : at + (stop - start) * row])))
+    return jobs

@@ -1,0 +1,100 @@
+"""Folders read by several ranks of one node or of two, in few turns and many, and what happens when one cannot read."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from mesh import spawn
+from safetensors.torch import load_file, save_file
+from test_parallel import counted
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from zoo import Case, cases
+
+import modelcenter as mc
+from modelcenter.checkpoint import exchange
+from modelcenter.checkpoint.folder import FileSlice
+from modelcenter.errors import InputError
+from modelcenter.parallel.ranks import OtherRankError
+
+CASES = [case for case in cases(all_tasks=False, all_variants=False) if case.kind in ("gpt2", "bloom", "t5")]
+FOUR = mc.Machine(device="cpu", fsdp=2, tensor_parallel=2)
+
+
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def bits(model: mc.Model) -> dict[str, Tensor]:
+    return {name: full(p.detach())[tuple(slice(0, n) for n in model.shapes[name])] for name, p in model.named_parameters()}
+
+
+def equal(found: mc.Model, wanted: mc.Model, what: str) -> None:
+    for (name, a), b in zip(bits(found).items(), bits(wanted).values(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"{what}: {name}"
+
+
+def read(rank: int, folders: dict[Case, str]) -> None:
+    """Turn by turn, in another dtype, out of a pickled file, on two nodes."""
+    for case, folder in folders.items():
+        wanted = mc.load(folder)
+        for least in (2**20, 600):
+            exchange.LEAST = least
+            equal(mc.load(folder, machine=FOUR), wanted, f"{case}, buffers of {least}")
+        equal(mc.load(folder, machine=FOUR, dtype="bf16"), mc.load(folder, dtype="bf16"), f"{case} in bf16")
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        with counted() as done:
+            equal(mc.load(folder, machine=FOUR), wanted, f"{case}, two nodes")
+        whole, nodes = sum(p.numel() * 4 for p in wanted.parameters()), torch.zeros(2, dtype=torch.int64)
+        nodes[rank // 2] = sum(done)
+        dist.all_reduce(nodes)
+        if isinstance(case, Case):  # a pickled file is mapped
+            twice = case.kind == "gpt2"  # its matrices are stored transposed: both nodes need columns of all rows
+            assert int(nodes.max()) <= whole <= int(nodes.sum()) - twice, f"{case}: {nodes} of {whole}"
+        os.environ["LOCAL_WORLD_SIZE"] = "4"
+
+
+def test_turns_dtypes_and_nodes(tmp_path: Path) -> None:
+    folders = {case: zoo.reference(case)[1] for case in CASES}
+    pickled = tmp_path / "bin"
+    pickled.mkdir()
+    first = Path(folders[CASES[0]])
+    torch.save(load_file(first / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "config.json").write_bytes((first / "config.json").read_bytes())
+    spawn(4, read, {**folders, "pickled": str(pickled)})
+
+
+def broken(rank: int, folder: Path) -> None:
+    """The file is cut after its header was read: whoever reads its end says so, the others that somebody has."""
+    real = FileSlice._read
+
+    def short(self: FileSlice, buffer: memoryview, at: int) -> None:
+        if rank == 1:
+            os.truncate(folder / "model.safetensors", 600)
+        real(self, buffer, at)
+
+    FileSlice._read = short  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="the file ends at byte") if rank == 1 else pytest.raises((OtherRankError, InputError)):
+        mc.load(folder, machine=mc.Machine(device="cpu", fsdp=4))
+
+
+def test_one_rank_that_cannot_read_is_everybodys_error(tmp_path: Path) -> None:
+    first = Path(zoo.reference(CASES[0])[1])
+    save_file(load_file(first / "model.safetensors"), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((first / "config.json").read_bytes())
+    spawn(4, broken, tmp_path)
+
+
+def test_one_process_reads_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in CASES:
+        folder = zoo.reference(case)[1]
+        wanted = mc.load(folder)
+        held = load_file(Path(folder) / "model.safetensors")
+        for theirs, _, make in wanted.table.save({n: lambda p=p: p.detach() for n, p in wanted.named_parameters()}, wanted.shapes):
+            assert torch.equal(make(), held[theirs]), f"{case}: {theirs}"
+        monkeypatch.setattr(exchange, "LEAST", 600)
+        equal(mc.load(folder), wanted, f"{case}")
+        monkeypatch.undo()
