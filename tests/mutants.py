@@ -591,7 +591,7 @@ MUTANTS = (
     # ---- several processes
     Mutant("key-heads-unchecked", "parallel/apply.py", "for projection in (module.q, module.k):", "for projection in (module.q,):",
            "test_parallel.py::test_key_heads_must_divide_too", "Failed"),
-    Mutant("products-done-again", "parallel/blocks.py", '"aten::mm", "aten::addmm", ', '"aten::addmm", ',
+    Mutant("products-done-again", "parallel/blocks.py", '"aten::mm", "aten::addmm", ', '"aten::mm", ',
            "test_blocks.py::test_what_is_kept_is_not_done_again[llama]"),
     Mutant("attention-that-draws-kept", "parallel/blocks.py", "in KEPT and not draws(op, args, options)", "in KEPT",
            "test_blocks.py::test_attention_that_draws_is_done_again"),
