@@ -97,6 +97,16 @@ def test_an_error_is_said_once(tmp_path: Path, capfd: Any) -> None:
     assert said.count("modelcenter: error:") == said.count("nothing.txt") == 1
 
 
+def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path, capfd: Any) -> None:
+    train(run_of(tmp_path, max_steps=1, eval_steps=None, save_steps=None), Machine(device="cpu", threads=1))
+    found = []
+    for ranks in (1, 2):
+        capfd.readouterr()
+        assert main(["evaluate", str(tmp_path / "out"), f"machine.fsdp={ranks}", "machine.device=cpu", "--json"]) == 0
+        found.append(json.loads(capfd.readouterr().out))
+    assert found[1] == pytest.approx(found[0], rel=1e-13) and found[0]["eval_targets"] == found[1]["eval_targets"] > 20
+
+
 @pytest.mark.parametrize(
     ("status", "rank"), [([0, 0], None), ([75, 1], 1), ([None, -9], 1), ([75, None], 0), ([2, 2], 0), ([75, 75, 2], 2)]
 )

@@ -26,7 +26,7 @@ def evaluate(args: Arguments) -> Answer:
 
     RUN is the output folder of a run: its recipe, its trained model, its evaluation data. MODEL is a folder that transformers,
     peft or this package has saved. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the
-    files in lm_eval_path. Nothing is written.
+    files in lm_eval_path. On the ranks of --machine M the numbers are those of one process. Nothing is written.
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         return examined(settings(Examination, args, ["model"]))
@@ -51,17 +51,28 @@ def evaluate(args: Arguments) -> Answer:
         refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")
     if recipe.init == "pretrained":
         check_model(recipe.model)
-    from ..train.prepare import prepare, resolve
+    from ..train.launch import launch, to_launch
+
+    speaks = True
+    if to_launch(machine):
+        results = launch(recipe, machine, "evaluate")
+    else:
+        results, speaks = evaluated(recipe, machine)
+    told = ", ".join(f"{key.removeprefix('eval_')} {value:.6g}" for key, value in results.items())
+    return Answer(told if speaks else None, results)
+
+
+def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[dict[str, float], bool]:
+    """The results, and whether this is the process that says them."""
+    from ..train.prepare import enter, prepare, resolve
     from ..train.step import autocast
 
-    if machine.ranks > 1:
-        refuse(COMMAND_LINE, "machine", f"{machine.ranks} ranks", "one process: machine.fsdp=1 machine.tensor_parallel=1")
     recipe, device = resolve(recipe, machine)
-    setup = prepare(recipe, machine, device)
+    ranks = enter(recipe, machine)
+    setup = prepare(recipe, machine, device, ranks)
     assert setup.evaluation is not None
     with autocast(recipe.precision, device):
-        results = setup.evaluation(setup.model)
-    return Answer(", ".join(f"{key.removeprefix('eval_')} {value:.6g}" for key, value in results.items()), results)
+        return setup.evaluation(setup.model), ranks.first
 
 
 @dataclass(frozen=True, kw_only=True)

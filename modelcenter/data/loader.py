@@ -179,9 +179,9 @@ class Loader:
             yield from ((after, piece) for piece in pieces)
 
     def once(self) -> Iterator[Batch]:
-        """Every example once, in its own order: an evaluation. Each rank has one piece of them all, in as many batches as the
-        others. The last batch may be smaller."""
-        plain = replace(self, shuffle=False, order=None)
-        mine, most, size = plain.share(0, len(self)), -(-len(self) // self.world), self.batch // self.world
-        cuts = (mine[k : k + size] for k in range(0, most, size))
+        """Every example once, in its own order: an evaluation. The batches, of `batch / world`, are dealt out: they are the same
+        however many ranks there are, and each rank has as many. The last batch may be smaller."""
+        plain, size = replace(self, shuffle=False, order=None), self.batch // self.world
+        rounds = -(-len(self) // (self.world * size))
+        cuts = (range(len(self))[k * size : (k + 1) * size] for k in range(self.rank, rounds * self.world, self.world))
         return (plain.gather(cut) if cut else plain.blank(0) for cut in cuts)

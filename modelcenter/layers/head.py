@@ -212,10 +212,14 @@ class EmbedHead(Head):
     error). Labels that are places: behind the first n rows stand the texts among which each one's own is to be found, by cosines
     times `scale`; these are the logits (n, rows - n), and, if `symmetric`, the first is to be found by the second too. One loss a
     pair. Henderson et al., 2017.
+
+    Where a batch is shared out `gather` gives in training the rows (m ...) of all shares, this one's first, so that each text is
+    to be found among those of all.
     """
 
     scale = 20.0
     symmetric = False
+    gather: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, pooler: nn.Linear | None = None):
         super().__init__()
@@ -238,10 +242,13 @@ class EmbedHead(Head):
         if labels.is_floating_point():
             near = (e[:n] * e[n:]).sum(-1)
             return (near - labels.to(e.dtype)).square().masked_fill(labels == IGNORE, 0).sum(), near
-        scores = e[:n] @ e[n:].T * self.scale
+        every = e.unflatten(0, (-1, n)).transpose(0, 1)  # n, texts of a row, dim
+        if self.gather is not None and self.training:
+            every = self.gather(every[labels != IGNORE])  # what only fills a share up is not to be found
+        scores = e[:n] @ every[:, 1:].transpose(0, 1).flatten(0, 1).T * self.scale
         loss = ops.cross_entropy(scores, labels)
         if self.symmetric:
-            loss = (loss + ops.cross_entropy(scores[:, :n].T.contiguous(), labels)) / 2
+            loss = (loss + ops.cross_entropy(e[n : 2 * n] @ every[:, 0].T * self.scale, labels)) / 2
         return loss, scores
 
 

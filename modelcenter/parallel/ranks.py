@@ -7,6 +7,7 @@ Texts travel as bytes; nothing is pickled. Every method that returns something o
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -156,18 +157,20 @@ class Ranks:
         said = self.gathered(torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8))
         return [bytes(part.tolist())[:-1].decode() for part in said]
 
-    def joined(self, rows: "Sequence[Tensor]") -> "list[Tensor]":
-        """The rows (n ..., the dots the same for all, on the host) of every share, one share after the other; of several shares as
-        float64."""
+    def joined(self, batches: "Sequence[Sequence[Tensor]]") -> "list[Tensor]":
+        """The rows (n, on the host) of all batches, of which each share has as many and every so manieth, in the order of the
+        batches; of several shares as float64."""
         import torch
 
+        rows = [row for batch in batches for row in batch]
         if self.mesh is None:
-            return list(rows)
+            return rows
+        counts = self.gathered(torch.tensor([len(batch) for batch in batches], dtype=torch.int64))
         lengths = self.gathered(torch.tensor([row.numel() for row in rows], dtype=torch.int64))
         values = self.gathered(torch.cat([torch.empty(0, dtype=torch.float64), *(row.double().flatten() for row in rows)]))
-        rest = rows[0].shape[1:] if rows else ()
         leads = range(0, self.size, self.size // self.shares)
-        return [row.view(-1, *rest) for rank in leads for row in values[rank].split(lengths[rank].tolist())]
+        found = {rank: iter(values[rank].split(lengths[rank].tolist())) for rank in leads}
+        return [row for k in range(len(batches)) for rank in leads for row in islice(found[rank], int(counts[rank][k]))]
 
     def gathered(self, values: "Tensor") -> "list[Tensor]":
         """The values (n, which may differ) of each rank, by rank, on the host."""

@@ -46,36 +46,38 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     the objective `task`, and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
 
     `text_bytes`: of the text (UTF-8) that the targets of `lm` are, for bits per byte. `tags`: the names of the labels of `tag`.
-    `questions`: what `batches` of `qa` hold, in order. On several `ranks` each has a piece of the examples, and all the results.
+    `questions`: what `batches` of `qa` hold, in order. Several `ranks` have the batches in turn (`Loader.once`), all the results.
     Leaves the model in the mode that it was in; a set without targets has loss 0."""
     objective, device = find_objective(task), next(model.parameters()).device
     was_training = model.training
     model.eval()
     total, targets = 0.0, 0
-    found: list[Tensor] = []
-    wanted: list[Tensor] = []
-    starts: list[Tensor] = []  # their scores, a window
-    ends: list[Tensor] = []
+    found: list[list[Tensor]] = []  # of each batch
+    wanted: list[list[Tensor]] = []
+    starts: list[list[Tensor]] = []  # their scores, a window
+    ends: list[list[Tensor]] = []
     try:
         for batch in batches:
+            for rows in (found, wanted, starts, ends):
+                rows.append([])
             here = on_device(batch, device)
             out = model(**here, num_items_in_batch=1)  # one item: the sum over targets, whatever their number
             total += float(out.loss)
             targets += count_targets(batch, task)
             if "answers" in objective.of:
                 there = out.logits[here["labels"][:, 0] != IGNORE].double().cpu()  # without what only fills a rank's piece up
-                starts, ends = [*starts, *there[..., 0]], [*ends, *there[..., 1]]
+                starts[-1], ends[-1] = list(there[..., 0]), list(there[..., 1])
             if not {"classes", "values", "sets"}.isdisjoint(objective.of):
                 told = objective.told(out.logits)
                 for row, labels in rows_of(told, here) if "tags" in objective.of else ((told, here["labels"]),):
                     known = objective.targets(labels) != IGNORE
-                    found.append(row[known].float().cpu())
-                    wanted.append(labels[known].float().cpu())
+                    found[-1].append(row[known].float().cpu())
+                    wanted[-1].append(labels[known].float().cpu())
             del out  # its logits make room for the next
     finally:
         model.train(was_training)
     total, targets = ranks.sum(total, targets)
-    found, wanted, starts, ends = (ranks.joined(rows) for rows in (found, wanted, starts, ends))
+    predicted, right, begins, stops = (ranks.joined(rows) for rows in (found, wanted, starts, ends))
     loss = total / max(1, targets)
     results = {"eval_loss": loss, "eval_targets": targets}
     names = [*objective.metrics, *metrics]
@@ -86,15 +88,15 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     for name in names:
         of, compute = METRICS[name].of, METRICS[name].compute
         if "answers" in of and compute is not None and questions is not None:
-            answers = questions.answers([(start.numpy(), end.numpy()) for start, end in zip(starts, ends, strict=True)])
+            answers = questions.answers([(start.numpy(), end.numpy()) for start, end in zip(begins, stops, strict=True)])
             results[f"eval_{name}"] = compute(answers, [question.answers for question in questions.questions])
-        if compute is None or not found:
+        if compute is None or not predicted:
             continue
         if "tags" in of:
-            named = ([[tags[int(i)] for i in row] for row in side] for side in (found, wanted))
+            named = ([[tags[int(i)] for i in row] for row in side] for side in (predicted, right))
             results[f"eval_{name}"] = compute(*named)
         else:
-            sides = (torch.cat(side).float().numpy() for side in (found, wanted))
+            sides = (torch.cat(side).float().numpy() for side in (predicted, right))
             results[f"eval_{name}"] = compute(*sides) if targets else 0.0
     return results
 
@@ -141,7 +143,7 @@ class Evaluation:
         texts before the others."""
         assert self.tokenizer is not None
         out: list[str] = []
-        for batch in replace(self.loader, rank=0, world=1).once():
+        for batch in replace(self.loader, rank=0, world=1, batch=self.loader.batch // self.loader.world).once():
             here = on_device(batch, next(model.parameters()).device)
             ids = model.generate(here["input_ids"], here["attention_mask"], **self.generation)
             out += [self.tokenizer.decode(row[1:]) for row in ids.tolist()]  # the start token is no text

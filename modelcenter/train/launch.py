@@ -47,14 +47,14 @@ def to_launch(machine: Machine) -> bool:
     return machine.ranks > 1 and "RANK" not in os.environ
 
 
-def launch(recipe: Recipe, machine: Machine) -> dict[str, Any]:
-    """Run `modelcenter train` on every rank to its end, and return what the first one answers. Errors: `RankError`."""
+def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, Any]:
+    """Run `modelcenter VERB` on every rank to its end, and return what the first one answers. Errors: `RankError`."""
     with tempfile.TemporaryDirectory(prefix="modelcenter-") as name:
         place = Path(name)
         files = place / "recipe.yaml", place / "machine.yaml"
         for file, values in zip(files, (recipe, machine), strict=True):
             file.write_text(dump_yaml(to_dict(values)), encoding="utf-8")
-        command = [sys.executable, "-m", "modelcenter", "train", str(files[0]), "--machine", str(files[1]), "--json"]
+        command = [sys.executable, "-m", "modelcenter", verb, str(files[0]), "--machine", str(files[1]), "--json"]
         command += ["--debug"] if "--debug" in sys.argv else []
         ranks: list[subprocess.Popen[bytes]] = []
         with forwarding(ranks):

@@ -78,9 +78,6 @@ def check_ranks(recipe: Recipe, machine: Machine) -> None:
     if machine.shares > recipe.batch and recipe.batch_tokens is None:
         found = f"{recipe.batch} sequences for {machine.shares} ranks"
         refuse(None, "batch", found, "one for each at least, or a smaller machine.fsdp or machine.replicate")
-    if machine.shares > 1 and find_objective(recipe.objective).together:
-        found = f"{recipe.objective}, which compares the sequences of a batch, on {machine.shares} shares of it"
-        refuse(None, "objective", found, "machine.fsdp=1 and machine.replicate=1")
 
 
 def automatic_precision(device: torch.device) -> Literal["bf16", "fp16", "fp32"]:
@@ -116,6 +113,10 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     model.head.smoothing = recipe.loss.label_smoothing
     if isinstance(model.head, EmbedHead):
         model.head.scale, model.head.symmetric = recipe.loss.scale, recipe.loss.symmetric
+        if ranks.shares > 1:
+            from ..parallel.gather import Gather
+
+            model.head.gather = Gather(ranks)
     if isinstance(model.head, LMHead):
         model.head.z = recipe.loss.z_loss
     if said := objective.settle(model.config):
