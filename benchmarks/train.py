@@ -28,7 +28,7 @@ from ops import machine
 import modelcenter as mc
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
-from modelcenter.train.loop import accumulate, autocast, update
+from modelcenter.train.step import accumulate, autocast, update
 
 Step = Callable[[], Any]
 SMALL = {"layers": 2, "dim": 128, "heads": 4, "vocab": 2000}
@@ -48,9 +48,10 @@ def batch_of(task: str, size: int, length: int, vocab: int, device: str) -> dict
     return {"input_ids": ids, "labels": labels}
 
 
-def our_step(model: Any, batch: dict[str, torch.Tensor], task: str, precision: str, device: torch.device) -> Step:
+def our_step(model: Any, batch: dict[str, torch.Tensor], task: str, precision: str, device: torch.device, *,
+             moments: Any = "fp32") -> Step:  # fmt: skip
     model.train()
-    optimizer, compute = build_optimizer(model, OptimizerConfig()), partial(autocast, precision, device)
+    optimizer, compute = build_optimizer(model, OptimizerConfig(moments=moments)), partial(autocast, precision, device)
 
     def step() -> float:
         loss, _ = accumulate(model, [batch], task, compute)

@@ -257,21 +257,25 @@ def test_low_precision_follows_one_process(precision: str, scale: float) -> None
 
 
 def streams(rank: int) -> None:
-    """Blocks compute with weights in low precision on a residual stream in full precision, as in one process."""
-    for case in CASES:
-        model = model_of(case, machine_of(fsdp=2), torch.float32, "bf16")
-        seen: set[tuple[torch.dtype, torch.dtype]] = set()
+    """Blocks compute with weights in low precision, as in one process; the residual stream is in bf16 too, and not in fp16, whose
+    range it would leave."""
+    for precision, weights, stream in (("bf16", torch.bfloat16, torch.bfloat16), ("fp16", torch.float16, torch.float32)):
+        for case in CASES:
+            for machine in (None, machine_of(fsdp=2)):
+                model = model_of(case, machine, torch.float32, precision)
+                seen: set[tuple[torch.dtype, torch.dtype]] = set()
 
-        def look(block: Any, args: Any, seen: set[Any] = seen) -> None:
-            seen.add((block.attn.q.weight.dtype, args[0].dtype))
+                def look(block: Any, args: Any, seen: set[Any] = seen) -> None:
+                    seen.add((block.attn.q.weight.dtype, args[0].dtype))
 
-        for block in model.modules():
-            if isinstance(block, Block):
-                block.register_forward_pre_hook(look)
-        with autocast("bf16", CPU):
-            model(**batches_of(case, 0, 1, 8)[0])
-        assert seen == {(torch.bfloat16, torch.float32)}, f"{case}: {seen}"
+                for block in model.modules():
+                    if isinstance(block, Block):
+                        block.register_forward_pre_hook(look)
+                with autocast(precision, CPU):
+                    model(**batches_of(case, 0, 1, 8)[0])
+                expected = weights if machine else torch.float32  # in one process autocast casts them at each product
+                assert seen == {(expected, stream)}, f"{case} {precision}: {seen}"
 
 
-def test_the_stream_is_in_full_precision() -> None:
+def test_the_precision_of_the_stream() -> None:
     spawn(2, streams)

@@ -8,6 +8,7 @@ from ..ops._op import wide
 from ..ops.embedding import untrained
 from .dropout import Dropout
 from .linear import alone
+from .norm import LayerNorm, RMSNorm, stream
 
 
 class Embedding(nn.Module):
@@ -22,7 +23,7 @@ class Embedding(nn.Module):
         *,
         positions: int = 0,
         segments: int = 0,
-        norm: nn.Module | None = None,
+        norm: LayerNorm | RMSNorm | None = None,
         dropout: float = 0.0,
         pad: int | None = None,
     ):
@@ -44,14 +45,19 @@ class Embedding(nn.Module):
         if self.segments is not None:
             assert segments is not None
             x = x + read(self.segments, segments)
-        out: Tensor = self.dropout(x if self.norm is None else self.norm(x))
+        low = stream(x)
+        if self.norm is not None:
+            x = self.norm(x, low)
+        elif low is not None:
+            x = x.to(low)
+        out: Tensor = self.dropout(x)
         return out
 
 
 def read(table: nn.Embedding, ids: Tensor, pad: int | None = None) -> Tensor:
     """The rows of `table` at `ids`; that of `pad` is not trained by it. Where more than the table itself has a part in this, a hook
     of tensor parallelism or a sharded weight, its own call is made. Under autocast they are fp32 though the table be a copy in low
-    precision, which other ranks sent: with them the residual stream begins."""
+    precision, which other ranks sent: they are added up before the residual stream is given its dtype."""
     plain = alone(table, nn.Embedding) and table.padding_idx is None and table.max_norm is None and not table.sparse
     out: Tensor = ops.embedding(ids, table.weight, pad) if plain else untrained(table(ids), ids, pad)
     return wide(out) if torch.is_autocast_enabled(out.device.type) else out

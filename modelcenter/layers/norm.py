@@ -52,3 +52,10 @@ def factors(x: Tensor) -> torch.dtype | None:
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def stream(x: Tensor) -> torch.dtype | None:
+    """The dtype of the residual stream under autocast: bf16 too, which has the range of fp32, so that norms and additions move half
+    the bytes. With fp16 it stays wide, for the sum of many layers is beyond that (T5's is)."""
+    low = factors(x)
+    return low if low == torch.bfloat16 else None

@@ -77,7 +77,7 @@ class CPMAnt(Model):
             real = text.new_ones(len(text), batch.keys)
         n = self.config.prompt_length
         if not batch.past:
-            x = torch.cat((self.prompts().expand(len(x), -1, -1), x), 1)
+            x = torch.cat((self.prompts(x).expand(len(x), -1, -1), x), 1)
         segments = nn.functional.pad(real * TEXT, (n, 0), value=PROMPT)
         bias = self.bias(segments, x.size(1))
         seen = nn.functional.pad(real, (n, 0), value=True)[:, None, :]
@@ -91,7 +91,7 @@ class CPMAnt(Model):
     def packed(self, x: Tensor, packing: Packing, labels: Tensor | None) -> Tensor:
         """Each sequence behind its own prompt; with labels the future is hidden but within a sequence's own context."""
         n, spans = self.config.prompt_length, [q for q, _ in packing.spans()]
-        whole = torch.cat([part for q in spans for part in (self.prompts(), x[:, q])], 1)
+        whole = torch.cat([part for q in spans for part in (self.prompts(x), x[:, q])], 1)
         ends = [end + n * i for i, end in enumerate(packing.q)]
         longest = nn.functional.pad(torch.full((1, packing.longest), TEXT, device=x.device), (n, 0), value=PROMPT)
         bias = self.bias(longest, longest.size(1))
@@ -104,12 +104,12 @@ class CPMAnt(Model):
         out = self.decoder(whole, View(mask, packing=Packing(ends, ends)))
         return torch.cat([out[:, q.start + n * (i + 1) : q.stop + n * (i + 1)] for i, q in enumerate(spans)], 1)
 
-    def prompts(self) -> Tensor:
-        """The soft prompt (1 n dim)."""
+    def prompts(self, x: Tensor) -> Tensor:
+        """The soft prompt (1 n dim) in the dtype of `x`."""
         n = self.config.prompt_length
         at = torch.arange(2 * n, 3 * n, device=self.prompt.weight.device)
         out: Tensor = self.prompt(at) + self.embed.segments(torch.full_like(at, PROMPT))  # type: ignore[misc]  # they are there
-        return out[None]
+        return out[None].to(x.dtype)
 
     presets = {"cpm-ant-10b": Preset("openbmb/cpm-ant-10b", 9_517_453_312)}
 

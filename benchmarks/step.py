@@ -1,0 +1,238 @@
+"""A whole training step on one GPU at published sizes: ours beside transformers', each alone on the card.
+
+    python benchmarks/step.py [--cases bert-large,gpt2-xl,t5-large,llama-3b,llama-8b] [--contenders ours,...] [--batch 0]
+                              [--steps 6] [--layers N] [--limit SECONDS] [--out DIR]
+
+A step is forward, backward, clip and update on random ids, without dropout. Contenders: `ours` is what `precision=bf16` of
+modelcenter.train does (fp32 weights and moments), `ours bf16` has weights and moments in bf16; theirs are transformers with
+torch's fused AdamW, `amp` autocast over fp32 weights, `bf16` weights and moments in bf16, each with its torch.compile, and with
+liger-kernel's patches where it has them. Each case names the batch of each; `--batch` sets one for all.
+
+FLOPs are the model's: 6 for a weight of a matrix and token, and 12 x layers x width x length a token for attention, half of it
+where that is causal; the share is of a product of 8192^3 in bf16, measured before each case.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from ops import machine
+from torch import nn
+from train import Step, batch_of, our_step, their_step
+
+import modelcenter as mc
+from modelcenter.layers import Block
+from modelcenter.train.step import autocast
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its sizes; `batches`: of each contender, those at which it is at its best or that compare."""
+
+    preset: str
+    task: str
+    auto: str  # transformers' class
+    length: int
+    batches: dict[str, tuple[int, ...]]
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+STILL = {"dropout": 0.0, "attn_dropout": 0.0, "embed_dropout": 0.0}
+CASES = {
+    "bert-large": Case(
+        "bert-large-uncased", "mlm", "AutoModelForMaskedLM", 512,
+        {"ours": (64, 256), "ours bf16": (256,), "hf amp": (64,), "hf bf16": (256,), "hf bf16 compile": (128,)},
+        {"dropout": 0.0, "attn_dropout": 0.0},
+    ),
+    "gpt2-xl": Case(
+        "gpt2-xl", "lm", "AutoModelForCausalLM", 1024,
+        {"ours": (16,), "ours bf16": (16,), "hf amp compile": (16,), "hf bf16 compile": (16,)}, STILL,
+    ),
+    "t5-large": Case(
+        "t5-large", "seq2seq", "AutoModelForSeq2SeqLM", 512,
+        {"ours": (32,), "ours bf16": (32,), "hf amp compile": (32,), "hf bf16 compile": (32,)}, {"dropout": 0.0},
+    ),
+    "llama-3b": Case(
+        "llama-3.2-3b", "lm", "AutoModelForCausalLM", 4096,
+        {"ours": (2,), "ours bf16": (8,), "hf bf16 compile": (4,), "hf bf16 liger": (8,)},
+    ),
+    "llama-8b": Case(
+        "llama-3.1-8b", "lm", "AutoModelForCausalLM", 4096, {"ours bf16": (2, 4), "hf bf16 compile": (2,), "hf bf16 liger": (4,)},
+    ),
+}  # fmt: skip
+
+
+def build(case: Case, dtype: torch.dtype, layers: int | None, device: Any = "meta") -> Any:
+    """Our model with random weights; `layers` cuts it for a trial."""
+    fields = ("layers", "decoder_layers") if case.task == "seq2seq" else ("layers",)
+    config = dict(case.config) | (dict.fromkeys(fields, layers) if layers else {})
+    return mc.build(case.preset, task=case.task, dtype=dtype, config=config, device=device)
+
+
+def ours(case: Case, batch: Batch, device: torch.device, kind: str, layers: int | None) -> tuple[nn.Module, Step]:
+    low = kind.endswith("bf16")
+    model = build(case, torch.bfloat16 if low else torch.float32, layers, device)
+    return model, our_step(model, batch, case.task, "fp32" if low else "bf16", device, moments="bf16" if low else "fp32")
+
+
+def theirs(case: Case, batch: Batch, device: torch.device, kind: str, layers: int | None) -> tuple[nn.Module, Step]:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**build_config(case, layers))
+    config.use_cache = False
+    words = kind.split()
+    if "liger" in words:
+        from liger_kernel.transformers import _apply_liger_kernel
+
+        _apply_liger_kernel(config.model_type)
+    dtype = torch.float32 if "amp" in words else torch.bfloat16
+    with device:
+        model = getattr(transformers, case.auto).from_config(config, dtype=dtype)
+    if "compile" in words:
+        model.compile()
+    return model, their_step(model, batch, partial(autocast, "bf16" if "amp" in words else "fp32", device))
+
+
+def build_config(case: Case, layers: int | None) -> dict[str, Any]:
+    """Transformers' configuration of the same model."""
+    found: dict[str, Any] = build(case, torch.float32, layers).config.to_dict()
+    return found
+
+
+def flops(model: Any, case: Case, batch: Batch) -> float:
+    """Of a step of the model on this batch."""
+    sizes, tokens = model.config, batch["input_ids"].numel()
+    matrices = sum(p.numel() for m in model.modules() if isinstance(m, Block) for p in m.parameters() if p.dim() == 2)
+    labelled = int((batch["labels"] != -100).sum()) / tokens if case.task == "mlm" else 1.0
+    width = sizes.heads * (getattr(sizes, "head_dim", None) or sizes.dim // sizes.heads)
+    # of an encoder, of a decoder on itself and on the other
+    seen = 2.5 if case.task == "seq2seq" else 0.5 if case.task == "lm" else 1.0
+    attention = 12 * sizes.layers * width * batch["input_ids"].size(1) * seen
+    return tokens * (6 * (matrices + labelled * sizes.vocab * sizes.dim) + attention)
+
+
+def ceiling(device: torch.device) -> float:
+    """FLOP/s of a large product in bf16 on random numbers."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(8):
+        times.append(seconds(lambda: [a @ b for _ in range(10)], device) / 10)
+    return 2 * 8192**3 / statistics.median(times)
+
+
+def seconds(f: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    f()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def run(name: str, kind: str, size: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """One contender at one batch: tokens a second, seconds, memory."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    plain = build(case, torch.float32, options.layers)
+    length = options.length or case.length
+    batch = batch_of(case.task, size, length, plain.config.vocab, device.type)
+    model, step = (ours if kind.startswith("ours") else theirs)(case, batch, device, kind, options.layers)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses = [step() for _ in range(3)]
+    times = [seconds(step, device) for _ in range(options.steps)]
+    work, taken = flops(plain, case, batch), statistics.median(times)
+    tokens = batch["input_ids"].numel() * (2 if case.task == "seq2seq" else 1)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    if options.profile:
+        print(f"\n{name} {kind} B{size}\n{profile(step)}", file=sys.stderr, flush=True)
+    return {"case": name, "contender": kind, "batch": size, "length": length, "seconds": times, "tokens": tokens / taken,
+            "samples": size / taken, "flops": work / taken, "peak": peak, "loss": losses[0],
+            "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
+
+
+def profile(step: Step) -> str:
+    """The kernels that a step spends its time in."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
+    whole = sum(row.self_device_time_total for row in rows)
+    lines = [f"{row.self_device_time_total / 1e3:9.2f} ms {row.count:5d} x {row.key[:110]}" for row in rows[:28]]
+    return "\n".join([f"{whole / 1e3:9.2f} ms in all", *lines])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--contenders", default="", help="with commas; all of a case")
+    parser.add_argument("--batch", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--layers", type=int, help="fewer than the model has, for a trial")
+    parser.add_argument("--length", type=int, help="shorter than the case's, for a trial")
+    parser.add_argument("--profile", action="store_true", help="the kernels of each, too")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="the folder for step.md and step.jsonl")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device, began = torch.device(options.device), time.monotonic()
+    day, rows = datetime.datetime.now(datetime.UTC).date().isoformat(), []
+    for name in options.cases.split(","):
+        top = ceiling(device) if device.type == "cuda" else float("nan")
+        for kind, sizes in CASES[name].batches.items():
+            if options.contenders and kind not in options.contenders.split(","):
+                continue
+            for size in (options.batch,) if options.batch else sizes:
+                if time.monotonic() - began > options.limit:
+                    print(f"{name} {kind} B{size}: no time left", file=sys.stderr)
+                    continue
+                try:
+                    row = run(name, kind, size, options, device) | {"ceiling": top, "date": day, "machine": machine(device.type)}
+                except Exception as error:
+                    print(f"{name} {kind} B{size}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+                    continue
+                finally:
+                    gc.collect()
+                    if device.type == "cuda":
+                        torch._dynamo.reset()
+                        torch.cuda.empty_cache()
+                rows.append(row)
+                said = f"{row['tokens']:.0f} tok/s, {row['flops'] / 1e12:.0f} TFLOP/s, {row['peak']:.1f} GiB"
+                print(f"{name} {kind} B{size}: {said}", file=sys.stderr, flush=True)
+    text = [f"# Training steps, {day}, {machine(device.type)}", "", f"`python benchmarks/step.py {' '.join(sys.argv[1:])}`", "",
+            "| case | contender | batch | tok/s | samples/s | TFLOP/s | of the product's | peak GiB |",
+            "|---|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for row in rows:
+        spread = (max(row["seconds"]) - min(row["seconds"])) / 2 / statistics.median(row["seconds"])
+        rates = f"{row['tokens']:.0f} ±{spread:.0%} | {row['samples']:.1f} | {row['flops'] / 1e12:.0f}"
+        share = f"{row['flops'] / row['ceiling']:.0%} | {row['peak']:.1f}"
+        text.append(f"| {row['case']} S{row['length']} | {row['contender']} | {row['batch']} | {rates} | {share} |")
+    page = "\n".join(text) + "\n"
+    print(page)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "step.md").write_text(page)
+        (options.out / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
