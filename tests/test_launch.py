@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from test_connect import free_port
 from test_ranks import run_of
 
 from modelcenter.__main__ import main
@@ -20,13 +22,14 @@ from modelcenter.train import launch
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import read_rows
 
+ROOT = Path(__file__).parents[1]
 MACHINE = Machine(device="cpu", threads=1, fsdp=2)
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -89,6 +92,83 @@ def test_a_rank_that_is_killed_ends_the_others(victim: int, tmp_path: Path, monk
     said = capfd.readouterr().err
     assert said.count("modelcenter: error:") == 1 and f"modelcenter: error: rank {victim} was ended by signal 9" in said
     assert "Traceback" not in said
+
+
+def saved(folder: Path) -> None:
+    """Wait until the run in `folder` has saved a state."""
+    while not list(folder.glob("step-*")):
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """From its last state, to the end, as often as the machine says."""
+    out = tmp_path / "out"
+    once_it_steps(out, monkeypatch, lambda ranks: (saved(out), ranks[1].kill()))
+    changes = {**ENDLESS, "max_steps": 60, "save_steps": 10, "save_total_limit": 2}
+    assert main([*command(tmp_path, **changes), "resume=never", "machine.restarts=1", "--json"]) == 0
+    found = capfd.readouterr()
+    assert json.loads(found.out)["step"] == 60
+    assert "modelcenter: rank 1 was ended by signal 9; the run is started again, 1 times at most" in found.err
+    assert found.err.count("resumed from ") == 1 and "modelcenter: error" not in found.err
+
+
+def test_what_a_user_has_to_mend_is_not_tried_again(tmp_path: Path, capfd: Any) -> None:
+    assert main([*command(tmp_path, **{"data.path": str(tmp_path / "nothing.txt")}), "machine.restarts=9"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("nothing.txt") == 1 and "again" not in said
+
+
+@pytest.mark.parametrize(("status", "asked", "runs"), [
+    (137, False, 3), (76, False, 3), (2, False, 1), (143, False, 1), (137, True, 1),
+])  # fmt: skip
+def test_how_often_a_run_is_started(status: int, asked: bool, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again where a user has to mend something or has asked for the end; from the second time on where it stands."""
+    seen: list[str] = []
+
+    def once(recipe: Any, *rest: Any) -> Any:
+        seen.append(recipe.resume)
+        if asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise launch.RankError("ended", status)
+
+    monkeypatch.setattr(launch, "once", once)
+    with pytest.raises(launch.RankError):
+        launch.launch(run_of(tmp_path, resume="never"), Machine(restarts=2))
+    assert seen == ["never", "auto", "auto"][:runs] and launch.to_launch(Machine(restarts=1))
+
+
+@pytest.mark.slow
+def test_two_launchers_make_one_run(tmp_path: Path) -> None:
+    """As on two machines: each starts its half of the ranks, which meet at an address; a killed one brings both back."""
+    arguments = [*command(tmp_path, **{**ENDLESS, "max_steps": 60, "save_steps": 10, "save_total_limit": 2}), "machine.restarts=2"]
+    nodes = []
+    place = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    for node in range(2):
+        environment = {**os.environ, **place, "NODE_RANK": str(node)}
+        nodes.append(subprocess.Popen([sys.executable, "-m", "modelcenter", *arguments], env=environment, stderr=subprocess.PIPE,
+                                      stdout=subprocess.DEVNULL, text=True))  # fmt: skip
+    saved(tmp_path / "out")
+    (rank,) = [int(pid) for pid in Path(f"/proc/{nodes[1].pid}/task/{nodes[1].pid}/children").read_text().split()]
+    os.kill(rank, signal.SIGKILL)
+    said = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "resumed from" in said[0] and "the run is started again" in said[0], said
+    assert "rank 1 was ended by signal 9; the run is started again" in said[1], said
+    assert max(row["step"] for row in read_rows(tmp_path / "out" / "metrics.jsonl") if "loss" in row) == 60
+
+
+@pytest.mark.parametrize(("environment", "text"), [
+    ({"NNODES": "3", "NODE_RANK": "0"}, "environment: NNODES: 3, for a machine of 2 ranks"),
+    ({"NNODES": "2"}, "environment: NODE_RANK: missing"),
+    ({"NNODES": "2", "NODE_RANK": "2"}, "environment: NODE_RANK: '2'; a number from 0 to 1"),
+])  # fmt: skip
+def test_nodes_that_cannot_be(environment: dict[str, str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                              capfd: Any) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(command(tmp_path)) == 2
+    assert text in capfd.readouterr().err
 
 
 def test_an_error_is_said_once(tmp_path: Path, capfd: Any) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..names import Lazy, Region, everything, trace
-from ..parallel.device import variable
 from ..parallel.ranks import OtherRankError
+from ..parallel.variable import variable
 from .copy_plan import Block, Plan, Run, Stored, aligned, plan, row_of, within
 from .folder import BinSlice, FileSlice, raw
 

@@ -18,7 +18,7 @@ def train(args: Arguments) -> Answer:
     recipe, machine = run_of(args)
     if recipe.init == "pretrained":
         check_model(recipe.model)
-    from ..train.launch import launch, to_launch
+    from ..train.launch import PARENT, launch, to_launch
 
     if to_launch(machine):
         data = launch(recipe, machine)
@@ -28,7 +28,7 @@ def train(args: Arguments) -> Answer:
         run = train(recipe, machine)
         data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
     last = ", ".join(f"{key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))
-    speaks = machine.ranks == 1 or os.environ.get("RANK", "0") == "0"
+    speaks = machine.ranks == 1 or os.environ.get("LOCAL_RANK" if PARENT in os.environ else "RANK", "0") == "0"
     return Answer(f"{data['output_dir']}: step {data['step']}, {last}" if speaks else None, data)
 
 

@@ -5,8 +5,6 @@ must see no gathering; FSDP last, because it shards whatever parameters are left
 take a second to import: that happens where they are used.
 """
 
-import atexit
-import os
 from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,8 @@ from ..errors import refuse
 from ..layers import Adapted, Attention, Linear
 from .blocks import blocks, fit_blocks
 from .check import check
-from .device import LOW, device_of, variable
+from .connect import start
+from .device import LOW, device_of
 from .machine import Machine, load_machine
 from .ranks import ALONE, Ranks
 
@@ -69,7 +68,7 @@ def mesh_of(machine: Machine) -> "DeviceMesh | None":
         return None
     kind = device_of(machine)
     if not dist.is_initialized():
-        start(kind)
+        start(kind, machine)
     if dist.get_world_size() != machine.ranks:
         found = f"{machine.shares} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
         refuse(None, "replicate x fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
@@ -92,21 +91,6 @@ def join(machine: Machine) -> Ranks:
     """This process among the ranks of `machine`, which have found each other when it returns."""
     mesh = mesh_of(machine)
     return ALONE if mesh is None else Ranks(mesh, machine.zero)
-
-
-def start(device: torch.device) -> None:
-    """Join the process group that the launcher described in the environment: the device's backend for tensors there, gloo for what
-    ranks say from host to host. Left when the process ends."""
-    size = variable("WORLD_SIZE", 1, 2**20)
-    rank, backend = variable("RANK", 0, size - 1), dist.get_default_backend_for_device(device.type)
-    store = os.environ.get("MODELCENTER_STORE")
-    if store is None:
-        variable("MASTER_PORT", 1, 2**16 - 1)
-        if not os.environ.get("MASTER_ADDR"):
-            refuse("environment", "MASTER_ADDR", "missing", "start with torchrun, one process a rank")
-    both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
-    dist.init_process_group(both, init_method="env://" if store is None else f"file://{store}", rank=rank, world_size=size)
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def tensor_parallel(model: nn.Module, mesh: "DeviceMesh") -> None:

@@ -33,6 +33,14 @@ class Machine:
     threads: int | None = field(
         default=None, metadata={"min": 1, "max": 1024, "help": "CPU threads of a rank; null: torch's choice"}
     )
+    timeout: float = field(
+        default=600, metadata={"min": 1, "help": "seconds without progress after which ranks end, each with its stacks; before the "
+                               "first step three times as long. It is also how long ranks wait for each other to come"}
+    )  # fmt: skip
+    restarts: int = field(
+        default=0, metadata={"min": 0, "max": 10**6, "help": "times that a run whose rank fails is started again, from its last "
+                             "state; of ranks that the command has started itself"}
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if isinstance(self.recompute, bool):  # as it was said before there were three

@@ -215,6 +215,12 @@ class Ranks:
 ALONE = Ranks()
 
 
+def named(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 2, 5`; of many the first eight."""
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
+
+
 class Silent:
     """What the other ranks have in place of something through which the first one speaks."""
 

@@ -18,6 +18,7 @@ from ..data.tokenizer import Tokenizer
 from ..metrics.table import METRICS
 from ..ops.cross_entropy import IGNORE
 from ..parallel.ranks import ALONE, Ranks
+from ..parallel.watch import beat
 
 Arguments = Mapping[str, Any]  # a batch of the loader: the model's keyword arguments, tensors and a few numbers
 
@@ -58,6 +59,7 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     ends: list[list[Tensor]] = []
     try:
         for batch in batches:
+            beat()
             for rows in (found, wanted, starts, ends):
                 rows.append([])
             here = on_device(batch, device)

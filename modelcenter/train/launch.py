@@ -1,7 +1,8 @@
 """Starts the ranks of a run on this machine and stands by them: what it is told they are told, and none outlives another's failure.
 
-They find each other through a file in a private folder and talk over the loopback interface alone. The first rank has the terminal;
-what the others say is shown only if it was one of them that failed first. Torch-free.
+On one machine they find each other through a file in a private folder and talk over the loopback interface alone. Where the
+environment says NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, one such process on each machine starts its share of them. The
+first rank of a machine has the terminal; what the others say is shown only if it was one of them that failed first. Torch-free.
 """
 
 import ctypes
@@ -16,39 +17,77 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, NoReturn
 
 from ..config import dump_yaml, to_dict
-from ..errors import LIMIT, printable
+from ..errors import LIMIT, printable, refuse
 from ..parallel.machine import Machine
+from ..parallel.ranks import named
+from ..parallel.variable import variable
+from ..parallel.watch import LOST, STALLED
 from .interrupt import SIGNALS
 from .recipe import Recipe
 
 STORE, PARENT = "MODELCENTER_STORE", "MODELCENTER_LAUNCHER"  # where ranks find each other, and who has started them
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+BAD_INPUT = 2  # the exit status of a rank that found what a user has to mend
 GRACE = 1.0  # seconds in which the rank that failed first may end after those that miss it
-LOST = 75  # the exit status of a rank that has lost another
+SILENT = "says nothing: it is stopped, or its machine is gone"
 WORDS = re.compile(r"gloo|nccl|connection|broken pipe|process ?group|store", re.IGNORECASE)
 
 
 class RankError(RuntimeError):
-    """A rank failed; what it said is on stderr. `status`: what a command exits with."""
+    """A rank failed; what it said is on stderr. `status`: what a command exits with. `heard`: it has said why itself."""
 
-    def __init__(self, text: str, status: int) -> None:
+    def __init__(self, text: str, status: int, heard: bool = False) -> None:
         super().__init__(text)
-        self.status = status
+        self.status, self.heard = status, heard
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same command may do better: nothing that a user has to mend, and nobody asked for the end."""
+        return self.status not in (BAD_INPUT, *(128 + number for number in SIGNALS))
 
 
 def to_launch(machine: Machine) -> bool:
     """Whether the ranks are still to be started: nobody has told this process which of them it is."""
-    return machine.ranks > 1 and "RANK" not in os.environ
+    return (machine.ranks > 1 or machine.restarts > 0) and "RANK" not in os.environ
 
 
 def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, Any]:
-    """Run `modelcenter VERB` on every rank to its end, and return what the first one answers. Errors: `RankError`."""
+    """Run `modelcenter VERB` on every rank to its end, and return what the first one answers. A run whose rank fails is started
+    again `machine.restarts` times, and goes on from its last state. Errors: `RankError`."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    left = machine.restarts
+    with forwarding(ranks) as asked:
+        while True:
+            try:
+                return once(recipe, machine, ranks, verb)
+            except RankError as error:
+                if not left or asked or not error.passing:
+                    raise
+                print(f"modelcenter: {error}; the run is started again, {left} times at most", file=sys.stderr, flush=True)
+            left, recipe = left - 1, replace(recipe, resume="auto")
+
+
+def share_of(machine: Machine) -> tuple[range, bool]:
+    """The ranks that this process starts, and whether these are all."""
+    nodes = variable("NNODES", 1, 2**20, default=1)
+    node = variable("NODE_RANK", 0, nodes - 1, default=0 if nodes == 1 else None)
+    if machine.ranks % nodes:
+        refuse("environment", "NNODES", f"{nodes}, for a machine of {machine.ranks} ranks", "a divisor of its ranks")
+    here = machine.ranks // nodes
+    return range(node * here, (node + 1) * here), nodes == 1
+
+
+def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]", verb: str) -> dict[str, Any]:
+    """The run from where it stands to its end; `ranks` are its processes while it lasts."""
+    mine, alone = share_of(machine)
+    began = time.time()
     with tempfile.TemporaryDirectory(prefix="modelcenter-") as name:
         place = Path(name)
         files = place / "recipe.yaml", place / "machine.yaml"
@@ -56,33 +95,35 @@ def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, A
             file.write_text(dump_yaml(to_dict(values)), encoding="utf-8")
         command = [sys.executable, "-m", "modelcenter", verb, str(files[0]), "--machine", str(files[1]), "--json"]
         command += ["--debug"] if "--debug" in sys.argv else []
-        ranks: list[subprocess.Popen[bytes]] = []
-        with forwarding(ranks):
-            try:
-                for rank in range(machine.ranks):
-                    ranks.append(start(command, rank, machine.ranks, place))
-                status = wait(ranks)
-            finally:
-                for process in ranks:  # those that are left
-                    process.kill()
-                    process.wait()
+        try:
+            for rank in mine:
+                ranks.append(start(command, rank, mine, machine.ranks, place, alone))
+            status = wait(ranks)
+        finally:
+            for process in ranks:  # those that are left
+                process.kill()
+                process.wait()
+            ranks.clear()
+        if STALLED in status:
+            stalled(Path(recipe.output_dir) / "ranks", mine, machine.timeout, began)
         if (first := culprit(status)) is not None:
-            fail(first, status[first] or 0, place / f"{first}.err")
-        answer: dict[str, Any] = json.loads((place / "0.out").read_text(encoding="utf-8"))
+            fail(mine[first], status[first] or 0, place / f"{mine[first]}.err")
+        answer: dict[str, Any] = json.loads((place / f"{mine[0]}.out").read_text(encoding="utf-8"))
         return answer
 
 
-def start(command: Sequence[str], rank: int, ranks: int, place: Path) -> "subprocess.Popen[bytes]":
-    """One rank, in a session of its own: Ctrl-C reaches it through `forwarding`, and once."""
+def start(command: Sequence[str], rank: int, mine: range, ranks: int, place: Path, alone: bool) -> "subprocess.Popen[bytes]":
+    """One rank of `mine`, in a session of its own: Ctrl-C reaches it through `forwarding`, and once."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    known = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
+    known = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback and alone else {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    usual = {**known, "OMP_NUM_THREADS": str(max(1, cores // ranks))}
-    mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, STORE: place / "store",
-            PARENT: os.getpid()}  # fmt: skip
-    environment = {**usual, **os.environ, **{key: str(value) for key, value in mine.items()}}
-    with (place / f"{rank}.out").open("wb") as out, (place / f"{rank}.err" if rank else Path(os.devnull)).open("wb") as err:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err if rank else None,
+    usual = {**known, "OMP_NUM_THREADS": str(max(1, cores // len(mine)))}
+    local = rank - mine[0]
+    told = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": len(mine), PARENT: os.getpid(),
+            **({STORE: place / "store"} if alone else {})}  # fmt: skip
+    environment = {**usual, **os.environ, **{key: str(value) for key, value in told.items()}}
+    with (place / f"{rank}.out").open("wb") as out, (place / f"{rank}.err" if local else Path(os.devnull)).open("wb") as err:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err if local else None,
                                 start_new_session=True)
 
 
@@ -103,29 +144,43 @@ def culprit(status: Sequence[int | None]) -> int | None:
 
 
 def fail(rank: int, status: int, said: Path) -> NoReturn:
-    """Say what the rank said, unless everybody has heard it, and how it ended."""
+    """Say what the rank said, if it has not the terminal, and raise how it ended."""
     how = f"rank {rank} was ended by signal {-status}" if status < 0 else f"rank {rank} ended with status {status}"
-    if rank:
+    if said.exists():
         sys.stderr.write(said.read_text(encoding="utf-8", errors="replace"))
-    if rank or status < 0:
-        print(f"modelcenter: error: {how}", file=sys.stderr, flush=True)
-    raise RankError(how, 128 - status if status < 0 else status)
+    raise RankError(how, 128 - status if status < 0 else status, heard=status > 0 and not said.exists())
+
+
+def stalled(folder: Path, mine: range, seconds: float, began: float) -> NoReturn:
+    """Raise which rank stands where: those at fault first, those that wait for others after them."""
+    places: dict[str, list[int]] = {}
+    for rank in mine:
+        file = folder / f"{rank}.txt"
+        fresh = file.exists() and file.stat().st_mtime >= began - 1  # file systems count time more coarsely
+        where = file.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2] if fresh else SILENT
+        places.setdefault(where, []).append(rank)
+    order = sorted(places, key=lambda where: (where != SILENT, where.startswith("waits")))
+    text = ", ".join(f"{named(places[where])} {where}" for where in order)
+    raise RankError(f"no progress for {seconds:g} s: {printable(text)}; {folder} has every stack", STALLED)
 
 
 @contextmanager
-def forwarding(ranks: "Sequence[subprocess.Popen[bytes]]") -> Iterator[None]:
-    """Send each rank what asks this process for its end; from outside the main thread, where Python lets nobody listen, nothing."""
+def forwarding(ranks: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]]:
+    """Send each rank what asks this process for its end, and note it. Nothing outside the main thread, where Python lets nobody
+    listen."""
+    asked: list[int] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
         for process in ranks:
             process.send_signal(signal.SIGTERM)
 
     if current_thread() is not main_thread():
-        yield
+        yield asked
         return
     before = {number: signal.signal(number, hear) for number in SIGNALS}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -142,8 +197,10 @@ def follow() -> None:
 def status_of(error: RuntimeError) -> int | None:
     """What a command exits with: `RankError`'s own, and `LOST` for a rank of `launch` that fails because another has."""
     if isinstance(error, RankError):
+        if not error.heard:
+            print(f"modelcenter: error: {error}", file=sys.stderr, flush=True)
         return error.status
-    if STORE not in os.environ or WORDS.search(str(error)) is None:
+    if PARENT not in os.environ or WORDS.search(str(error)) is None:
         return None
     print(f"modelcenter: another rank has ended: {printable(str(error))[:LIMIT]}", file=sys.stderr)
     return LOST

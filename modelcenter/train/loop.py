@@ -24,6 +24,7 @@ from ..optim.loss_scale import FIRST, LossScale
 from ..optim.optimizers import build_optimizer
 from ..parallel.machine import Machine, load_machine
 from ..parallel.ranks import Ranks, Silent
+from ..parallel.watch import Watch
 from .fit import verdict
 from .folder import claim, find_start, flat, write_recipe
 from .interrupt import Interrupt
@@ -80,7 +81,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     folder = Path(recipe.output_dir)
 
     with (claim(folder, recipe, ranks), Interrupt() as interrupt, Journal(folder, recipe, silent=not ranks.first) as journal,
-          Memory(recipe, machine) as memory):
+          Memory(recipe, machine) as memory, Watch(folder / "ranks", ranks, machine.timeout)):
         session = begin(recipe, machine, device, ranks, journal, memory)
         steps = prefetch(session.setup.loader.steps(session.at.sample, micro_batch=recipe.micro_batch))
         session.model.train()

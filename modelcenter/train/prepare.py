@@ -90,9 +90,9 @@ def automatic_precision(device: torch.device) -> Literal["bf16", "fp16", "fp32"]
 
 def enter(recipe: Recipe, machine: Machine) -> Ranks:
     """This process among the ranks of the run: alone, or once the others are there."""
+    follow()
     if machine.ranks == 1:
         return ALONE
-    follow()
     from ..parallel.apply import join  # FSDP and DTensor take a second to import
 
     return join(machine)

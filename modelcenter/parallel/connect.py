@@ -1,0 +1,205 @@
+"""How a process joins the others of its run. Whatever is wrong is said by name, and nobody waits for ever.
+
+The launcher tells each process by its environment: RANK, WORLD_SIZE, LOCAL_RANK, and where the first rank is to be met: MASTER_ADDR
+and MASTER_PORT, or on one machine a file. There each writes its name and its versions, the first one compares, and only then do
+they connect to each other, which would hang or fail with a riddle where something does not fit.
+"""
+
+import atexit
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import __version__
+from ..errors import InputError, refuse
+from .machine import Machine
+from .ranks import named
+from .variable import variable
+from .watch import AGAIN, FIRST
+
+stores: Any = dist  # whose annotations do not name them
+RESOLVE = 60.0  # seconds in which a host's name may become known: those of containers appear with them
+PATIENCE = 3.0  # seconds after which a process says for what it waits
+RETRY = 0.5  # seconds between two looks
+
+
+def start(device: torch.device, machine: Machine) -> None:
+    """Join the ranks of `machine`: the device's backend for tensors there, gloo for what ranks say from host to host. Left when the
+    process ends. Errors: `InputError`, after `machine.timeout` seconds at the latest."""
+    size = variable("WORLD_SIZE", 1, 2**20)
+    rank, backend = variable("RANK", 0, size - 1), dist.get_default_backend_for_device(device.type)
+    variable("LOCAL_RANK", 0, variable("LOCAL_WORLD_SIZE", 1, 2**20, default=2**20) - 1, default=0)
+    if size != machine.ranks:
+        refuse("environment", "WORLD_SIZE", f"{size}, for a machine of {machine.ranks} ranks", "start as many")
+    check_interfaces()
+    store = meet(rank, size, machine.timeout)
+    both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+    # Whoever watches over the steps speaks first; this limit is for what nobody watches.
+    limit = timedelta(seconds=FIRST * machine.timeout + 60)
+    dist.init_process_group(both, store=store, rank=rank, world_size=size, timeout=limit)
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def check_interfaces() -> None:
+    """Refuse a network interface that is not there."""
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in there:
+            refuse("environment", "GLOO_SOCKET_IFNAME", repr(name), f"an interface of this machine: {', '.join(there)}")
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")  # names begin so; `=`: are so; `^`: do not
+    exact, names = wanted.startswith("="), wanted.removeprefix("=").split(",")
+    if wanted and wanted[0] != "^" and not any(name == n if exact else n.startswith(name) for name in names for n in there):
+        refuse("environment", "NCCL_SOCKET_IFNAME", repr(wanted), f"an interface of this machine: {', '.join(there)}")
+
+
+def meet(rank: int, size: int, seconds: float) -> Any:
+    """The store through which the ranks have found each other: all of them are there, and fit."""
+    until = time.monotonic() + seconds
+    me = {"host": platform.node(), "pid": os.getpid(), "WORLD_SIZE": size, "modelcenter": __version__, "torch": torch.__version__}
+    mine = json.dumps(me)
+    found = ""
+    while True:
+        try:
+            store = open_store(rank, size, until - time.monotonic(), seconds)
+            found = store.compare_set(f"rank/{rank}", "", mine).decode()
+            if found == mine:
+                break
+            # A process of this rank has been here: of a run that is ending, whose ranks may not know it, or one started twice.
+            store.set(AGAIN, str(rank))
+        except (InputError, RuntimeError):
+            if not found:
+                raise
+        if time.monotonic() > until:
+            other = json.loads(found)
+            refuse("environment", "RANK", f"{rank}, which process {other['pid']} on {other['host']} has too", "each rank once")
+        time.sleep(RETRY)
+    key = "verdict"
+    if rank == 0:
+        said = verdict(store, size, until, seconds)
+        store.set(key, json.dumps(said))
+        if said:
+            linger(store, size)
+    else:
+        try:
+            store.wait([key], timedelta(seconds=max(RETRY, until - time.monotonic()) + PATIENCE))
+        except RuntimeError:
+            refuse("environment", "RANK", f"0 has not come within {seconds:g} s", "start all ranks; one of them is the first")
+        said = json.loads(store.get(key))
+        store.add("heard", 1)
+    if said:
+        refuse(*said)
+    return store
+
+
+def verdict(store: Any, size: int, until: float, seconds: float) -> tuple[str | None, str, str, str] | tuple[()]:
+    """What the first rank finds wrong with the others, as `refuse` takes it."""
+    keys = [f"rank/{rank}" for rank in range(size)]
+    began = time.monotonic()
+    said = False
+    while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > until:
+            found = f"{size}, but {named(missing)} did not come within {seconds:g} s"
+            return "environment", "WORLD_SIZE", found, "start them all, with one MASTER_ADDR and one MASTER_PORT"
+        if not said and time.monotonic() - began > PATIENCE:
+            print(f"modelcenter: waiting for {named(missing)} of {size}, {seconds:g} s at most", file=sys.stderr, flush=True)
+            said = True
+        time.sleep(0.02 if time.monotonic() - began < PATIENCE else RETRY)
+    all_of_them = [json.loads(store.get(key)) for key in keys]
+    for key in ("WORLD_SIZE", "modelcenter", "torch"):
+        odd = next((rank for rank, one in enumerate(all_of_them) if one[key] != all_of_them[0][key]), None)
+        if odd is not None:
+            two = [f"{all_of_them[rank][key]} on rank {rank} ({all_of_them[rank]['host']})" for rank in (0, odd)]
+            return "environment", key, " and ".join(two), "the same everywhere"
+    return ()
+
+
+def linger(store: Any, size: int) -> None:
+    """The first rank, with which the store goes, waits until those who came have heard why."""
+    until = time.monotonic() + PATIENCE
+    came = sum(store.check([f"rank/{rank}"]) for rank in range(1, size))
+    while store.add("heard", 0) < came and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def open_store(rank: int, size: int, left: float, seconds: float) -> Any:
+    """The place where the ranks meet. `left` of `seconds` are left."""
+    path = os.environ.get("MODELCENTER_STORE")
+    if path is not None:
+        return stores.FileStore(path, size)
+    host, port = os.environ.get("MASTER_ADDR", ""), variable("MASTER_PORT", 1, 2**16 - 1)
+    if not host:
+        refuse("environment", "MASTER_ADDR", "missing", "start with torchrun, one process a rank")
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    resolve(host, port, min(left, RESOLVE))
+    if not serves:
+        knock(host, port, rank, left, seconds)
+    elif occupied(port):
+        refuse("environment", "MASTER_PORT", f"{port}, which is in use on this machine ({platform.node()})", "another port")
+    wait = max(RETRY, min(left, RESOLVE))
+    made: list[Any] = []
+
+    def make() -> None:
+        with suppress(RuntimeError):
+            made.append(stores.TCPStore(host, port, size, serves, timedelta(seconds=wait), wait_for_workers=False))
+
+    # In a thread of its own: it would wait without limit for the words of another program.
+    maker = threading.Thread(target=make, daemon=True)
+    maker.start()
+    maker.join(wait + PATIENCE)
+    if not made:
+        what = "not this machine, which is to serve there" if serves else "not the first rank of this run"
+        refuse("environment", "MASTER_ADDR", f"what answers at {host}:{port} is {what}", "the first rank's address, a free port")
+    return made[0]
+
+
+def resolve(host: str, port: int, seconds: float) -> None:
+    """Refuse a name that stays unknown."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > until or not isinstance(error, OSError):
+                refuse("environment", "MASTER_ADDR", f"{host!r}, a name unknown here ({error})", "the first rank's machine")
+        time.sleep(RETRY)
+
+
+def occupied(port: int) -> bool:
+    """Whether somebody listens there already."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a run before has left half closed is free
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def knock(host: str, port: int, rank: int, left: float, seconds: float) -> None:
+    """Wait until somebody answers at the first rank's address."""
+    began, said = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(RETRY, min(PATIENCE, left))).close()
+            return
+        except OSError as error:
+            waited, why = time.monotonic() - began, error.strerror or str(error)
+        if waited > left:
+            refuse("environment", "MASTER_ADDR", f"nobody answers at {host}:{port} within {seconds:g} s ({why})",
+                   "the first rank's address, started, its port open")
+        if not said and waited > PATIENCE:
+            print(f"modelcenter: rank {rank} waits for the first one at {host}:{port} (MASTER_ADDR, MASTER_PORT): {why}; "
+                  f"{seconds:g} s at most", file=sys.stderr, flush=True)
+            said = True
+        time.sleep(RETRY)

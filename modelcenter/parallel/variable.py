@@ -1,0 +1,17 @@
+"""What a launcher says through the environment. Torch-free."""
+
+import os
+import re
+
+from ..errors import refuse
+
+
+def variable(name: str, low: int, high: int, default: int | None = None) -> int:
+    """A number that the launcher put into the environment."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
+        wanted = f"a number from {low} to {high}; start with torchrun, one process a rank"
+        refuse("environment", name, "missing" if text is None else repr(text), wanted)
+    return int(text)

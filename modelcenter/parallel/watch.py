@@ -1,0 +1,151 @@
+"""A run of several ranks that stands still ends, and every rank says where it stands.
+
+A rank that waits for another cannot tell that from work, and would wait for ever. So whatever makes progress calls `beat`; where
+nothing has for long, a thread writes down the stacks of all threads and ends the process, having told the other ranks to do so too.
+The rank at fault is the one that is not waiting for others. Torch-free until there are several ranks.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from ..errors import printable
+from .ranks import Ranks
+
+STALLED = 76  # the exit status of a rank of a run that stood still
+LOST = 75  # that of a rank that has lost another
+FIRST = 3  # times as long as between any two beats it may take to the first one: data is read, kernels are compiled
+GRACE = 2.0  # seconds from the word to the end, in which the others write their stacks too
+STILL, AGAIN = "still", "again"  # keys under which ranks hear that all stands still, and that one of them has been started anew
+PACKAGE = str(Path(__file__).resolve().parent.parent)
+MEETING = f"{os.sep}torch{os.sep}distributed{os.sep}"  # in the paths of what makes ranks wait for each other
+
+_last = 0.0  # when this process last made progress
+_first = True  # whether it has made none yet
+
+
+def beat() -> None:
+    """Something has moved: a forward with its backward, a batch evaluated."""
+    global _last, _first
+    _last, _first = time.monotonic(), False
+
+
+class Watch(AbstractContextManager["Watch"]):
+    """Watches over this process, one of `ranks`, whose stacks are written to `folder`/RANK.txt after `seconds` without progress."""
+
+    def __init__(self, folder: Path, ranks: Ranks, seconds: float) -> None:
+        self.file, self.ranks, self.seconds = folder / f"{ranks.rank}.txt", ranks, seconds
+        self.pause = min(1.0, seconds / 10)
+        self.ended, self.told = threading.Event(), ""
+        self.store: Any = None
+
+    def __enter__(self) -> "Watch":
+        global _last, _first
+        if self.ranks.size > 1:
+            _last, _first = time.monotonic(), True
+            with suppress(OSError):
+                self.file.unlink()  # of a run before
+            self.store = own_store()
+            self.store.set_timeout(timedelta(seconds=self.seconds))
+            for work in (self.look, self.listen):
+                threading.Thread(target=work, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.ended.set()
+        if self.ranks.size > 1:
+            faulthandler.cancel_dump_traceback_later()
+
+    def look(self) -> None:
+        """Give up when nothing has moved for long or another rank says so. If this thread itself cannot run, because some code
+        keeps the interpreter to itself, faulthandler's thread, which needs none, ends the process."""
+        while not self.ended.wait(self.pause):
+            faulthandler.dump_traceback_later(self.limit + GRACE + 2 * self.pause, exit=True, file=sys.__stderr__ or 2)
+            if self.told:
+                self.give_up(self.told)
+            if time.monotonic() - _last > self.limit:
+                self.give_up(f"no progress for {self.limit:g} s")
+
+    def listen(self) -> None:
+        """Hear from the others; in a thread of its own, because a store whose host is gone may not answer."""
+        while not self.ended.wait(self.pause):
+            with suppress(RuntimeError):  # the first rank has gone, and its store with it: whoever needs it will find out
+                if self.store.check([AGAIN]):
+                    os._exit(LOST)
+                if self.store.check([STILL]):
+                    self.told = self.store.get(STILL).decode(errors="replace")
+                    return
+
+    @property
+    def limit(self) -> float:
+        return self.seconds * (FIRST if _first else 1)
+
+    def give_up(self, why: str) -> None:
+        """Write down where every thread stands, tell the others, and end."""
+        where, text = stacks()
+        rank = self.ranks.rank
+        with suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(f"rank {rank}: {where}\n{why}\n\n{text}", encoding="utf-8")
+        if "MODELCENTER_LAUNCHER" not in os.environ:  # which says it for all
+            said = f"modelcenter: error: {printable(why)}: rank {rank} {where}; {self.file} has its stacks"
+            print(said, file=sys.stderr, flush=True)
+        threading.Thread(target=self.tell, args=(why,), daemon=True).start()
+        time.sleep(GRACE)
+        os._exit(STALLED)
+
+    def tell(self, why: str) -> None:
+        with suppress(RuntimeError):
+            if not self.told:
+                self.store.set(STILL, why)
+
+
+def own_store() -> Any:
+    """A connection of its own to where the ranks met: one that another thread waits on is taken."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    store: Any = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.clone()
+
+
+def stacks() -> tuple[str, str]:
+    """Where the main thread stands, in a clause; the stacks of all threads but the watch's."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = {names.get(ident, str(ident)): frame for ident, frame in sys._current_frames().items()}
+    frames.pop("watch", None)
+    main = threading.main_thread().name
+    where = clause(frames[main]) if main in frames else "has no main thread"
+    others = [f"{name} {clause(frame)}" for name, frame in frames.items() if name == "prefetch" and "waits" not in where]
+    parts = [f"thread {name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in frames.items()]
+    return "; its thread ".join([where, *others]), "\n".join(parts)
+
+
+def clause(frame: FrameType) -> str:
+    """`stands at data/prefetch.py:36 (prefetch)`, or `waits for others at parallel/ranks.py:113 (sum)`."""
+    verb, innermost = "stands", frame
+    for f in outwards(frame):
+        path = f.f_code.co_filename
+        if "importlib" in path:
+            verb = "stands"
+        elif MEETING in path:
+            verb = "waits for others"
+        if path.startswith(PACKAGE):
+            return f"{verb} at {os.path.relpath(path, PACKAGE)}:{f.f_lineno} ({f.f_code.co_name})"
+    return f"{verb} at {innermost.f_code.co_filename}:{innermost.f_lineno} ({innermost.f_code.co_name})"
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

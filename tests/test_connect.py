@@ -1,0 +1,190 @@
+"""What is wrong between ranks is said by name, in a line, before anything waits for ever."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import modelcenter as mc
+from modelcenter.parallel import connect
+from modelcenter.parallel.machine import Machine
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MODELCENTER_STORE",
+         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a launcher's words into the environment: those of rank 1 of 2, and changes."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+    def tell(**changes: str | None) -> None:
+        usual = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for name, value in {**usual, **changes}.items():
+            monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+
+    return tell
+
+
+def machine(timeout: float = 1) -> Machine:
+    return Machine(device="cpu", threads=1, fsdp=2, timeout=timeout)
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"RANK": None}, r"environment: RANK: missing; a number from 0 to 1"),
+    ({"RANK": "2"}, r"environment: RANK: '2'; a number from 0 to 1"),
+    ({"RANK": "one"}, r"environment: RANK: 'one'"),
+    ({"WORLD_SIZE": None}, r"environment: WORLD_SIZE: missing"),
+    ({"WORLD_SIZE": "4"}, r"environment: WORLD_SIZE: 4, for a machine of 2 ranks"),
+    ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, r"environment: LOCAL_RANK: '2'; a number from 0 to 1"),
+    ({"LOCAL_RANK": "-1"}, r"environment: LOCAL_RANK: '-1'"),
+    ({"MASTER_ADDR": None}, r"environment: MASTER_ADDR: missing"),
+    ({"MASTER_ADDR": "no.such.host.invalid"}, r"environment: MASTER_ADDR: 'no\.such\.host\.invalid', a name unknown here"),
+    ({"MASTER_PORT": None}, r"environment: MASTER_PORT: missing"),
+    ({"MASTER_PORT": "70000"}, r"environment: MASTER_PORT: '70000'; a number from 1 to 65535"),
+    ({"GLOO_SOCKET_IFNAME": "eth77"}, r"environment: GLOO_SOCKET_IFNAME: 'eth77'; an interface of this machine: .*\blo\b"),
+    ({"NCCL_SOCKET_IFNAME": "=l"}, r"environment: NCCL_SOCKET_IFNAME: '=l'; an interface of this machine"),
+    ({}, r"environment: MASTER_ADDR: nobody answers at 127\.0\.0\.1:\d+ within 1 s \(Connection refused\)"),
+])  # fmt: skip
+def test_what_is_wrong_is_named(changes: dict[str, str | None], text: str, told: Any) -> None:
+    told(**changes)
+    began = time.monotonic()
+    with pytest.raises(mc.InputError, match=text):
+        connect.start(CPU, machine())
+    assert time.monotonic() - began < 5 and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("value", ["l", "=lo", "^docker,eth", "nothing,lo"])
+def test_interfaces_as_nccl_reads_them(value: str, told: Any) -> None:
+    told(NCCL_SOCKET_IFNAME=value)
+    connect.check_interfaces()
+
+
+def test_a_port_that_another_program_has(told: Any) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        told(RANK="0", MASTER_PORT=str(other.getsockname()[1]))
+        with pytest.raises(mc.InputError, match=rf"MASTER_PORT: {other.getsockname()[1]}, which is in use on this machine"):
+            connect.start(CPU, machine())
+
+
+def test_another_program_that_answers(told: Any) -> None:
+    """It takes the connection and says nothing."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        told(MASTER_PORT=str(other.getsockname()[1]))
+        began = time.monotonic()
+        with pytest.raises(mc.InputError, match=r"MASTER_ADDR: what answers at 127\.0\.0\.1:\d+ is not the first"):
+            connect.start(CPU, machine())
+        assert time.monotonic() - began < 8
+
+
+# ------------------------------------------------------------------------------------------------------ what ranks say
+
+
+def rank_of(rank: int, size: int, port: int, pipe: Any, act: Callable[[int], None], seconds: float) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.pop("MODELCENTER_STORE", None)
+    try:
+        act(rank)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = connect.meet(rank, size, seconds)
+        store.add("left", 1)
+        while rank == 0 and store.add("left", 0) < size:  # the first rank has the store
+            time.sleep(0.02)
+        pipe.send("met")
+    except mc.InputError as error:
+        pipe.send(str(error))
+    except BaseException as error:
+        pipe.send(f"not a line: {error!r}")
+    os._exit(0)
+
+
+def meeting(ranks: int, act: Callable[[int], None] = lambda rank: None, seconds: float = 20, only: Any = None) -> list[str]:
+    """What each of `ranks`, or of those in `only`, says about meeting the others."""
+    context, port = get_context("fork"), free_port()
+    pipes, jobs = [], []
+    for rank in only or range(ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        jobs.append(context.Process(target=rank_of, args=(rank, ranks, port, theirs, act, seconds), daemon=True))
+        jobs[-1].start()
+        pipes.append(ours)
+    said = [pipe.recv() if pipe.poll(30) else "nothing" for pipe in pipes]
+    for job in jobs:
+        job.kill()
+    return said
+
+
+def test_ranks_meet() -> None:
+    assert meeting(3) == ["met"] * 3
+
+
+@pytest.mark.parametrize("what", ["torch", "modelcenter"])
+def test_versions_that_differ(what: str) -> None:
+    def act(rank: int) -> None:
+        if rank == 1:
+            (torch if what == "torch" else connect).__version__ = "0.0.7"  # type: ignore[attr-defined]
+
+    said = meeting(3, act)
+    assert len(set(said)) == 1 and re.match(rf"environment: {what}: \S+ on rank 0 \(.*\) and 0\.0\.7 on rank 1 ", said[0]), said
+
+
+def test_sizes_that_differ() -> None:
+    def act(rank: int) -> None:
+        if rank == 1:
+            os.environ["WORLD_SIZE"] = "4"
+
+    said = meeting(2, act)
+    assert len(set(said)) == 1 and re.match(r"environment: WORLD_SIZE: 2 on rank 0 \(.*\) and 4 on rank 1 ", said[0]), said
+
+
+def test_a_rank_that_does_not_come() -> None:
+    said = meeting(3, seconds=1.5, only=(0, 2))
+    assert len(set(said)) == 1 and said[0].startswith("environment: WORLD_SIZE: 3, but rank 1 did not come within 1.5 s"), said
+
+
+def test_a_rank_that_is_there_twice() -> None:
+    def act(rank: int) -> None:
+        if rank == 2:
+            time.sleep(1)  # after the others
+            os.environ["RANK"] = "1"
+
+    said = meeting(3, act, seconds=2.5)
+    assert re.match(r"environment: RANK: 1, which process \d+ on .* has too; each rank once", said[2]), said
+    assert said[0].startswith("environment: WORLD_SIZE: 3, but rank 2 did not come"), said
+
+
+def test_the_command_says_it_in_a_line(tmp_path: Path, told: Any) -> None:
+    """As torchrun would start it, with a first rank that is not there."""
+    from test_ranks import run_of
+
+    from modelcenter.config import dump_yaml, to_dict
+
+    (tmp_path / "r.yaml").write_text(dump_yaml(to_dict(run_of(tmp_path))))
+    told()
+    command = [sys.executable, "-m", "modelcenter", "train", str(tmp_path / "r.yaml"), "machine.fsdp=2", "machine.device=cpu",
+               "machine.timeout=1"]  # fmt: skip
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert re.match(r"modelcenter: error: environment: MASTER_ADDR: nobody answers at ", done.stderr), done.stderr

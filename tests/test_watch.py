@@ -1,0 +1,152 @@
+"""A run that stands still ends with every rank's stacks, and the rank at fault is named."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._dynamo  # imported where a model is sharded: here once, and not in each rank
+import torch.distributed.fsdp  # noqa: F401
+from mesh import enter, spawn
+from test_launch import ENDLESS, command, once_it_steps, one_thread  # noqa: F401
+from test_ranks import machine_of, run_of
+
+from modelcenter.__main__ import main
+from modelcenter.data.loader import Loader
+from modelcenter.parallel import watch
+from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.ranks import ALONE
+from modelcenter.train import launch, loop
+from modelcenter.train.loop import train
+
+TIMEOUT = 2.0  # seconds without progress
+LATE = 5.0  # seconds in which everybody has to be gone after that
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is, the ranks come to their first step."""
+    monkeypatch.setattr(watch, "FIRST", 30)
+
+
+def ends_of(ranks: int, folder: Path, work: Any, *args: Any) -> list[int | None]:
+    """The exit statuses of ranks that do `work` and are not expected to come back."""
+    context = multiprocessing.get_context("fork")
+    ours, pipe = context.Pipe()
+    jobs = [context.Process(target=enter, args=(n, ranks, str(folder), pipe, work, args), daemon=True) for n in range(ranks)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    ours.close()
+    return [job.exitcode for job in jobs]
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_stopped_rank_ends_the_run(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    began: list[float] = []
+    processes: list[Any] = []
+
+    def act(ranks: list[Any]) -> None:
+        processes.extend(ranks)
+        began.append(time.monotonic())
+        os.kill(ranks[victim].pid, signal.SIGSTOP)
+
+    once_it_steps(tmp_path / "out", monkeypatch, act)
+    assert main([*command(tmp_path, **ENDLESS), "machine.timeout=4"]) == watch.STALLED
+    assert time.monotonic() - began[0] < 4 + LATE and all(process.poll() is not None for process in processes)
+    said = capfd.readouterr().err
+    other = 1 - victim
+    assert said.count("modelcenter: error:") == 1 and "Traceback" not in said
+    error = f"modelcenter: error: no progress for 4 s: rank {victim} says nothing: it is stopped, or its machine is gone, "
+    assert error in said and f"rank {other} waits for others at " in said, said
+    text = (tmp_path / "out" / "ranks" / f"{other}.txt").read_text()
+    assert "thread MainThread:" in text and "train/loop.py" in text and "torch/distributed" in text
+
+
+def asleep(rank: int, recipe: Any, held: bool) -> None:
+    """From its sixth step on rank 1 makes no more batches, and with `held` lets no other thread of it run."""
+    loop.plot_loss = lambda folder: "not drawn"
+    real = Loader.steps
+
+    def steps(self: Any, *rest: Any, **options: Any) -> Any:
+        for n, item in enumerate(real(self, *rest, **options)):
+            if rank == 1 and n == 6:  # of which two wait in the prefetch, so that some steps are done
+                ctypes.PyDLL(None).sleep(60) if held else time.sleep(60)
+            yield item
+
+    Loader.steps = steps  # type: ignore[method-assign]
+    train(recipe, Machine(device="cpu", threads=1, fsdp=recipe.batch // 2, timeout=TIMEOUT))
+
+
+def test_a_loader_that_sleeps_is_named(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert ends_of(3, tmp_path, asleep, run_of(tmp_path, **{**ENDLESS, "batch": 6}), False) == [watch.STALLED] * 3
+    assert time.monotonic() - began < TIMEOUT + LATE + 20  # of which three ranks on a busy machine start and step
+    out = tmp_path / "out" / "ranks"
+    first = {rank: (out / f"{rank}.txt").read_text().partition("\n")[0] for rank in range(3)}
+    assert first[1].startswith("rank 1: stands at data/prefetch.py:") and "its thread prefetch stands at " in first[1], first
+    assert all(first[rank].startswith(f"rank {rank}: waits for others at parallel/ranks.py:") for rank in (0, 2)), first
+    assert "test_watch.py" in (out / "1.txt").read_text()  # where the loader sleeps
+
+
+def test_a_rank_that_keeps_the_interpreter_ends(tmp_path: Path, capfd: Any) -> None:
+    """Its watch cannot run; faulthandler's can."""
+    assert ends_of(2, tmp_path, asleep, run_of(tmp_path, **{**ENDLESS, "batch": 4}), True) == [watch.STALLED, 1]
+    assert "rank 0: waits for others" in (tmp_path / "out" / "ranks" / "0.txt").read_text()
+    said = capfd.readouterr().err
+    assert "Timeout (" in said and "in steps" in said, said
+
+
+def test_the_first_step_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_first", True)
+    guard = watch.Watch(tmp_path, ALONE, 10)
+    assert guard.limit == 300
+    watch.beat()
+    assert guard.limit == 10
+
+
+def steady(rank: int, recipe: Any) -> None:
+    """Each step takes longer than a third of the limit, and an evaluation of several batches longer than the limit itself."""
+    loop.plot_loss = lambda folder: "not drawn"
+    real, once = Loader.steps, Loader.once
+
+    def steps(self: Any, *rest: Any, **options: Any) -> Any:
+        for item in real(self, *rest, **options):
+            time.sleep(0.9)
+            yield item
+
+    def batches(self: Any) -> Any:
+        for batch in once(self):
+            time.sleep(0.9)
+            yield batch
+
+    Loader.steps, Loader.once = steps, batches  # type: ignore[method-assign]
+    began = time.monotonic()
+    run = train(recipe, Machine(device="cpu", threads=1, fsdp=2, timeout=3))
+    assert run.step == recipe.max_steps and time.monotonic() - began > 4
+
+
+@pytest.mark.slow
+def test_a_slow_run_is_left_alone(tmp_path: Path) -> None:
+    spawn(2, steady, run_of(tmp_path, max_steps=5, eval_steps=5, save_steps=None, batch=4))
+    assert not (tmp_path / "out" / "ranks").exists()
+
+
+def test_who_stands_and_who_waits(tmp_path: Path) -> None:
+    """The line names those at fault first, and those that left no stacks before all; stacks of a run before count for nothing."""
+    (tmp_path / "0.txt").write_text("rank 0: waits for others at parallel/ranks.py:1 (sum)\n")
+    (tmp_path / "1.txt").write_text("rank 1: stands at data/loader.py:7 (rows)\n")
+    (tmp_path / "2.txt").write_text("rank 2: waits for others at parallel/ranks.py:1 (sum)\n")
+    (tmp_path / "3.txt").write_text("rank 3: of a run before\n")
+    os.utime(tmp_path / "3.txt", (0, 0))
+    with pytest.raises(launch.RankError) as caught:
+        launch.stalled(tmp_path, range(4), 9, time.time())
+    line = str(caught.value)
+    assert line.startswith("no progress for 9 s: rank 3 says nothing"), line
+    assert ", rank 1 stands at data/loader.py:7 (rows), ranks 0, 2 waits for others at " in line, line
+    assert caught.value.status == watch.STALLED and caught.value.passing and machine_of((2, 1)).timeout == 600
