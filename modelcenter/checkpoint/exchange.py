@@ -1,14 +1,19 @@
-"""The copy plan carried out: files read into the parts of parameters that each rank of a node holds.
+"""The copy plan carried out: files read into the parts of parameters that ranks hold, and written from them.
 
 Each rank reads its runs with several threads into a buffer on the host (pinned, where the parameters are on an accelerator), a turn
 ahead of what is being sent; the rest happens where the parameters are: blocks are cut out there, sent in one all-to-all a turn, and
-transposed and cast as they are put into their places. A rank alone does the same without sending.
+transposed and cast as they are put into their places. A rank alone does the same without sending. Writing is all that backwards.
 """
 
+import errno
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InputError
-from ..names import Lazy, Region, everything, trace
-from ..parallel.ranks import OtherRankError
+from ..names import Lazy, Region, Shape, everything, trace
 from ..parallel.variable import variable
 from .copy_plan import Block, Plan, Run, Stored, aligned, plan, row_of, within
 from .folder import BinSlice, FileSlice, raw
@@ -26,6 +30,7 @@ LEAST, MOST = 2**20, 2**26  # bytes of a rank's buffer
 TURNS = 64  # into which a folder is cut, where the buffers are between the two
 THREADS = 4  # of a rank that read
 PIECE = 2**22  # bytes that a thread reads at a time, at least
+SAID = 1024  # bytes of what a rank says
 
 
 class Group:
@@ -73,15 +78,23 @@ class Group:
                 yield block, typed(bytes_, at, block.size, block.run.source.dtype).view(block.shape)
                 at += aligned(block.size)
 
+    def tell(self, text: str, device: torch.device) -> list[str]:
+        """What each rank says, in `SAID` bytes at most."""
+        if self.group is None:
+            return [text]
+        row = torch.tensor(list(text.encode()[:SAID].ljust(SAID, b"\0")), dtype=torch.uint8, device=device)
+        told = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(told, row, group=self.group)
+        return [bytes(said.tolist()).rstrip(b"\0").decode(errors="replace") for said in told]
+
     def agree(self, error: Exception | None, device: torch.device) -> None:
-        """Raise `error`, and on the others that it happened."""
-        if self.group is not None:
-            failed = torch.tensor([float(error is not None)], device=device)
-            dist.all_reduce(failed, group=self.group)
-            if error is None and float(failed):
-                raise OtherRankError("another rank could not read its part of the files")
+        """Raise `error` where there is one, and an `InputError` that says so on the others."""
+        told = self.tell(f"{error or type(error).__name__}" if error is not None else "", device)
         if error is not None:
             raise error
+        for rank, text in enumerate(told):
+            if text:
+                raise InputError(f"rank {rank}: {text}")
 
 
 def typed(bytes_: Tensor, at: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -133,16 +146,13 @@ def stored(source: Lazy) -> bool:
 @torch.no_grad()
 def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group) -> None:
     """Fill this rank's part of each parameter (where it stands in the whole, and its tensor) from `sources`, casting to its dtype.
-    All ranks of `group` call it with the same names. Errors: `InputError`, and `OtherRankError` for another rank's."""
+    All ranks of `group` call it with the same names. Errors: `InputError`, on all if on one."""
     device = next(iter(parameters.values()))[1].device
     for name, (region, tensor) in parameters.items():
         if within(region, sources[name].shape) != region:
             tensor.zero_()  # rows that pad the vocabulary: nobody's values
-    found = {id(p.source): p.source for n in parameters for p in trace(sources[n], everything(sources[n].shape))}
-    order: Any = sorted(found.values(), key=position)
-    regions = group.regions({name: region for name, (region, _) in parameters.items()}, device)
-    todo = plan(sources, regions, order)
-    size = buffer_size(order, group)
+    todo = planned(parameters, sources, group, device)
+    size = buffer_size(todo.sources, group)
     failure: Exception | None = None
 
     def store(block: Block, values: Tensor) -> None:
@@ -167,6 +177,86 @@ def buffer_size(sources: Sequence[Stored], group: Group) -> int:
     """Bytes of a rank's buffer: a small part of the folder, and a row at least."""
     share = sum(row_of(source) * (source.shape[0] if source.shape else 1) for source in sources) // group.size
     return max(min(MOST, max(LEAST, share // TURNS), share), *map(row_of, sources))
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """The place of a tensor in a file that is to be written, whose data begin at byte `start`."""
+
+    shape: Shape
+    dtype: torch.dtype
+    file: Path
+    start: int
+
+    def __getitem__(self, region: Region) -> Tensor:
+        raise TypeError("a place to write to has no values")
+
+
+@torch.no_grad()
+def write(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group) -> None:
+    """Write into files, which are there and as long as they will be, what ranks hold of each parameter; `sources` are made of the
+    `Slot`s that it belongs into. What this one has written is on the disk when it returns. All ranks of `group` call it with the
+    same names. Errors: `InputError`, on all if on one."""
+    device = next(iter(parameters.values()))[1].device
+    todo = planned(parameters, sources, group, device, once=True)
+    size = buffer_size(todo.sources, group)
+    hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+    files: dict[Path, int] = {}
+    failure: Exception | None = None
+
+    def load(block: Block) -> Tensor:
+        part = parameters[block.name][1][block.place]
+        return part.mT if block.turned else part
+
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        written: Future[None] = pool.submit(lambda: None)
+        for number, turn in enumerate(todo.turns(size)):
+            mine, host = turn[group.rank], hosts[number % 2]
+            chunk = host if device.type == "cpu" else torch.empty_like(host, device=device)
+            give = [list(todo.blocks(runs, group.rank)) for runs in turn]
+            take = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
+            group.trade(give, take, load, lambda b, v, chunk=chunk: rows_of(chunk, b.run)[b.region].copy_(v), device)  # type: ignore[misc]
+            if chunk is not host:
+                host.copy_(chunk)
+            failure = failure or faulted(written)  # the others wait for this rank's blocks, whatever becomes of its own
+            written = pool.submit(put_runs, mine, host, files, stack)
+        failure = failure or faulted(written)
+        for file in files.values():
+            failure = failure or faulted(pool.submit(os.fsync, file))
+    group.agree(failure, device)
+
+
+def faulted(job: Future[Any]) -> Exception | None:
+    """What the disk had against a job, which has ended then."""
+    try:
+        job.result()
+    except OSError as error:
+        return error
+    return None
+
+
+def put_runs(runs: Iterable[Run], host: Tensor, files: dict[Path, int], stack: ExitStack) -> None:
+    """Write `runs` from a buffer to their places; each file is opened once, and closed by `stack`."""
+    for run in runs:
+        slot: Any = run.source
+        if slot.file not in files:
+            files[slot.file] = os.open(slot.file, os.O_WRONLY | os.O_CLOEXEC)
+            stack.callback(os.close, files[slot.file])
+        rest, at = raw(host[run.at : run.at + run.size]), slot.start + run.start * row_of(slot)
+        while len(rest):  # a write may be short
+            done = os.pwrite(files[slot.file], rest, at)
+            if done == 0:
+                raise OSError(errno.EIO, "the disk took no bytes", str(slot.file))
+            rest, at = rest[done:], at + done
+
+
+def planned(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group, device: torch.device, *,
+            once: bool = False) -> Plan:
+    """The plan of all ranks, with the files' tensors in their order."""
+    found = {id(p.source): p.source for n in parameters for p in trace(sources[n], everything(sources[n].shape))}
+    order: Any = sorted(found.values(), key=position)
+    regions = group.regions({name: region for name, (region, _) in parameters.items()}, device)
+    return plan(sources, regions, order, once=once)
 
 
 def rows_of(chunk: Tensor, run: Run) -> Tensor:

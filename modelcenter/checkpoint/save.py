@@ -1,6 +1,8 @@
 """A model as a Hugging Face folder."""
 
 import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import InputError, refuse
 from ..names import Names
-from .write import reading_order, save_folder
+from .atomic import disk_errors, write_new
+from .exchange import Group, Slot, write
+from .load import local
+from .write import Item, arranged, layout, save_folder
 
 if TYPE_CHECKING:
     from ..registry import Model
@@ -29,7 +34,8 @@ def companions(folder: Path) -> dict[str, bytes]:
 
 
 def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str | int) -> None:
-    """Write weights, config.json and companions. On a mesh every rank gathers and the first one writes; all return when it has."""
+    """Write weights, config.json and companions. Of several ranks each writes a part of the files, and none gathers a tensor; all
+    return when the folder is there. Errors: `InputError`, on all if on one."""
     parameters = dict(model.named_parameters())
     if missing := sorted(model.shapes.keys() - parameters.keys()):
         refuse(None, missing[0], "not a parameter", "a model with whole weights: a quantised layer's linear() gives them back")
@@ -43,13 +49,58 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
         )
     ]
     extra = {**model.companions, "config.json": config_json(model, kind)}
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         save_folder(folder, tensors, max_shard_size=max_shard_size, extra_files=extra)
-    else:
-        for item in reading_order(tensors, max_shard_size):
-            item.read()
-    if dist.is_initialized():
-        dist.barrier()
+        return
+    if other := [name for name in model.shapes if parameters[name].dtype != kind]:
+        refuse(folder, other[0], str(parameters[other[0]].dtype), f"{kind}, as the first of the weights")
+    held = {name: local(parameters[name]) for name in model.shapes}
+
+    def write_all(temp: Path, files: Mapping[str, Sequence[Item]]) -> None:
+        slots = {item.name: Slot(item.shape, item.dtype, temp / name, starts[item.name])
+                 for name, _, starts, _ in layout(files) for item in files[name]}  # fmt: skip
+        write(held, names.load(slots.__getitem__, model.shapes, bare=model.bare), group)
+
+    group, device = Group(dist.group.WORLD), next(iter(held.values()))[1].device
+    if group.rank == 0:
+        lead(group, device, write_all, partial(save_folder, folder, tensors, max_shard_size=max_shard_size, extra_files=extra))
+        return
+    with disk_errors(folder):
+        temp = word(group, device)
+        write_all(Path(temp), arranged(tensors, max_shard_size))
+        word(group, device)
+
+
+def lead(group: Group, device: torch.device, write_all: Callable[[Path, Mapping[str, Sequence[Item]]], None],
+         save: Callable[..., None]) -> None:
+    """`save` on the first rank, its files filled by all in `write_all`; the others are told where, and whether it went well."""
+    waited_for = True
+
+    def begin(temp: Path, files: Mapping[str, Sequence[Item]]) -> None:
+        nonlocal waited_for
+        for name, header, _, size in layout(files):
+            write_new(temp / name, [header])
+            os.truncate(temp / name, size)
+        group.tell(f"+{temp}", device)
+        waited_for = False  # an error is everybody's by itself
+        write_all(temp, files)
+        waited_for = True
+
+    try:
+        save(write=begin)
+    except Exception as error:
+        if waited_for:
+            group.tell(f"-{error}", device)
+        raise
+    group.tell("+", device)
+
+
+def word(group: Group, device: torch.device) -> str:
+    """What the first rank says. Errors: `InputError` with its words if it failed."""
+    said = group.tell("", device)[0]
+    if said.startswith("-"):
+        raise InputError(f"rank 0: {said[1:]}")
+    return said[1:]
 
 
 def whole(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -45,52 +45,10 @@ class Item(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def save_folder(
-    path: str | os.PathLike[str],
-    tensors: Iterable[tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]],
-    *,
-    max_shard_size: int | str = "5GB",
-    extra_files: Mapping[str, bytes],
-) -> None:
-    """Write `tensors` (name, shape, dtype, read) and `extra_files` (config.json and the like) as the folder `path`.
-
-    `path` may be absent, empty, or a model folder (one with config.json), whose weights are then replaced and whose
-    other files stay. Each `read` is called once, and its tensor let go before the next. The folder changes in one step
-    at the very end. Errors: `InputError`; `path` is then as it was and nothing else is left behind.
-    """
-    with disk_errors(path):
-        target = Path(path).resolve()
-        items = [Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors]
-        limit = parse_size(max_shard_size)
-        _check_items(target, items)
-        _check_extras(target, extra_files)
-        _check_target(target)
-        shards = plan_shards({item.name: item.size for item in items}, limit)
-        files = dict(zip(shard_names(len(shards)), shards, strict=True))
-        extras = dict(extra_files) if len(files) == 1 else {**extra_files, INDEX: index_json(items, files)}
-        by_name = {item.name: item for item in items}
-        parts = {file: [by_name[name] for name in names] for file, names in files.items()}
-        headers = sum(len(shard_header(part)) for part in parts.values())
-        check_space(target, sum(item.size for item in items) + headers + sum(map(len, extras.values())))
-        with staging(target) as temp:
-            for file, part in parts.items():
-                write_shard(temp / file, part)
-            for file, data in extras.items():
-                write_new(temp / file, [data])
-            _check_target(target)  # again: a save takes minutes, and the name may have become somebody else's
-            if target.is_dir() and any(target.iterdir()):
-                replace_folder(temp, target, drop=lambda name: STALE.fullmatch(name) is not None)
-            else:
-                commit_folder(temp, target)
-
-
-def reading_order(
-    tensors: Iterable[tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]], max_shard_size: int | str
-) -> list[Item]:
-    """The items in the order in which `save_folder` reads them: what a rank that only helps to gather follows."""
-    items = {name: Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors}
-    shards = plan_shards({item.name: item.size for item in items.values()}, parse_size(max_shard_size))
-    return [item for names in shards for item in sorted((items[n] for n in names), key=_order)]
+def write_shards(folder: Path, files: Mapping[str, Sequence[Item]]) -> None:
+    """Write each file into `folder`, one tensor after the other."""
+    for name, part in files.items():
+        write_shard(folder / name, part)
 
 
 def write_shard(path: str | os.PathLike[str], items: Iterable[Item], metadata: Mapping[str, str] = FORMAT) -> None:
@@ -103,6 +61,62 @@ def write_shard(path: str | os.PathLike[str], items: Iterable[Item], metadata: M
             yield tensor_bytes(path, item)
 
     write_new(path, chunks())
+
+
+def save_folder(
+    path: str | os.PathLike[str],
+    tensors: Iterable[tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]],
+    *,
+    max_shard_size: int | str = "5GB",
+    extra_files: Mapping[str, bytes],
+    write: Callable[[Path, Mapping[str, Sequence[Item]]], None] = write_shards,
+) -> None:
+    """Write `tensors` (name, shape, dtype, read) and `extra_files` (config.json and the like) as the folder `path`.
+
+    `path` may be absent, empty, or a model folder (one with config.json), whose weights are then replaced and whose
+    other files stay. Each `read` is called once, and its tensor let go before the next. The folder changes in one step
+    at the very end. `write` puts the items of each file into the folder that it is given, which is not the last one.
+    Errors: `InputError`; `path` is then as it was and nothing else is left behind.
+    """
+    with disk_errors(path):
+        target = Path(path).resolve()
+        items = [Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors]
+        limit = parse_size(max_shard_size)
+        _check_items(target, items)
+        _check_extras(target, extra_files)
+        _check_target(target)
+        parts = arranged(items, limit)
+        index = {file: [item.name for item in part] for file, part in parts.items()}
+        extras = dict(extra_files) if len(parts) == 1 else {**extra_files, INDEX: index_json(items, index)}
+        headers = sum(len(shard_header(part)) for part in parts.values())
+        check_space(target, sum(item.size for item in items) + headers + sum(map(len, extras.values())))
+        with staging(target) as temp:
+            write(temp, parts)
+            for file, data in extras.items():
+                write_new(temp / file, [data])
+            _check_target(target)  # again: a save takes minutes, and the name may have become somebody else's
+            if target.is_dir() and any(target.iterdir()):
+                replace_folder(temp, target, drop=lambda name: STALE.fullmatch(name) is not None)
+            else:
+                commit_folder(temp, target)
+
+
+def arranged(tensors: Iterable[tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]],
+             max_shard_size: int | str) -> dict[str, list[Item]]:
+    """The tensors by the file that they belong into."""
+    items = {name: Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors}
+    shards = plan_shards({item.name: item.size for item in items.values()}, parse_size(max_shard_size))
+    return {file: [items[name] for name in names] for file, names in zip(shard_names(len(shards)), shards, strict=True)}
+
+
+def layout(files: Mapping[str, Sequence[Item]]) -> Iterator[tuple[str, bytes, dict[str, int], int]]:
+    """Of each file its name, its first bytes, where in it each tensor begins, and its size."""
+    for name, part in files.items():
+        header = shard_header(part)
+        starts, end = {}, len(header)
+        for item in sorted(part, key=_order):
+            starts[item.name], end = end, end + item.size
+        yield name, header, starts, end
 
 
 def shard_header(items: Iterable[Item], metadata: Mapping[str, str] = FORMAT) -> bytes:
