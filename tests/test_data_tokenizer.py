@@ -201,6 +201,11 @@ def test_a_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(MissingError, match="nobody/nothing: offline, and nobody/nothing is not in the cache; unset HF"):
         load_tokenizer("nobody/nothing")
+    presets = {"gpt2": "openai-community/gpt2", "unpublished": None}
+    with pytest.raises(MissingError, match=r"gpt22: offline, .*; did you mean the preset 'gpt2'\?"):
+        load_tokenizer("gpt22", presets)
+    with pytest.raises(MissingError, match=r"gpt2: offline, and openai-community/gpt2 is not in the cache; .* a folder$"):
+        load_tokenizer("gpt2", presets)
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:

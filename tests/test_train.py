@@ -361,6 +361,24 @@ def test_resume_from_another_folder(tmp_path: Path, whole: Path) -> None:
     assert rows(tmp_path / "out")[1:] == [row for row in rows(whole)[1:] if row["step"] > 10]
 
 
+def test_a_run_whose_states_are_all_broken_does_not_begin_again_by_itself(tmp_path: Path, capsys: Any) -> None:
+    recipe = recipe_of(tmp_path, max_steps=2, save_steps=1, eval_steps=None)
+    train(recipe, MACHINE)
+    out = tmp_path / "out"
+    for state in ("step-1", "step-2"):
+        (out / state / "model.safetensors").write_bytes(b"x")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
+    capsys.readouterr()
+    with pytest.raises(InputError, match="out: resume: auto, and step-2, step-1 broken, as said above; move them away"):
+        train(recipe, MACHINE)
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all(f"step-{n}/model.safetensors: 1 bytes" in line for n, line in zip((2, 1), said, strict=True))
+    for state in ("step-1", "step-2"):
+        (out / state).rename(tmp_path / state)
+    assert train(recipe, MACHINE).step == 2
+
+
 def test_the_random_states_of_torch_and_python_come_back(tmp_path: Path) -> None:
     model = tiny()
     optimizer = build_optimizer(model, OptimizerConfig())

@@ -71,20 +71,23 @@ def resolve(name: str | os.PathLike[str], *, revision: str | None = None, local_
         return folder
 
 
-def fetch(name: str, patterns: list[str]) -> Path:
-    """The folder with the files of hub id `name` that match `patterns`, from the cache where the hub is not to be had."""
-    _check_id(name, {})
+def fetch(name: str, patterns: list[str], presets: Mapping[str, str | None]) -> Path:
+    """The folder with the files that match `patterns` of `name`, a hub id or what in `presets` stands for one; from the cache
+    where the hub is not to be had."""
+    repo = presets.get(name) or name
+    if name not in presets:
+        _check_id(name, presets)
     _check_environment()
     from huggingface_hub import constants, snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(repo, allow_patterns=patterns))
     except Exception as error:
         if constants.HF_HUB_OFFLINE:
-            reason: InputError | None = MissingError(message(
-                name, None, f"offline, and {name} is not in the cache", "unset HF_HUB_OFFLINE, or give a folder"))
+            how = f"unset HF_HUB_OFFLINE, or give a folder{_near(name, presets)}"
+            reason: InputError | None = MissingError(message(name, None, f"offline, and {repo} is not in the cache", how))
         else:
-            reason = _explain(error, name, name, None, {})
+            reason = _explain(error, name, repo, None, presets)
         if reason is None:
             raise
         raise reason from None
@@ -242,6 +245,9 @@ def _check_environment() -> None:
 
 
 def _near(name: str, presets: Mapping[str, str | None]) -> str:
+    """A hint at the preset that was meant, perhaps; nothing for one."""
+    if name in presets:
+        return ""
     close = get_close_matches(name, presets, n=1, cutoff=0.6)
     return f"; did you mean the preset {close[0]!r}?" if close else ""
 
@@ -252,8 +258,7 @@ def _explain(error: Exception, name: str, repo: str, revision: str | None,
     found, wanted, absent = _story(error, repo, revision)
     if not found:
         return None
-    near = _near(name, presets) if name not in presets else ""
-    return (MissingError if absent else InputError)(message(name, None, found, wanted + near))
+    return (MissingError if absent else InputError)(message(name, None, found, wanted + _near(name, presets)))
 
 
 def _story(error: Exception, repo: str, revision: str | None) -> tuple[str, str, bool]:

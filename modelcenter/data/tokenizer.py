@@ -10,11 +10,12 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tokenizers
@@ -345,11 +346,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") ->
     return Tokenizer(raw, special, f"{kind}:{vocab_size}")
 
 
-def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a folder, or of a hub id (its tokenizer files alone are fetched)."""
-    folder = Path(name)
+def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | None] = MappingProxyType({})) -> Tokenizer:
+    """The tokenizer of a folder, or of a hub id (its tokenizer files alone are fetched), which one of `presets` may stand for."""
+    folder = Path(name).expanduser()  # which wins over a preset of its name, as for the weights
     if not folder.is_dir():
-        folder = _fetch(str(name))
+        folder = _fetch(str(name), presets)
     config = _optional(folder / "tokenizer_config.json")
     found = _found(folder, config)
     found.chat_template = _chat_template(folder, config)
@@ -448,11 +449,11 @@ def _from_transformers(folder: Path) -> Tokenizer:
     return Tokenizer(found.backend_tokenizer, special, str(folder))
 
 
-def _fetch(name: str) -> Path:
+def _fetch(name: str, presets: Mapping[str, str | None]) -> Path:
     """The folder of a hub id's tokenizer files."""
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         refuse_missing(name, "tokenizer", "no such folder", "a folder, a hub id, char or bpe:8000 is wanted")
-    return fetch(name, FILES)
+    return fetch(name, FILES, presets)
 
 
 def _special(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> dict[str, str]:

@@ -81,7 +81,7 @@ def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def find_start(resume: str, folder: Path, ranks: Ranks = ALONE) -> Path | None:
     """The step-N folder to go on from; None to begin. The first rank looks, for all. Errors: `MissingError` for a path without a
-    valid state."""
+    valid state, `InputError` for a folder of the run's own whose states are all broken: to begin again is the user's to say."""
     return Path(told) if (told := ranks.tell(str(found_start(resume, folder) or "") if ranks.first else "")) else None
 
 
@@ -94,6 +94,8 @@ def found_start(resume: str, folder: Path) -> Path | None:
     found = find_state(source)
     if found is None and resume != "auto":
         refuse_missing(source, "resume", "no valid training state", "a run's folder, a step-N in one, auto or never")
+    if found is None and (broken := [path.name for path in steps(folder)]):
+        refuse(folder, "resume", f"auto, and {', '.join(broken[:3])} broken, as said above", "move them away to begin again")
     return None if found is None else found[0]
 
 

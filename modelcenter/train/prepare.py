@@ -38,7 +38,7 @@ from .launch import follow
 from .recipe import Recipe
 
 FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
-FORWARD_CPU = 1024  # on a CPU, which is no faster with more: half of GPT-2 takes 5 s for these on two cores
+FORWARD_CPU = 1024  # on a CPU, which is no faster with more: GPT-2 takes 5 s for these on two cores
 
 
 @dataclass
@@ -230,9 +230,7 @@ def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:
     """The recipe's own, or else the model's."""
     if recipe.tokenizer is not None:
         return open_tokenizer(recipe.tokenizer, texts_of(recipe.objective, records, recipe.data))
-    hubs = {name: preset.hub for name, (_, preset) in presets().items()}
-    folder = Path(recipe.model).expanduser()  # which wins over a preset of its name, as for the weights
-    return load_tokenizer(folder if folder.is_dir() else hubs.get(recipe.model) or recipe.model)
+    return load_tokenizer(recipe.model, {name: preset.hub for name, (_, preset) in presets().items()})
 
 
 def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | None, machine: Machine,
