@@ -388,7 +388,7 @@ def kills(out: Path, rounds: int, seed: int, save: Callable[..., Path] = put) ->
         _, status = os.waitpid(child, 0)
         with stream:
             told = [n for (n,) in struct.iter_unpack("q", stream.read())]
-        pace *= 1 if told else 2  # a child, whose pages are all to be copied, may be far slower than its parent was
+        pace *= 2 if not told else 0.5 if len(told) > 6 else 1  # a child's saves are slower or faster than its parent's were
         if not os.WIFSIGNALED(status):
             wrong.append(f"{number}: the child ended by itself")
         last, acked = max([last, *told]), acked + len(told)

@@ -398,10 +398,10 @@ def test_out_of_memory_names_the_key_and_a_value(place: str, kind: str, here: Pa
         assert main(command(**more, micro_batch="2")) == 0  # the advice can be followed in the same folder
 
 
-def advice(changes: list[str], recompute: bool = False) -> str:
-    machine = Machine(recompute=recompute)
-    with pytest.raises(InputError) as refused, Memory(load_recipe("finetune", ["data.path=a", *changes]), machine) as memory:
-        memory.at = "in step 1" if "adapter.name=lora" not in changes else ""
+def advice(changes: list[str], at: str = "in step 1", **machine: Any) -> str:
+    recipe = load_recipe("finetune", ["data.path=a", *changes])
+    with pytest.raises(InputError) as refused, Memory(recipe, Machine(**machine)) as memory:
+        memory.at = at
         raise MemoryError
     return str(refused.value)
 
@@ -412,7 +412,22 @@ def test_advice_is_what_is_left_to_change() -> None:
     assert advice(["micro_batch=1"]).startswith("machine.recompute: none: out of memory in step 1; machine.recompute=full or ")
     last = advice(["micro_batch=1", "data.seq_len=64"], recompute=True)
     assert last == "data.seq_len: 64: out of memory in step 1; data.seq_len=32 or optimizer.moments=int8"
-    assert advice(["adapter.name=lora"]).partition("; ")[2].startswith("adapter.quantize=nf4 or ")
+    assert advice(["adapter.name=lora"], at="").partition("; ")[2].startswith("adapter.quantize=nf4 or ")
+
+
+@pytest.mark.parametrize(("changes", "machine", "way"), [
+    ([], {}, "adapter.name=lora with adapter.quantize=nf4 or a smaller model"),
+    ([], {"fsdp": 2}, "adapter.name=lora or a larger machine.fsdp or a smaller model"),  # nothing is quantised on several ranks
+    (["adapter.name=lora"], {"fsdp": 2}, "a larger machine.fsdp or a smaller model"),
+    (["objective=prefix_lm"], {}, "a smaller model"),  # which no adapter's folder could say
+    (["freeze=[embed]"], {"tensor_parallel": 2}, "a smaller model"),
+])  # fmt: skip
+def test_advice_for_weights_is_what_the_run_would_accept(changes: list[str], machine: dict[str, int], way: str) -> None:
+    assert advice(changes, at="", **machine).partition("; ")[2] == way
+
+
+def test_advice_for_a_step_is_what_the_run_would_accept() -> None:
+    assert "data.seq_len=" not in advice(["data.seq_len=3"])  # one token is no sequence
 
 
 def test_other_errors_are_not_hidden() -> None:

@@ -4,8 +4,11 @@ import errno
 from types import TracebackType
 from typing import Self
 
-from ..errors import refuse
+from ..config import bind, override, to_dict
+from ..errors import InputError, refuse
 from ..parallel.machine import Machine
+from ..registry import check_adapter
+from .prepare import check_ranks
 from .recipe import Recipe
 
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
@@ -26,7 +29,7 @@ class Memory:
         if self.at:
             key, value, ways = of_work(self.recipe, self.machine)
         else:
-            key, value, ways = of_weights(self.recipe)
+            key, value, ways = of_weights(self.recipe, self.machine)
         refuse(None, key, f"{value}: out of memory {self.at or 'when the model was loaded'}", " or ".join(ways))
 
 
@@ -46,21 +49,35 @@ def of_work(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
         found.append(("micro_batch", micro, fitting[-1]))
     if machine.recompute != "full":
         found.append(("machine.recompute", machine.recompute, "full"))
-    if recipe.data.seq_len > 2:
-        found.append(("data.seq_len", recipe.data.seq_len, recipe.data.seq_len // 2))
+    found.append(("data.seq_len", recipe.data.seq_len, recipe.data.seq_len // 2))
     if recipe.optimizer.name == "adamw" and recipe.optimizer.moments != "int8":
         found.append(("optimizer.moments", recipe.optimizer.moments, "int8"))
+    found = [(key, value, other) for key, value, other in found if accepted(recipe, machine, f"{key}={other}")]
     if not found:
         return "model", recipe.model, ["a smaller model"]
-    return found[0][0], found[0][1], [f"{key}={value}" for key, _, value in found]
+    return found[0][0], found[0][1], [f"{key}={other}" for key, _, other in found]
 
 
-def of_weights(recipe: Recipe) -> tuple[str, object, list[str]]:
+def of_weights(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
     """The same for weights that do not fit by themselves."""
     if recipe.init == "random":
         return "config", recipe.config or recipe.model, ["a smaller config.layers", "config.dim"]
-    if recipe.adapter.name == "none":
-        return "model", recipe.model, ["adapter.name=lora with adapter.quantize=nf4", "a smaller model"]
-    if recipe.adapter.quantize != "nf4":
-        return "adapter.quantize", recipe.adapter.quantize, ["adapter.quantize=nf4", "a smaller model"]
-    return "model", recipe.model, ["a smaller model"]
+    lora = ["adapter.name=lora"] if recipe.adapter.name == "none" else []
+    ways = [settings for settings in ([*lora, "adapter.quantize=nf4"], lora)
+            if settings and recipe.adapter.quantize != "nf4" and accepted(recipe, machine, *settings)]
+    key, value = ("model", recipe.model) if lora or not ways else ("adapter.quantize", recipe.adapter.quantize)
+    more = ["a larger machine.fsdp"] if machine.fsdp > 1 else []
+    return key, value, [*(" with ".join(settings) for settings in ways[:1]), *more, "a smaller model"]
+
+
+def accepted(recipe: Recipe, machine: Machine, *settings: str) -> bool:
+    """Whether the run could be as it is but for `settings`: advice that is then refused is none."""
+    try:
+        wanted = override({**to_dict(recipe), "machine": to_dict(machine)}, settings)
+        other = bind(Machine, wanted.pop("machine"), section="machine.")
+        made = bind(Recipe, wanted)
+        check_ranks(made, other)
+        check_adapter(made.adapter, other)
+    except InputError:
+        return False
+    return True
