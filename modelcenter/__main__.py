@@ -19,8 +19,9 @@ from modelcenter.cli.convert import Conversion, convert, merge
 from modelcenter.cli.evaluate import evaluate
 from modelcenter.cli.generate import Generation, generate
 from modelcenter.cli.look import compare, doctor
+from modelcenter.cli.plan import plan
 from modelcenter.cli.tokenize import tokenize
-from modelcenter.cli.train import plan, train
+from modelcenter.cli.train import train
 from modelcenter.config import COMMAND_LINE, describe
 from modelcenter.errors import LIMIT, InputError, nearest, printable, refuse
 

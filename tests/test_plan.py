@@ -22,7 +22,8 @@ from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.blocks import recompute as recompute_blocks
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.plan import Plan, rehearse, size
+from modelcenter.parallel.plan import Plan, size
+from modelcenter.parallel.rehearse import Deep, rehearse
 from modelcenter.train import fit
 from modelcenter.train.fit import Verdict, verdict, widest
 from modelcenter.train.prepare import prepare, resolve
@@ -129,8 +130,9 @@ def test_the_peak_is_foreseen(case: dict[str, Any]) -> None:
         return build_optimizer(twin, OptimizerConfig(**case.get("optimizer", {}))), EMA(twin, 0.9) if case.get("ema") else None
 
     before = torch.get_rng_state(), {name: p.data_ptr() for name, p in model.named_parameters()}
-    parts = rehearse(model, batch, build, compute, CPU, forwards=case.get("forwards", 1), share=share,
-                     recompute=case.get("recompute", "none"), evaluates=case.get("evaluates", False))
+    how = partial(rehearse, batch=batch, build=build, compute=compute, device=CPU, forwards=case.get("forwards", 1), share=share,
+                  recompute=case.get("recompute", "none"), evaluates=case.get("evaluates", False))
+    parts = Deep([(1, how(model))]).peak()
     assert torch.equal(before[0], torch.get_rng_state())  # and nothing was drawn
     assert before[1] == {name: p.data_ptr() for name, p in model.named_parameters()}
     assert all(p.grad is None and not p._backward_hooks and not p._post_accumulate_grad_hooks for p in model.parameters())
@@ -142,17 +144,21 @@ def test_the_peak_is_foreseen(case: dict[str, Any]) -> None:
     assert abs(parts.total() / real - 1) < 0.005, f"{parts.total()} foreseen, {real} measured: {dict(parts)}"
 
 
+def peak_with(model: Any, batch: dict[str, Any], config: OptimizerConfig) -> Any:
+    return Deep([(1, rehearse(model, batch, lambda m: (build_optimizer(m, config), None), nullcontext, CPU))]).peak()
+
+
 def test_moments_are_what_arithmetic_says() -> None:
     """Two numbers a weight, and a step's; a row and a column of a matrix."""
     case = {"family": "gpt"}
     model, batch = model_of(case), batch_of(case)
     count = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))
-    parts = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig()), None), nullcontext, CPU)
+    parts = peak_with(model, batch, OptimizerConfig())
     assert parts["optimizer"] == 8 * count + 4 * tensors and parts["weights"] == 4 * count
-    parts = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig(moments="bf16")), None), nullcontext, CPU)
+    parts = peak_with(model, batch, OptimizerConfig(moments="bf16"))
     assert parts["optimizer"] == 4 * count + 4 * tensors
-    parts = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig(name="adafactor")), None), nullcontext, CPU)
+    parts = peak_with(model, batch, OptimizerConfig(name="adafactor"))
     assert 0 < parts["optimizer"] < 0.1 * 4 * count
 
 
@@ -245,7 +251,7 @@ def test_what_cannot_be_rehearsed_can_be_run(tmp_path: Path, monkeypatch: pytest
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no\nidea")
 
-    monkeypatch.setattr(fit, "rehearse", fail)
+    monkeypatch.setattr(fit, "job_of", fail)
     assert asked(recipe_of(tmp_path))[0] == "memory: not estimated: RuntimeError: no idea"
 
 

@@ -71,6 +71,8 @@ def call(name: str, *args: Any) -> None:
     its results and calls kernels is its own fake kernel."""
     tensor = args[0]
     if tensor.is_meta or fake(tensor):
+        if _observer is not None:
+            _observer(name, args)
         return
     getattr(_C.cuda if tensor.is_cuda else _C.cpu, name)(*args)
 
@@ -104,19 +106,27 @@ def raw(schema: str, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[Call
 
 _rehearsing = False
 _watching = 0  # dispatch modes that are not to be noticed
+_observer: Callable[[str, tuple[Any, ...]], None] | None = None  # is told of kernels that are called
+_as_gpu = False
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
+def rehearsal(observer: Callable[[str, tuple[Any, ...]], None] | None = None, gpu: bool = False) -> Iterator[None]:
     """While it lasts, calls are made as in eager on plain tensors, though these are fake and dispatch modes that are there already
-    watch: what those see of memory is then what the real calls take."""
-    global _rehearsing, _watching
-    before = _rehearsing, _watching
-    _rehearsing, _watching = True, torch._C._len_torch_dispatch_stack()
+    watch: what those see of memory is then what the real calls take. `observer` is told of each kernel; `gpu`: tensors of the CPU
+    are treated as on a GPU that is not here."""
+    global _rehearsing, _watching, _observer, _as_gpu
+    before = _rehearsing, _watching, _observer, _as_gpu
+    _rehearsing, _watching, _observer, _as_gpu = True, torch._C._len_torch_dispatch_stack(), observer, gpu
     try:
         yield
     finally:
-        _rehearsing, _watching = before
+        _rehearsing, _watching, _observer, _as_gpu = before
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether `x` is on a GPU, or is to be treated as if it were."""
+    return x.is_cuda or _as_gpu
 
 
 def real(x: Tensor) -> bool:

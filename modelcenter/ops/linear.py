@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import plain
+from ._op import on_gpu, plain
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -27,7 +27,7 @@ def has_low_units(dtype: torch.dtype) -> bool:
 
 def low_dtype(x: Tensor) -> torch.dtype | None:
     """The low precision that a product with `x` would be formed in on a CPU without units for it; None anywhere else."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or on_gpu(x):
         return None
     low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     return low if low in LOW and x.dtype != torch.float64 and not has_low_units(low) else None

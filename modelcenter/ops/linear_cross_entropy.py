@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._op import OPS, Kernel, Op, call, look, raw, real, unseen
+from ._op import OPS, Kernel, Op, call, look, on_gpu, raw, real, unseen
 from .cross_entropy import IGNORE, cross_entropy, summed
 from .linear import LOW, has_low_units
 
@@ -55,7 +55,7 @@ def linear_cross_entropy_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss and the gradients of x, weight and bias for a gradient of 1; one that is not in `grads` is empty. A gradient may be
     wider than what it is of."""
-    cuda, vocab = x.is_cuda, weight.size(0)
+    cuda, vocab = on_gpu(x), weight.size(0)
     kind = dtype or x.dtype
     if not cuda and kind in LOW and not has_low_units(kind):
         kind = torch.float32
@@ -110,7 +110,7 @@ def rows_of_a_chunk(x: Tensor, vocab: int, kind: torch.dtype) -> tuple[int, int]
     """Rows of logits held at a time, and the elements from one to the next: so many that every row is aligned for the matrix units,
     which an odd vocabulary is not."""
     stride = -(-vocab // 64) * 64
-    rows = max(1, BYTES["cuda" if x.is_cuda else "cpu"] // (stride * kind.itemsize))
+    rows = max(1, BYTES["cuda" if on_gpu(x) else "cpu"] // (stride * kind.itemsize))
     return rows // 128 * 128 or rows, stride
 
 
@@ -130,7 +130,7 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> No
     """out = out * beta + a @ b * alpha. Autocast has no part in products into a given tensor."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
-    elif out.is_cuda:
+    elif on_gpu(out):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
     else:
         part = torch.addmm(out.new_empty(out.shape, dtype=a.dtype), a, b, beta=0.0, alpha=alpha)

@@ -1,20 +1,24 @@
-"""Whether a run will fit into memory, said before its first step, and which key makes it fit where it does not."""
+"""Whether a run will fit into memory and how long a step will take, said before its first step, and what would make it fit."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..adapter.attach import choose, insert
 from ..errors import printable, refuse
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
+from ..parallel.chips import CHIPS, chip_here
 from ..parallel.device import memory_of
-from ..parallel.machine import Machine, Recompute
-from ..parallel.plan import Plan, rehearse, size
+from ..parallel.layout import RECOMPUTES, Costs, Estimate, Job
+from ..parallel.machine import Machine
+from ..parallel.plan import Plan, size
+from ..registry import Model, families, skeleton
 from .evaluate import count_targets
 from .prepare import Setup, most_of
 from .recipe import Recipe
@@ -24,20 +28,36 @@ Compute = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A plan, the batch that it is for (sequences x tokens), and what would need less: (settings, bytes)."""
+    """A plan, the batch that it is for (sequences x tokens), and what would need less: (settings, bytes). `estimate`: the same with
+    the time of a step, where the device's rates are known."""
 
     plan: Plan
     batch: str
     ways: tuple[tuple[str, int], ...] = ()
+    estimate: Estimate | None = None
+    ranks: int = 1
 
     def __str__(self) -> str:
         advice = " or ".join(f"{setting} ({size(need)})" for setting, need in self.ways)
-        return f"memory: {self.plan} (batches of {self.batch})" + (f"; set {advice}" if advice else "")
+        each = " a rank" if self.ranks > 1 else ""
+        memory = f"memory{each}: {self.plan} (batches of {self.batch})" + (f"; set {advice}" if advice else "")
+        return memory if self.estimate is None else f"{memory}\nspeed: {speed(self.estimate)}"
+
+
+def speed(e: Estimate) -> str:
+    """An estimate's time in words."""
+    each = " and device" if e.machine.ranks > 1 else ""
+    return (f"about {e.seconds:.3g} s a step, {e.rate:,.0f} tokens a second{each}, {e.share:.0%} of the device's rate of matrix "
+            f"products; most of it is {WHAT[e.bottleneck]}")  # fmt: skip
+
+
+WHAT = {"compute": "arithmetic", "memory": "moving bytes of the device's memory", "link": "waiting for other ranks",
+        "host": "calls of the host"}  # fmt: skip
 
 
 def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup, compute: Compute, *,
             refuses: bool = True) -> Verdict | str:
-    """What the memory of `device` says to a run; a line that says why, where that is not known.
+    """What a run will need and take on `device`; a line that says why, where that is not known.
 
     The batch is the largest that can come: a micro-batch of sequences of `data.seq_len`. Refused is only what no batch could be
     small enough for: weights, gradients and optimizer beyond all the memory there is.
@@ -46,53 +66,63 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
     if there is None:
         return f"memory: not known of {device.type}"
     free, total = there
-    model: Any = setup.model
-    if machine.ranks > 1:
-        return "memory: not estimated for several processes"
     if device.type == "cpu":
-        free += sum(p.nbytes for p in model.parameters() if not p.is_meta)  # in the plan, and taken already
+        free += sum(p.nbytes for p in setup.model.parameters() if not p.is_meta)  # in the plan, and taken already
+    chip = chip_here(device)
     now = recipe.micro_batch or most_of(recipe, device)
-    _, batches = next(setup.loader.steps(micro_batch=recipe.micro_batch))
-
-    def plan(rows: int, recompute: Recompute) -> Plan:
-        parts = rehearse(model, widest(batches[0], rows, recipe, model.encoder_decoder), keeper(recipe), compute, device,
-                         forwards=len(batches) * now // rows, share=share(batches[0], recipe), recompute=recompute,
-                         evaluates=setup.evaluation is not None)  # fmt: skip
-        if device.type != "cpu":
-            parts["fragments"] = int(FRAGMENTS * parts.total())
-        return Plan(parts, min(free, total), total)
-
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints the traceback of what is raised in it
-    quiet, log.disabled = log.disabled, True
     try:
-        found = plan(now, machine.recompute)
-        ways = [] if found.fits or found.hopeless else list(better(plan, now, recipe, machine))
+        job = job_of(recipe, device, setup, compute, machine)
+        costs = Costs(job, chip or CHIPS["h200"], min(free, total))
+        found = costs.exact(machine, min(now, ceil(job.rows / machine.shares)))
+        plan = Plan(found.parts, min(free, total), total)
+        ways = [] if plan.fits or plan.hopeless else list(better(costs, found))
     except Exception as error:  # what cannot be rehearsed can be run
         return f"memory: not estimated: {type(error).__name__}: {printable(' '.join(str(error).split()))[:100]}"
-    finally:
-        log.disabled = quiet
-    if found.hopeless and refuses:
-        what = f"{size(found.lasting)} of weights, gradients and optimizer, {size(total)} there"
+    if plan.hopeless and refuses:
+        what = f"{size(plan.lasting)} of weights, gradients and optimizer, {size(total)} there"
         refuse(None, "memory", what, FEWER)
-    return Verdict(found, f"{now} x {recipe.data.seq_len} tokens", tuple(ways))
+    batch = f"{found.rows} x {recipe.data.seq_len} tokens"
+    return Verdict(plan, batch, tuple(ways), found if chip is not None else None, machine.ranks)
 
 
-FRAGMENTS = 0.1  # of what an accelerator's caching allocator holds; 8 % for LoRA on LLaMA on one H200
 FEWER = "an adapter (adapter.name=lora), optimizer.moments=bf16, optimizer.name=adafactor or a smaller model"
 
 
-def better(plan: Callable[[int, Recompute], Plan], now: int, recipe: Recipe, machine: Machine) -> Iterator[tuple[str, int]]:
-    """Settings that fit: the largest micro-batch, recompute, or both, each found by a rehearsal; or the least of all."""
-    halves = [n for n in range(now // 2, 0, -1) if now % n == 0]
-    modes: tuple[Recompute, ...] = ("none", "selective", "full")
-    for recompute in modes[modes.index(machine.recompute) :]:
-        more = recompute != machine.recompute
-        settings = f"machine.recompute={recompute}" if more else ""
-        for rows in [now] * more + halves * (recompute != "selective" or not more):
-            found = plan(rows, recompute)
+def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
+    """Settings that fit: the largest micro-batch, more recompute, or both."""
+    halves = [n for n in range(now.rows // 2, 0, -1) if now.rows % n == 0]
+    for how in RECOMPUTES[RECOMPUTES.index(now.machine.recompute) :]:
+        more = how != now.machine.recompute
+        settings = f"machine.recompute={how}" if more else ""
+        for rows in [now.rows] * more + halves * (how != "selective" or not more):
+            found = costs.exact(replace(now.machine, recompute=how), rows)
             if found.fits:
-                yield " ".join(filter(None, (f"micro_batch={rows}" if rows != now else "", settings))), found.need
+                yield " ".join(filter(None, (f"micro_batch={rows}" if rows != now.rows else "", settings))), found.need
                 break
+
+
+def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute, machine: Machine, gpu: bool = False) -> Job:
+    """What a recipe trains, with the largest batches that can come."""
+    model: Any = setup.model if machine.ranks == 1 else whole(setup.model, recipe)
+    _, batches = next(setup.loader.steps(micro_batch=recipe.micro_batch))
+    first, pairs = batches[0], bool(model.encoder_decoder)
+    most = recipe.micro_batch or most_of(recipe, device)
+    rows = recipe.batch if recipe.batch_tokens is None else len(batches) * most * machine.shares
+    one = widest(first, 1, recipe, pairs)
+    tokens = int(one["input_ids"].numel()) + (int(one["labels"].numel()) if pairs else 0)
+    return Job(model, lambda rows: widest(first, rows, recipe, pairs), keeper(recipe), compute, device, recipe.precision, rows,
+               tokens, share(first, recipe), setup.evaluation is not None, gpu)
+
+
+def whole(model: Model, recipe: Recipe) -> Model:
+    """The model without storage, before it was spread over ranks."""
+    config: Any = model.config
+    family = next(family for family in families().values() if family.Config is type(config))
+    out = skeleton(family, config, model.task, torch.float32)
+    out.freeze(*recipe.freeze)
+    if recipe.adapter.name != "none":
+        insert(out, recipe.adapter, choose(out, recipe.adapter))
+    return out
 
 
 def keeper(recipe: Recipe) -> Callable[[nn.Module], tuple[Any, Any]]:

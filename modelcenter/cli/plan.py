@@ -1,0 +1,109 @@
+"""`modelcenter plan`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..config import COMMAND_LINE, bind, override
+from ..errors import refuse
+from .arguments import Answer, Arguments, check_model
+from .recipe import run_of
+
+if TYPE_CHECKING:
+    from ..parallel.machine import Machine
+    from ..train.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What `plan` takes besides what `train` takes."""
+
+    gpus: int | None = field(default=None, metadata={"help": "devices; absent: those of the machine", "min": 1, "max": 65536})
+    device: str | None = field(default=None, metadata={"help": "a device by name, or a file; absent: what is here", "min": 1})
+    tokens: float | None = field(default=None, metadata={"help": "tokens of the whole training, for its hours", "above": 0})
+    price: float | None = field(default=None, metadata={"help": "of a device and hour, for its cost", "above": 0})
+
+
+OWN = ("gpus", "device", "tokens", "price")
+BARE: Mapping[str, Any] = {"data": {"path": "none", "seq_len": 1024}, "output_dir": "none", "max_steps": 1, "init": "random"}
+
+
+def plan(args: Arguments) -> Answer:
+    """Say what a run needs and how fast it will be, layout by layout, and what would make it fit; nothing is trained or allocated.
+
+    modelcenter plan RECIPE [--machine M] [key=value ...] [machine.key=value ...]
+    modelcenter plan RECIPE|model=PRESET --gpus 8 --device h200 [--tokens 1e12 [--price 2.5]] [key=value ...]
+
+    Takes what train takes; of a model alone, batch=, data.seq_len= and the like. A step is rehearsed on tensors without storage; of
+    a preset that is not here no weights are fetched. The second form plans for devices that are not here: their rates are known
+    (h200, h100, a100-80, a100-40, v100, 4090, 3090, 2080ti), or a file gives them.
+    """
+    given = [setting for setting in args.settings if setting.partition("=")[0] in OWN]
+    asked = bind(Question, override({}, given), COMMAND_LINE)
+    args = replace(args, settings=[setting for setting in args.settings if setting not in given])
+    if asked.price is not None and asked.tokens is None:
+        refuse(COMMAND_LINE, "price", "given without tokens", "--tokens N: how many the training reads")
+    recipe, machine, bare = recipe_of(args)
+    if recipe.init == "pretrained":
+        check_model(recipe.model)
+    if not bare and asked.gpus is None and asked.device is None and asked.tokens is None:
+        return here(recipe, machine)
+    return elsewhere(recipe, machine, asked, bare)
+
+
+def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
+    """The recipe and the machine; of a model alone what is known of it, and True."""
+    if args.names:
+        return *run_of(args), False
+    from ..config import assignments, merge
+    from ..train.recipe import Recipe, settle
+    from .recipe import machine_of
+
+    own = [setting for setting in args.settings if setting.startswith("machine.")]
+    over = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
+    if "model" not in over:
+        refuse(COMMAND_LINE, "RECIPE", "missing", "a recipe, or model=PRESET")
+    if "objective" not in over:
+        from ..train.paper import objective_of
+
+        over["objective"] = objective_of(str(over["model"]))
+    return bind(Recipe, merge(BARE, over), COMMAND_LINE), machine_of(args, own), True
+
+
+def here(recipe: "Recipe", machine: "Machine") -> Answer:
+    """On what is here, as `train` would do it."""
+    from ..train.fit import Verdict, verdict
+    from ..train.prepare import prepare, resolve
+    from ..train.step import autocast
+
+    recipe, device = resolve(recipe, machine)
+    setup = prepare(recipe, machine, device, meta=True)
+    found = verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device), refuses=False)
+    if not isinstance(found, Verdict):
+        return Answer(found, {"verdict": found})
+    data = {"verdict": str(found), "fits": found.plan.fits, "device": str(device), "bytes": dict(found.plan.parts),
+            "peak": found.plan.need, "free": found.plan.free, "total": found.plan.total, "batch": found.batch, "ways": found.ways}
+    if found.estimate is not None:
+        data["estimate"] = found.estimate.data()
+    return Answer(f"{found.plan.table()}\n{found}", data)
+
+
+def elsewhere(recipe: "Recipe", machine: "Machine", asked: Question, bare: bool) -> Answer:
+    """On devices that are named, layout by layout."""
+    from ..train.paper import on_paper
+
+    found, lines = on_paper(recipe, machine, asked.gpus, asked.device, bare)
+    text, data = [*lines, "", found.table(), "", found.memory(), found.verdict()], found.data()
+    if found.remedies:
+        text += ["instead:", found.worth()]
+    if asked.tokens is not None:
+        e = found.choice
+        hours = asked.tokens / (e.rate * e.machine.ranks) / 3600
+        data["hours"] = hours
+        line = f"{asked.tokens:.3g} tokens: {hours:,.1f} hours, {hours * e.machine.ranks:,.0f} of devices"
+        if asked.price is not None:
+            data["cost"] = hours * e.machine.ranks * asked.price
+            line += f", {data['cost']:,.0f} at {asked.price:g} each"
+        text.append(line)
+    return Answer("\n".join(text), data)

@@ -1,0 +1,155 @@
+"""What a device can do: its memory, and how fast it computes, moves bytes and hears of other devices.
+
+Rates are what a training step reaches, not what a leaflet says. Those of the H200 were measured; of the others arithmetic is 0.8
+and memory 0.9 of the vendor's figure, the shares that the H200 reaches of its own. A file with the same keys says it for any
+other: `device=FILE.yaml`. Torch-free but for `probe`.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelcenter.config import bind, read_recipe
+from modelcenter.errors import nearest, refuse_missing
+
+GB, TB, TERA = 10**9, 10**12, 10**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One device of a machine whose devices are alike. Bytes, FLOP/s, bytes/s, seconds."""
+
+    name: str = field(metadata={"help": "what it is", "min": 1})
+    memory: float = field(metadata={"help": "bytes for tensors", "above": 0})
+    fp32: float = field(metadata={"help": "FLOP/s of large matrix products in fp32, as torch forms them by default", "above": 0})
+    bf16: float | None = field(default=None, metadata={"help": "the same in bf16; absent: it has none", "above": 0})
+    fp16: float | None = field(default=None, metadata={"help": "the same in fp16; absent: it has none", "above": 0})
+    attention: float = field(default=0.45, metadata={"help": "attention's share of the products' rate", "above": 0, "max": 1})
+    shapes: float = field(default=0.9, metadata={"help": "the share of it that a layer's products reach", "above": 0, "max": 1})
+    bandwidth: float = field(metadata={"help": "bytes/s read and written", "above": 0})
+    launch: float = field(default=3e-6, metadata={"help": "seconds that the smallest kernel takes", "min": 0})
+    call: float = field(default=12e-6, metadata={"help": "seconds of the host for a call of torch's", "min": 0})
+    apart: bool = field(default=True, metadata={"help": "the host runs ahead of the device"})
+    link: float = field(metadata={"help": "bus bytes/s of a collective inside a node", "above": 0})
+    node: int = field(default=8, metadata={"help": "devices of a node", "min": 1})
+    wire: float = field(metadata={"help": "bytes/s of a device to other nodes", "above": 0})
+    latency: float = field(default=33e-6, metadata={"help": "seconds of the smallest collective", "min": 0})
+    hidden: float = field(
+        default=0.3, metadata={"help": "share of a collective beside computing that costs no time", "min": 0, "max": 1}
+    )
+    source: str = field(default="", metadata={"help": "where the numbers are from"})
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of products in fp32, bf16 or fp16; what it has no units for is formed in fp32."""
+        return {"bf16": self.bf16, "fp16": self.fp16}.get(dtype) or self.fp32
+
+    def bus(self, ranks: int, stride: int) -> float:
+        """Bus bytes/s of a collective of `ranks` devices, each `stride` from the next: nodes are left by as many wires as have a
+        rank there."""
+        inside = max(1, min(ranks, self.node // stride))
+        return self.link if ranks <= inside else min(self.link, self.wire * inside)
+
+
+NVLINK, INFINIBAND = "NCCL over NVLink at 0.75 of its one direction", "InfiniBand of {} Gb/s a GPU, assumed"
+CHIPS: Mapping[str, Chip] = {
+    "h200": Chip(
+        name="NVIDIA H200", memory=139 * 2**30, bf16=770 * TERA, fp16=770 * TERA, fp32=50 * TERA, bandwidth=4.25 * TB,
+        link=347 * GB, wire=50 * GB,
+        source="measured: 8192^3 products 750 to 800 TFLOP/s, copy 4.25 TB/s, all-gather on 8 GPUs 340 GB/s at 640 MiB and 290 at "
+               "64 MiB; of a 13B's collectives 0.7 showed in its step. fp32: vendor; " + INFINIBAND.format(400),
+    ),
+    "h100": Chip(
+        name="NVIDIA H100 80GB HBM3", memory=79 * 2**30, bf16=770 * TERA, fp16=770 * TERA, fp32=50 * TERA, bandwidth=3.0 * TB,
+        link=347 * GB, wire=50 * GB, source="arithmetic and link of the H200, the same chip; vendor: memory 3.35 TB/s; "
+        + INFINIBAND.format(400),
+    ),
+    "a100-80": Chip(
+        name="NVIDIA A100-SXM4-80GB", memory=79 * 2**30, bf16=250 * TERA, fp16=250 * TERA, fp32=15.6 * TERA, bandwidth=1.83 * TB,
+        link=225 * GB, wire=25 * GB,
+        source="vendor: 312 TFLOP/s, 19.5 in fp32, 2.04 TB/s; " + NVLINK + "; " + INFINIBAND.format(200),
+    ),
+    "a100-40": Chip(
+        name="NVIDIA A100-SXM4-40GB", memory=39 * 2**30, bf16=250 * TERA, fp16=250 * TERA, fp32=15.6 * TERA, bandwidth=1.40 * TB,
+        link=225 * GB, wire=25 * GB,
+        source="vendor: 312 TFLOP/s, 19.5 in fp32, 1.56 TB/s; " + NVLINK + "; " + INFINIBAND.format(200),
+    ),
+    "v100": Chip(
+        name="Tesla V100-SXM2-32GB", memory=31.5 * 2**30, fp16=100 * TERA, fp32=12.6 * TERA, bandwidth=0.81 * TB,
+        link=112 * GB, wire=12.5 * GB,
+        source="vendor: 125 TFLOP/s, 15.7 in fp32, 0.9 TB/s; " + NVLINK + "; " + INFINIBAND.format(100),
+    ),
+    "4090": Chip(
+        name="NVIDIA GeForce RTX 4090", memory=23.5 * 2**30, bf16=132 * TERA, fp16=132 * TERA, fp32=66 * TERA, bandwidth=0.91 * TB,
+        link=12 * GB, wire=3 * GB, source="vendor: 165 TFLOP/s into fp32, 82.6 in fp32, 1.01 TB/s; PCIe 4 through the host and "
+        "Ethernet of 25 Gb/s, assumed",
+    ),
+    "3090": Chip(
+        name="NVIDIA GeForce RTX 3090", memory=23.5 * 2**30, bf16=57 * TERA, fp16=57 * TERA, fp32=28 * TERA, bandwidth=0.84 * TB,
+        link=12 * GB, wire=3 * GB, source="vendor: 71 TFLOP/s into fp32, 35.6 in fp32, 0.94 TB/s; PCIe 4 through the host and "
+        "Ethernet of 25 Gb/s, assumed",
+    ),
+    "2080ti": Chip(
+        name="NVIDIA GeForce RTX 2080 Ti", memory=10.7 * 2**30, fp16=43 * TERA, fp32=10.7 * TERA, bandwidth=0.55 * TB,
+        link=6 * GB, wire=3 * GB, source="vendor: 54 TFLOP/s into fp32, 13.4 in fp32, 0.62 TB/s; PCIe 3 through the host and "
+        "Ethernet of 25 Gb/s, assumed",
+    ),
+}  # fmt: skip
+
+
+def chip_named(name: str) -> Chip:
+    """The chip of that short name, or the file at that path."""
+    if name in CHIPS:
+        return CHIPS[name]
+    if Path(name).suffix in (".yaml", ".yml"):
+        return bind(Chip, read_recipe(Path(name)), name)
+    refuse_missing(None, f"device={name}", "no such device", f"{nearest(name, CHIPS)} (or a path ending in .yaml)")
+
+
+def chip_here(device: Any) -> Chip | None:
+    """The chip that a torch device is: a CPU is probed, a GPU known by its name, its memory read off it; None if it is unknown."""
+    if device.type == "cpu":
+        return probe()
+    if device.type != "cuda":
+        return None
+    from dataclasses import replace
+
+    import torch
+
+    card = torch.cuda.get_device_properties(device)
+    known = [chip for chip in CHIPS.values() if card.name.startswith(chip.name.removesuffix(" 80GB HBM3"))]
+    near = min(known, key=lambda chip: abs(chip.memory - card.total_memory), default=None)
+    return replace(near, memory=float(card.total_memory)) if near is not None else None
+
+
+def probe() -> Chip:
+    """This CPU, timed for about a tenth of a second with the threads that torch has now: the best of a few tries."""
+    import torch
+
+    from .device import memory_of
+
+    def best(act: Any, times: int) -> float:
+        act()
+        found = []
+        for _ in range(times):
+            began = time.perf_counter()
+            act()
+            found.append(time.perf_counter() - began)
+        return min(found)
+
+    def products(dtype: torch.dtype) -> float:
+        a, b = (torch.randn(512, 512).to(dtype) for _ in range(2))
+        return 2 * 512**3 / best(lambda: a @ b, 5)
+
+    with torch.no_grad():
+        x, y = torch.ones(1 << 23), torch.ones(1 << 23)
+        bandwidth = 2 * x.nbytes / best(lambda: y.copy_(x), 3)
+        fp32, bf16 = products(torch.float32), products(torch.bfloat16)
+    small = torch.ones(8, requires_grad=True)
+    call = best(lambda: [small * 2.0 for _ in range(200)], 3) / 200
+    memory = memory_of(torch.device("cpu"))
+    assert memory is not None
+    return Chip(name="CPU", memory=memory[1], fp32=fp32, bf16=max(bf16, fp32), bandwidth=bandwidth, launch=0.0, call=call,
+                apart=False, attention=0.5, link=bandwidth / 4, wire=bandwidth / 4, node=1024, latency=200e-6, hidden=0.0,
+                source="timed here")  # fmt: skip

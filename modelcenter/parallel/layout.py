@@ -1,0 +1,295 @@
+"""What a step costs in a layout: memory by kind on each rank, seconds, and what they are spent on.
+
+Memory. On one rank the rehearsed step is all there is. With weights shared out, of n ranks each holds 1 / n of weights, gradients
+and optimizer; the rehearsal is of a model whose weights have come in the low precision, and what has come is added: the outermost
+layers' weights for as long as a pass lasts, two blocks (one computes, the next is on its way) and one block's gradients, in the low
+precision and as they are summed. ZeRO (Rajbhandari et al., 2020) 1 and 2 keep all that came until the step ends, and ZeRO 1 its
+gradients, if there are several micro-batches.
+
+Time. Every call takes the longer of its arithmetic and its bytes at the chip's rates; the host's calls are summed beside that, and
+the slower of the two counts. Collectives of weights and gradients cost what of them is not hidden behind computing, sums over
+tensor-parallel ranks, which nothing can hide, all; a collective of B bytes takes (n - 1) / n B / bus, and twice that if it is
+all-reduce. The update reads and writes this rank's part.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import ceil, log2
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import blocks
+from .chips import Chip
+from .machine import Machine, Recompute
+from .rehearse import Arguments, Build, Compute, Deep, Kind, Work, rehearse, rehearse_deep, rehearse_update, shards
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+POINT = 4096  # tokens: their logits fill a chunk, whatever the vocabulary that is worth mention
+FRAGMENTS = 0.1  # of what an accelerator's caching allocator holds; 8 % for LoRA on LLaMA on one H200
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, wherever: `model` on the meta device, `batch` makes a micro-batch of so many rows of `tokens` each,
+    `rows` are those of a step over all ranks."""
+
+    model: Any
+    batch: Callable[[int], Arguments]
+    build: Build
+    compute: Compute
+    device: torch.device  # on which a rehearsal is made
+    precision: str
+    rows: int
+    tokens: int
+    share: float = 1.0
+    evaluates: bool = False
+    gpu: bool = False  # the rehearsal's device stands for one
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A layout with `rows` a micro-batch, `forwards` of them a step: a rank's bytes by kind, seconds of a step and of its parts."""
+
+    machine: Machine
+    rows: int
+    forwards: int
+    parts: Mapping[Kind, int]
+    limit: float
+    seconds: float
+    spent: Mapping[str, float]  # compute, memory, link, host: seconds in which nothing else was in the way
+    flops: float  # of the model in a step on a rank, nothing counted twice
+    tokens: int  # of a step, on all ranks
+    peak: float  # FLOP/s of the chip
+
+    @property
+    def need(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.need <= self.limit
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second and device."""
+        return self.tokens / self.seconds / self.machine.ranks
+
+    @property
+    def share(self) -> float:
+        """Of the rate of large matrix products."""
+        return self.flops / self.seconds / self.peak
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.spent, key=lambda what: self.spent[what])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What to set, and leave as it is otherwise."""
+        m, plain = self.machine, Machine()
+        keys = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")
+        return {key: getattr(m, key) for key in keys if getattr(m, key) != getattr(plain, key)}
+
+    def data(self) -> dict[str, Any]:
+        m = self.machine
+        return {"tensor_parallel": m.tensor_parallel, "fsdp": m.fsdp, "replicate": m.replicate, "zero": m.zero,
+                "recompute": m.recompute, "micro_batch": self.rows, "forwards": self.forwards, "fits": self.fits,
+                "bytes": dict(self.parts), "peak": self.need, "seconds": self.seconds, "tokens_per_second": self.rate,
+                "share_of_peak": self.share, "bottleneck": self.bottleneck, "spent": dict(self.spent)}  # fmt: skip
+
+
+class Costs:
+    """The costs of layouts of one job on one kind of chip; what was rehearsed once is not rehearsed again."""
+
+    def __init__(self, job: Job, chip: Chip, limit: float | None = None) -> None:
+        self.job, self.chip, self.limit = job, chip, chip.memory if limit is None else limit
+        self.known: dict[Any, Deep] = {}
+        self.low = LOW.get(job.precision)
+
+    def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool) -> Deep:
+        """A step of `forwards` micro-batches, or one micro-batch with weights that other ranks send."""
+        key = tp, recompute, rows, shared or forwards > 1, shared
+        if key not in self.known:
+            job = self.job
+            dtype = (self.low or self.own) if shared else None
+            how = partial(rehearse, batch=job.batch(rows), build=job.build, compute=job.compute, device=job.device, ranks=tp,
+                          forwards=forwards, share=job.share, recompute=recompute, evaluates=job.evaluates, dtype=dtype,
+                          gpu=job.gpu)
+            self.known[key] = rehearse_deep(job.model, how)
+        return self.known[key]
+
+    @cached_property
+    def own(self) -> torch.dtype:
+        """The dtype in which weights are held and updated."""
+        kinds = Counter[torch.dtype]()
+        for p in self.job.model.parameters():
+            if p.is_floating_point():
+                kinds[p.dtype] += p.numel()
+        return kinds.most_common(1)[0][0]
+
+    def weights(self, tp: int) -> tuple[int, int, int]:
+        """Bytes of one tensor-parallel rank's parameters: all, those outside blocks, those of the largest block."""
+        cut = dict(shards(self.job.model, tp)) if tp > 1 else {}
+
+        def size(module: nn.Module) -> int:
+            return sum(cut.get(id(p), p.shape).numel() * p.itemsize for p in module.parameters())
+
+        some = [size(block) for block in blocks(self.job.model)]
+        whole = size(self.job.model)
+        return whole, whole - sum(some), max(some, default=0)
+
+    def estimate(self, machine: Machine, rows: int) -> Estimate:
+        """Of `rows` a micro-batch. Memory and time are straight lines over the rows; rehearsals give two points of each, with
+        tokens enough that the logits are formed in chunks of their greatest size."""
+        few = ceil(POINT / self.job.tokens)
+        forwards, at = ceil(ceil(self.job.rows / machine.shares) / rows), (rows - few) / few
+        low, high = self.exact(machine, few, forwards), self.exact(machine, 2 * few, forwards)
+
+        def along(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
+            keys = (*a, *(key for key in b if key not in a))
+            return {key: max(0.0, a.get(key, 0) + (b.get(key, 0) - a.get(key, 0)) * at) for key in keys}
+
+        parts, spent = along(low.parts, high.parts), along(low.spent, high.spent)
+        return replace(low, rows=rows, parts={kind: round(n) for kind, n in parts.items()}, spent=spent,
+                       seconds=sum(spent.values()), flops=low.flops + (high.flops - low.flops) * at)
+
+    def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Estimate:
+        """The same from a rehearsal of just that micro-batch; of another number of them a step, if that is given."""
+        job, chip, tp = self.job, self.chip, machine.tensor_parallel
+        mine = ceil(job.rows / machine.shares)
+        forwards = ceil(mine / rows) if forwards is None else forwards
+        shared = machine.shares > 1
+        step = self.rehearsed(tp, machine.recompute, rows, forwards, shared)
+        parts = self.shared_memory(machine, step, forwards) if shared else step.peak()
+        if job.gpu or job.device.type != "cpu":
+            parts["fragments"] = int(FRAGMENTS * sum(parts.values()))
+        spent = dict(self.update(machine))
+        one = self.timed(step.work(), step.calls(), machine)
+        for what, seconds in one.items():
+            spent[what] += forwards * seconds
+        if shared:
+            beside = sum(one[what] for what in ("compute", "memory", "host"))
+            for what, seconds in self.exchanged(machine, beside, forwards).items():
+                spent[what] += seconds
+        plain = self.rehearsed(tp, "none", rows, forwards, shared).work()
+        flops = forwards * sum(work.flops * count for work, count in plain.items())
+        return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), flops,
+                        job.rows * job.tokens, chip.rate(job.precision))
+
+    def shared_memory(self, machine: Machine, step: Deep, forwards: int) -> Counter[Kind]:
+        """Bytes of a rank that holds a part of the state."""
+        n, tp = machine.fsdp, machine.tensor_parallel
+        last = self.lasting(tp)
+        whole, outside, block = self.weights(tp)
+        ratio = (self.low or self.own).itemsize / self.own.itemsize
+        kept = machine.zero == 1 and forwards > 1
+        factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": 0.0 if kept else 1 / ratio / n}
+        parts = step.peak(factors)
+        if forwards > 1 and not kept:
+            parts["gradients"] = ceil(last["gradients"] / n)  # those of the micro-batches before
+        come = whole if machine.zero < 3 else outside + min(2 * block, whole - outside)
+        trained = last["gradients"] / max(1, whole)
+        parts["gathered"] = round(come * ratio + max(block, outside) * (1 + ratio) * trained)
+        if kept:
+            parts["gradients"] = last["gradients"]
+        parts["weights"] = ceil(last["weights"] / n)
+        parts["optimizer"] = ceil(last["optimizer"] / n)
+        return parts
+
+    def lasting(self, tp: int) -> Counter[Kind]:
+        """Weights, gradients and optimizer of one tensor-parallel rank that holds them whole."""
+        deep = self.update_of(tp)
+        found = Counter[Kind]()
+        for times, part in deep.parts:
+            moment = max(part.moments["update"], key=sum)
+            for kind, size in zip(("weights", "optimizer", "gradients"), moment[:3], strict=True):
+                found[kind] += times * size  # type: ignore[index]
+        return found
+
+    def update_of(self, tp: int) -> Deep:
+        """An update alone, gradients whole."""
+        key = "update", tp
+        if key not in self.known:
+            job = self.job
+            how = partial(rehearse_update, build=job.build, device=job.device, ranks=tp, gpu=job.gpu)
+            self.known[key] = rehearse_deep(job.model, how)
+        return self.known[key]
+
+    def timed(self, work: Mapping[Work, int], calls: int, machine: Machine) -> dict[str, float]:
+        """Seconds of calls: of arithmetic, of bytes, of sums over tensor-parallel ranks, of a host that is behind."""
+        chip = self.chip
+        spent = {"compute": 0.0, "memory": 0.0, "link": 0.0, "host": 0.0}
+        for one, count in work.items():
+            if one.kind == "sum":
+                spent["link"] += count * self.collective(2 * one.bytes, machine.tensor_parallel, 1)
+                continue
+            share = chip.shapes if one.kind == "matmul" else chip.attention
+            arithmetic, moved = one.flops / (chip.rate(one.dtype) * share), one.bytes / chip.bandwidth
+            spent["compute" if arithmetic > moved else "memory"] += count * max(arithmetic, moved, chip.launch)
+        host = calls * chip.call * (0.3 if machine.compile else 1)
+        device = spent["compute"] + spent["memory"]
+        spent["host"] = max(0.0, host - device) if chip.apart else host
+        return spent
+
+    def collective(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds of an all-gather or a reduce-scatter of `size` bytes, the whole."""
+        if ranks == 1:
+            return 0.0
+        return size * (ranks - 1) / ranks / self.chip.bus(ranks, stride) + self.chip.latency * max(1.0, log2(ranks) / 3)
+
+    def exchanged(self, machine: Machine, beside: float, forwards: int) -> dict[str, float]:
+        """Seconds of a step's exchange of weights and gradients, beside micro-batches that take `beside` each, and of the copies
+        that it takes."""
+        n, tp, copies = machine.fsdp, machine.tensor_parallel, machine.replicate
+        whole, _, _ = self.weights(tp)
+        gradients = self.lasting(tp)["gradients"]
+        ratio = (self.low or self.own).itemsize / self.own.itemsize
+        parts = len(blocks(self.job.model)) + 1
+        gathers = 2 * forwards if machine.zero == 3 else 1
+        scatters = 1 if machine.zero == 1 else forwards
+        each = gathers * self.collective(whole * ratio / parts, n, tp) + scatters * self.collective(gradients / parts, n, tp)
+        link = parts * (each + self.collective(2 * gradients / n / parts, copies, n * tp))
+        moved = gathers * 2 * whole * ratio + scatters * gradients * (1 + ratio)
+        within = min(link, beside * forwards)
+        return {"link": link - self.chip.hidden * within, "memory": moved / self.chip.bandwidth}
+
+    def update(self, machine: Machine) -> dict[str, float]:
+        """Seconds of an update of this rank's part."""
+        deep = self.update_of(machine.tensor_parallel)
+        spent = self.timed(deep.work(update=True), deep.calls(update=True), replace(machine, compile=False))
+        return {what: seconds / (machine.fsdp if what in ("compute", "memory") else 1) for what, seconds in spent.items()}
+
+
+def layouts(job: Job, ranks: int, node: int, machine: Machine) -> Iterator[Machine]:
+    """The ways to share out the job among `ranks`: tensor parallel inside a node, as far as it divides the heads; copies of the
+    rest a node each, or of each rank, or none; every stage of ZeRO."""
+    from ..layers import Attention
+
+    heads = [p.out_features // m.head_dim for m in job.model.modules() if isinstance(m, Attention) for p in (m.q, m.k)]
+    for tp in (n for n in (1, 2, 4, 8) if n <= min(ranks, node) and ranks % n == 0 and not any(h % n for h in heads)):
+        rest = ranks // tp
+        for copies in sorted({1, rest, max(1, ranks // node) if rest % max(1, ranks // node) == 0 else 1}):
+            fsdp = rest // copies
+            if fsdp * copies > job.rows:
+                continue
+            for zero in (3, 2, 1) if fsdp > 1 else (3,):
+                yield replace(machine, tensor_parallel=tp, fsdp=fsdp, replicate=copies, zero=zero)
+
+
+def best_of(costs: Costs, machine: Machine, rows: int | None = None, recompute: Recompute | None = None) -> Estimate:
+    """The fastest estimate that fits, over micro-batches and what is recomputed; if none does, the one that needs least."""
+    mine = ceil(costs.job.rows / machine.shares)
+    sizes = [rows] if rows is not None else [n for n in range(mine, 0, -1) if mine % n == 0]
+    tried: list[Estimate] = []
+    for how in RECOMPUTES if recompute is None else (recompute,):
+        found = [costs.estimate(replace(machine, recompute=how), n) for n in sizes]
+        tried += found
+        if found[0].fits:
+            break  # to compute anything again could only be slower
+    fitting = [e for e in tried if e.fits]
+    return min(fitting, key=lambda e: e.seconds) if fitting else min(tried, key=lambda e: e.need)

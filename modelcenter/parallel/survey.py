@@ -1,0 +1,111 @@
+"""All layouts of a job on so many devices, side by side: which fit, how fast they are, which to take, what remedies are worth."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from .layout import RECOMPUTES, Costs, Estimate, best_of, layouts
+from .machine import Machine
+from .plan import size
+from .rehearse import KINDS
+
+HEAD = ("", "tensor x fsdp x copies", "zero", "recompute", "micro-batch", "a rank", "s/step", "tok/s/device", "of peak", "bound by")
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Layouts, the fastest that fits first, then those that do not, the smallest first; `remedies`: (setting, estimate) for the
+    first."""
+
+    costs: Costs
+    estimates: Sequence[Estimate]
+    remedies: Sequence[tuple[str, Estimate]]
+
+    @property
+    def choice(self) -> Estimate:
+        return self.estimates[0]
+
+    def table(self) -> str:
+        """The layouts as aligned columns."""
+        rows = [HEAD]
+        for e in self.estimates[:SHOWN]:
+            m = e.machine
+            degrees = f"{m.tensor_parallel} x {m.fsdp} x {m.replicate}"
+            rows.append((
+                "fits" if e.fits else "too big", degrees, str(m.zero) if m.fsdp > 1 else "-", str(m.recompute),
+                f"{e.rows} x {e.forwards}", size(e.need), f"{e.seconds:.3g}", f"{e.rate:,.0f}", f"{e.share:.0%}", e.bottleneck,
+            ))  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        left = len(self.estimates) - SHOWN
+        return "\n".join([*lines, *([f"and {left} more (--json has all)"] if left > 0 else [])])
+
+    def memory(self) -> str:
+        """The first layout's bytes, a line for each kind."""
+        e = self.choice
+        rows = [(KINDS[kind], e.parts[kind]) for kind in KINDS if e.parts.get(kind)]
+        return "\n".join(f"{name:<36}{size(n):>10}" for name, n in [*rows, (f"on a rank, of {size(int(e.limit))}", e.need)])
+
+    def verdict(self) -> str:
+        """What to take, or what would help."""
+        e, words = self.choice, settings(self.choice)
+        if e.fits:
+            return f"choice: {words}: {e.seconds:.3g} s a step, bound by {e.bottleneck}"
+        fitting = [(name, other) for name, other in self.remedies if other.fits]
+        help_ = f"set {fitting[0][0]} ({size(fitting[0][1].need)})" if fitting else "more devices, an adapter or a smaller model"
+        return f"nothing fits: {words} needs least, {size(e.need)} of {size(int(e.limit))}; {help_}"
+
+    def worth(self) -> str:
+        """A line for each remedy: memory and time against the choice."""
+        e = self.choice
+        return "\n".join(
+            f"  {name:<34}{size(other.need):>10} a rank ({other.need / e.need - 1:+.0%}), {other.rate:>9,.0f} tok/s/device "
+            f"({other.rate / e.rate - 1:+.0%})" for name, other in self.remedies
+        )  # fmt: skip
+
+    def data(self) -> dict[str, Any]:
+        chip = self.costs.chip
+        return {"device": chip.name, "memory": self.costs.limit, "source": chip.source, "choice": self.choice.data(),
+                "layouts": [e.data() for e in self.estimates],
+                "remedies": {name: e.data() for name, e in self.remedies}}  # fmt: skip
+
+
+def settings(e: Estimate) -> str:
+    """The keys that make a layout, and those that are as they are by default left out."""
+    words = [f"machine.{key}={value}" for key, value in e.settings.items()]
+    return " ".join([*words, f"micro_batch={e.rows}"])
+
+
+def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, others: dict[str, Costs] | None = None,
+           allowed: Callable[[Machine], bool] = lambda machine: True) -> Survey:
+    """Every layout on `ranks` devices like `machine` otherwise, with its best micro-batch (or `rows`) and recompute. `others`:
+    costs of the job with another setting, to be told as remedies; `allowed`: which layouts can be run."""
+    found = [best_of(costs, m, rows) for m in layouts(costs.job, ranks, costs.chip.node, machine) if allowed(m)]
+    found.sort(key=lambda e: (not e.fits, e.seconds if e.fits else e.need))
+    choice = found[0]
+    # What was interpolated is rehearsed as it is before it is promised.
+    while choice.fits and not costs.exact(choice.machine, choice.rows).fits and choice.rows > 1:
+        fewer = next(n for n in range(choice.rows - 1, 0, -1) if choice.rows * choice.forwards % n == 0)
+        choice = costs.estimate(choice.machine, fewer)
+    found[0] = costs.exact(choice.machine, choice.rows)
+    return Survey(costs, found, list(remedies(costs, found[0], others or {})))
+
+
+def remedies(costs: Costs, e: Estimate, others: dict[str, Costs]) -> Iterator[tuple[str, Estimate]]:
+    """What needs less memory than `e`, and what of it comes at which speed."""
+    if e.rows > 1:
+        rows = next(n for n in range(e.rows // 2, 0, -1) if e.rows * e.forwards % n == 0)
+        yield f"micro_batch={rows}", costs.estimate(e.machine, rows)
+    for how in RECOMPUTES[RECOMPUTES.index(e.machine.recompute) + 1 :]:
+        yield f"machine.recompute={how}", costs.estimate(replace(e.machine, recompute=how), e.rows)
+    m = e.machine
+    if m.fsdp > 1 and m.zero < 3:
+        yield "machine.zero=3", costs.estimate(replace(m, zero=3), e.rows)
+    for name, other in others.items():
+        yield name, other.estimate(m, e.rows)
+    double = replace(m, fsdp=2 * m.fsdp)
+    if double.shares <= costs.job.rows:
+        rows = min(e.rows, ceil(costs.job.rows / double.shares))
+        yield f"twice the devices, machine.fsdp={double.fsdp}", costs.estimate(double, rows)

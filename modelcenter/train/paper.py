@@ -1,0 +1,99 @@
+"""A run planned for devices that need not be here: the job that a recipe, or a model alone, makes of them, and its layouts."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..data.objective import find_objective
+from ..errors import InputError, nearest, refuse
+from ..parallel.chips import Chip, chip_here, chip_named
+from ..parallel.device import device_of
+from ..parallel.layout import Costs, Job
+from ..parallel.machine import Machine
+from ..parallel.survey import Survey, survey
+from ..registry import build, presets
+from .fit import job_of, keeper
+from .prepare import check_ranks, prepare, resolve
+from .recipe import Recipe
+from .step import autocast
+
+MASKED = 0.15  # of the tokens are targets, in masked language modelling
+
+
+def objective_of(model: str) -> str:
+    """What a preset's own head is trained on."""
+    known = presets()
+    if model not in known:
+        refuse(None, "model", repr(model), f"a preset, or a recipe; {nearest(model, known)}")
+    family, preset = known[model]
+    task = preset.task or family.default_task or next(iter(family.tasks))
+    return task if task in ("lm", "mlm", "seq2seq") else "lm" if "lm" in family.tasks else "mlm"
+
+
+def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | None, bare: bool) -> tuple[Survey, list[str]]:
+    """The layouts of a run on `ranks` (those of `machine`) of the device of that name (what is here), and lines that say what it
+    is."""
+    found = device_of(replace(machine, device="auto" if device is None else machine.device if torch.cuda.is_available() else "cpu"))
+    chip = chip_named(device) if device is not None else chip_here(found)
+    if chip is None:
+        refuse(None, "device", f"{found.type} is not known", "give device=NAME")
+    ranks = ranks or machine.ranks
+    machine = replace(machine, tensor_parallel=1, fsdp=1, replicate=1)
+    gpu = device is not None and found.type == "cpu"
+    asked = recipe.micro_batch
+    precision = automatic(chip) if recipe.precision == "auto" and (device is not None or found.type == "cpu") else recipe.precision
+    recipe = replace(recipe, precision=precision)
+    job = job_alone(recipe, found, gpu) if bare else job_there(recipe, machine, found, gpu)
+    costs = Costs(job, chip)
+    others = {}
+    if recipe.optimizer.name == "adamw" and recipe.optimizer.moments == "fp32":
+        less = replace(recipe, optimizer=replace(recipe.optimizer, moments="bf16"))
+        others["optimizer.moments=bf16"] = Costs(replace(job, build=keeper(less)), chip)
+
+    def allowed(machine: Machine) -> bool:
+        try:
+            check_ranks(recipe, machine)
+        except InputError:
+            return False
+        return True
+
+    result = survey(costs, ranks, machine, asked, others, allowed)
+    weights = sum(p.numel() for p in job.model.parameters())
+    lines = [
+        f"{recipe.model}: {weights / 1e9:,.2f} G parameters, {recipe.precision}, steps of {job.rows:,} x {job.tokens:,} tokens on "
+        f"{ranks} x {chip.name}",
+        f"predicted, not measured; rates: {chip.source}",
+    ]
+    return result, lines
+
+
+def automatic(chip: Chip) -> Any:
+    """What `precision: auto` is on a chip."""
+    return "bf16" if chip.bf16 and chip.name != "CPU" else "fp16" if chip.fp16 else "fp32"
+
+
+def job_there(recipe: Recipe, machine: Machine, device: torch.device, gpu: bool) -> Job:
+    """What a recipe trains, its data read."""
+    kind: Any = device.type
+    recipe, _ = resolve(recipe, replace(machine, device=kind))
+    setup = prepare(recipe, machine, device, meta=True)
+    return job_of(recipe, device, setup, partial(autocast, recipe.precision, device), machine, gpu)
+
+
+def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
+    """What a model alone is trained on: sequences of data.seq_len, all their tokens targets, or those that are masked."""
+    model = build(recipe.model, task=find_objective(recipe.objective).task, config=recipe.config, device="meta")
+    model.freeze(*recipe.freeze)
+    length, pairs = recipe.data.seq_len, bool(model.encoder_decoder)
+    most = vars(model.config).get("positions")
+    if most and length > most:
+        refuse(None, "data.seq_len", str(length), f"at most {most}, the model's positions")
+    target = (recipe.data.target_len or length) if pairs else length
+
+    def batch(rows: int) -> dict[str, Any]:
+        return {"input_ids": torch.zeros(rows, length, dtype=torch.long), "labels": torch.zeros(rows, target, dtype=torch.long)}
+
+    return Job(model, batch, keeper(recipe), partial(autocast, recipe.precision, device), device, recipe.precision, recipe.batch,
+               length + target if pairs else length, MASKED if recipe.objective == "mlm" else 1.0, False, gpu)  # fmt: skip

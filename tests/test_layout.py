@@ -1,0 +1,303 @@
+"""Plans against arithmetic that anyone can do, published formulas, and ranks that were measured."""
+
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh import spawn
+from torch.profiler import ProfilerActivity, profile
+
+import modelcenter as mc
+from modelcenter.errors import InputError
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.apply import join
+from modelcenter.parallel.chips import CHIPS, Chip, chip_named
+from modelcenter.parallel.layout import Costs, Job, layouts
+from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.rehearse import Deep, rehearse, rehearse_deep
+from modelcenter.parallel.survey import survey
+from modelcenter.train.step import accumulate, autocast, update
+
+CPU = torch.device("cpu")
+GPT = {"layers": 6, "dim": 64, "heads": 4, "vocab": 512, "positions": 256}
+LENGTH = 64
+
+
+def batch(rows: int, length: int = LENGTH) -> dict[str, Any]:
+    ids = torch.ones(rows, length, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def adamw(model: Any) -> tuple[Any, None]:
+    return build_optimizer(model, OptimizerConfig()), None
+
+
+def job_of(model: Any, rows: int, precision: str = "bf16", length: int = LENGTH) -> Job:
+    compute = partial(autocast, precision, CPU)
+    return Job(model, partial(batch, length=length), adamw, compute, CPU, precision, rows, length, gpu=True)
+
+
+@cache
+def gpt(**changes: Any) -> Any:
+    return mc.build("gpt2", config={**GPT, **changes}, device="meta")
+
+
+# ------------------------------------------------------------------------------------------------------ rehearsed in part
+
+DEEP: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gpt": ("gpt2", GPT, {}), "llama, full": ("llama-3.2-1b", {"layers": 6, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 128,
+                                                               "vocab": 512}, {"recompute": "full"}),
+    "t5, two stacks": ("t5-small", {"layers": 5, "decoder_layers": 7, "dim": 64, "heads": 4, "head_dim": 16, "hidden": 128,
+                                    "vocab": 512}, {}),
+    "gpt of another rank": ("gpt2", GPT, {"dtype": torch.bfloat16, "ranks": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_a_deep_model_is_its_few_blocks_many_times(case: str) -> None:
+    """To the byte, to the FLOP, to the call."""
+    name, config, options = DEEP[case]
+    model = mc.build(name, config=config, device="meta")
+    how = partial(rehearse, batch=batch(3), build=adamw, compute=partial(autocast, "bf16", CPU), device=CPU, gpu=True, **options)
+    whole, deep = Deep([(1, how(model))]), rehearse_deep(model, how)
+    assert len(deep.parts) > 1
+    for factors in ({}, {"gradients": 0.0, "weights": 0.1}, {"gradients": 4.0}):
+        assert deep.peak(factors) == whole.peak(factors)  # type: ignore[arg-type]
+    assert {w: n for w, n in deep.work().items() if n} == dict(whole.work()) and deep.calls() == whole.calls()
+    assert sum(w.bytes * n for w, n in deep.work(True).items()) == sum(w.bytes * n for w, n in whole.work(True).items())
+
+
+def test_blocks_that_differ_are_all_rehearsed() -> None:
+    model = mc.build("gpt2", config=GPT, device="meta")
+    model.freeze("decoder.blocks.2*")
+    how = partial(rehearse, batch=batch(2), build=adamw, compute=nullcontext, device=CPU)
+    assert len(rehearse_deep(model, how).parts) == 1
+
+
+# --------------------------------------------------------------------------------------------------------- closed forms
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 512])
+def test_zero_3_holds_sixteen_bytes_a_parameter_shared_out(ranks: int) -> None:
+    """Rajbhandari et al., 2020: 4 for weights, 4 for gradients and 8 for moments, in fp32, over the ranks."""
+    count = sum(p.numel() for p in gpt().parameters())
+    costs = Costs(job_of(gpt(), 4 * ranks), CHIPS["h200"])
+    parts = costs.exact(Machine(fsdp=ranks), 1).parts
+    assert sum(parts[kind] for kind in ("weights", "gradients", "optimizer")) * ranks == pytest.approx(16 * count, rel=0.002)
+    less = costs.exact(Machine(fsdp=ranks, zero=1), 1).parts
+    assert less["optimizer"] == parts["optimizer"] and less["gradients"] == 4 * count
+    assert less["gathered"] - parts["gathered"] > 0
+
+
+@pytest.mark.parametrize(("width", "heads", "length", "rows"), [(1024, 16, 512, 2), (2048, 16, 256, 3)])
+def test_activations_of_a_block_are_the_published_ones(width: int, heads: int, length: int, rows: int) -> None:
+    """Korthikanti et al., 2022, equation 1, without dropout and with attention that keeps no scores: 32 s b h bytes in 16 bits, and
+    full recompute keeps the input alone, 2 s b h."""
+    config = {**GPT, "dim": width, "heads": heads, "positions": length, "dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
+    model = mc.build("gpt2", config=config, dtype="bf16", device="meta")
+    found = {}
+    for recompute in ("none", "full"):
+        depths = [rehearse(model, batch(rows, length), adamw, nullcontext, CPU, keep={0: keep}, dtype=torch.bfloat16, gpu=True,
+                           recompute=recompute) for keep in (2, 3)]  # fmt: skip
+        one, two = (max(r.moments["head"], key=lambda m: m[3])[3] for r in depths)
+        found[recompute] = two - one
+    unit = length * rows * width
+    statistics = 4 * rows * length * (heads + 4)  # of softmax and of norms, in fp32
+    assert found["none"] - statistics == pytest.approx(32 * unit, rel=0.03)
+    assert found["full"] == 2 * unit
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_arithmetic_is_six_times_the_parameters(recompute: Any) -> None:
+    """And attention's: two products forward, five backward, half of each since it is causal. What is computed again: nothing that
+    costs, in selective recompute; all of the blocks, but for the last product's result, in full."""
+    model, tokens, width = gpt(), 3 * LENGTH, 64
+    deep = rehearse_deep(model, partial(rehearse, batch=batch(3), build=adamw, compute=partial(autocast, "bf16", CPU), device=CPU,
+                                        recompute=recompute, gpu=True, dtype=torch.bfloat16))  # fmt: skip
+    total = {kind: sum(w.flops * n for w, n in deep.work().items() if w.kind == kind) for kind in ("matmul", "attention")}
+    blocks = 6 * 12 * width**2
+    again = {"none": 0, "selective": 0, "full": 2 * blocks * tokens}[recompute]
+    assert total["matmul"] == 6 * tokens * (blocks + width * 512) + again
+    # torch's recompute ends as soon as all that the backward reads is there: the last product of a block is not made again
+    attention = 2 * LENGTH * width * 6 * tokens
+    assert total["attention"] == pytest.approx(attention * (7 + 2 * (recompute == "full")) / 2, rel=1e-9)
+    assert {w.dtype for w in deep.work() if w.kind == "matmul"} == {"bf16"}
+
+
+def test_an_update_moves_28_bytes_a_parameter() -> None:
+    count = sum(p.numel() for p in gpt().parameters())
+    work = Costs(job_of(gpt(), 4), CHIPS["h200"]).update_of(1).work(update=True)
+    moved = max(work, key=lambda w: w.bytes * work[w]).bytes  # AdamW's pass; that of the norm reads 4 more
+    whole = sum(w.bytes * n for w, n in work.items())
+    assert moved and whole == pytest.approx((28 + 4) * count, rel=0.05)
+
+
+def test_collectives_are_what_rings_take() -> None:
+    chip = replace(CHIPS["h200"], link=100e9, wire=10e9, latency=0.0, node=8)
+    costs = Costs(job_of(gpt(), 8), chip)
+    assert costs.collective(8e9, 8, 1) == pytest.approx(7 / 8 * 8e9 / 100e9)
+    assert costs.collective(8e9, 16, 1) == pytest.approx(15 / 16 * 8e9 / 80e9)  # eight wires leave a node
+    assert costs.collective(8e9, 2, 8) == pytest.approx(1 / 2 * 8e9 / 10e9)  # one rank a node
+    assert costs.collective(8e9, 1, 1) == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- monotonous
+
+
+def test_more_ranks_never_need_more() -> None:
+    costs = Costs(job_of(gpt(), 1024), CHIPS["2080ti"])
+    for zero in (1, 2, 3):
+        needs = [costs.exact(Machine(fsdp=n, zero=zero), 1).need for n in (2, 4, 16, 64, 256, 1024)]
+        assert needs == sorted(needs, reverse=True) and len(set(needs)) == len(needs)
+    for n in (4, 64):
+        stages = [costs.exact(Machine(fsdp=n, zero=zero), 1).need for zero in (1, 2, 3)]
+        assert stages == sorted(stages, reverse=True)
+    modes = [costs.exact(Machine(fsdp=4, recompute=how), 8) for how in ("none", "selective", "full")]
+    assert [e.need for e in modes] == sorted((e.need for e in modes), reverse=True)
+    assert [e.spent["compute"] for e in modes] == sorted(e.spent["compute"] for e in modes)
+    assert modes[0].flops == modes[2].flops and modes[2].share < modes[0].share
+
+
+def test_between_two_points_lies_a_straight_line() -> None:
+    """What is interpolated is what a rehearsal of it finds."""
+    job = job_of(gpt(), 768)
+    costs = Costs(job, CHIPS["h200"])
+    for machine in (Machine(fsdp=2), Machine(), Machine(fsdp=2, tensor_parallel=2, recompute="full")):
+        drawn, exact = costs.estimate(machine, 96), costs.exact(machine, 96)
+        assert drawn.need == pytest.approx(exact.need, rel=0.01) and drawn.seconds == pytest.approx(exact.seconds, rel=0.03)
+        assert drawn.rows == exact.rows and drawn.forwards == exact.forwards == (384 // 96 if machine.fsdp > 1 else 768 // 96)
+
+
+# ------------------------------------------------------------------------------------------------------ the whole survey
+
+
+def test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth() -> None:
+    job = job_of(gpt(heads=2), 64)
+    costs = Costs(job, CHIPS["h200"])
+    found = survey(costs, 8, Machine())
+    fitting = [e for e in found.estimates if e.fits]
+    assert found.choice.seconds == min(e.seconds for e in fitting) and found.choice.fits
+    shapes = {(e.machine.tensor_parallel, e.machine.fsdp, e.machine.replicate, e.machine.zero) for e in found.estimates}
+    assert {(1, 8, 1, 3), (1, 8, 1, 1), (2, 4, 1, 2), (2, 1, 4, 3), (1, 1, 8, 3)} <= shapes
+    assert all(e.machine.ranks == 8 for e in found.estimates) and max(m[0] for m in shapes) == 2  # of two heads
+    costs.limit = found.choice.need * 0.8
+    less = survey(costs, 8, Machine())
+    assert less.choice.fits and less.choice.need <= costs.limit and less.choice.seconds >= found.choice.seconds
+    costs.limit = 1000.0
+    nothing = survey(costs, 8, Machine())
+    assert not nothing.choice.fits and nothing.choice.need == min(e.need for e in nothing.estimates)
+    assert "nothing fits" in nothing.verdict()
+    for name, other in found.remedies:
+        if name.startswith(("micro_batch", "machine.recompute", "twice")):
+            assert other.need < found.choice.need, name
+
+
+def test_nodes_share_tensors_inside_alone() -> None:
+    job = job_of(gpt(heads=16), 512)
+    assert {m.tensor_parallel for m in layouts(job, 64, 4, Machine())} == {1, 2, 4}
+    assert {m.replicate for m in layouts(job, 64, 8, Machine()) if m.tensor_parallel == 1} == {1, 8, 64}
+
+
+def test_chips(tmp_path: Path) -> None:
+    assert chip_named("h100").rate("bf16") > 3 * chip_named("a100-40").rate("bf16") * 0.9
+    assert chip_named("v100").rate("bf16") == chip_named("v100").fp32  # it has no units for it
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nmemory: 1.0e+10\nfp32: 1.0e+13\nbandwidth: 1.0e+12\nlink: 1.0e+10\nwire: 1.0e+9\n")
+    assert chip_named(str(file)) == Chip(name="mine", memory=1e10, fp32=1e13, bandwidth=1e12, link=1e10, wire=1e9)
+    file.write_text("name: mine\nmemory: 1.0e+10\nfp32: 1.0e+13\nbandwidth: -1\nlink: 1.0e+10\nwire: 1.0e+9\n")
+    with pytest.raises(InputError, match="bandwidth"):
+        chip_named(str(file))
+    with pytest.raises(InputError, match="no such device"):
+        chip_named("h20")
+
+
+# -------------------------------------------------------------------------------------------------------- measured ranks
+
+WIDE = {"layers": 6, "dim": 128, "heads": 4, "vocab": 600, "positions": 128}
+MESHES: dict[str, tuple[dict[str, Any], str, int, int]] = {  # degrees, precision, rows and number of micro-batches
+    "zero 3": ({"fsdp": 2}, "bf16", 8, 1), "zero 3, two micro-batches": ({"fsdp": 2}, "fp32", 4, 2),
+    "zero 2": ({"fsdp": 2, "zero": 2}, "bf16", 8, 1), "zero 1, two micro-batches": ({"fsdp": 2, "zero": 1}, "bf16", 4, 2),
+    "copies": ({"replicate": 2}, "bf16", 8, 1),
+}  # fmt: skip
+
+
+def measure(rank: int, file: str) -> None:
+    """The most that a rank holds in a second step, by torch's record of allocations."""
+    out = {}
+    for name, (degrees, precision, rows, forwards) in MESHES.items():
+        machine = Machine(device="cpu", threads=1, **degrees)
+        ranks = join(machine)
+        model = mc.build("gpt2", config=WIDE, machine=machine, precision=precision).train()
+        optimizer: Any = build_optimizer(model, OptimizerConfig())
+        batches = [batch(rows) for _ in range(forwards)]
+
+        def step(model: Any = model, optimizer: Any = optimizer, batches: Any = batches, ranks: Any = ranks, p: str = precision
+                 ) -> None:
+            loss, _ = accumulate(model, batches, "lm", partial(autocast, p, CPU), targets=1000, ranks=ranks)
+            squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
+            update(model, optimizer, loss, 1e-3, 1.0, 1.0, squares)
+
+        step()
+        kept = [*model.parameters(), *model.buffers(), *(v for s in optimizer.state.values() for v in s.values()),
+                *(t for one in batches for t in one.values())]  # fmt: skip
+        storages = [local(t).untyped_storage() for t in kept if isinstance(t, torch.Tensor)]
+        now = most = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            step()
+        events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            now += event.nbytes()
+            most = max(most, now)
+        out[name] = most
+    if rank == 0:
+        Path(file).write_text(json.dumps(out))
+
+
+def local(t: Any) -> torch.Tensor:
+    found: torch.Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # the profiler's, and FSDP's of views
+def test_what_ranks_hold_is_foreseen(tmp_path: Path) -> None:
+    """Within 8 %, on small models, of which what a rank receives is a large part."""
+    spawn(2, measure, str(tmp_path / "out.json"))
+    real = json.loads((tmp_path / "out.json").read_text())
+    model = mc.build("gpt2", config=WIDE, device="meta")
+    off = {}
+    for name, (degrees, precision, rows, forwards) in MESHES.items():
+        machine = Machine(device="cpu", threads=1, **degrees)
+        job = replace(job_of(model, rows * forwards * machine.shares, precision), gpu=False)
+        off[name] = Costs(job, CHIPS["h200"]).exact(machine, rows).need / real[name] - 1
+    assert all(abs(x) < 0.08 for x in off.values()), off
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+
+def test_the_verb_plans_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from modelcenter.__main__ import main
+
+    small = [f"config.{key}={value}" for key, value in {**GPT, "heads": 1}.items()]
+    start = ["plan", "model=gpt2", *small, "data.seq_len=64", "batch=64", "--gpus", "2", "--device", "4090"]
+    assert main([*start, "--tokens", "1e9", "--price", "0.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    choice = found["choice"]
+    assert choice["bytes"]["optimizer"] == pytest.approx(4 * choice["bytes"]["weights"] * 2 / 4, rel=0.01)
+    assert found["device"].endswith("4090") and choice["fits"] and choice["peak"] == sum(choice["bytes"].values())
+    assert math.isclose(found["hours"] * 3600 * choice["tokens_per_second"] * 2, 1e9, rel_tol=1e-9)
+    assert math.isclose(found["cost"], found["hours"] * 2 * 0.5)
+    assert sum(choice["spent"].values()) == pytest.approx(choice["seconds"])
+    assert main([*start, "optimizer.moments=bf16"]) == 0
+    text = capsys.readouterr().out
+    assert "predicted, not measured" in text and "choice: " in text and "tok/s/device" in text and "weights and buffers" in text
+    assert main(["plan", "model=gpt2", "price=2"]) == 2 and "--tokens" in capsys.readouterr().err
+    assert main(["plan", "model=gpt3", "gpus=2"]) == 2 and "a preset" in capsys.readouterr().err
+    assert main(["plan", "gpus=2"]) == 2 and "model=PRESET" in capsys.readouterr().err
