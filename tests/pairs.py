@@ -1,0 +1,190 @@
+"""Every pair of what a machine may ask for, and of what it meets in a recipe: tried on ranks, and written down in docs/parallel.md.
+
+    python tests/pairs.py        # tries all pairs and writes the table
+"""
+
+import json
+import logging
+import sys
+import tempfile
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from mesh import spawn
+from torch import Tensor
+
+import modelcenter as mc
+from modelcenter.adapter.config import AdapterConfig
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.apply import join
+from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.ranks import ALONE, Ranks
+from modelcenter.train.evaluate import count_targets
+from modelcenter.train.step import accumulate, autocast, update
+
+DOC = Path(__file__).resolve().parent.parent / "docs" / "parallel.md"
+EQUAL = "="
+
+# A feature is what it sets: of the machine, or (in `with`) of what is trained on it.
+FEATURES: dict[str, dict[str, Any]] = {
+    "tensor_parallel=2": {"tensor_parallel": 2},
+    "fsdp=2": {"fsdp": 2},
+    "replicate=2": {"replicate": 2},
+    "zero=1": {"zero": 1, "fsdp": 2},
+    "zero=2": {"zero": 2, "fsdp": 2},
+    "recompute=selective": {"recompute": "selective"},
+    "recompute=full": {"recompute": "full"},
+    "compile": {"compile": True},
+    "bf16": {"with": {"precision": "bf16"}},
+    "fp16": {"with": {"precision": "fp16"}},
+    "accumulation": {"with": {"micro": 1}},
+    "LoRA": {"with": {"adapter": AdapterConfig(name="lora", rank=2, targets=("all-linear",))}},
+    "DoRA": {"with": {"adapter": AdapterConfig(name="dora", rank=2, targets=("all-linear",))}},
+    "QLoRA": {"with": {"adapter": AdapterConfig(name="lora", rank=2, targets=("all-linear",), quantize="nf4")}},
+    "muon": {"with": {"optimizer": {"name": "muon"}}},
+    "adafactor": {"with": {"optimizer": {"name": "adafactor"}}},
+}
+STILL = {"dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
+SIZES = {"layers": 2, "dim": 16, "heads": 2, "positions": 16, "vocab": 41, **STILL}
+
+
+def merged(names: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """What a pair sets, of the machine and beside it; None where both set one key."""
+    machine: dict[str, Any] = {}
+    beside: dict[str, Any] = {}
+    for name in names:
+        own = {key: value for key, value in FEATURES[name].items() if key != "with"}
+        for into, part in ((machine, own), (beside, FEATURES[name].get("with", {}))):
+            if any(into.get(key, value) != value for key, value in part.items()):
+                return None
+            into |= part
+    return machine, beside
+
+
+def written() -> dict[str, str]:
+    """What the page says of each pair."""
+    head, _, notes = DOC.read_text(encoding="utf-8").rpartition("|\n\n")
+    texts = [line.partition("`")[2].rstrip("`") for line in notes.splitlines()]
+    columns, *rows = ([c.strip() for c in line.split("|")[1:]] for line in f"{head}|".splitlines() if line.startswith("| "))
+    said = {f"{row[0]} x {column}": cell for row in rows for column, cell in zip(columns[1:], row[1:], strict=True) if cell}
+    return {pair: texts[int(cell) - 1] if cell.isdigit() else cell for pair, cell in said.items()}
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Those whose parts are about different keys."""
+    return [pair for pair in combinations(FEATURES, 2) if merged(pair) is not None]
+
+
+def machine_of(changes: dict[str, Any]) -> Machine:
+    return Machine(device="cpu", threads=1, **changes)
+
+
+def train(folder: str, machine: Machine | None, ranks: Ranks, beside: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of three steps and the weights after them."""
+    precision, adapter = beside.get("precision", "fp32"), beside.get("adapter")
+    exact = precision == "fp32" and (adapter is None or adapter.quantize == "none")
+    model = mc.load(folder, dtype="fp64" if exact else "fp32", machine=machine, precision=precision, adapter=adapter, config=SIZES)
+    optimizer = build_optimizer(model.train(), OptimizerConfig(lr=1e-2, **beside.get("optimizer", {})), ranks)
+    ids = torch.randint(41, (4, 9), generator=torch.Generator().manual_seed(3))
+    rows = [ids[k : k + 1] for k in range(4)][ranks.share :: ranks.shares]
+    micro = beside.get("micro", len(rows))
+    parts = [torch.cat(rows[k : k + micro]) for k in range(0, len(rows), micro)]
+    batches = [{"input_ids": part, "labels": part} for part in parts]
+    (targets,) = ranks.sum(sum(count_targets(batch, "lm") for batch in batches))
+    losses, scale = [], 2.0**10 if precision == "fp16" else 1.0
+    for _ in range(3):
+        loss, _ = accumulate(model, batches, "lm", partial(autocast, precision, torch.device("cpu")), scale, int(targets), ranks)
+        squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
+        update(model, optimizer, loss, 1e-2, 0.1, scale, squares)
+        losses.append(loss)
+    return losses, {n: full(p.detach()).double() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def full(x: Any) -> Tensor:
+    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return whole
+
+
+def verdict(folder: str, pair: tuple[str, str]) -> str:
+    """`EQUAL`, or the text of the refusal; an AssertionError says what differs."""
+    changes, beside = merged(pair) or ({}, {})
+    machine = machine_of(changes)
+    wanted, weights = train(folder, None, ALONE, {key: value for key, value in beside.items() if key != "micro"})
+    try:
+        losses, found = train(folder, machine, join(machine), beside)
+    except mc.InputError as refusal:
+        return str(refusal)
+    assert not machine.compile or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, f"{pair}: nothing was compiled"
+    low = "precision" in beside
+    single = "optimizer" in beside or beside.get("adapter", AdapterConfig()).quantize != "none"
+    tolerance = 2e-2 if low else 1e-5 if single else 1e-8
+    assert wanted[0] - wanted[-1] > 1e-5, f"{pair}: nothing is learned: {wanted}"
+    for a, b in zip(wanted, losses, strict=True):
+        assert abs(a - b) <= tolerance * a, f"{pair}: losses {losses}, alone {wanted}"
+    for name, weight in weights.items():
+        gap = float((found[name][tuple(slice(0, n) for n in weight.shape)] - weight).abs().max())
+        assert gap <= (0.03 if low or "muon" in pair else 1e-5), f"{pair}: {name} is {gap} apart"
+    return EQUAL
+
+
+def work(rank: int, folder: str, some: list[tuple[str, str]], out: Path) -> None:
+    torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]  # inductor has tests elsewhere
+    logging.getLogger("torch._logging").setLevel(logging.ERROR)  # its advice for who writes what is computed again
+    said = {}
+    for pair in some:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        said[" x ".join(pair)] = verdict(folder, pair)
+    if rank == 0:
+        out.write_text(json.dumps(said))
+
+
+def tried(some: list[tuple[str, str]]) -> dict[str, str]:
+    """What came of each pair, each on as many ranks as it has."""
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name) / "model", Path(name) / "said.json"
+        mc.build("gpt2", config=SIZES, seed=3).save_pretrained(folder)
+        sizes = {pair: machine_of((merged(pair) or ({}, {}))[0]).ranks for pair in some}
+        for ranks in sorted(set(sizes.values())):
+            mine = [pair for pair in some if sizes[pair] == ranks]
+            for k in range(0, len(mine), 8):  # a spawn has a time in which to end
+                spawn(ranks, work, str(folder), mine[k : k + 8], out)
+                found |= json.loads(out.read_text())
+    return found
+
+
+HEAD = """# What goes together on several ranks
+
+Made by `python tests/pairs.py`, which trains a tiny GPT on one process and on the ranks that a pair asks for; a test tries it
+again. `=`: the same losses and weights, to rounding. A number: refused, before a weight is allocated, with the text below. A
+blank: both are about one key.
+
+"""
+
+
+def table(found: dict[str, str]) -> str:
+    """The page, of what came of every pair."""
+    notes: list[str] = []
+    names = list(FEATURES)
+    lines = ["| | " + " | ".join(names[1:]) + " |", "|---" * len(names) + "|"]
+    for row in names[:-1]:
+        cells = []
+        for column in names[1:]:
+            said = found.get(f"{row} x {column}", "")
+            if said not in ("", EQUAL):
+                notes += [said] if said not in notes else []
+                said = str(notes.index(said) + 1)
+            cells.append(said)
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return HEAD + "\n".join(lines) + "\n\n" + "\n".join(f"{k}. `{note}`" for k, note in enumerate(notes, 1)) + "\n"
+
+
+if __name__ == "__main__":
+    text = table(tried(pairs()))
+    DOC.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)

@@ -1,0 +1,27 @@
+"""docs/parallel.md says of every pair of what a machine may ask for what comes of it."""
+
+import pairs
+import pytest
+from pairs import EQUAL
+
+# torch warns of in-place changes to a model's output under FSDP; nothing here makes any
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+
+
+def test_the_page_has_every_pair_and_no_other() -> None:
+    said = pairs.written()
+    assert list(said) == [" x ".join(pair) for pair in pairs.pairs()]
+    assert pairs.table(said) == pairs.DOC.read_text(encoding="utf-8")
+
+
+def test_what_is_refused_is_refused_with_that_text() -> None:
+    """And a few that are not."""
+    said = pairs.written()
+    some = [pair for k, pair in enumerate(pairs.pairs()) if said[" x ".join(pair)] != EQUAL or k in (0, 5, 40)]
+    assert pairs.tried(some) == {" x ".join(pair): said[" x ".join(pair)] for pair in some}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler has many to give
+def test_every_pair_is_what_the_page_says() -> None:
+    assert pairs.tried(pairs.pairs()) == pairs.written()
