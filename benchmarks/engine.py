@@ -1,0 +1,171 @@
+"""A training step on several GPUs: ours beside transformers under FSDP2 with compiled blocks, each alone, one after the other.
+
+    torchrun --nproc-per-node 4 benchmarks/engine.py [--preset gpt2-13b] [--length 512] [--batch 16] [--contenders ours,hf]
+             [--recompute none] [--zero 3] [--steps 6] [--layers N] [--profile] [--out DIR]
+
+Both hold fp32 weights and moments in parts, compute in bf16, exchange weights in bf16 and gradients in fp32, without dropout, on
+random ids; a step is forward, backward, clip and update. `ours compile` compiles our blocks too, `hf eager` leaves theirs alone.
+FLOPs and the product that they are a share of: step.py.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ops import machine as about
+from step import Case, ceiling, flops, profile, seconds
+from torch import nn
+from train import Step, batch_of
+
+import modelcenter as mc
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.apply import join
+from modelcenter.train.step import accumulate, autocast, update
+
+STILL = {"dropout": 0.0, "attn_dropout": 0.0, "embed_dropout": 0.0}
+Batch = dict[str, torch.Tensor]
+
+
+def ours(preset: str, config: dict[str, Any], batch: Batch, options: argparse.Namespace, kind: str) -> tuple[nn.Module, Step]:
+    split = options.tensor_parallel
+    where = mc.Machine(
+        device=options.device,
+        fsdp=dist.get_world_size() // split,
+        tensor_parallel=split,
+        recompute=options.recompute,
+        zero=options.zero,
+        compile="compile" in kind,
+    )
+    model: Any = mc.build(preset, task="lm", config=config, machine=where, precision="bf16").train()
+    ranks, optimizer = join(where), build_optimizer(model, OptimizerConfig())
+    compute, targets = partial(autocast, "bf16", batch["labels"].device), batch["labels"].numel() * ranks.shares
+
+    def step() -> float:
+        loss, _ = accumulate(model, [batch], "lm", compute, targets=targets, ranks=ranks)
+        squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
+        update(model, optimizer, loss, 1e-4, 1.0, squares=squares)
+        return loss
+
+    return model, step
+
+
+def theirs(preset: str, config: dict[str, Any], batch: Batch, options: argparse.Namespace, kind: str) -> tuple[nn.Module, Step]:
+    import transformers
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    sizes = transformers.AutoConfig.for_model(**mc.build(preset, task="lm", config=config, device="meta").config.to_dict())
+    sizes.use_cache = False
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(sizes, dtype=torch.float32)
+    if options.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in next(m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        if "eager" not in kind:
+            block.compile()
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device=options.device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.02) if p.dim() > 1 else p.fill_(1.0)
+        for name, buffer in model.named_buffers():  # of rotary, which to_empty has emptied
+            if "inv_freq" in name:
+                width = sizes.hidden_size // sizes.num_attention_heads
+                buffer.copy_(sizes.rope_parameters["rope_theta"] ** (-torch.arange(0, width, 2, device=options.device) / width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    model.train()
+
+    def step() -> float:
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return model, step
+
+
+def run(kind: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    config = dict(STILL if options.preset.startswith("gpt") else {}) | ({"layers": options.layers} if options.layers else {})
+    case = Case(options.preset, "lm", "AutoModelForCausalLM", options.length, {}, config)
+    plain = mc.build(options.preset, task="lm", config=config, device="meta")
+    torch.manual_seed(dist.get_rank())
+    batch = batch_of("lm", options.batch, options.length, plain.config.vocab, str(device))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    _, step = (ours if kind.startswith("ours") else theirs)(options.preset, config, batch, options, kind)
+    losses = [step() for _ in range(3)]
+    times = [seconds(step, device) for _ in range(options.steps)]
+    taken = statistics.median(times)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    if options.profile:
+        text = profile(step)
+        if dist.get_rank() == 0:
+            print(f"\n{kind}\n{text}", file=sys.stderr, flush=True)
+    split = options.tensor_parallel if kind.startswith("ours") else 1  # ranks with one batch
+    return {"contender": kind, "preset": options.preset, "length": options.length, "batch": options.batch, "seconds": times,
+            "ranks": dist.get_world_size(), "tokens": batch["input_ids"].numel() / taken / split, "peak": peak, "loss": losses[0],
+            "flops": flops(plain, case, batch) / taken / split}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="gpt2-13b")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a rank")
+    parser.add_argument("--contenders", default="ours,hf")
+    parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--zero", type=int, default=3)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="of ours")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--layers", type=int, help="fewer than the model has, for a trial")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    first = dist.get_rank() == 0
+    top = ceiling(device) if device.type == "cuda" else float("nan")
+    day, rows = datetime.datetime.now(datetime.UTC).date().isoformat(), []
+    for kind in options.contenders.split(","):
+        try:
+            row = run(kind, options, device) | {"ceiling": top, "date": day, "machine": about(device.type)}
+        except torch.OutOfMemoryError as error:
+            print(f"{kind}: {str(error)[:200]}", file=sys.stderr, flush=True)
+            continue
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        rows.append(row)
+        if first:
+            print(f"{kind}: {row['tokens']:.0f} tok/s a GPU, {row['flops'] / 1e12:.0f} TFLOP/s, {row['flops'] / top:.0%} of "
+                  f"{top / 1e12:.0f}, peak {row['peak']:.1f} GiB, loss {row['loss']:.3f}", flush=True)  # fmt: skip
+    if first and options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        with (options.out / "engine.jsonl").open("a") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
