@@ -355,6 +355,8 @@ def load(
             task = saved.task({t: head.architecture for t, head in cls.tasks.items()}) or task
         if saved is not None and id2label is None and num_labels is None and task in LABELLED:
             id2label = saved.labels([row[0] for row in cls.tasks[task].rows])
+        if saved is not None and saved.settled:
+            full = replace(full, file={**full.file, **saved.settled})
         if id2label is not None or num_labels is not None:
             full = replace(full, labels=labels_of(num_labels, id2label))
         task = task_of(cls, folder) if task == "auto" else task

@@ -277,3 +277,18 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
         assert main(["generate", "copy", row["prompt"], *beams, "--json"]) == 0
         assert row in json.loads(capsys.readouterr().out)
     assert said[0] == said[1] and said[0]["text"].startswith("the cat") and len(said[0]["ids"]) == len("the cat") + 8
+
+    assert main(["generate", "copy", "the cat", "chat=true"]) == 2
+    assert "copy: chat_template: none, for messages to go through; " in capsys.readouterr().err
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}the {% endif %}"
+    (here / "copy" / "chat_template.jinja").write_text(template)
+    (here / "m.jsonl").write_text('{"messages": [{"role": "user", "content": "the cat"}]}\n')
+    answers = []
+    for prompt in (["the cat", "chat=true"], ["prompts=m.jsonl"], ["the cat the "]):
+        assert main(["generate", "copy", *prompt, "max_new_tokens=8", "--json"]) == 0
+        answers += [json.loads(capsys.readouterr().out)]
+    talk, plain = answers[0], answers[2]
+    assert answers[1] == [talk] and talk["prompt"] == [{"role": "user", "content": "the cat"}]
+    assert talk["ids"] == plain["ids"] and plain["text"] == "the cat the " + talk["text"] and len(talk["text"]) == 8
+    assert main(["generate", "copy", "the cat", "chat=true", "max_new_tokens=8", "--stream"]) == 0
+    assert capsys.readouterr().out == talk["text"] + "\n"

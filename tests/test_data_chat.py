@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from modelcenter.cli.generate import ids_of, messages_of
 from modelcenter.data.chat import NAMED, Template
 from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
@@ -209,3 +210,22 @@ def test_a_named_template_needs_its_tokens() -> None:
     letters = open_tokenizer("char", ["Userqa: \n"])
     with pytest.raises(InputError, match="plain with a tokenizer that has no end of text"):
         make_examples("chat", rows([ASKED]), letters, DataConfig(chat_template="plain"))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    """Messages, ShareGPT's among them, and texts that a user says."""
+    ours, theirs = with_template(tokenizer, TEMPLATES[name], tmp_path)
+    template, tools = Template(ours), [{"name": "add"}]
+    for record in [*rows(talks(3)), *rows(talks(4), tools=tools)]:
+        talk = messages_of(record, "prompt", False)
+        wanted = theirs.apply_chat_template(record.fields["messages"], tools=record.fields.get("tools"), add_generation_prompt=True)
+        assert ids_of(ours, template, record, "prompt", talk) == wanted["input_ids"]
+    said = {"conversations": [{"from": "human", "value": "hi"}]}, {"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}
+    for fields in said:
+        record = Record(dict(fields), "f", 1)
+        assert messages_of(record, "prompt", True) == [{"role": "user", "content": "hi"}]
+    text = Record({"prompt": "hi"}, "f", 1)
+    assert messages_of(text, "prompt", False) is None and ids_of(ours, template, text, "prompt", None) == ours.encode("hi")
+    with pytest.raises(InputError, match=r"holds U\+FDD0"):
+        template.prompt(text, [{"role": "user", "content": "\ufdd0"}])

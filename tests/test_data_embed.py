@@ -183,3 +183,22 @@ def test_refusals(objective: str, fields: dict[str, Any], keys: dict[str, Any], 
     first = {"a": "a", "b": "b", "far": ["c", "d"], "label": 0.5}
     with pytest.raises(InputError, match=said.replace("a has no", "no token in its text")):
         make_examples(objective, [Record(first, "f", 1), Record({**first, **fields}, "f", 2)], bare, DataConfig(**{**PAIR, **keys}))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
+def test_a_causal_models_vector_is_that_of_its_last_token(kind: str) -> None:
+    """transformers' backbone and last-token pooling, padded on either side, packed or alone."""
+    case = zoo.Case(kind, "default", "embed")
+    theirs, ours = zoo.pair(case)
+    for side in ("none", "right", "left"):
+        args = zoo.inputs(case, side)
+        mask = args.get("attention_mask", torch.ones_like(args["input_ids"]))
+        with zoo.wide(torch.float64), torch.no_grad():
+            hidden = theirs(**zoo.theirs_only(case, theirs, args)).last_hidden_state
+        found = ours(**args).embeddings.detach()
+        last = [int(row.nonzero().max()) for row in mask]
+        wanted = F.normalize(hidden[torch.arange(2), last], dim=-1)
+        assert found.shape == wanted.shape and (found - wanted).abs().max() < 1e-10, side
+    row, alone = zoo.packed(case)
+    with torch.no_grad():
+        assert torch.allclose(ours(**row).embeddings, torch.cat([ours(**a).embeddings for a in alone]), rtol=0, atol=1e-10)

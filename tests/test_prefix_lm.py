@@ -10,6 +10,7 @@ import zoo
 from test_train import MACHINE, TINY, recipe_of
 
 import modelcenter as mc
+from modelcenter.adapter.attach import merge_adapter
 from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import make_examples
@@ -18,6 +19,7 @@ from modelcenter.data.tokenizer import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.layers.output import context_of
 from modelcenter.train.loop import train
+from modelcenter.train.prepare import prepare, resolve
 
 KINDS = ("gpt2", "llama", "bloom")
 GIVEN = (5, 1, 8)  # tokens of the prompts
@@ -135,7 +137,36 @@ def test_a_run_says_in_config_json_what_it_was(tmp_path: Path) -> None:
     with torch.no_grad():
         whole = model(ids).logits
         assert not torch.allclose(whole[:, 2], model(ids, labels=ids).logits[:, 2])
-    with pytest.raises(InputError, match=r"adapter\.name: lora with objective prefix_lm"):
-        recipe_of(tmp_path, **{**changes, "init": "pretrained", "adapter.name": "lora"})
     with pytest.raises(InputError, match="'lm' is none of BERT's"):
         train(recipe_of(tmp_path, **{**changes, "model": "bert-base-uncased", "output_dir": str(tmp_path / "b")}), MACHINE)
+
+
+def test_an_adapter_says_it_too_and_its_base_does_not(tmp_path: Path) -> None:
+    """What the run evaluates is what the folder evaluates, on a base that reads in one direction, and merged."""
+    for name in ("base", "lora"):
+        (tmp_path / name).mkdir()
+    changes = {"tokenizer": "bpe:300", "config": TINY, "eval_steps": None, "save_steps": None, "max_steps": 4}
+    train(recipe_of(tmp_path / "base", **changes), MACHINE)
+    base = tmp_path / "base" / "out" / "model"
+    tuned = {"objective": "prefix_lm", "init": "pretrained", "model": str(base), "tokenizer": None, "config": {},
+             "optimizer.lr": 0.05, "adapter.name": "lora", "adapter.targets": ["all-linear"]}  # fmt: skip
+    run = train(recipe_of(tmp_path / "lora", **{**changes, **tuned}), MACHINE)
+    folder, ids = tmp_path / "lora" / "out" / "model", torch.arange(5, 13)[None]
+    adapted, plain = mc.load(folder), mc.load(base)
+    assert adapted.config.file["prefix_lm"] is True and "prefix_lm" not in plain.config.file
+    with torch.no_grad():
+        assert not torch.allclose(adapted(ids).logits[:, 2], adapted(ids, labels=ids).logits[:, 2])
+        merge_adapter(adapted).save_pretrained(tmp_path / "merged")
+        merged = mc.load(tmp_path / "merged")
+        torch.testing.assert_close(merged(ids).logits, mc.load(folder)(ids).logits, rtol=1e-4, atol=1e-5)
+    said = evaluation_of(tmp_path / "lora", changes | tuned)
+    assert run.metrics["eval_loss"] == pytest.approx(said, rel=1e-5)
+
+
+def evaluation_of(folder: Path, changes: dict[str, Any]) -> float:
+    """The loss of what the folder of the run holds, read anew."""
+    asked = recipe_of(folder, **{**changes, "model": str(folder / "out" / "model"), "adapter.name": "none"})
+    recipe, device = resolve(asked, MACHINE)
+    setup = prepare(recipe, MACHINE, device)
+    assert setup.evaluation is not None
+    return setup.evaluation(setup.model)["eval_loss"]

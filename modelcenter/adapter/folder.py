@@ -2,8 +2,8 @@
 
 A tensor's name is `base_model.model.`, their layer's name and what it is. What they hold as one matrix and we as several is exact
 in both directions: their `b` is the rows of our parts; where each of ours has its own `a`, theirs is all of them stacked, and
-each part's rows of `b` are zero in the columns of the others. Beside the two files stands a config.json, for the task and the
-names of its classes, which peft has no place for.
+each part's rows of `b` are zero in the columns of the others. Beside the two files stands a config.json, for the task, the
+names of its classes and the direction in which it reads, which peft has no place for.
 """
 
 import json
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 A, B, M = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 TASK_TYPES = {"lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classify": "SEQ_CLS", "tag": "TOKEN_CLS", "qa": "QUESTION_ANS",
               "backbone": "FEATURE_EXTRACTION", "embed": "FEATURE_EXTRACTION"}  # fmt: skip
+SETTLED = ("prefix_lm",)  # keys of config.json by which a model reads, and which training may have changed
 PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}  # others change the base, or more
 READ = {"peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
         "rank_pattern", "alpha_pattern", "modules_to_save", *PLAIN}  # fmt: skip
@@ -196,6 +197,12 @@ class Saved:
             return {i: said[str(i)] for i in range(len(said))}
         rows = next((len(self.tensors[f"{h}.weight"]) for h in reversed(heads) if f"{h}.weight" in self.tensors), None)
         return None if rows is None else {i: f"LABEL_{i}" for i in range(rows)}
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """What the config.json beside it says of how the model is to read, whatever the base's says."""
+        said = read_config(self.folder) if (self.folder / "config.json").is_file() else {}
+        return {key: said[key] for key in SETTLED if key in said}
 
     def places(self, model: "Model") -> list[Place]:
         """Where on the model the tensors belong. Errors: `InputError` for one that has no place or another shape."""

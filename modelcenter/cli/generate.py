@@ -5,11 +5,18 @@ import os
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..config import COMMAND_LINE
+from ..data.config import DataConfig
 from ..errors import refuse
 from ..generate.options import FILE, Options
 from .arguments import Answer, Arguments, check_model, settings
+
+if TYPE_CHECKING:
+    from ..data.chat import Template
+    from ..data.record import Record
+    from ..data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +26,8 @@ class Generation(Options):
     model: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
     prompt: str | None = field(default=None, metadata={"help": "the text to go on with, or to translate", "min": 1})
     prompts: str | None = field(default=None, metadata={"help": "a file of them: a line each, or .jsonl with prompt_key", "min": 1})
-    prompt_key: str = field(default="prompt", metadata={"help": "the field of the prompt in a .jsonl file", "min": 1})
+    prompt_key: str = field(default="prompt", metadata={"help": "its field in a .jsonl file: text, or messages", "min": 1})
+    chat: bool = field(default=False, metadata={"help": "a text is what a user says: put it in the tokenizer's chat template"})
     out: str | None = field(default=None, metadata={"help": "a .jsonl file to write; absent: the terminal", "min": 1})
     batch: int = field(default=8, metadata={"help": "prompts of one forward", "min": 1})
     stream: bool = field(default=False, metadata={"help": "show each token as it is written"})
@@ -34,6 +42,7 @@ def generate(args: Arguments) -> Answer:
     modelcenter generate MODEL prompts=FILE [out=FILE.jsonl] [batch=8] [key=value ...]
 
     What is not given comes from the model's generation_config.json; without a length in it, 64 tokens are written.
+    Messages, and with chat=true any prompt, go through the tokenizer's chat template, and the answer alone is told.
     """
     asked = settings(Generation, args, ["model", "prompt"])
     if (asked.prompt is None) == (asked.prompts is None):
@@ -43,8 +52,13 @@ def generate(args: Arguments) -> Answer:
     if asked.out is not None and os.path.lexists(asked.out):
         refuse(asked.out, None, "exists", "a new file")
     check_model(asked.model)
-    prompts = [asked.prompt] if asked.prompt is not None else read_prompts(str(asked.prompts), asked.prompt_key)
+    from ..data.record import Record
+
+    key = asked.prompt_key
+    records = [Record({key: asked.prompt}, COMMAND_LINE, 1)] if asked.prompt is not None else read_prompts(str(asked.prompts), key)
+    talks = [messages_of(record, key, asked.chat) for record in records]
     from ..checkpoint.hub import resolve
+    from ..data.chat import Template
     from ..data.tokenizer import load_tokenizer
     from ..registry import load, presets
     from ..train.write import Spoken, write
@@ -56,12 +70,19 @@ def generate(args: Arguments) -> Answer:
     lengths = {"max_new_tokens", "max_length"}
     if not lengths & {*options, *json.loads(model.companions.get(FILE, b"{}"))}:
         options["max_new_tokens"] = 64
+    chats = any(talk is not None for talk in talks)
+    if chats and tokenizer.chat_template is None:
+        refuse(asked.model, "chat_template", "none, for messages to go through", "a model tuned on conversations, or texts")
+    template = Template(tokenizer) if chats else None
+    prompts = [ids_of(tokenizer, template, record, key, talk) for record, talk in zip(records, talks, strict=True)]
     if asked.stream:
-        start = [] if model.encoder_decoder else tokenizer.encode(prompts[0])
+        start = [] if model.encoder_decoder or talks[0] is not None else prompts[0]
         options["streamer"] = Spoken(tokenizer, partial(print, end="", flush=True), start)
-    rows = []
-    for prompt, texts in zip(prompts, write(model, tokenizer, prompts, asked.batch, **options), strict=True):
-        rows += [{"prompt": prompt, "text": tokenizer.decode(ids), "ids": ids} for ids in texts]
+    rows, written = [], write(model, tokenizer, prompts, asked.batch, **options)
+    for record, talk, prompt, texts in zip(records, talks, prompts, written, strict=True):
+        begin = 0 if talk is None or model.encoder_decoder else len(prompt)
+        said = talk if talk is not None else record.fields[key]
+        rows += [{"prompt": said, "text": tokenizer.decode(ids[begin:]), "ids": ids} for ids in texts]
     if asked.out is not None:
         with open(asked.out, "x", encoding="utf-8") as f:
             f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -71,16 +92,38 @@ def generate(args: Arguments) -> Answer:
     return Answer("\n".join(str(row["text"]) for row in rows), rows[0] if asked.prompt is not None and len(rows) == 1 else rows)
 
 
-def read_prompts(file: str, key: str) -> list[str]:
-    """The prompts of a file: `key` of its records, or the lines of a .txt that are not empty."""
+def read_prompts(file: str, key: str) -> "list[Record]":
+    """The prompts of a file: its records, or the lines of a .txt that are not empty, under `key`."""
     from ..data.read import read_records
+    from ..data.record import Record
 
     if Path(file).suffix not in (".txt", ""):
-        return [record.text(key, "prompt_key") for record in read_records(file, key="prompts")]
+        return list(read_records(file, key="prompts"))
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         refuse(file, None, getattr(error, "strerror", None) or "not UTF-8", "a .txt with a prompt a line, or .jsonl")
     if not any(line.strip() for line in lines):
         refuse(file, None, "no prompt", "a prompt a line")
-    return [line for line in lines if line.strip()]
+    return [Record({key: line}, file, number) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def messages_of(record: "Record", key: str, chat: bool) -> list[dict[str, Any]] | None:
+    """The conversation that a record asks to go on with; None of a text that is no part of one."""
+    from ..data.objectives.chat import KEYS, conversation
+
+    if isinstance(record.fields.get(key), list):
+        return conversation(record, DataConfig(messages_key=key))
+    if key not in record.fields and any(name in record.fields for name in KEYS):
+        return conversation(record, DataConfig())
+    text = record.text(key, "prompt_key")
+    return [{"role": "user", "content": text}] if chat else None
+
+
+def ids_of(tokenizer: "Tokenizer", template: "Template | None", record: "Record", key: str, talk: list[dict[str, Any]] | None
+           ) -> list[int]:
+    """The ids of a prompt; those of a conversation as by transformers' apply_chat_template, whose template writes all special
+    tokens itself."""
+    if template is None or talk is None:
+        return tokenizer.encode(record.text(key, "prompt_key"))
+    return tokenizer.encode(template.prompt(record, talk, record.fields.get("tools")), special=False)

@@ -67,11 +67,15 @@ class Template:
             record.refuse(f"the chat template refuses it ({str(e).strip() or type(e).__name__})", "a conversation that it knows")
         return out
 
+    def prompt(self, record: "Record", messages: Sequence[Message], tools: Any = None) -> str:
+        """The text that asks the assistant for the next turn of a conversation."""
+        unmarkable(record, messages, tools)
+        return unmarked(self.text(record, messages, tools, prompt=True))[0]
+
     def spans(self, record: "Record", messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
         """The text of a conversation, and from where to where the assistant wrote it: what stands in {% generation %}, or, in a
         template without it, what each of its turns adds to the conversation before, asked to go on."""
-        if {OPEN, CLOSE} & set(json.dumps([messages, tools], ensure_ascii=False, default=str)):
-            record.refuse("a message holds U+FDD0 or U+FDD1", "text, which has no such characters")
+        unmarkable(record, messages, tools)
         text = self.text(record, messages, tools)
         if self.marked:
             return unmarked(text)
@@ -85,6 +89,12 @@ class Template:
                     record.refuse(found_, "a template that marks the assistant's turns with {% generation %}")
                 found.append((len(before), len(after)))
         return text, found
+
+
+def unmarkable(record: "Record", *given: Any) -> None:
+    """Refuse what holds the marks themselves."""
+    if {OPEN, CLOSE} & set(json.dumps(given, ensure_ascii=False, default=str)):
+        record.refuse("a message holds U+FDD0 or U+FDD1", "text, which has no such characters")
 
 
 def unmarked(text: str) -> tuple[str, Spans]:

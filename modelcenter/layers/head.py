@@ -204,7 +204,8 @@ class PoolHead(Head):
 
 
 class EmbedHead(Head):
-    """A sentence's vector: the mean of its tokens, scaled to length one. Reimers & Gurevych, 2019.
+    """A sentence's vector, scaled to length one. `pick` takes it from the tokens': their mean (Reimers & Gurevych, 2019), or, of a
+    causal model, the last (Wang et al., 2023, "Improving text embeddings with large language models").
 
     A `pooler` that the family's backbone is saved with has no part in it, but is kept and its output returned beside it.
 
@@ -221,12 +222,12 @@ class EmbedHead(Head):
     symmetric = False
     gather: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, pooler: nn.Linear | None = None):
+    def __init__(self, pick: Callable[[Tensor, Batch], Tensor], pooler: nn.Linear | None = None):
         super().__init__()
-        self.pooler = pooler
+        self.pick, self.pooler = pick, pooler
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
-        out = Output(embeddings=nn.functional.normalize(mean_token(x, batch), dim=-1), last_hidden_state=x)
+        out = Output(embeddings=nn.functional.normalize(self.pick(x, batch), dim=-1), last_hidden_state=x)
         if self.pooler is not None:
             out["pooler_output"] = torch.tanh(self.pooler(first_token(x, batch)))
         if batch.labels is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..checkpoint.config import Config, Table, choice
 from ..layers import FFN, Attention, Batch, Embedding, LayerNorm, Linear, PostNorm, Stack, Transform, first_token
-from ..layers.head import ClassifyHead, EmbedHead, LMHead, PoolHead, SpanHead, TagHead
+from ..layers.head import ClassifyHead, EmbedHead, LMHead, PoolHead, SpanHead, TagHead, mean_token
 from ..names import Row
 from ..ops import Op
 from ..registry import Model, Preset, Task, register
@@ -121,7 +121,7 @@ class BERT(Model):
         "tag": Task("BertForTokenClassification", lambda c: TagHead(c.dim, c.num_labels, dropout=rate(c)), (LABELS,)),
         "qa": Task("BertForQuestionAnswering", lambda c: SpanHead(c.dim), (("qa_outputs", "head.out"),)),
         "backbone": Task("BertModel", lambda c: PoolHead(c.dim), (POOLER,)),
-        "embed": Task("BertModel", lambda c: EmbedHead(Linear(c.dim, c.dim)), (POOLER,)),
+        "embed": Task("BertModel", lambda c: EmbedHead(mean_token, Linear(c.dim, c.dim)), (POOLER,)),
     }  # fmt: skip
 
     prefix = "bert."

@@ -13,7 +13,7 @@ from .. import ops
 from ..checkpoint.config import Config, Table
 from ..errors import refuse
 from ..layers import FFN, ALiBi, Attention, Batch, Embedding, LayerNorm, PreNorm, Stack
-from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead, last_token
+from ..layers.head import ClassifyHead, EmbedHead, LMHead, SpanHead, TagHead, last_token
 from ..names import PerHead, Row
 from ..registry import Model, Preset, Task, register
 
@@ -97,6 +97,7 @@ class BLOOM(Model):
         ),
         "qa": Task("BloomForQuestionAnswering", lambda c: SpanHead(c.dim), (("qa_outputs", "head.out"),)),
         "backbone": Task("BloomModel"),
+        "embed": Task("BloomModel", lambda c: EmbedHead(last_token)),
     }
 
     prefix = "transformer."

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..checkpoint.config import Config, Table, choice
 from ..layers import FFN, Attention, Batch, ClassifyHead, Embedding, LayerNorm, LMHead, PreNorm, SpanHead, Stack, TagHead
-from ..layers.head import last_token
+from ..layers.head import EmbedHead, last_token
 from ..names import Row, Shape, T
 from ..ops import Op
 from ..registry import Model, Preset, Task, register
@@ -102,6 +102,7 @@ class GPT(Model):
         ),
         "qa": Task("GPT2ForQuestionAnswering", lambda c: SpanHead(c.dim), (("qa_outputs", "head.out"),)),
         "backbone": Task("GPT2Model"),
+        "embed": Task("GPT2Model", lambda c: EmbedHead(last_token)),
     }
 
     prefix = "transformer."

@@ -14,7 +14,7 @@ from .. import ops
 from ..checkpoint.config import Config, Table, choice
 from ..checkpoint.rope import rope_keys, verify_rope
 from ..layers import Attention, Batch, Embedding, GatedFFN, PreNorm, RMSNorm, Rotary, Stack
-from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead, last_token
+from ..layers.head import ClassifyHead, EmbedHead, LMHead, SpanHead, TagHead, last_token
 from ..layers.rope import PLAIN, Llama3, Plain
 from ..names import Row
 from ..ops import Op
@@ -122,6 +122,7 @@ class LLaMA(Model):
         "tag": Task("LlamaForTokenClassification", lambda c: TagHead(c.dim, c.num_labels, dropout=c.head_dropout), OUT),
         "qa": Task("LlamaForQuestionAnswering", lambda c: SpanHead(c.dim), SPAN, prefix="transformer."),
         "backbone": Task("LlamaModel"),
+        "embed": Task("LlamaModel", lambda c: EmbedHead(last_token)),
     }
 
     prefix = "model."

@@ -115,9 +115,6 @@ class Recipe:
         if not objective.packs and (self.data.packing or self.data.padding_free):
             key = "data.packing" if self.data.packing else "data.padding_free"
             refuse(None, key, f"true with objective {self.objective}", "false")
-        if not objective.adapts and self.adapter.name != "none":
-            found = f"{self.adapter.name} with objective {self.objective}"
-            refuse(None, "adapter.name", found, "none: an adapter's folder does not hold the config.json that says so")
         if not objective.classes and self.loss.label_smoothing:
             found = f"{self.loss.label_smoothing} with objective {self.objective}"
             refuse(None, "loss.label_smoothing", found, "0: values are no classes")

@@ -42,16 +42,17 @@ class Spoken:
             self.said = len(text)
 
 
-def write(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], batch: int = 8, **options: Any) -> Iterator[list[list[int]]]:
-    """For each prompt in turn the ids of its texts (`num_return_sequences` of them): a decoder's with the prompt, an
-    encoder-decoder's target after its start token, each up to and with the id that ends it.
+def write(model: Model, tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]], batch: int = 8, **options: Any
+          ) -> Iterator[list[list[int]]]:
+    """For each prompt, a text or its ids, in turn the ids of its texts (`num_return_sequences` of them): a decoder's with the
+    prompt, an encoder-decoder's target after its start token, each up to and with the id that ends it.
 
     `options` are `generate`'s. A seed counts up from batch to batch.
     """
     device = next(model.parameters()).device
     o = settings(model, None, {k: v for k, v in options.items() if k not in ("streamer", "prefix_allowed_tokens_fn")})
     for start in range(0, len(prompts), batch):
-        rows = [tokenizer.encode(prompt) for prompt in prompts[start : start + batch]]
+        rows = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts[start : start + batch]]
         for prompt, row in zip(prompts[start : start + batch], rows, strict=True):
             if not row:
                 refuse(None, "prompt", repr(prompt), "a text of at least one token")

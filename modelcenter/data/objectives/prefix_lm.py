@@ -24,7 +24,6 @@ class PrefixLM(LM):
     weights are of no use to a model that reads its prompt in one direction."""
 
     name = "prefix_lm"
-    adapts = False
 
     def settle(self, config: Any) -> Mapping[str, Any]:
         return {"prefix_lm": True}
