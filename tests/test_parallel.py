@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ from modelcenter.layers.initial import initial
 from modelcenter.registry import fill, place, skeleton
 
 CASES = cases(all_tasks=False, all_variants=False)
-MESHES = {"tp2": (1, 2), "fsdp2": (2, 1), "fsdp2xtp2": (2, 2)}
+MESHES: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel": 2}, "fsdp2": {"fsdp": 2}, "fsdp2xtp2": {"fsdp": 2, "tensor_parallel": 2, "recompute": "full"},
+    "copies2": {"replicate": 2}, "hybrid": {"replicate": 2, "fsdp": 2, "recompute": "selective"},
+    "copies2xtp2": {"replicate": 2, "tensor_parallel": 2},
+}  # fmt: skip
 
 
 def full(x: Tensor) -> Tensor:
@@ -59,8 +64,8 @@ def draw(case: Case, machine: mc.Machine | None) -> mc.Model:
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 
 
-def work(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Path) -> None:
-    machine = mc.Machine(device="cpu", fsdp=shape[0], tensor_parallel=shape[1], recompute=shape == (2, 2))
+def work(rank: int, changes: dict[str, Any], folders: dict[Case, str], out: Path) -> None:
+    machine = mc.Machine(device="cpu", **changes)
     for case in CASES:
         alone, spread = draw(case, None), draw(case, machine)
         for name in alone.shapes:
@@ -92,10 +97,10 @@ def work(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Path)
         dist.barrier()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if k < 3 else pytest.mark.slow) for k, m in enumerate(MESHES)])
 def test_a_mesh_equals_one_process(mesh: str, tmp_path: Path) -> None:
     folders = {case: zoo.reference(case)[1] for case in CASES}
-    spawn(MESHES[mesh][0] * MESHES[mesh][1], work, MESHES[mesh], folders, tmp_path)
+    spawn(mc.Machine(**MESHES[mesh]).ranks, work, MESHES[mesh], folders, tmp_path)
 
 
 def odd(rank: int) -> None:
