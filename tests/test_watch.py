@@ -18,6 +18,7 @@ from test_ranks import machine_of, run_of
 from modelcenter.__main__ import main
 from modelcenter.data.loader import Loader
 from modelcenter.parallel import watch
+from modelcenter.parallel.apply import join
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.ranks import ALONE
 from modelcenter.train import launch, loop
@@ -92,6 +93,22 @@ def test_a_loader_that_sleeps_is_named(tmp_path: Path) -> None:
     assert first[1].startswith("rank 1: stands at data/prefetch.py:") and "its thread prefetch stands at " in first[1], first
     assert all(first[rank].startswith(f"rank {rank}: waits for others at parallel/ranks.py:") for rank in (0, 2)), first
     assert "test_watch.py" in (out / "1.txt").read_text()  # where the loader sleeps
+
+
+def late(rank: int, folder: Path, machine: Machine) -> None:
+    """Rank 1 has made progress just now: it hears of the end from rank 0 alone, which does not wait for it."""
+    ranks = join(machine)
+    with watch.Watch(folder, ranks, 1.0 if rank == 0 else 60.0):
+        watch.beat()
+        time.sleep(20)
+
+
+def test_one_that_gives_up_tells_the_others(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert ends_of(2, tmp_path, late, tmp_path / "ranks", machine_of((2, 1))) == [watch.STALLED] * 2
+    assert time.monotonic() - began < 15
+    first = (tmp_path / "ranks" / "1.txt").read_text().split("\n")
+    assert first[0].startswith("rank 1: stands at ") and first[1] == "no progress for 1 s", first[:2]
 
 
 def test_a_rank_that_keeps_the_interpreter_ends(tmp_path: Path, capfd: Any) -> None:

@@ -37,6 +37,10 @@ class Machine:
         default=600, metadata={"min": 1, "help": "seconds without progress after which ranks end, each with its stacks; before the "
                                "first step three times as long. It is also how long ranks wait for each other to come"}
     )  # fmt: skip
+    check_steps: int | None = field(
+        default=100, metadata={"min": 1, "help": "steps between checks that ranks which hold the same weights hold the same bits; "
+                               "null: none"}
+    )  # fmt: skip
     restarts: int = field(
         default=0, metadata={"min": 0, "max": 10**6, "help": "times that a run whose rank fails is started again, from its last "
                              "state; of ranks that the command has started itself"}

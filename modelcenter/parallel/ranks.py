@@ -83,6 +83,16 @@ class Ranks:
         """Whether this rank is the first of those that hold this part."""
         return all(self.mesh.get_local_rank(name) == 0 for name in self.degrees.keys() - self.cuts(tensor)) if self.mesh else True
 
+    def alike(self, cuts: set[str]) -> list[list[int]]:
+        """The groups of ranks that hold the same of a tensor which is cut along the dimensions `cuts`."""
+        if self.mesh is None:
+            return [[0]]
+        names = list(self.degrees)
+        order = sorted(range(len(names)), key=lambda k: names[k] not in cuts)
+        parts = math.prod(n for name, n in self.degrees.items() if name in cuts)
+        groups: list[list[int]] = self.mesh.mesh.permute(order).reshape(parts, -1).tolist()
+        return groups
+
     def reduce(self, model: "nn.Module", last: bool) -> None:
         """Before a backward: whether it is the last of a step, after which gradients are those of all ranks. Before the last, zero
         1 keeps whole gradients and sends nothing, zero 2 and 3 keep parts of gradients, and zero 1 and 2 keep whole weights; copies

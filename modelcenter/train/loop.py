@@ -24,7 +24,9 @@ from ..optim.loss_scale import FIRST, LossScale
 from ..optim.optimizers import build_optimizer
 from ..parallel.machine import Machine, load_machine
 from ..parallel.ranks import Ranks, Silent
+from ..parallel.replicas import check_replicas
 from ..parallel.watch import Watch
+from .agree import agree
 from .fit import verdict
 from .folder import claim, find_start, flat, write_recipe
 from .interrupt import Interrupt
@@ -78,6 +80,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     check_installed(recipe.report_to)
     recipe, device = resolve(recipe, machine)
     ranks = enter(recipe, machine)
+    agree(recipe, machine, ranks)
     folder = Path(recipe.output_dir)
 
     with (claim(folder, recipe, ranks), Interrupt() as interrupt, Journal(folder, recipe, silent=not ranks.first) as journal,
@@ -94,6 +97,8 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                 session.log(step)
                 if session.went_back():
                     continue
+                if session.due(machine.check_steps):
+                    check_replicas(session.model, ranks, session.at.step)
                 memory.at = f"after step {session.at.step}, in evaluating or saving"
                 if session.setup.evaluation is not None and (session.finished or session.due(recipe.eval_steps)):
                     session.evaluate()

@@ -1,0 +1,93 @@
+"""Ranks that would not do the same are found before the first step, and named."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._dynamo  # here once, and not in each rank
+from mesh import spawn
+from test_ranks import machine_of, run_of
+
+import modelcenter as mc
+from modelcenter.checkpoint.state import steps
+from modelcenter.parallel.apply import join
+from modelcenter.train import agree, loop
+from modelcenter.train.agree import difference, facts
+
+
+def seen(rank: int, recipe: Any, cases: dict[str, Any]) -> None:
+    """On rank 1 alone something is another."""
+    machine = machine_of((2, 1))
+    ranks = join(machine)
+    agree.agree(recipe, machine, ranks)
+    for text, act in cases.items():
+        other = act(recipe) if rank == 1 else recipe
+        with pytest.raises(mc.InputError) as caught:
+            agree.agree(other, machine, ranks)
+        assert text in str(caught.value), f"{caught.value}: not {text}"
+    agree.code = lambda: f"code of {rank}"
+    with pytest.raises(mc.InputError, match=r"code: 'code of 0' on rank 0 and 'code of 1' on rank 1; the same for every rank"):
+        agree.agree(recipe, machine, ranks)
+
+
+def elsewhere(change: Any) -> Any:
+    """The same recipe where the data, found by a relative path, is another."""
+
+    def act(recipe: Any) -> Any:
+        folder = Path("other")
+        folder.mkdir()
+        os.chdir(folder)
+        change(Path("text.txt"))
+        return recipe
+
+    return act
+
+
+def test_what_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = run_of(tmp_path, **{"data.path": "text.txt"})
+    size = (tmp_path / "text.txt").stat().st_size
+    cases = {
+        "seed: 0 on rank 0 and 1 on rank 1": lambda r: replace(r, seed=1),
+        "optimizer.lr: 0.01 on rank 0 and 0.02 on rank 1": lambda r: replace(r, optimizer=replace(r.optimizer, lr=0.02)),
+        f"data text.txt: bytes: {size} on rank 0 and 3 on rank 1": elsewhere(lambda file: file.write_text("a b")),
+    }
+    spawn(2, seen, recipe, cases)
+
+
+def missing(rank: int, recipe: Any) -> None:
+    if rank == 1:
+        Path("empty").mkdir()
+        os.chdir("empty")
+    with pytest.raises(mc.InputError, match=r"text\.txt"):
+        agree.agree(recipe, machine_of((2, 1)), join(machine_of((2, 1))))
+
+
+def test_data_that_one_rank_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spawn(2, missing, run_of(tmp_path, **{"data.path": "text.txt"}))
+
+
+def refused(rank: int, recipe: Any) -> None:
+    loop.plot_loss = lambda folder: "not drawn"
+    agree.code = lambda: str(rank)
+    with pytest.raises(mc.InputError, match="code: '0' on rank 0"):
+        loop.train(recipe, machine_of((2, 1)))
+
+
+def test_a_run_asks_before_anything_is_written(tmp_path: Path) -> None:
+    spawn(2, refused, run_of(tmp_path))
+    assert not steps(tmp_path / "out") and not (tmp_path / "out").exists() and torch._dynamo
+
+
+def test_contents_count_and_times_do_not(tmp_path: Path) -> None:
+    recipe, machine = run_of(tmp_path), machine_of((2, 1))
+    before, file = facts(recipe, machine), tmp_path / "text.txt"
+    os.utime(file, (1, 1))
+    assert facts(recipe, machine) == before
+    text = file.read_text()
+    file.write_text(text.replace("1", "2", 1))  # as long as before
+    key, found = difference([before, facts(recipe, machine), before])
+    assert key.endswith("text.txt: sha256_of_contents") and "on ranks 0, 2 and " in found and found.endswith("on rank 1")
