@@ -1,5 +1,7 @@
 // AdamW on the CPU: unscale, clip, update and cast in one pass over all tensors of a call; the squared norm in another. What a
 // chunk holds depends on the tensors alone, so that results do not depend on the number of threads.
+#include <type_traits>
+
 #include "random.h"
 #include "simd.h"
 
@@ -21,7 +23,7 @@ MC_INLINE vf square_root(vf x) {
 namespace {
 
 // 32 random bits for each of 64 elements from 64 * group on: word e % 4 of counter e / 4.
-MC_INLINE void draw_words(vu out[4], uint64_t group, uint64_t key) {
+MC_NOINLINE void draw_words(vu out[4], uint64_t group, uint64_t key) {
     vu a, b = vu{} + static_cast<uint32_t>(group >> 28), c{}, d{};
 #if defined(__AVX512F__)
     a = vu{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};  // the order that the 4 x 4 transposes below put right
@@ -68,12 +70,17 @@ MC_INLINE void put(T* p, vf x, vu random, int n) {
     }
 }
 
-template <class P, class G, class M, class C, bool STOCHASTIC>
-void update_some(const Item& item, int64_t begin, int64_t end, float factor, const Numbers& c) {
+// `half`: copies are fp16, or else bf16
+MC_INLINE void put_copy(void* copies, int64_t i, vf x, bool half, int n) {
+    if (half) store_n(static_cast<fp16*>(copies) + i, x, n);
+    else if (copies) store_n(static_cast<bf16*>(copies) + i, x, n);
+}
+
+template <class P, class G, class M, bool STOCHASTIC>
+void update_some(const Item& item, int64_t begin, int64_t end, float factor, const Numbers& c, bool half) {
     P* const p = static_cast<P*>(item.p);
     const G* const g = static_cast<const G*>(item.g);
     M *const m = static_cast<M*>(item.m), *const v = static_cast<M*>(item.v);
-    C* const copy = static_cast<C*>(item.copy);
     for (int64_t block = begin; block < end; block += 4 * LANES) {  // begin is a multiple of CHUNK
         vu random[4] = {}, other[4] = {};
         if (STOCHASTIC && sizeof(M) == 2) draw_words(random, block / 64, item.key);
@@ -85,7 +92,7 @@ void update_some(const Item& item, int64_t begin, int64_t end, float factor, con
             put<STOCHASTIC>(p + i, x, other[k] & 0xFFFFu, n);
             put<STOCHASTIC>(m + i, y, random[k] & 0xFFFFu, n);
             put<STOCHASTIC>(v + i, z, random[k] >> 16, n);
-            if (copy) store_n(copy + i, x, n);
+            if (sizeof(P) == 4) put_copy(item.copy, i, x, half, n);
         };
         const int64_t left = end - block;
         if (left >= 4 * LANES)
@@ -129,13 +136,12 @@ MC_INLINE vf encoded(vf x, float scale, vf chance) {  // the code's magnitude
     return vmin(code, all(127.0f));
 }
 
-template <class P, class G, class C, bool STOCHASTIC>
-void update_coded(const Item& item, int64_t begin, int64_t end, float factor, const Numbers& c) {
+template <class P, class G, bool STOCHASTIC>
+void update_coded(const Item& item, int64_t begin, int64_t end, float factor, const Numbers& c, bool half) {
     P* const p = static_cast<P*>(item.p);
     const G* const g = static_cast<const G*>(item.g);
     int8_t* const m = static_cast<int8_t*>(item.m);
     uint8_t* const v = static_cast<uint8_t*>(item.v);
-    C* const copy = static_cast<C*>(item.copy);
     for (int64_t block = begin; block < end; block += BLOCK8) {  // begin is a multiple of CHUNK
         float& m_scale = item.m_scale[block / BLOCK8];
         float& v_scale = item.v_scale[block / BLOCK8];
@@ -154,7 +160,7 @@ void update_coded(const Item& item, int64_t begin, int64_t end, float factor, co
             vf x = load_n(p + i, n), y = code < 0.0f ? -size : size, z = decoded<true>(load_codes<vub>(v + i, n)) * v_scale;
             update(x, y, z, load_n(g + i, n), factor, c, item);
             put<STOCHASTIC>(p + i, x, other[k] & 0xFFFFu, n);
-            if (copy) store_n(copy + i, x, n);
+            if (sizeof(P) == 4) put_copy(item.copy, i, x, half, n);
             top = vmax(top, vabs(y)), top_squared = vmax(top_squared, z);
             ys[k] = y, zs[k] = z;
         }
@@ -247,30 +253,17 @@ MC_KERNEL(adamw) {
         first += (items[i].n + CHUNK - 1) / CHUNK;
         tick(items[i], c, i);
     }
+    const bool half = given.copy.n && given.copy.dtype == F16;
     const auto run = [&](auto update_one) {
         each_piece(items, given.chunks, CHUNK, [=](int64_t, const Item& item, int64_t begin, int64_t end) {
-            update_one(item, begin, end, factor, c);
+            update_one(item, begin, end, factor, c, half);
         });
     };
     const auto rounded = [&](auto plain, auto stochastic) { c.stochastic ? run(stochastic) : run(plain); };
-    MC_FOR_FLOAT(given.g.dtype, G,
-        if (given.p.dtype == BF16 && given.m.dtype == I8)
-            rounded(update_coded<bf16, G, bf16, false>, update_coded<bf16, G, bf16, true>);
-        else if (given.m.dtype == I8 && given.copy.dtype == F16)
-            rounded(update_coded<float, G, fp16, false>, update_coded<float, G, fp16, true>);
-        else if (given.m.dtype == I8)
-            rounded(update_coded<float, G, bf16, false>, update_coded<float, G, bf16, true>);
-        else if (given.p.dtype == BF16 && given.m.dtype == BF16)
-            rounded(update_some<bf16, G, bf16, bf16, false>, update_some<bf16, G, bf16, bf16, true>);
-        else if (given.p.dtype == BF16)
-            rounded(update_some<bf16, G, float, bf16, false>, update_some<bf16, G, float, bf16, true>);
-        else if (given.m.dtype == BF16 && given.copy.dtype == F16)
-            rounded(update_some<float, G, bf16, fp16, false>, update_some<float, G, bf16, fp16, true>);
-        else if (given.m.dtype == BF16)
-            rounded(update_some<float, G, bf16, bf16, false>, update_some<float, G, bf16, bf16, true>);
-        else if (given.copy.dtype == F16)
-            run(update_some<float, G, float, fp16, false>);
-        else
-            run(update_some<float, G, float, bf16, false>);
-    )
+    MC_FOR_FLOAT(given.g.dtype, G, MC_FOR_BOOL(given.p.dtype == F32, WIDE,
+        using P = typename std::conditional<WIDE || std::is_same<G, fp16>::value, float, bf16>::type;  // bf16 has no fp16 gradient
+        if (given.m.dtype == I8) rounded(update_coded<P, G, false>, update_coded<P, G, true>);
+        else if (given.m.dtype == BF16) rounded(update_some<P, G, bf16, false>, update_some<P, G, bf16, true>);
+        else rounded(update_some<P, G, float, false>, update_some<P, G, float, sizeof(P) == 2>);
+    ))
 }

@@ -302,7 +302,7 @@ MC_KERNEL(adamw) {
     const unsigned blocks = static_cast<unsigned>(given.chunks);
     const bool half = given.copy.dtype == F16;
     MC_FOR_FLOAT(given.g.dtype, G, MC_FOR_BOOL(given.p.dtype == F32, WIDE,
-        using P = typename std::conditional<WIDE, float, bf16>::type;
+        using P = typename std::conditional<WIDE || std::is_same<G, fp16>::value, float, bf16>::type;  // bf16 has no fp16 gradient
         if (given.m.dtype == I8)
             update_all<P, G, int8_t><<<blocks, THREADS, 0, stream>>>(table, given.p.n, clip, c, half);
         else if (given.m.dtype == BF16)

@@ -45,7 +45,7 @@ struct Arguments {
     Arguments(Call& call, uint32_t moments) {
         clip = call.in("clip", F32, Shape{2});
         p = call.list("params", F32 | BF16, true);
-        g = call.list("grads", FLOATS, false);
+        g = call.list("grads", p.dtype == BF16 ? F32 | BF16 : FLOATS, false);  // those that there are
         m = call.list("exp_avgs", moments, true);
         v = call.list("exp_avg_sqs", m.dtype == I8 ? U8 : m.dtype, true);
         m_scale = call.list("exp_avg_scales", F32, true);

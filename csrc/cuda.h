@@ -149,12 +149,3 @@ inline int grid(int64_t items, int threads, int waves = 16) {
             break;                       \
         }                                \
     }
-
-#define MC_FOR_BOOL(condition, NAME, ...)   \
-    if (condition) {                        \
-        constexpr bool NAME = true;         \
-        __VA_ARGS__;                        \
-    } else {                                \
-        constexpr bool NAME = false;        \
-        __VA_ARGS__;                        \
-    }

@@ -119,6 +119,16 @@ struct Kernel {
 
 }  // namespace mc
 
+// Run `body` with NAME being a constant.
+#define MC_FOR_BOOL(condition, NAME, ...)   \
+    if (condition) {                        \
+        constexpr bool NAME = true;         \
+        __VA_ARGS__;                        \
+    } else {                                \
+        constexpr bool NAME = false;        \
+        __VA_ARGS__;                        \
+    }
+
 // The function is not static: nvcc names a file's anonymous namespace after its first public function, or else after the process.
 #define MC_RUN_(name, level) run_##name##_##level
 #define MC_RUN(name, level) MC_RUN_(name, level)

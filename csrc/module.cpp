@@ -382,10 +382,10 @@ static void connect(py::object torch, py::object current_stream) {
     find_threads();
 }
 
-// For every name the best kernel between two levels; the highest that one has.
+// For every name the best kernel between two levels; the highest that one has, -1 if there is none.
 static int enlist(py::module_ module, int low, int high) {
     std::map<std::string, const Kernel*> best;
-    int most = low;
+    int most = -1;
     for (const Kernel* kernel = first; kernel; kernel = kernel->next)
         if (kernel->level >= low && kernel->level <= high) {
             const Kernel*& found = best[kernel->name];
@@ -412,7 +412,7 @@ PYBIND11_MODULE(_C, m) {
     if (limit && !std::strcmp(limit, "avx2") && level > 1) level = 1;
     m.attr("version") = MC_VERSION;
     level = enlist(m.def_submodule("cpu"), 0, level);  // a compiler may not have known the best that the processor has
-    m.attr("cpu_level") = level == 2 ? "avx512" : level == 1 ? "avx2" : "base";
+    m.attr("cpu_level") = level == 2 ? "avx512" : level == 1 ? "avx2" : level == 0 ? "base" : "none";
     py::module_ cuda = m.def_submodule("cuda");
 #ifdef MC_CUDA
     enlist(cuda, 100, 100);

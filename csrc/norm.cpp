@@ -13,10 +13,17 @@
 
 namespace {
 
-// f(offset, lanes) summed over a row; f gives 0 in the lanes it has no element for
+struct Two {  // sums that are formed together
+    vf first, second;
+    MC_INLINE Two operator+(const Two& other) const { return {first + other.first, second + other.second}; }
+    MC_INLINE void operator+=(const Two& other) { first += other.first, second += other.second; }
+};
+
+// f(offset, lanes), a vector or Two, summed over a row; f gives 0 in the lanes it has no element for. No addition waits for the one
+// before it.
 template <class F>
-MC_INLINE vf summed(int64_t dim, F f) {
-    vf a{}, b{}, c{}, d{};
+MC_INLINE auto summed(int64_t dim, F f) {
+    decltype(f(0, LANES)) a{}, b{}, c{}, d{};
     int64_t i = 0;
     for (; i + 4 * LANES <= dim; i += 4 * LANES) {
         a += f(i, LANES);
@@ -70,16 +77,14 @@ struct Stats {
 template <class R, class O>
 Stats norm_row(const R* x, const float* weight, const float* bias, O* out, int64_t dim, double eps, bool centred) {
     Stats s{};
-    vf left{};
     if (centred) s.mean = sum(summed(dim, [=](int64_t i, int lanes) { return load_n(x + i, lanes); })) / static_cast<float>(dim);
     const float mean = s.mean;
-    const float squares = sum(summed(dim, [&](int64_t i, int lanes) {
+    const Two found = summed(dim, [=](int64_t i, int lanes) {
         const vf h = (lanes == LANES ? load(x + i) : load_some(x + i, lanes, mean)) - mean;
-        left += h;
-        return h * h;
-    }));
-    const double more = centred ? static_cast<double>(sum(left)) / static_cast<double>(dim) : 0.0;
-    const double rstd = 1 / std::sqrt(static_cast<double>(squares) / static_cast<double>(dim) - more * more + eps);
+        return Two{h * h, h};
+    });
+    const double squares = sum(found.first), left = sum(found.second), n = static_cast<double>(dim);
+    const double more = centred ? left / n : 0.0, rstd = 1 / std::sqrt(squares / n - more * more + eps);
     s.rstd = static_cast<float>(rstd), s.shift = static_cast<float>(-more * rstd);
     if (bias)
         each(dim, [=](int64_t i, int lanes) {
@@ -97,17 +102,13 @@ template <class R, class O>
 void gradient_row(const O* grad, const R* more, const R* x, const float* weight, R* stream, float* dweight, float* dbias,
                   int64_t dim, Stats s) {
     const float n = static_cast<float>(dim);
-    vf plain{};
-    const float skewed = sum(summed(dim, [&](int64_t i, int lanes) {
+    const Two found = summed(dim, [=](int64_t i, int lanes) {
         const vf d = load_n(grad + i, lanes), g = d * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
         store_n(dweight + i, load_n(dweight + i, lanes) + d * h, lanes);
-        if (dbias) {
-            store_n(dbias + i, load_n(dbias + i, lanes) + d, lanes);
-            plain += g;
-        }
-        return g * h;
-    })) / n;
-    const float level = dbias ? sum(plain) / n : 0.0f;
+        if (dbias) store_n(dbias + i, load_n(dbias + i, lanes) + d, lanes);
+        return Two{g * h, g};
+    });
+    const float skewed = sum(found.first) / n, level = dbias ? sum(found.second) / n : 0.0f;
     each(dim, [&](int64_t i, int lanes) {
         const vf g = load_n(grad + i, lanes) * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
         const vf d = (g - level - h * skewed) * s.rstd;

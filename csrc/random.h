@@ -27,7 +27,7 @@ MC_INLINE void multiply(vu a, uint32_t m, vu& high, vu& low) {
 }
 
 // The 16 random bits of each of the elements [128 block, 128 block + 128).
-MC_INLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
+MC_NOINLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
     // lane 4 i + j holds counter 4 j + i: then words that belong together meet by exchanges within groups of four lanes
     const vu order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     const uint64_t counter = block * 16;  // its low half does not overflow within a block

@@ -19,7 +19,7 @@ LEVELS = {"base": 0, "avx2": 1, "avx512": 2}
 
 @dataclass(frozen=True)
 class Mutant:
-    """In csrc/`file`, which is compiled into the object of `unit`, `old` stands once and becomes `new`; `test` must then fail."""
+    """In csrc/`file` `old` stands once and becomes `new`; `test` must then fail."""
 
     name: str
     file: str
@@ -27,10 +27,6 @@ class Mutant:
     new: str
     test: str
     error: str = "(AssertionError|assert )"
-
-    @property
-    def unit(self) -> str:
-        return self.file.split(".")[0]
 
 
 def exact(op: str) -> str:
@@ -46,8 +42,8 @@ MOMENTS = "    m = m + (g - m) * c.rise1;\n    v = v * c.keep2 + (g * g) * c.ris
 STEP = "    p = p - (m * item.size) / (square_root(v) * item.root + c.eps);\n"
 
 MUTANTS = (
-    Mutant("norm-forgets-the-mean-of-the-gradient", "norm.cpp", "const float level = dbias ? sum(plain) / n : 0.0f;",
-           "const float level = 0.0f;", exact("layer_norm")),
+    Mutant("norm-forgets-the-mean-of-the-gradient", "norm.cpp", "level = dbias ? sum(found.second) / n : 0.0f;",
+           "level = 0.0f;", exact("layer_norm")),
     Mutant("partial-sum-of-one-chunk-lost", "norm.cpp", "for (int64_t chunk = 0; chunk < chunks; chunk++) total",
            "for (int64_t chunk = 0; chunk + 1 < chunks; chunk++) total", exact("rms_norm")),
     Mutant("last-part-of-a-bias-lost", "activation.cpp", "for (int64_t part = 0; part * height < rows; part++)",
@@ -114,16 +110,12 @@ def test_unchanged_all_pass(unchanged: tuple[Path, Path, Path]) -> None:
 def test_mutant(mutant: Mutant, unchanged: tuple[Path, Path, Path], tmp_path: Path) -> None:
     source, temp, _ = unchanged
     shutil.copytree(temp, tmp_path / "temp")
-    for made in (tmp_path / "temp").glob(f"{mutant.unit}.*.o"):
-        made.unlink()
     file = source / "csrc" / mutant.file
-    before, stat = file.read_text(), file.stat()
+    before = file.read_text()
     assert before.count(mutant.old) == 1, "what it changes has changed"
     try:
         file.write_text(before.replace(mutant.old, mutant.new))
-        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # or a header would be new to all that include it
         done = verdict(build(source, tmp_path / "temp"), mutant.test)
     finally:
         file.write_text(before)
-        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert done.returncode == 1 and re.search(f"^E   {mutant.error}", done.stdout, re.M), done.stdout[-2000:]

@@ -206,7 +206,8 @@ def update(columns: list[list[Any]], group: dict[str, Any], number: int, clip: T
     params, grads = columns[:2]
     one = params[0]
     factor = torch.ones(2, device=one.device) if clip is None else clip.to(one.device)
-    dtypes = one.dtype in (torch.float32, torch.bfloat16) and grads[0].dtype in FLOATS
+    dtypes = one.dtype == torch.float32 and grads[0].dtype in FLOATS
+    dtypes = dtypes or (one.dtype == torch.bfloat16 and grads[0].dtype in (torch.float32, torch.bfloat16))
     if not (dtypes and usable(one)) or not all(t.is_contiguous() for t in params):
         if not factor[1].isnan():
             for index, row in enumerate(zip(*columns, strict=True)):
