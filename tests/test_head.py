@@ -1,6 +1,7 @@
 """The language-model head's loss: the fused op in chunks against whole logits in double precision, and when the head uses it."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,3 +306,30 @@ def test_a_vocabulary_in_two_pieces(monkeypatch: pytest.MonkeyPatch, vocab: int,
     close(loss.detach().cpu(), wanted)
     for found, one in zip(torch.autograd.grad(loss, there[:3]), gradients, strict=True):
         close(found.cpu(), one)
+
+
+def test_what_holds_the_gradient_of_the_weight() -> None:
+    """On a GPU bf16 where there is one product to round, or an fp32 sum would take more than a chunk's logits do."""
+    def held(rows: int, dtype: torch.dtype, kind: torch.dtype, several: bool, cuda: bool = True) -> torch.dtype:
+        weight = SimpleNamespace(is_cuda=cuda, dtype=dtype, numel=lambda: rows * 4096)
+        return module.summed_in(weight, kind, several)  # type: ignore[no-any-return]
+
+    half, full = torch.bfloat16, torch.float32
+    assert [held(16384, half, half, True), held(16385, half, half, True), held(16384, half, half, False)] == [full, half, half]
+    assert {held(99999, half, half, True, cuda=False), held(99999, full, half, True)} == {full}
+
+
+@pytest.mark.gpu
+def test_chunks_add_no_error_to_the_gradient_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bf16 head in eight chunks: as exact as torch's one product of whole logits."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in ((4096, 256), (1024, 256)))
+    labels = torch.randint(1024, (4096,), device="cuda")
+    wanted = exact([x, weight, torch.zeros(1024, device="cuda"), labels])[1][1]
+    eager = torch.autograd.grad(F.cross_entropy(F.linear(x, weight), labels, reduction="sum"), weight)[0]
+    monkeypatch.setitem(module.BYTES, "cuda", 1 << 20)
+    ours = torch.autograd.grad(op(x, weight, None, labels), weight)[0]
+    monkeypatch.setitem(module.BYTES, "cuda", 1 << 19)  # and no room for the sum either
+    rounded = torch.autograd.grad(op(x, weight, None, labels), weight)[0]
+    errors = [float((found.double() - wanted).norm() / wanted.norm()) for found in (ours, eager, rounded)]
+    assert errors[0] < 1.1 * errors[1] and errors[2] > 1.3 * errors[0], errors

@@ -5,10 +5,11 @@ the gradients of x and of the weight at once, in the forward; so nothing is comp
 kept (Hsu et al., 2024: "Liger Kernel"). The backward only multiplies by the gradient of the loss: in place, in fp32, and where that
 is 1 without touching memory; the device alone knows its value. Labels as in ops/cross_entropy.
 
-Gradients: of those inputs that want one. That of the weight is summed over the chunks in fp32, but for a bf16 weight on CUDA, whose
-own dtype holds it between chunks (an fp32 sum of a vocabulary of 131072 x 4096 would take 2.1 GB). In fp16 the gradient of the
-logits is held 256 times too large, or the small probabilities of a large vocabulary vanish. Under autocast the products are formed
-in its dtype, and a weight is cast once for all chunks; on a CPU without units for low precision they are formed in fp32.
+Gradients: of those inputs that want one. That of the weight is summed over the chunks in fp32, which costs a bf16 weight on CUDA
+up to 128 MB more (GPT-2's: 77). A larger one, as that of a vocabulary of 131072 x 4096 (1.1 GB more), is rounded after each chunk:
+with 4 chunks 1.5 times, with 8 chunks 1.9 times the error of one product. In fp16 the gradient of the logits is held 256 times too
+large, or the small probabilities of a large vocabulary vanish. Under autocast the products are formed in its dtype, and a weight
+is cast once for all chunks; on a CPU without units for low precision they are formed in fp32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,6 @@ from .linear import LOW, has_low_units
 CHUNK = 1024  # rows of logits that the reference holds at a time: 1024 x 50257 in fp32 are 206 MB
 X, WEIGHT, BIAS = 1, 2, 4  # bits of `grads`
 BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # a chunk's logits
-SUM_IN_FP32 = False  # also of a bf16 weight on CUDA
 
 
 def chunked(scores: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, smoothing: float, z: float) -> Tensor:
@@ -60,8 +60,8 @@ def linear_cross_entropy_forward(
     if not cuda and kind in LOW and not has_low_units(kind):
         kind = torch.float32
     own = kind if cuda else torch.float32  # the dtype of dx: on a CPU memory is not worth a rounding
-    of_weight = weight.dtype if cuda and weight.dtype == kind == torch.bfloat16 and not SUM_IN_FP32 else torch.float32
     chunk, stride = rows_of_a_chunk(x, vocab, kind)
+    of_weight = summed_in(weight, kind, len(x) > chunk)
     dx = x.new_empty(x.shape if grads & X else 0, dtype=own)
     dweight = x.new_empty(weight.shape if grads & WEIGHT else 0, dtype=of_weight)
     dbias = x.new_zeros(vocab if grads & BIAS and bias is not None else 0, dtype=torch.float32)
@@ -112,6 +112,13 @@ def rows_of_a_chunk(x: Tensor, vocab: int, kind: torch.dtype) -> tuple[int, int]
     stride = -(-vocab // 64) * 64
     rows = max(1, BYTES["cuda" if on_gpu(x) else "cpu"] // (stride * kind.itemsize))
     return rows // 128 * 128 or rows, stride
+
+
+def summed_in(weight: Tensor, kind: torch.dtype, several: bool) -> torch.dtype:
+    """What holds the gradient of the weight, the sum of one product a chunk or of `several`."""
+    if not weight.is_cuda or not weight.dtype == kind == torch.bfloat16:
+        return torch.float32
+    return torch.float32 if several and weight.numel() * 4 <= BYTES["cuda"] else torch.bfloat16
 
 
 def even_pieces(vocab: int) -> list[slice]:
