@@ -1,4 +1,4 @@
-# make venv | quickstart | check | test | test-all | fuzz | bench | gpu | wheel | clean
+# make venv | quickstart | check | test | test-all | fuzz | bench | bench-cpu | gpu | wheel | clean
 # with PYTHON=python3.12 VENV=folder DIST=folder BENCH=folder JOBS=8 as you like
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -c constraints.txt
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 NEED = import sys; sys.exit("modelcenter needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)
 
-.PHONY: venv quickstart check test test-all fuzz bench gpu wheel clean
+.PHONY: venv quickstart check test test-all fuzz bench bench-cpu gpu wheel clean
 
 venv: $(VENV)/installed
 
@@ -39,7 +39,7 @@ test-all: venv
 	$(PYTEST) -m "not gpu"
 
 # Random cases of every kernel under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own; of the best instruction
-# set that there is here, or with MODELCENTER_CPU=avx2 or base of that one.
+# set that there is here, or with MODELCENTER_LEVELS=1 (AVX2) or 0 (neither) of that one.
 CASES ?= 100000
 SEED ?= 0
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
@@ -54,6 +54,11 @@ fuzz: venv
 bench: venv
 	$(BIN)/python benchmarks/ops.py --out $(BENCH)
 
+# What a CPU does: each op, and training steps beside transformers'. For a quiet machine; below 20 minutes on two cores.
+bench-cpu: venv
+	$(BIN)/python benchmarks/ops.py --device cpu --quick --limit 300 --out $(BENCH)
+	$(BIN)/python benchmarks/train.py --steps 2 --out $(BENCH)
+
 # On a machine whose own python3 has torch with CUDA and pytest, needing no network and no environment: kernels for the GPU that is
 # there, the tests that want one, a table. The tests see the GPUs that CUDA_VISIBLE_DEVICES names.
 gpu: export CUDA_VISIBLE_DEVICES ?= 0
@@ -63,7 +68,8 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -n $(JOBS) -m gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/ops.py --device cuda --quick --out $(BENCH)
 
-# The same commit gives the same bytes, wherever it is built with the same compilers.
+# The same commit gives the same bytes, wherever it is built with the same compilers; for all GPUs, whichever is here.
+wheel: export MODELCENTER_CUDA_ARCHS ?= all
 wheel: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 wheel: venv
 	rm -rf build

@@ -5,12 +5,15 @@ the package then computes with its references; `modelcenter doctor` says which o
 kernels take plain pointers, so one build serves every torch.
 
     MODELCENTER_CUDA=0              leave CUDA out, though nvcc is there
-    MODELCENTER_CUDA_ARCHS="90"     only these architectures (default: 75 80 86 89 90 100 120, as far as nvcc knows them, and PTX)
-    MODELCENTER_LEVELS="0 2"        only these instruction sets of LEVELS, for builds that are only tested
+    MODELCENTER_CUDA_ARCHS="90"     machine code for these architectures; PTX, for later ones, comes with it. Default: for the GPUs
+                                    that are here, or without any "all": 75 80 90 100 120, as far as nvcc knows them
+    MODELCENTER_LEVELS="1"          only these instruction sets of LEVELS, for builds that are only tested
+    MODELCENTER_OBJECTS=folder      keeps what is compiled; another build of the same sources by the same commands takes it over
     CUDA_HOME, CXX, CFLAGS, NVCCFLAGS, LDFLAGS, MAX_JOBS      as everywhere
     SOURCE_DATE_EPOCH=seconds       also keep out of the kernels what differs from build to build (make wheel)
 """
 
+import hashlib
 import os
 import platform
 import re
@@ -26,14 +29,15 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-ARCHITECTURES = "75 80 86 89 90 100 120"
+ARCHITECTURES = "75 80 90 100 120"  # 86 and 89 run the machine code of 80, as 103 and 121 that of 100 and 120
 LEVELS = {  # MC_LEVEL: the flags of an instruction set; module.cpp asks the processor for the same ones
-    0: ["-O2"],  # for processors of before 2013; -O3 takes twice as long over vectors that they do not have
+    0: ["-O2"],  # where a compiler knows no other, or where asked for; -O3 takes twice as long over vectors that are not there
     1: ["-mavx2", "-mfma", "-mf16c"],
     2: ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"],
 }
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall",
-         "-Wno-psabi", "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", f"-ffile-prefix-map={ROOT}=."]  # fmt: skip
+         "-Wno-psabi", "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized",
+         f"-ffile-prefix-map={ROOT}=."]  # fmt: skip
 EXACT = {"adamw": (["-ffp-contract=off"], ["-fmad=false"])}  # agree with their reference to the last bit: no a * b + c in one
 
 
@@ -67,8 +71,14 @@ def find_nvcc() -> str | None:
 def architectures(nvcc: str) -> list[str]:
     """Those wanted that this nvcc knows, rising."""
     known = set(re.findall(r"compute_(\d+)", output(nvcc, "--list-gpu-arch")))
-    wanted = re.split(r"[ ,;]+", os.environ.get("MODELCENTER_CUDA_ARCHS", ARCHITECTURES).strip())
-    return sorted(known.intersection(wanted), key=int)
+    wanted = os.environ.get("MODELCENTER_CUDA_ARCHS", "").strip() or " ".join(present() & known) or "all"
+    return sorted(known.intersection(re.split(r"[ ,;]+", ARCHITECTURES if wanted == "all" else wanted)), key=int)
+
+
+def present() -> set[str]:
+    """The architectures of this machine's GPUs, as the driver tells them: "90"."""
+    said = output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    return {line.strip().replace(".", "") for line in said.splitlines() if re.fullmatch(r"\d+\.\d", line.strip())}
 
 
 def gencode(archs: list[str]) -> list[str]:
@@ -117,7 +127,7 @@ class BuildExtension(build_ext):
             raise OSError(f"no C++ compiler: {cxx[0]} does not run")
         archs = architectures(nvcc) if nvcc else []
         runtime = libraries(nvcc) if nvcc and archs else None
-        temp = Path(self.build_temp).resolve()
+        temp = Path(os.environ.get("MODELCENTER_OBJECTS") or self.build_temp).resolve()
         temp.mkdir(parents=True, exist_ok=True)
         extra = shlex.split(os.environ.get("CFLAGS", ""))
         version = f'-DMC_VERSION="{self.distribution.get_version()}"'
@@ -128,9 +138,8 @@ class BuildExtension(build_ext):
         module = temp / "module.o"
         steps.append((CSRC / "module.cpp", [*cxx, *FLAGS, *cuda, version, *headers, *extra, "-c"], module))
         levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {0: []}
-        levels = {level: flags for level, flags in levels.items() if accepts(cxx, flags)} or {0: []}
-        if wanted := os.environ.get("MODELCENTER_LEVELS", "").split():
-            levels = {level: flags for level, flags in levels.items() if str(level) in wanted}
+        wanted = os.environ.get("MODELCENTER_LEVELS", "1 2").split()
+        levels = {level: flags for level, flags in levels.items() if str(level) in wanted and accepts(cxx, flags)} or {0: []}
         for source in sorted(CSRC.glob("*.cpp")):
             if source.name != "module.cpp":
                 for level, flags in levels.items():
@@ -149,10 +158,9 @@ class BuildExtension(build_ext):
                 same = fixed if "SOURCE_DATE_EPOCH" in os.environ else []
                 steps.append((source, [*command[:-1], *exact, *same, "-c"], temp / f"{source.stem}.cu.o"))
 
-        newest = max(path.stat().st_mtime for path in CSRC.glob("*.h"))
         steps.sort(key=lambda step: (step[0].suffix != ".cu", -step[0].stat().st_size))  # the longest are not left for the end
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:
-            list(pool.map(lambda step: compile_one(*step, newest), steps))
+            list(pool.map(lambda step: compile_one(*step), steps))
         shared = ["-shared", "-s", "-Wl,--build-id=none"]
         if sys.platform == "darwin":
             shared = ["-bundle", "-undefined", "dynamic_lookup"]
@@ -168,14 +176,27 @@ class BuildExtension(build_ext):
         return sysconfig.get_paths()["include"]
 
 
-def compile_one(source: Path, command: list[str], made: Path, newest: float) -> None:
-    """Compile unless the object is newer than what it is made of, and made by the same command."""
+def compile_one(source: Path, command: list[str], made: Path) -> None:
+    """Compile, unless the object was made of the same bytes by the same command, wherever that was."""
+    digest = hashlib.sha256(shlex.join(command).replace(str(ROOT), "").encode())
+    for part in sorted(included(source)):
+        digest.update(part.name.encode() + part.read_bytes())
     said = made.with_suffix(".txt")
-    line = shlex.join(command)
-    if made.exists() and made.stat().st_mtime > max(newest, source.stat().st_mtime) and said.exists() and said.read_text() == line:
+    if made.exists() and said.exists() and said.read_text() == digest.hexdigest():
         return
+    said.unlink(missing_ok=True)
     run([*command, str(source.relative_to(ROOT)), "-o", str(made)])
-    said.write_text(line)
+    said.write_text(digest.hexdigest())
+
+
+def included(source: Path) -> set[Path]:
+    """A file of csrc and those that it includes, directly or not."""
+    found, new = {source}, {source}
+    while new:
+        names = {name for file in new for name in re.findall(r'^#include "(.+)"$', file.read_text(), re.M)}
+        new = {CSRC / name for name in names} - found
+        found |= new
+    return found
 
 
 def run(command: list[str]) -> None:

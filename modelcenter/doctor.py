@@ -36,9 +36,13 @@ def examine() -> dict[str, Any]:
     built, why, advice = extension()
     found["extension"] = why
     if built is not None:
-        found["cpu_kernels"] = f"{built.cpu_level}, {threads()}: {runs(torch.device('cpu'))}"
+        if built.cpu_level == "none":
+            found["cpu_kernels"] = "none for this processor, which lacks AVX2: references"
+            advice.append(f"kernels for this processor: MODELCENTER_LEVELS=0 {AGAIN}")
+        else:
+            found["cpu_kernels"] = f"{built.cpu_level}, {threads()}: {runs(torch.device('cpu'))}"
         names = ", ".join(f"sm_{arch}" for arch in built.cuda_architectures.split())
-        found["cuda_kernels"] = f"{names} and later" if names else "none"
+        found["cuda_kernels"] = f"{names} and what runs their machine code or, later, their PTX" if names else "none"
         if cards and built.cuda_architectures:
             found["gpu_kernels"] = [f"{card.name}: {on_gpu(i, card, built.cuda_architectures)}" for i, card in enumerate(cards)]
         if not built.cuda_architectures and torch.version.cuda:

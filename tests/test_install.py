@@ -2,14 +2,19 @@
 
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from modelcenter.ops._op import reach
+
 HOUSE = Path(__file__).parent.parent
+ALL = ["75", "80", "90", "100", "120"]
 PARTS = ("csrc", "modelcenter", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 SMOKE = """
 import json, sys, warnings
@@ -55,6 +60,73 @@ def smoke(folder: Path) -> dict[str, object]:
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py defines."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    return runpy.run_path(str(HOUSE / "setup.py"))
+
+
+def tool(folder: Path, name: str, says: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\ncat <<END\n{says}\nEND\n")
+    (folder / name).chmod(0o755)
+    return folder / name
+
+
+@pytest.mark.parametrize("wanted, cards, found", [
+    (None, "9.0\n9.0\n7.5", ["75", "90"]), (None, "10.3", ALL), (None, "[N/A]", ALL), ("all", "9.0", ALL),
+    ("86;75", "9.0", ["75", "86"]),
+])  # fmt: skip
+def test_which_gpus_are_built_for(
+    wanted: str | None, cards: str, found: list[str], setup: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are asked for, or those of the machine, or all; as far as nvcc knows them (this one does not know sm_103)."""
+    nvcc = tool(tmp_path, "nvcc", "\n".join(f"compute_{arch}" for arch in (75, 80, 86, 89, 90, 100, 120)))
+    tool(tmp_path, "nvidia-smi", cards)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("MODELCENTER_CUDA_ARCHS", raising=False)
+    if wanted:
+        monkeypatch.setenv("MODELCENTER_CUDA_ARCHS", wanted)
+    assert setup["architectures"](str(nvcc)) == found
+
+
+def test_every_gpu_since_turing_is_reached(setup: dict[str, Any]) -> None:
+    """By machine code where NVIDIA promises that it runs: on later numbers of the same generation."""
+    every = [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
+    assert {reach(chip, setup["ARCHITECTURES"]) for chip in every} == {"kernels built for it"}
+    assert setup["gencode"](["75", "80", "90"]) == ["-gencode=arch=compute_75,code=[sm_75]",
+                                                    "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]"]  # fmt: skip
+    assert setup["gencode"](["75"]) == ["-gencode=arch=compute_75,code=[sm_75,compute_75]"]
+
+
+def test_an_object_is_made_once(setup: dict[str, Any], tmp_path: Path) -> None:
+    """And again if its source, a file that this includes, or the command is another; not because the folder is."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\necho >> "$0.log"\nfor a; do :; done\necho object > "$a"\n')
+    compiler.chmod(0o755)
+
+    def compiled(house: str, *flags: str) -> int:
+        folder = tmp_path / house
+        scope = setup["compile_one"].__globals__
+        scope["ROOT"], scope["CSRC"] = folder, folder / "csrc"
+        setup["compile_one"](folder / "csrc" / "norm.cu", [str(compiler), f"-Dhere={folder}", *flags], tmp_path / "norm.o")
+        return len((tmp_path / "cc.log").read_text())
+
+    for house in ("one", "two"):
+        shutil.copytree(HOUSE / "csrc", tmp_path / house / "csrc")
+    assert {file.name for file in setup["included"](HOUSE / "csrc" / "norm.cu")} == {
+        "norm.cu", "norm_ring.h", "norm_rows.h", "cuda.h", "kernel.h", "philox.h"
+    }  # fmt: skip
+    assert [compiled("one"), compiled("one"), compiled("two"), compiled("two", "-g")] == [1, 1, 1, 2]
+    for count, file in enumerate(("norm.cu", "philox.h"), 3):
+        with (tmp_path / "two" / "csrc" / file).open("a") as text:
+            text.write("// more\n")
+        assert compiled("two", "-g") == count
+    (tmp_path / "two" / "csrc" / "adamw.h").write_text("")
+    assert compiled("two", "-g") == 4
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/g++", "false"])

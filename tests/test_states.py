@@ -1,6 +1,7 @@
 """The states an installation can be in: no kernels, kernels of another version, an older processor's instruction sets."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,25 @@ def test_ops_are_right_in_every_state(state: str) -> None:
     done = python("-m", "pytest", *options, "test_ops.py", "test_kernels.py", **{name: value})
     assert done.returncode == 0, done.stdout[-3000:]
     said = python("-c", "from modelcenter.ops import _op; print(_op._C and _op._C.cpu_level)", **{name: value}).stdout
-    assert said.strip() in (("None",) if value == "0" else (value, "base")), said
+    levels = {"0": ["None"], "base": ["base", "none"], "avx2": ["avx2", "base", "none"]}  # where the processor has more, and less
+    assert said.strip() in levels[value], said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not shutil.which("g++"), reason="no compiler")
+def test_kernels_without_an_instruction_set(tmp_path: Path) -> None:
+    """As they are built for aarch64 and macOS, and for a processor from before AVX2 where that is asked for."""
+    build = ["setup.py", "-q", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path)]
+    env = {**os.environ, "MODELCENTER_CUDA": "0", "MODELCENTER_LEVELS": "0"}
+    done = subprocess.run([sys.executable, *build], capture_output=True, text=True, timeout=500, cwd=HERE.parent, env=env)
+    (kernels,) = (tmp_path / "modelcenter").glob("_C*")
+    assert done.returncode == 0, done.stderr
+    level = python("-c", "from modelcenter.ops import _op; print(_op._C.cpu_level)", MODELCENTER_KERNELS=str(kernels))
+    assert level.stdout == "base\n", level.stderr
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", QUICK, "-m", "not gpu"]
+    done = python("-m", "pytest", *options, "test_ops.py", "test_kernels.py", MODELCENTER_KERNELS=str(kernels))
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 MISSING = """

@@ -298,7 +298,9 @@ def available(device: str, index: int = 0) -> bool:
         if WANTED:
             warn_once()
         return False
-    return device == "cpu" or (device == "cuda" and bool(_C.cuda_architectures) and covered(index))
+    if device == "cpu":
+        return bool(_C.cpu_level != "none")
+    return device == "cuda" and bool(_C.cuda_architectures) and covered(index)
 
 
 def served(x: Tensor) -> bool:
