@@ -86,8 +86,7 @@ def compare(case: str, run: Run, told: list[tuple[float, float]], first: int = 0
         assert float((own - p).abs().mean()) <= near, f"{case}, {name}: not near in the mean"
 
 
-def equal(rank: int, shape: tuple[int, int], cases: list[str]) -> None:
-    machine = machine_of(shape)
+def equal(rank: int, machine: mc.Machine, cases: list[str]) -> None:
     ranks = join(machine)
     for case in cases:
         run = Run(case, machine, ranks)
@@ -98,7 +97,16 @@ def equal(rank: int, shape: tuple[int, int], cases: list[str]) -> None:
 def test_five_steps_equal_one_process(mesh: str) -> None:
     for case in CASES:
         one_process(case)
-    spawn(MESHES[mesh][0] * MESHES[mesh][1], equal, MESHES[mesh], list(CASES))
+    spawn(MESHES[mesh][0] * MESHES[mesh][1], equal, machine_of(MESHES[mesh]), list(CASES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"replicate": 2, "fsdp": 2}, {"fsdp": 2, "zero": 1}, {"fsdp": 2, "zero": 2}], ids=str)
+def test_copies_and_stages_equal_one_process(degrees: dict[str, Any]) -> None:
+    for case in CASES:
+        one_process(case)
+    machine = mc.Machine(device="cpu", threads=1, **degrees)
+    spawn(machine.ranks, equal, machine, list(CASES))
 
 
 # -------------------------------------------------------------------------------------------------------------- states

@@ -243,6 +243,20 @@ def test_an_adapter_the_best_and_what_is_frozen(alone: Path, tmp_path: Path) -> 
         same(folders[1] / "out", folders[0] / "out")
 
 
+@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("tp2", marks=pytest.mark.slow)])
+def test_what_is_added_to_a_loss_and_who_learns_faster(mesh: str, alone: Path, tmp_path: Path) -> None:
+    """Label smoothing, z-loss, averages and rates by depth: each as in one process, and each does something."""
+    changes = {"loss.label_smoothing": 0.2, "loss.z_loss": 1e-2, "ema": 0.5, "optimizer.layer_decay": 0.5}
+    folders = [tmp_path / what for what in ("one", "many")]
+    for folder in folders:
+        folder.mkdir()
+    loop.train(run_of(folders[0], **changes), machine_of((1, 1)))
+    spawn(2, runs, MESHES[mesh], run_of(folders[1], **changes))
+    same(folders[1] / "out", folders[0] / "out")
+    with pytest.raises(AssertionError):
+        same(folders[0] / "out", alone)
+
+
 @pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("fsdp2xtp2", marks=pytest.mark.slow)])
 def test_a_run_equals_one_process(mesh: str, alone: Path, tmp_path: Path) -> None:
     spawn(MESHES[mesh][0] * MESHES[mesh][1], runs, MESHES[mesh], run_of(tmp_path))
