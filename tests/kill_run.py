@@ -2,6 +2,7 @@
 
     python tests/kill_run.py kills [--count 200] [--seed 0]      kill -9 at random moments of training, saving and starting
     python tests/kill_run.py signals [--count 200] [--seed 0]    SIGTERM or Ctrl-C, a second one after some of them
+    ... machine.async_save=true                                  the same where states are written in the background
 
 A run of 300 steps is started again with the same command until it has finished, and another one until there were as many kills
 as asked for. Each life is forked from this process, which has imported torch once. After each of them every state that it said
@@ -17,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -50,7 +51,8 @@ save_steps: 10
 save_total_limit: 2
 """
 TEXT = "\n".join(f"def f{n}(x):\n    return x * {n} + {n * n}" for n in range(120))
-SHOWN, SAVED = re.compile(rb"^step (\d+)/", re.MULTILINE), re.compile(rb"^saved: .*/step-(\d+)$", re.MULTILINE)
+SETTINGS: list[str] = []
+SHOWN, SAVED = re.compile(rb"^step (\d+)/", re.MULTILINE), re.compile(rb"^saved: .*/step-(\d+)(?: \(.*\))?$", re.MULTILINE)
 
 
 @dataclass
@@ -70,8 +72,8 @@ class Life:
         return max(map(int, SHOWN.findall(self.said)), default=0)
 
 
-def live(folder: Path, signals: list[tuple[float, int]]) -> Life:
-    """Train in `folder`, and send each signal so many seconds after what came before it."""
+def live(folder: Path, signals: list[tuple[float, int]], settings: Sequence[str] = ()) -> Life:
+    """Train in `folder` with `settings`, and send each signal so many seconds after what came before it."""
     said = folder / "said"
     child = os.fork()
     if child == 0:
@@ -82,7 +84,7 @@ def live(folder: Path, signals: list[tuple[float, int]]) -> Life:
             os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
             os.dup2(2, 1)
             os.chdir(folder)
-            code = command(["train", "recipe.yaml", "--machine", "cpu", "machine.threads=1", "output_dir=out"])
+            code = command(["train", "recipe.yaml", "--machine", "cpu", "machine.threads=1", "output_dir=out", *settings])
         except KeyboardInterrupt:  # before the command could hear it
             code = 130
         finally:
@@ -142,7 +144,7 @@ def hammer(place: Path, count: int, rng: random.Random, draw: Draw, judge: Judge
         folder = fresh(place, f"run-{finished}")
         known = 0  # the newest step that was said to be saved
         while True:
-            life = live(folder, draw(rng, pace) if ends < count else [])
+            life = live(folder, draw(rng, pace) if ends < count else [], SETTINGS)
             known, there = max(known, life.saved), newest(folder, wrong)
             if there < known:
                 wrong.append(f"step {known} was said to be saved, the newest is {there}")
@@ -193,9 +195,11 @@ KINDS = {"kills": kills, "signals": signals}
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill runs and see whether anything is lost.")
     parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("settings", nargs="*", help="of all runs but the one that nobody touches")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    SETTINGS.extend(given.settings)
     families()
     torch.set_num_threads(1)
     loop.plot_loss = lambda folder: "not drawn"  # half a second each time

@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def run(kind: str, count: int, plant: str = "pass") -> str:
+def run(kind: str, count: int, plant: str = "pass", settings: tuple[str, ...] = ()) -> str:
     """What the script says; `plant` is run in its process first."""
     code = f"import sys; sys.path.insert(0, 'tests'); import kill_run; {plant}; sys.exit(kill_run.main())"
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, kind, "--count", str(count)]
+    command = [sys.executable, "-c", code, kind, *settings, "--count", str(count)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert not done.stderr, done.stderr
     return done.stdout
@@ -26,6 +26,13 @@ def run(kind: str, count: int, plant: str = "pass") -> str:
 @pytest.mark.parametrize("count", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_nothing_is_lost(kind: str, count: int) -> None:
     said = run(kind, count)
+    assert re.match(rf"{count} {kind} over \d+ runs of 300 steps in \d+ s: 0 wrong\n", said), said
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "kills" else pytest.mark.slow) for kind in kill_run.KINDS])
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
+def test_nothing_is_lost_in_the_background(kind: str, count: int) -> None:
+    said = run(kind, count, settings=("machine.async_save=true",))
     assert re.match(rf"{count} {kind} over \d+ runs of 300 steps in \d+ s: 0 wrong\n", said), said
 
 

@@ -33,6 +33,9 @@ class Machine:
     threads: int | None = field(
         default=None, metadata={"min": 1, "max": 1024, "help": "CPU threads of a rank; null: torch's choice"}
     )
+    async_save: bool = field(
+        default=False, metadata={"help": "write states while training goes on, from a copy of them in the host's memory"}
+    )
     timeout: float = field(
         default=600, metadata={"min": 1, "help": "seconds without progress after which ranks end, each with its stacks; before the "
                                "first step three times as long. It is also how long ranks wait for each other to come"}

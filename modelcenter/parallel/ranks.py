@@ -6,7 +6,7 @@ Texts travel as bytes; nothing is pickled. Every method that returns something o
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,11 @@ class OtherRankError(RuntimeError):
 @dataclass(frozen=True)
 class Ranks:
     """All processes of a run, as a mesh (replicate, fsdp, tp): those along the first two have each a share of the data, those along
-    `tp` the same one. `zero` is the machine's."""
+    `tp` the same one. `zero` is the machine's; `channel` are connections of their own for what they say."""
 
     mesh: "DeviceMesh | None" = None
     zero: int = 3
+    channel: Any = None
 
     @property
     def rank(self) -> int:
@@ -189,10 +190,10 @@ class Ranks:
 
         values = values.to(self.home)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.home) for _ in range(self.size)]
-        dist.all_gather(sizes, sizes[0].new_tensor([len(values)]))
+        dist.all_gather(sizes, sizes[0].new_tensor([len(values)]), group=self.channel)
         lengths = [int(n) for n in sizes]
         found = [values.new_empty(max(lengths)) for _ in lengths]
-        dist.all_gather(found, torch.nn.functional.pad(values, (0, max(lengths) - len(values))))
+        dist.all_gather(found, torch.nn.functional.pad(values, (0, max(lengths) - len(values))), group=self.channel)
         return [row[:n].cpu() for row, n in zip(found, lengths, strict=True)]
 
     @property
@@ -201,7 +202,16 @@ class Ranks:
         import torch.distributed as dist
 
         assert self.mesh is not None
-        return "cpu" if "cpu" in dist.get_backend_config() else self.mesh.device_type
+        return "cpu" if self.channel is not None or "cpu" in dist.get_backend_config() else self.mesh.device_type
+
+    def apart(self) -> "Ranks":
+        """The same ranks, who `agree` and work `together` over connections of their own, from host to host: another thread may,
+        whatever is being sent meanwhile. All ranks make them, or none."""
+        if self.mesh is None:
+            return self
+        import torch.distributed as dist
+
+        return replace(self, channel=dist.new_group(backend="gloo"))
 
     def together(self, work: "Callable[[], str]", kinds: tuple[type[Exception], ...]) -> list[str]:
         """What `work` returns on each rank. If it fails on one with an error of `kinds` it has failed on all: that rank raises its

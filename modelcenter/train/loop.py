@@ -27,6 +27,7 @@ from ..parallel.ranks import Ranks, Silent
 from ..parallel.replicas import check_replicas
 from ..parallel.watch import Watch
 from .agree import agree
+from .background import Background
 from .fit import verdict
 from .folder import claim, find_start, flat, write_recipe
 from .interrupt import Interrupt
@@ -106,6 +107,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                     session.save()
         finally:
             steps.close()
+            session.settle()
             session.metrics.close()
             if ranks.first:
                 session.progress.say(plot_loss(folder))
@@ -136,4 +138,5 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
         progress.say(line)
     if start is not None:
         progress.say(f"resumed from {start}: step {at.step} of {setup.steps}")
-    return Session(recipe, device, setup, ranks, optimizer, ema, at, metrics, progress, journal, memory)
+    background = Background(ranks) if machine.async_save else None
+    return Session(recipe, device, setup, ranks, optimizer, ema, at, metrics, progress, journal, memory, background)

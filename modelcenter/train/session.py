@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.state import SaveError
+from ..checkpoint.state import SaveError, step_of
 from ..errors import InputError, refuse
 from ..metrics.table import METRICS
 from ..optim.adamw import AdamW
@@ -20,6 +20,7 @@ from ..optim.clipped import Clipped
 from ..optim.ema import EMA
 from ..optim.schedules import lr_factor
 from ..parallel.ranks import Ranks
+from .background import Background
 from .evaluate import Arguments, count_targets, count_tokens
 from .guard import give_up, go_back, in_trouble
 from .interrupt import Interrupt
@@ -59,6 +60,7 @@ class Session:
     progress: Progress
     journal: Journal
     memory: Memory
+    background: Background | None = None  # None: the run waits while a state is written
     saved: int = field(init=False)
     seconds: float = 0.0  # since the last row of metrics
     tokens: int = 0  # since then
@@ -114,6 +116,7 @@ class Session:
     def log(self, step: Step) -> None:
         """Say how the step went, and every `logging_steps` write a row."""
         at = self.at
+        self.settle(wait=False)
         row = {"step": at.step, "loss": at.loss(), "lr": step.lr, "grad_norm": step.norm, "tokens": at.tokens,
                "skipped": at.skipped, "spikes": at.spikes, "rollbacks": at.rollbacks,
                "tokens_per_second": self.tokens / self.seconds, "memory_gb": peak_memory_gb(self.device.type)}
@@ -136,6 +139,7 @@ class Session:
         """Whether the run is in trouble and has gone back to a state from before it. Errors: `InputError` if it cannot go on."""
         if not in_trouble(self.at, self.recipe.on_spike):
             return False
+        self.settle()
         then = go_back(self.folder, self.at, self.model, self.optimizer, self.ema, self.journal.tell, self.ranks)
         if then is None:
             if self.at.streak:
@@ -165,21 +169,39 @@ class Session:
             self.progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
 
     def save(self) -> None:
-        """Save a state, its metrics first; a disk that refuses costs a line and not the run."""
+        """Save a state, its metrics first, or begin to; a disk that refuses costs a line and not the run."""
         at = self.at
+        self.settle()
         self.metrics.sync()
+        later = () if self.background is None else (self.background.write,)
+        limit = self.recipe.save_total_limit
         try:
             with self.progress.aside("saving", at.step):
-                path = save(self.folder, at, self.model, self.optimizer, self.recipe.save_total_limit, self.ema, self.ranks)
-            self.progress.say(f"saved: {path}")
-            self.saved = at.step
+                path = save(self.folder, at, self.model, self.optimizer, limit, self.ema, self.ranks, *later)
+            if path is not None:
+                self.progress.say(f"saved: {path}")
+                self.saved = at.step
+        except (SaveError, InputError) as error:
+            self.journal.tell(str(error))
+
+    def settle(self, wait: bool = True) -> None:
+        """Wait for the state that is being written in the background, or only look for it, and say what became of it."""
+        if self.background is None:
+            return
+        try:
+            path = self.background.settled(wait)
+            if path is not None:
+                self.progress.say(f"saved: {path} ({self.background})")
+                self.saved = step_of(path)
         except (SaveError, InputError) as error:
             self.journal.tell(str(error))
 
     def stop(self) -> None:
         """Save before the end that was asked for. Errors: `InputError` if the disk refuses."""
+        self.settle()
         if self.at.step != self.saved:
             self.save()
+            self.settle()
         if self.at.step != self.saved:
             found = f"stopped after step {self.at.step}, not saved"
             refuse(self.folder, None, found, f"resume=auto goes on after step {self.saved}")

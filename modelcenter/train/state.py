@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from ..optim.ema import EMA
 from ..optim.loss_scale import LossScale
 from ..parallel.ranks import ALONE, Ranks
 from .spike import Losses
+
+Write = Callable[[Path, int, Mapping[str, Mapping[str, Tensor | Piece]], Mapping[str, Any], int | None, Ranks], Path | None]
 
 
 @dataclass
@@ -75,8 +77,9 @@ class Position:
 
 
 def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimizer, keep: int | None,
-         ema: EMA | None = None, ranks: Ranks = ALONE) -> Path:
-    """Write `folder`/step-N, on the disk when this returns; the newest `keep` remain. Errors: `SaveError`."""
+         ema: EMA | None = None, ranks: Ranks = ALONE, write: Write = save_state) -> Path | None:
+    """Write `folder`/step-N, on the disk when this returns; the newest `keep` remain. Errors: `SaveError`. Another `write` decides
+    otherwise; what it is given are the tensors themselves, which the next update changes."""
     moments, groups = flatten_optimizer(optimizer, model)
     moments = dict(sorted(moments.items()))  # in one order, whether they were made here or restored
     tables = {"model": dict(weights(model)), "optimizer": moments, **({"ema": ema.averages} if ema is not None else {})}
@@ -87,7 +90,7 @@ def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimize
         tensors = {group: pieces(table, shapes[group], ranks) for group, table in tables.items()}
         tensors["random"] = {f"{ranks.rank}/{key}": value for key, value in random_states().items()}
     state = {"position": asdict(position), "optimizer": groups, "python": random.getstate(), "mesh": ranks.degrees}
-    return save_state(folder, position.step, tensors, state, keep, ranks)
+    return write(folder, position.step, tensors, state, keep, ranks)
 
 
 def unpadded(moments: Mapping[str, Tensor], model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Shape]]:

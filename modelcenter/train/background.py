@@ -1,0 +1,78 @@
+"""Training states written while the run goes on.
+
+What a state holds is copied to the host before the next update (pinned, where it comes from an accelerator), and a thread writes
+the copies just as a run that waits would write the tensors (`checkpoint/state.py: save_state`, what ranks say to each other over
+connections of their own). A thread is enough: hashing, writing and flushing let Python go. One state is written at a time, and none
+is called saved before its folder has its name.
+"""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.shards import Piece
+from ..checkpoint.state import save_state
+from ..parallel.ranks import Ranks
+
+
+class Background:
+    """Whoever writes the states of one run; all ranks have one, made by all at once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks.apart()
+        self.pool = ThreadPoolExecutor(1, "saving")
+        self.copies: dict[str, Tensor] = {}  # kept from save to save: pinning memory takes longer than filling it
+        self.pending: Future[Path] | None = None
+        self.stall = self.took = 0.0  # seconds that the run has waited for the state in question, and that it took to write
+
+    def write(self, folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor | Piece]], state: Mapping[str, Any],
+              keep: int | None, ranks: Ranks) -> None:
+        """Copy what `save_state` would write, and begin to write that. The one before must be settled."""
+        assert self.pending is None
+        began = time.perf_counter()
+        copied = {group: {name: self.copy(f"{group}/{name}", entry) for name, entry in table.items()}
+                  for group, table in tensors.items()}  # fmt: skip
+        if any(_tensor(entry).device.type != "cpu" for table in tensors.values() for entry in table.values()):
+            torch.accelerator.synchronize()
+        self.pending = self.pool.submit(self.work, folder, step, copied, state, keep)
+        self.stall = time.perf_counter() - began
+
+    def copy(self, key: str, entry: Tensor | Piece) -> Tensor | Piece:
+        """The same on the host, in memory that no update reaches; on its way there, if it comes from an accelerator."""
+        tensor = _tensor(entry).detach()
+        host = self.copies.get(key)
+        if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+            host = self.copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        host.copy_(tensor, non_blocking=True)
+        return entry._replace(tensor=host) if isinstance(entry, Piece) else host
+
+    def work(self, folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor | Piece]], state: Mapping[str, Any],
+             keep: int | None) -> Path:
+        began = time.perf_counter()
+        try:
+            return save_state(folder, step, tensors, state, keep, self.ranks)
+        finally:
+            self.took = time.perf_counter() - began
+
+    def settled(self, wait: bool) -> Path | None:
+        """The state that was begun, once it is on the disk; None where there is none, or it is not yet there and nobody waits.
+        Errors: those of `save_state`, once."""
+        if self.pending is None or not (wait or self.pending.done()):
+            return None
+        began, pending, self.pending = time.perf_counter(), self.pending, None
+        try:
+            return pending.result()
+        finally:
+            self.stall += time.perf_counter() - began
+
+    def __str__(self) -> str:
+        return f"stall {self.stall:.2f} s, written in {self.took:.1f} s"
+
+
+def _tensor(entry: Tensor | Piece) -> Tensor:
+    return entry.tensor if isinstance(entry, Piece) else entry

@@ -1,0 +1,187 @@
+"""States written while training goes on: the bytes of a run that waits, an error that is heard, and nothing said too early."""
+
+import errno
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mesh import spawn
+from test_ranks import machine_of, run_of, told
+
+from modelcenter.checkpoint import state
+from modelcenter.checkpoint.state import steps, verify
+from modelcenter.errors import InputError
+from modelcenter.train import loop, progress, session
+from modelcenter.train.loop import train
+from modelcenter.train.progress import Progress
+
+# torch warns of in-place changes to a model's output under FSDP; nothing here makes any
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+
+SAID = re.compile(r"^saved: (.*/step-\d+) \(stall (\d+\.\d\d) s, written in (\d+\.\d) s\)$", re.MULTILINE)
+EVERY = {"save_steps": 2, "logging_steps": 1, "eval_steps": None, "ema": 0.9}
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Each file takes so long, before its bytes are looked at."""
+    real = state.write_group
+
+    def write_group(*rest: Any) -> Any:
+        time.sleep(seconds)
+        return real(*rest)
+
+    monkeypatch.setattr(state, "write_group", write_group)
+
+
+def behind(shape: tuple[int, int] = (1, 1)) -> Any:
+    return replace(machine_of(shape), async_save=True)
+
+
+def files(out: Path) -> dict[str, dict[str, bytes]]:
+    return {path.name: {file.name: file.read_bytes() for file in path.iterdir()} for path in steps(out)}
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+    return monkeypatch
+
+
+@pytest.fixture
+def waited(still: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, Path]:
+    """A run that waits for its states."""
+    (tmp_path / "waits").mkdir()
+    recipe = run_of(tmp_path / "waits", **EVERY)
+    train(recipe, machine_of((1, 1)))
+    return recipe, tmp_path / "waits" / "out"
+
+
+def test_the_bytes_of_a_run_that_waits(waited: tuple[Any, Path], still: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    slowly(still, 0.1)  # updates come before the bytes are looked at, and a save is due before the last has ended
+    real, early = Progress.say, []
+
+    def say(self: Progress, text: str) -> None:
+        if text.startswith("saved: "):
+            verify(SAID.match(text)[1])  # type: ignore[index]
+            early.extend(re.findall(r"\.tmp-\S*", " ".join(os.listdir(tmp_path / "out"))))
+        real(self, text)
+
+    still.setattr(progress.Progress, "say", say)
+    capsys.readouterr()
+    train(replace(waited[0], output_dir=str(tmp_path / "out")), behind())
+    assert files(tmp_path / "out") == files(waited[1]) and len(files(waited[1])) == 4 and not early
+    assert told(tmp_path / "out") == told(waited[1])
+    said = SAID.findall(capsys.readouterr().err)
+    assert [path[-6:] for path, _, _ in said] == ["step-2", "step-4", "step-6", "step-8"]
+    assert all(float(took) >= 0.4 for _, _, took in said), "four files of a tenth of a second each"
+
+
+def test_steps_go_on_while_a_state_is_written(still: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    slowly(still, 0.3)
+    train(run_of(tmp_path, **{**EVERY, "save_steps": 3, "max_steps": 5}), behind())
+    said = capsys.readouterr().err
+    assert said.index("step 4/5") < said.index("saved: ") and said.index("step 5/5") < said.index("\nmodel (averaged weights): ")
+    _, stall, took = SAID.findall(said)[0]
+    assert float(stall) < float(took), "the run has waited for all of it"
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
+    """The files of some saves, by their number, have no room."""
+    real, seen = state.write_group, []
+
+    def write_group(folder: Path, *rest: Any) -> Any:
+        seen.extend([folder] if folder not in seen else [])
+        if bad(len(seen)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(folder, *rest)
+
+    monkeypatch.setattr(state, "write_group", write_group)
+
+
+def test_a_fault_is_heard_and_costs_one_state(still: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    failing(still, lambda save: save in (2, 4))  # the last, too: it is heard at the end
+    train(run_of(tmp_path, **EVERY), behind())
+    said = capsys.readouterr().err
+    assert [path.name for path in steps(tmp_path / "out")] == ["step-6", "step-2"]
+    for step in (4, 8):
+        assert re.search(rf"^step {step} not saved: .*No space left on device.*; the older ones are intact$", said, re.MULTILINE)
+    assert len(SAID.findall(said)) == 2 and "\nmodel (averaged weights): " in said and not list((tmp_path / "out").glob(".tmp-*"))
+
+
+def test_what_the_disk_had_against_it_is_raised_whatever_it_is(still: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    still.setattr(state, "write_group", lambda *rest: {}["a bug of ours"])  # type: ignore[index]
+    with pytest.raises(KeyError, match="a bug of ours"):
+        train(run_of(tmp_path, **EVERY), behind())
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_run_that_is_stopped_waits_for_its_state(bad: bool, still: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was asked in a step whose state is being written; if that fails it is an error, as of a run that waits."""
+    slowly(still, 0.2)
+    failing(still, lambda save: bad and save > 1)
+    real, asked = session.save, []
+
+    def stopped(folder: Path, at: Any, *rest: Any) -> Any:
+        if at.step == 4 and not asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.append(at.step)
+        return real(folder, at, *rest)
+
+    still.setattr(session, "save", stopped)
+    if bad:
+        with pytest.raises(InputError, match="stopped after step 4, not saved; resume=auto goes on after step 2"):
+            train(run_of(tmp_path, **EVERY), behind())
+    else:
+        assert train(run_of(tmp_path, **EVERY), behind()).step == 4
+    assert steps(tmp_path / "out")[0].name == ("step-2" if bad else "step-4")
+
+
+def test_a_stop_between_two_states_is_saved(still: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slowly(still, 0.2)
+    real, done = session.accumulate, []
+
+    def accumulate(*rest: Any) -> Any:
+        done.append(1)
+        if len(done) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*rest)
+
+    still.setattr(session, "accumulate", accumulate)
+    assert train(run_of(tmp_path, **{**EVERY, "save_steps": 4}), behind()).stopped
+    assert [path.name for path in steps(tmp_path / "out")] == ["step-3"]
+
+
+# ------------------------------------------------------------------------------------------------------------ several ranks
+
+
+def ranked(rank: int, recipe: Any, shape: tuple[int, int], asynchronous: bool) -> None:
+    """The second rank is slow to write, and has no room for the second state."""
+    loop.plot_loss = lambda folder: "not drawn"
+    real, seen = state.write_group, []
+
+    def write_group(folder: Path, *rest: Any) -> Any:
+        seen.extend([folder] if folder not in seen else [])
+        if asynchronous and rank == 1:
+            time.sleep(0.1)
+        if rank == 1 and len(seen) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(folder, *rest)
+
+    state.write_group = write_group
+    train(recipe, behind(shape) if asynchronous else machine_of(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_ranks_write_the_bytes_of_ranks_that_wait(shape: tuple[int, int], tmp_path: Path) -> None:
+    (tmp_path / "waits").mkdir()
+    recipe = run_of(tmp_path / "waits", **EVERY)
+    spawn(shape[0] * shape[1], ranked, recipe, shape, False)
+    spawn(shape[0] * shape[1], ranked, replace(recipe, output_dir=str(tmp_path / "out")), shape, True)
+    wanted = files(tmp_path / "waits" / "out")
+    assert list(wanted) == ["step-8", "step-6", "step-2"] and files(tmp_path / "out") == wanted
