@@ -8,6 +8,7 @@ import pytest
 
 # The suite runs on the CPU, whatever the host has: processes are forked, and torch's threads for a GPU do not survive that.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ["MODELCENTER_CALIBRATION"] = "0"  # predictions neither read nor change what the user's own runs took
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ all-reduce. The update reads and writes this rank's part.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import ceil, log2
 from typing import Any
 
@@ -25,11 +25,12 @@ from torch import nn
 from .blocks import blocks
 from .chips import Chip
 from .machine import Machine, Recompute
-from .rehearse import Arguments, Build, Compute, Deep, Kind, Work, rehearse, rehearse_deep, rehearse_update, shards
+from .rehearse import Arguments, Build, Compute, Deep, Kind, rehearse, rehearse_deep, rehearse_update, shards
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 POINT = 4096  # tokens: their logits fill a chunk, whatever the vocabulary that is worth mention
+COMPILED = 0.3  # of the calls are left to the host of compiled blocks
 FRAGMENTS = 0.1  # of what an accelerator's caching allocator holds; 8 % for LoRA on LLaMA on one H200
 
 
@@ -109,6 +110,8 @@ class Costs:
     def __init__(self, job: Job, chip: Chip, limit: float | None = None) -> None:
         self.job, self.chip, self.limit = job, chip, chip.memory if limit is None else limit
         self.known: dict[Any, Deep] = {}
+        self.peak, self.timed, self.last = cache(self.peak_of), cache(self.seconds_of), cache(self.lasting_of)
+        self.weights, self.flops = cache(self.weights_of), cache(self.flops_of)
         self.low = LOW.get(job.precision)
 
     def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool) -> Deep:
@@ -132,7 +135,7 @@ class Costs:
                 kinds[p.dtype] += p.numel()
         return kinds.most_common(1)[0][0]
 
-    def weights(self, tp: int) -> tuple[int, int, int]:
+    def weights_of(self, tp: int) -> tuple[int, int, int]:
         """Bytes of one tensor-parallel rank's parameters: all, those outside blocks, those of the largest block."""
         cut = dict(shards(self.job.model, tp)) if tp > 1 else {}
 
@@ -165,19 +168,18 @@ class Costs:
         forwards = ceil(mine / rows) if forwards is None else forwards
         shared = machine.shares > 1
         step = self.rehearsed(tp, machine.recompute, rows, forwards, shared)
-        parts = self.shared_memory(machine, step, forwards) if shared else step.peak()
+        parts = self.shared_memory(machine, step, forwards) if shared else self.peak(step, ()).copy()
         if job.gpu or job.device.type != "cpu":
             parts["fragments"] = int(FRAGMENTS * sum(parts.values()))
         spent = dict(self.update(machine))
-        one = self.timed(step.work(), step.calls(), machine)
+        one = self.timed(step, tp, machine.compile)
         for what, seconds in one.items():
             spent[what] += forwards * seconds
         if shared:
             beside = sum(one[what] for what in ("compute", "memory", "host"))
             for what, seconds in self.exchanged(machine, beside, forwards).items():
                 spent[what] += seconds
-        plain = self.rehearsed(tp, "none", rows, forwards, shared).work()
-        flops = forwards * sum(work.flops * count for work, count in plain.items())
+        flops = forwards * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
         return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), flops,
                         job.rows * job.tokens, chip.rate(job.precision))
 
@@ -188,8 +190,8 @@ class Costs:
         whole, outside, block = self.weights(tp)
         ratio = (self.low or self.own).itemsize / self.own.itemsize
         kept = machine.zero == 1 and forwards > 1
-        factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": 0.0 if kept else 1 / ratio / n}
-        parts = step.peak(factors)
+        grows = 0.0 if kept else 1 / ratio / n
+        parts = self.peak(step, (("weights", 0.0), ("optimizer", 0.0), ("gradients", grows))).copy()
         if forwards > 1 and not kept:
             parts["gradients"] = ceil(last["gradients"] / n)  # those of the micro-batches before
         come = whole if machine.zero < 3 else outside + min(2 * block, whole - outside)
@@ -203,7 +205,10 @@ class Costs:
 
     def lasting(self, tp: int) -> Counter[Kind]:
         """Weights, gradients and optimizer of one tensor-parallel rank that holds them whole."""
-        deep = self.update_of(tp)
+        return self.last(self.update_of(tp))
+
+    @staticmethod
+    def lasting_of(deep: Deep) -> Counter[Kind]:
         found = Counter[Kind]()
         for times, part in deep.parts:
             moment = max(part.moments["update"], key=sum)
@@ -220,18 +225,26 @@ class Costs:
             self.known[key] = rehearse_deep(job.model, how)
         return self.known[key]
 
-    def timed(self, work: Mapping[Work, int], calls: int, machine: Machine) -> dict[str, float]:
+    @staticmethod
+    def flops_of(step: Deep) -> int:
+        return sum(work.flops * count for work, count in step.work().items())
+
+    @staticmethod
+    def peak_of(step: Deep, factors: tuple[tuple[Kind, float], ...]) -> Counter[Kind]:
+        return step.peak(dict(factors))
+
+    def seconds_of(self, step: Deep, tp: int, compiled: bool = False, update: bool = False) -> dict[str, float]:
         """Seconds of calls: of arithmetic, of bytes, of sums over tensor-parallel ranks, of a host that is behind."""
-        chip = self.chip
+        chip, work, calls = self.chip, step.work(update), step.calls(update)
         spent = {"compute": 0.0, "memory": 0.0, "link": 0.0, "host": 0.0}
         for one, count in work.items():
             if one.kind == "sum":
-                spent["link"] += count * self.collective(2 * one.bytes, machine.tensor_parallel, 1)
+                spent["link"] += count * self.collective(2 * one.bytes, tp, 1)
                 continue
             share = chip.shapes if one.kind == "matmul" else chip.attention
             arithmetic, moved = one.flops / (chip.rate(one.dtype) * share), one.bytes / chip.bandwidth
             spent["compute" if arithmetic > moved else "memory"] += count * max(arithmetic, moved, chip.launch)
-        host = calls * chip.call * (0.3 if machine.compile else 1)
+        host = calls * chip.call * (COMPILED if compiled else 1)
         device = spent["compute"] + spent["memory"]
         spent["host"] = max(0.0, host - device) if chip.apart else host
         return spent
@@ -261,7 +274,7 @@ class Costs:
     def update(self, machine: Machine) -> dict[str, float]:
         """Seconds of an update of this rank's part."""
         deep = self.update_of(machine.tensor_parallel)
-        spent = self.timed(deep.work(update=True), deep.calls(update=True), replace(machine, compile=False))
+        spent = self.timed(deep, machine.tensor_parallel, update=True)
         return {what: seconds / (machine.fsdp if what in ("compute", "memory") else 1) for what, seconds in spent.items()}
 
 

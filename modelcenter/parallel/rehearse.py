@@ -215,7 +215,7 @@ class Rehearsal:
     update_calls: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Deep:
     """A sum of rehearsals, each so many times, which is that of a deeper model."""
 

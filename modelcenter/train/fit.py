@@ -19,6 +19,7 @@ from ..parallel.layout import RECOMPUTES, Costs, Estimate, Job
 from ..parallel.machine import Machine
 from ..parallel.plan import Plan, size
 from ..registry import Model, families, skeleton
+from .calibrate import calibrated, kind_of
 from .evaluate import count_targets
 from .prepare import Setup, most_of
 from .recipe import Recipe
@@ -36,12 +37,27 @@ class Verdict:
     ways: tuple[tuple[str, int], ...] = ()
     estimate: Estimate | None = None
     ranks: int = 1
+    like: int = 0  # runs of this kind that the time was calibrated by
+    kind: str = ""
+    uncalibrated: float = 0.0  # tokens a second of all ranks, before that
 
     def __str__(self) -> str:
         advice = " or ".join(f"{setting} ({size(need)})" for setting, need in self.ways)
         each = " a rank" if self.ranks > 1 else ""
         memory = f"memory{each}: {self.plan} (batches of {self.batch})" + (f"; set {advice}" if advice else "")
-        return memory if self.estimate is None else f"{memory}\nspeed: {speed(self.estimate)}"
+        if self.estimate is None:
+            return memory
+        runs = f"; as {self.like} run{'s' * (self.like > 1)} of this kind took" if self.like else ""
+        return f"{memory}\nspeed: {speed(self.estimate)}{runs}"
+
+    @property
+    def foreseen(self) -> dict[str, Any] | None:
+        """What to compare the run with."""
+        e = self.estimate
+        return None if e is None else {
+            "memory_gb": (e.need - e.parts.get("fragments", 0)) / 1e9, "seconds": e.seconds, "kind": self.kind,
+            "tokens_per_second": e.rate * e.machine.ranks, "uncalibrated": self.uncalibrated, "runs": self.like,
+        }  # fmt: skip
 
 
 def speed(e: Estimate) -> str:
@@ -82,7 +98,11 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         what = f"{size(plan.lasting)} of weights, gradients and optimizer, {size(total)} there"
         refuse(None, "memory", what, FEWER)
     batch = f"{found.rows} x {recipe.data.seq_len} tokens"
-    return Verdict(plan, batch, tuple(ways), found if chip is not None else None, machine.ranks)
+    if chip is None:
+        return Verdict(plan, batch, tuple(ways), None, machine.ranks)
+    kind = kind_of(found, chip.name, recipe.precision)
+    final, runs = calibrated(found, kind)
+    return Verdict(plan, batch, tuple(ways), final, machine.ranks, runs, kind, found.rate * machine.ranks)
 
 
 FEWER = "an adapter (adapter.name=lora), optimizer.moments=bf16, optimizer.name=adafactor or a smaller model"

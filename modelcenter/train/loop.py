@@ -28,7 +28,7 @@ from ..parallel.replicas import check_replicas
 from ..parallel.watch import Watch
 from .agree import agree
 from .background import Background
-from .fit import verdict
+from .fit import Verdict, verdict
 from .folder import claim, find_start, flat, write_recipe
 from .interrupt import Interrupt
 from .journal import Journal
@@ -119,7 +119,9 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     folder = Path(recipe.output_dir)
     start = find_start(recipe.resume, folder, ranks)
     setup = prepare(recipe, machine, device, ranks)
-    setup.lines.append(str(verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device))))
+    found = verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device))
+    setup.lines.append(str(found))
+    setup.foreseen = found.foreseen if isinstance(found, Verdict) else None
     optimizer = build_optimizer(setup.model, recipe.optimizer, ranks)
     ema = EMA(setup.model, recipe.ema) if recipe.ema is not None else None
     torch.manual_seed(ranks.seed(recipe.seed))
@@ -128,7 +130,7 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     if recipe.precision == "fp16" and start is None:
         at.scale = LossScale(FIRST)
     progress = Progress(setup.steps, {"evaluation": recipe.eval_steps, "saving": recipe.save_steps}, silent=not ranks.first)
-    journal.begin(setup.environment, at.step, progress.say)
+    journal.begin({**setup.environment, "foreseen": setup.foreseen}, at.step, progress.say)
     metrics: Any = Silent()
     if ranks.first:
         write_recipe(folder, recipe)

@@ -52,6 +52,7 @@ class Setup:
     steps: int
     environment: dict[str, Any]
     lines: list[str]
+    foreseen: dict[str, Any] | None = None  # memory and speed, if they were
 
 
 def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:

@@ -21,6 +21,7 @@ from ..optim.ema import EMA
 from ..optim.schedules import lr_factor
 from ..parallel.ranks import Ranks
 from .background import Background
+from .calibrate import remember
 from .evaluate import Arguments, count_targets, count_tokens
 from .guard import give_up, go_back, in_trouble
 from .interrupt import Interrupt
@@ -219,6 +220,9 @@ class Session:
                 self.ema.swap()
             which = " (averaged weights)" if self.ema is not None else ""
             self.progress.say(f"model{which}: {write_model(self.folder, self.setup)}")
-        last = {key: value for row in read_rows(self.folder / "metrics.jsonl") for key, value in row.items()}
+        rows = list(read_rows(self.folder / "metrics.jsonl"))
+        if self.ranks.first:
+            remember(self.setup.foreseen, rows)
+        last = {key: value for row in rows for key, value in row.items()}
         last.pop("environment", None)
         return last

@@ -10,6 +10,7 @@ from ..checkpoint.atomic import atomic_write
 from ..config import read_recipe
 from ..errors import refuse_missing
 from ..metrics.table import METRICS
+from .calibrate import rate
 from .environment import read_processes, redacted
 from .folder import RECIPE, flat
 from .metrics import Row, read_rows
@@ -80,6 +81,7 @@ def facts(recipe: Mapping[str, Any], process: Mapping[str, Any], rows: Sequence[
         rates = [row["tokens_per_second"] for row in logged if row["tokens_per_second"]]
         out.append(("read", f"{logged[-1]['tokens']:,} tokens in {clock(seconds(logged))} of steps, {median(rates):,.0f} a second"))
         out.append(("memory", f"{max(row['memory_gb'] for row in logged):.2f} GB at most"))
+    out += beside(process, logged)
     if process:
         where = ", ".join(process.get("gpus") or []) if process.get("device") != "cpu" else f"{process['threads']} threads"
         out.append(("on", f"{process.get('device')} ({where}), {process.get('precision')}, seed {recipe['seed']}"))
@@ -87,6 +89,21 @@ def facts(recipe: Mapping[str, Any], process: Mapping[str, Any], rows: Sequence[
         out.append(("by", f"modelcenter {process.get('modelcenter')}, torch {packages.get('torch')}"))
         if process.get("commit"):
             out.append(("started at", f"commit `{process['commit']}`"))
+    return out
+
+
+def beside(process: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """What was foreseen, and what came. Of a CPU the process's own memory is measured, which is not what was foreseen."""
+    foreseen, measured = process.get("foreseen"), rate(rows)
+    if not foreseen:
+        return []
+    said = f"{foreseen['seconds']:.3g} s a step, {foreseen['tokens_per_second']:,.0f} tokens a second"
+    if measured is not None:
+        said += f"; measured {measured:,.0f} ({measured / foreseen['tokens_per_second'] - 1:+.0%})"
+    out = [("foreseen", said)]
+    if rows and process.get("device") != "cpu":
+        most, wanted = max(row["memory_gb"] for row in rows), foreseen["memory_gb"]
+        out.append(("memory foreseen", f"{wanted:.2f} GB; measured {most:.2f} ({most / wanted - 1:+.0%})"))
     return out
 
 
