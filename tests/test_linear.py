@@ -1,4 +1,4 @@
-"""The linear layer on a CPU without units for low precision: the values and gradients of F.linear, rounded once."""
+"""The linear layer on a CPU without units for low precision, and on a GPU: the values and gradients of F.linear, rounded once."""
 
 import pytest
 import torch
@@ -66,3 +66,44 @@ def test_the_bias_can_be_left_out() -> None:
     layer = Linear(4, 3)
     x = torch.randn(2, 4)
     torch.testing.assert_close(layer(x, bias=False) + layer.bias, layer(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_on_a_gpu(low: torch.dtype, dtype: torch.dtype, bias: bool) -> None:
+    """torch's values to the bit; gradients of fp32 weights in fp32, ten times nearer the truth than torch's; all twice the same."""
+    results, g = [], torch.rand(3, 2000, 72, device="cuda").to(low)
+    torch.ones(1, device="cuda", requires_grad=True).sin().backward()  # or the backward's thread warns of its first product
+    for function in (module.linear, F.linear, module.linear):
+        torch.manual_seed(0)
+        x, w, b = (torch.randn(shape, device="cuda", dtype=kind).requires_grad_()
+                   for shape, kind in (((3, 2000, 96), dtype), ((72, 96), torch.float32), ((72,), torch.float32)))  # fmt: skip
+        with torch.autocast("cuda", low):
+            out = function(x, w, b if bias else None)
+        out.backward(g)
+        results.append([out, x.grad, w.grad, *([b.grad] if bias else [])])
+    ours, theirs, again = results
+    assert all(torch.equal(p, q) for p, q in zip(ours, again, strict=True))
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    g = g.double().view(-1, 72)
+    rounded = x.detach().to(low).double().view(-1, 96)
+    for found, other, true in zip(ours[2:], theirs[2:], (g.t() @ rounded, g.sum(0)), strict=False):
+        assert found.dtype == torch.float32
+        off, torchs = ((t.double() - true).norm() / true.norm() for t in (found, other))
+        assert off < max(torchs / 10, 1e-6)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_weights_in_low_precision_and_frozen_ones() -> None:
+    x, w, b = (t.detach().cuda().requires_grad_() for t in leaves(torch.bfloat16, torch.bfloat16))
+    module.linear(x, w, b).sum().backward()
+    other = [t.detach().requires_grad_() for t in (x, w, b)]
+    F.linear(*other).sum().backward()
+    for found, expected in zip((x, w, b), other, strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=2e-2, atol=1e-2)
+    frozen = w.detach()
+    assert module.trained_low(x, frozen) is None
+    with torch.no_grad():
+        assert module.trained_low(x, w) is None
