@@ -1,6 +1,7 @@
 """Every optimizer on several ranks against one process: weights after five steps, states saved on some ranks and read on others.
 Lion's steps and AdamW's are in test_ranks.py."""
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {  # optimiz
     "int8": ("gpt2", WIDE, "fp32", {"name": "adamw", "moments": "int8"}),
 }
 LR, STEPS = 1e-2, 5
+
+
+def cases_of(ranks: int) -> list[str]:
+    """All of four ranks; of two those without which a planted bug would live."""
+    return [case for case in CASES if ranks > 2 or case != "adafactor-bias"]
 
 
 class Run:
@@ -95,9 +101,10 @@ def equal(rank: int, machine: mc.Machine, cases: list[str]) -> None:
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m in ("fsdp2", "tp2") else pytest.mark.slow) for m in MESHES])
 def test_five_steps_equal_one_process(mesh: str) -> None:
-    for case in CASES:
+    machine = machine_of(MESHES[mesh])
+    for case in cases_of(machine.ranks):
         one_process(case)
-    spawn(MESHES[mesh][0] * MESHES[mesh][1], equal, machine_of(MESHES[mesh]), list(CASES))
+    spawn(machine.ranks, equal, machine, cases_of(machine.ranks))
 
 
 @pytest.mark.slow
@@ -143,11 +150,12 @@ def go_on(rank: int, shape: tuple[int, int], folder: Path, cases: list[str]) -> 
     pytest.param((1, 2), (2, 2), marks=pytest.mark.slow), pytest.param((2, 2), (2, 1), marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_other_ranks_go_on(before: tuple[int, int], after: tuple[int, int], tmp_path: Path) -> None:
-    for case in CASES:
+    cases = cases_of(max(math.prod(before), math.prod(after)))
+    for case in cases:
         one_process(case)
     for shape, work in ((before, stop), (after, go_on)):
-        many = shape[0] * shape[1]
-        work(0, shape, tmp_path, list(CASES)) if many == 1 else spawn(many, work, shape, tmp_path, list(CASES))
+        many = math.prod(shape)
+        work(0, shape, tmp_path, cases) if many == 1 else spawn(many, work, shape, tmp_path, cases)
 
 
 # -------------------------------------------------------------------------------------------------------- moments in 8 bits
