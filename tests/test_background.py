@@ -157,6 +157,21 @@ def test_a_stop_between_two_states_is_saved(still: pytest.MonkeyPatch, tmp_path:
     assert [path.name for path in steps(tmp_path / "out")] == ["step-3"]
 
 
+@pytest.mark.gpu
+def test_an_accelerator_goes_on_too(still: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """Copies go through pinned memory, and are whole before the next update."""
+    slowly(still, 0.1)
+    for name, asynchronous in (("waits", False), ("behind", True)):
+        (tmp_path / name).mkdir()
+        train(run_of(tmp_path / name, **EVERY), replace(machine_of((1, 1)), device="cuda", async_save=asynchronous))
+    first, second = (files(tmp_path / name / "out") for name in ("waits", "behind"))
+    for step, table in first.items():
+        assert {n: b for n, b in table.items() if n.endswith("safetensors")} == {
+            n: b for n, b in second[step].items() if n.endswith("safetensors")
+        }
+    assert len(first) == len(second) == 4
+
+
 # ------------------------------------------------------------------------------------------------------------ several ranks
 
 

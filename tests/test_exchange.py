@@ -101,6 +101,19 @@ def test_one_process_reads_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.undo()
 
 
+@pytest.mark.gpu
+def test_an_accelerator_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Through pinned buffers, in one turn and in many, transposed and cast there."""
+    for case in CASES:
+        folder = zoo.reference(case)[1]
+        for least in (2**20, 600):
+            monkeypatch.setattr(exchange, "LEAST", least)
+            for dtype in ("auto", "bf16"):
+                found = mc.load(folder, machine=mc.Machine(device="cuda"), dtype=dtype)
+                assert all(p.device.type == "cuda" for p in found.parameters())
+                equal(found.cpu(), mc.load(folder, dtype=dtype), f"{case}, buffers of {least}, {dtype}")
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 

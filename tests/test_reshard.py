@@ -1,0 +1,73 @@
+"""A run that goes on on other ranks at each of its steps: what is restored is what was saved, to the bit, and the end that of one
+process."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh import spawn
+from test_ranks import Rows, full, gpt, padded
+
+import modelcenter as mc
+from modelcenter.checkpoint.shards import whole
+from modelcenter.checkpoint.state import flatten_optimizer, load_state
+from modelcenter.data.loader import Loader
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.apply import join
+from modelcenter.parallel.ranks import ALONE
+from modelcenter.train.evaluate import count_targets
+from modelcenter.train.state import Position, restore, save, weights
+from modelcenter.train.step import accumulate, update
+
+# torch warns of in-place changes to a model's output under FSDP; nothing here makes any
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+
+CHAIN: tuple[dict[str, int], ...] = (
+    {}, {"replicate": 2, "fsdp": 2, "zero": 2}, {"fsdp": 3}, {"tensor_parallel": 2}, {"fsdp": 2, "zero": 1},
+)  # fmt: skip
+
+
+def life(rank: int, folder: Path, step: int, degrees: dict[str, int]) -> None:
+    """One step more, on such ranks, from the state before it and to the state after."""
+    machine = mc.Machine(device="cpu", threads=1, **degrees)  # type: ignore[arg-type]
+    ranks = join(machine) if machine.ranks > 1 else ALONE
+    model = gpt(machine).train()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.1), ranks)
+    if step:
+        at = restore(folder / f"step-{step}", model, optimizer, None, ranks)
+        assert at.step == step
+        tensors, _ = load_state(folder / f"step-{step}")
+        tables: dict[str, dict[str, Any]] = {"model": dict(weights(model)), "optimizer": flatten_optimizer(optimizer, model)[0]}
+        for group, table in tables.items():
+            assert table.keys() == tensors[group].keys()
+            for name, tensor in table.items():
+                wanted = whole(tensors[group][name])
+                found = full(tensor.detach())[tuple(slice(0, n) for n in wanted.shape)]
+                assert torch.equal(found, wanted) and bool(found.any()), f"{degrees}, {group}: {name}"
+    loader = Loader(Rows(padded, "lm"), padded, 8, 1, ranks.share, ranks.shares)
+    _, batches = next(islice(loader.steps(), step, None))
+    (targets,) = ranks.sum(sum(count_targets(b, "lm") for b in batches))
+    loss, _ = accumulate(model, batches, "lm", targets=int(targets), ranks=ranks)
+    squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
+    update(model, optimizer, loss, 1e-2, 0.1, 1.0, squares)
+    save(folder, Position(step=step + 1), model, optimizer, None, None, ranks)
+
+
+def test_ranks_change_at_every_step(tmp_path: Path) -> None:
+    for step, degrees in enumerate(CHAIN):
+        life(0, tmp_path / "alone", step, {})
+        count = mc.Machine(**degrees).ranks  # type: ignore[arg-type]
+        if count == 1:
+            life(0, tmp_path / "chain", step, degrees)
+        else:
+            spawn(count, life, tmp_path / "chain", step, degrees)
+    last = f"step-{len(CHAIN)}"
+    (alone, _), (chain, _) = load_state(tmp_path / "alone" / last), load_state(tmp_path / "chain" / last)
+    for group in ("model", "optimizer"):
+        assert alone[group].keys() == chain[group].keys()
+        for name, tensor in alone[group].items():
+            found, wanted = whole(chain[group][name]), whole(tensor)
+            torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
