@@ -18,6 +18,7 @@ from modelcenter.cli.catalog import copy, list_
 from modelcenter.cli.convert import Conversion, convert, merge
 from modelcenter.cli.evaluate import evaluate
 from modelcenter.cli.generate import Generation, generate
+from modelcenter.cli.launch import launch
 from modelcenter.cli.look import compare, doctor
 from modelcenter.cli.plan import plan
 from modelcenter.cli.tokenize import tokenize
@@ -28,6 +29,7 @@ from modelcenter.errors import LIMIT, InputError, nearest, printable, refuse
 VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "train": train,
     "plan": plan,
+    "launch": launch,
     "evaluate": evaluate,
     "generate": generate,
     "convert": convert,

@@ -48,6 +48,7 @@ REFUSED = [  # the command, how its one line goes on
     (("copy", "finetun"), "finetun: no such recipe; did you mean 'finetune'?"),
     (("compare", "a"), "command line: RUN: 1 given; "),
     (("plan", "finetune", *DATA, "batch=0"), "command line: batch: 0; an integer at least 1"),
+    (("launch", "finetune", *DATA, "--slurm", "nodes=0"), "command line: nodes: 0; an integer at least 1"),
     (("copy", "absent.yaml"), "absent.yaml: no such file; "),
     (("convert",), "command line: source: missing; "),
     (("merge",), "command line: adapter: missing; "),

@@ -36,7 +36,7 @@ STORE, PARENT = "MODELCENTER_STORE", "MODELCENTER_LAUNCHER"  # where ranks find 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 BAD_INPUT = 2  # the exit status of a rank that found what a user has to mend
 GRACE = 1.0  # seconds in which the rank that failed first may end after those that miss it
-SILENT = "says nothing: it is stopped, or its machine is gone"
+SILENT = "says nothing, it is stopped or its machine is gone"
 WORDS = re.compile(r"gloo|nccl|connection|broken pipe|process ?group|store", re.IGNORECASE)
 
 
@@ -160,7 +160,7 @@ def stalled(folder: Path, mine: range, seconds: float, began: float) -> NoReturn
         where = file.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2] if fresh else SILENT
         places.setdefault(where, []).append(rank)
     order = sorted(places, key=lambda where: (where != SILENT, where.startswith("waits")))
-    text = ", ".join(f"{named(places[where])} {where}" for where in order)
+    text = ", ".join(f"{named(places[where])}: {where}" for where in order)
     raise RankError(f"no progress for {seconds:g} s: {printable(text)}; {folder} has every stack", STALLED)
 
 

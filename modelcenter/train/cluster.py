@@ -1,0 +1,190 @@
+"""What a cluster is told: a Slurm script, or a Kubernetes manifest, to be read before it is submitted. Torch-free.
+
+Both start one `modelcenter train` a node, which starts that node's ranks (train/launch.py). No torchrun between: it kills ranks
+30 s after SIGTERM, which is no time to save a large model, and hides their exit status, by which a mistake (2) is told from a lost
+node. On Kubernetes an Indexed Job with a headless Service gives each pod a number and a name, which is all that ranks need, on any
+cluster; a PyTorchJob would need an operator there.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import yaml
+
+from ..errors import refuse
+from ..parallel.machine import Machine
+
+STOPPED = 75  # the exit status of a pod whose run was asked to stop, and has saved: it is to go on
+PORT = 29500
+
+
+def _is(help: str, **bounds: float) -> dict[str, object]:
+    return {"help": help, **bounds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What `launch` takes beside what `train` takes."""
+
+    slurm: bool = field(default=False, metadata=_is("write a script for sbatch"))
+    kubernetes: bool = field(default=False, metadata=_is("write a manifest for kubectl"))
+    out: str | None = field(default=None, metadata=_is("the file to write; absent: NAME.sbatch or NAME.yaml", min=1))
+    submit: bool = field(default=False, metadata=_is("submit it too"))
+    name: str = field(default="train", metadata=_is("of the job", min=1, max=40))
+    nodes: int = field(default=1, metadata=_is("machines, among which the ranks are shared", min=1))
+    cpus: int | None = field(default=None, metadata=_is("CPUs of a node", min=1))
+    memory: str | None = field(default=None, metadata=_is("of a node: 200G on Slurm, 200Gi on Kubernetes", min=1))
+    grace: int = field(default=300, metadata=_is("seconds to finish a step and save, before the time is up or a pod ends", min=1))
+    retries: int = field(default=3, metadata=_is("times that a job which fails, but for a mistake, is queued again", min=0))
+    time: str | None = field(default=None, metadata=_is("Slurm: the time limit, 1-12:00:00; the run goes on in the next", min=1))
+    partition: str | None = field(default=None, metadata=_is("Slurm", min=1))
+    account: str | None = field(default=None, metadata=_is("Slurm", min=1))
+    image: str | None = field(default=None, metadata=_is("Kubernetes: a container with modelcenter in it", min=1))
+    claim: str | None = field(default=None, metadata=_is("Kubernetes: the volume claim with data and output, for all nodes", min=1))
+    mount: str = field(default="/workspace", metadata=_is("Kubernetes: where the claim is, and where the command runs", min=1))
+
+
+def check(job: Job, machine: Machine) -> None:
+    """Refuse a job that no cluster could run."""
+    if job.slurm == job.kubernetes:
+        refuse(None, "launch", "neither --slurm nor --kubernetes" if not job.slurm else "both", "one of the two")
+    if machine.ranks % job.nodes:
+        refuse(None, "nodes", f"{job.nodes}, for a machine of {machine.ranks} ranks", "a divisor of its ranks")
+    only = {"slurm": ("time", "partition", "account"), "kubernetes": ("image", "claim")}
+    for key in only["kubernetes" if job.slurm else "slurm"]:
+        if getattr(job, key) is not None:
+            refuse(None, key, "given", f"leave it out: it is for --{'kubernetes' if job.slurm else 'slurm'}")
+    if job.kubernetes:
+        for key in only["kubernetes"]:
+            if getattr(job, key) is None:
+                refuse(None, key, "missing", "--kubernetes needs image=IMAGE and claim=NAME")
+    if not all(c.isascii() and (c.isalnum() or c == "-") for c in job.name) or job.name != job.name.lower().strip("-"):
+        refuse(None, "name", repr(job.name), "small letters, digits and dashes between them")
+    for key in ("time", "partition", "account", "memory"):  # lines of a script's head
+        if any(not c.isprintable() or c.isspace() for c in getattr(job, key) or ""):
+            refuse(None, key, repr(getattr(job, key)), "one word")
+
+
+def gpus(job: Job, machine: Machine) -> int:
+    """Of a node."""
+    return 0 if machine.device == "cpu" else machine.ranks // job.nodes
+
+
+def slurm(job: Job, machine: Machine, command: Sequence[str], folder: str) -> str:
+    """A script for sbatch that runs `command` in `folder`, and queues itself again until the run is done."""
+    wanted = {
+        "job-name": job.name, "output": "%x-%j.out", "open-mode": "append", "nodes": job.nodes, "ntasks-per-node": 1,
+        "gpus-per-node": gpus(job, machine) or None, "cpus-per-task": job.cpus, "mem": job.memory, "time": job.time,
+        "partition": job.partition, "account": job.account, "signal": f"B:USR1@{job.grace}",
+    }  # fmt: skip
+    head = "\n".join(f"#SBATCH --{key}={value}" for key, value in wanted.items() if value is not None)
+    return f"""#!/bin/bash
+# {machine.ranks} ranks on {job.nodes} nodes; written by modelcenter launch. Submit: sbatch THIS-FILE
+{head}
+#SBATCH --requeue
+
+cd {shlex.quote(folder)} || exit 2
+export NNODES="$SLURM_NNODES"
+MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+export MASTER_ADDR
+export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
+
+# {job.grace} s before the time is up: finish the step, save, and go on in the next job. srun hands signals on to its tasks.
+again=0
+trap 'again=1; kill -TERM "$step"' USR1
+trap 'kill -TERM "$step"' TERM
+
+srun --kill-on-bad-exit=1 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$@"' train \\
+    {shlex.join(command)} &
+step=$!
+until wait "$step"; status=$?; ! kill -0 "$step" 2> /dev/null; do :; done  # a trap ends a wait early
+
+# 2 is a mistake in the recipe or the command: the next job would make it too.
+if [ "$status" -ne 2 ] && {{ [ "$again" -eq 1 ] ||
+    {{ [ "$status" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.retries} ]; }}; }}; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+POD = f"""\
+# SIGTERM is handed on: the run finishes its step and saves. One that stopped so, on whichever node, is not done ({STOPPED}).
+trap 'kill -TERM "$!"' TERM
+"$@" > /tmp/answer &
+until wait "$!"; status=$?; ! kill -0 "$!" 2> /dev/null; do :; done
+cat /tmp/answer
+if grep -q '"stopped": true' /tmp/answer; then exit {STOPPED}; fi
+exit "$status"
+"""
+
+
+def kubernetes(job: Job, machine: Machine, command: Sequence[str]) -> str:
+    """A manifest for kubectl: an Indexed Job whose pods find each other by a headless Service."""
+    needs = {"cpu": job.cpus, "memory": job.memory, "nvidia.com/gpu": gpus(job, machine) or None}
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    container = {
+        "name": "train",
+        "image": job.image,
+        "workingDir": job.mount,
+        "command": ["sh", "-c", POD, "train", *command, "--json"],
+        "env": [
+            {"name": "NNODES", "value": str(job.nodes)},
+            {"name": "NODE_RANK", "valueFrom": index},
+            {"name": "MASTER_ADDR", "value": f"{job.name}-0.{job.name}"},
+            {"name": "MASTER_PORT", "value": str(PORT)},
+        ],
+        "resources": {"limits": {key: str(value) for key, value in needs.items() if value is not None}},
+        "volumeMounts": [{"name": "run", "mountPath": job.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace,
+        "containers": [container],
+        "volumes": [
+            {"name": "run", "persistentVolumeClaim": {"claimName": job.claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # through which NCCL's ranks of a node talk; 64 MB without
+        ],
+    }
+    codes = {"containerName": "train", "operator": "In"}
+    rules = [
+        {"action": "FailJob", "onExitCodes": {**codes, "values": [2]}},  # a mistake, which another pod would make too
+        {"action": "Ignore", "onExitCodes": {**codes, "values": [STOPPED]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+    ]
+    label = {"modelcenter-run": job.name}
+    documents = [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": job.name},
+            "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": label, "ports": [{"port": PORT}]},
+        },
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": job.name},
+            "spec": {
+                "completionMode": "Indexed",
+                "completions": job.nodes,
+                "parallelism": job.nodes,
+                "backoffLimit": job.retries * job.nodes,
+                "podFailurePolicy": {"rules": rules},
+                "template": {"metadata": {"labels": label}, "spec": pod},
+            },
+        },
+    ]
+    head = f"# {machine.ranks} ranks on {job.nodes} nodes; written by modelcenter launch. Submit: kubectl apply -f THIS-FILE\n"
+    return head + yaml.dump_all(documents, Dumper=Literal, sort_keys=False, width=130)
+
+
+class Literal(yaml.SafeDumper):
+    """Texts of several lines as they are."""
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+Literal.add_representer(str, Literal.represent_str)

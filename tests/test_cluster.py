@@ -1,0 +1,206 @@
+"""What is written for clusters: read by a shell and a schema, and run with a scheduler that is a few lines of shell."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_ranks import run_of
+
+from modelcenter.__main__ import main
+from modelcenter.config import describe, dump_yaml, to_dict
+from modelcenter.errors import InputError
+from modelcenter.parallel.machine import Machine
+from modelcenter.train.cluster import POD, STOPPED, Job, check, kubernetes, slurm
+from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe
+
+MACHINE = Machine(fsdp=8, tensor_parallel=2)
+ODD = ["train", "it's", "data.path=a b/$HOME `x`.txt"]
+
+
+def pod_of(text: str) -> dict[str, Any]:
+    service, job = yaml.safe_load_all(text)
+    assert service["kind"] == "Service" and job["kind"] == "Job"
+    return dict(job["spec"]["template"]["spec"])
+
+
+# --------------------------------------------------------------------------------------------------------------- Slurm
+
+
+def scheduler(folder: Path, **more: str) -> dict[str, str]:
+    """An environment in which srun runs its command once, as node 0, and scontrol writes down what it is asked."""
+    for name, text in {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nSLURM_NODEID=0 exec "$@"',
+        "scontrol": f'if [ "$1" = show ]; then echo host-a; echo host-b; else echo "$@" >> {folder}/asked; fi',
+    }.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    told = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host-[a,b]", "SLURM_JOB_ID": "70007", **more}
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **told}
+
+
+def submitted(folder: Path, command: list[str], **more: str) -> "subprocess.Popen[str]":
+    file = folder / "job.sbatch"
+    file.write_text(slurm(Job(slurm=True, nodes=2, retries=2), MACHINE, command, str(folder)))
+    return subprocess.Popen(["bash", str(file)], env=scheduler(folder, **more), stdout=subprocess.PIPE, text=True)
+
+
+def test_a_script_reads_as_it_should(tmp_path: Path) -> None:
+    job = Job(slurm=True, nodes=2, time="1-00:00:00", partition="gpu", cpus=32, memory="200G", grace=120)
+    text = slurm(job, MACHINE, ["python", *ODD], "/a b")
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+    head = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert head == ["job-name=train", "output=%x-%j.out", "open-mode=append", "nodes=2", "ntasks-per-node=1", "gpus-per-node=8",
+                    "cpus-per-task=32", "mem=200G", "time=1-00:00:00", "partition=gpu", "signal=B:USR1@120", "requeue"]  # fmt: skip
+    first = next(k for k, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in text.splitlines()[first:]), "sbatch reads none after a command"
+    assert "gpus" not in slurm(job, Machine(device="cpu", fsdp=4), ["x"], "/")
+
+
+def test_a_script_tells_each_node_what_it_needs(tmp_path: Path) -> None:
+    """The command arrives word for word."""
+    told = "import os, sys; print(*(os.environ[k] for k in ('NNODES', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')), sys.argv[1:])"
+    job = submitted(tmp_path, [sys.executable, "-c", told, *ODD])
+    said, _ = job.communicate(timeout=60)
+    assert said == f"2 0 host-a 30007 {ODD}\n" and job.returncode == 0 and not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(("status", "restarts", "again"), [(1, "0", True), (76, "1", True), (137, "2", False), (2, "0", False)])
+def test_what_failed_is_queued_again_a_few_times(status: int, restarts: str, again: bool, tmp_path: Path) -> None:
+    job = submitted(tmp_path, ["bash", "-c", f"exit {status}"], SLURM_RESTART_COUNT=restarts)
+    job.communicate(timeout=60)
+    assert job.returncode == status and (tmp_path / "asked").exists() == again
+    assert not again or (tmp_path / "asked").read_text() == "requeue 70007\n"
+
+
+WORKS = "trap 'echo saved; exit 0' TERM; echo works; while true; do sleep 0.05; done"
+
+
+def test_when_its_time_is_up_a_run_saves_and_is_queued_again(tmp_path: Path) -> None:
+    job = submitted(tmp_path, ["bash", "-c", WORKS], SLURM_RESTART_COUNT="9")
+    assert job.stdout is not None and job.stdout.readline() == "works\n"
+    job.send_signal(signal.SIGUSR1)
+    assert job.communicate(timeout=60)[0] == "saved\n" and job.returncode == 0
+    assert (tmp_path / "asked").read_text() == "requeue 70007\n"
+
+
+# ---------------------------------------------------------------------------------------------------------- Kubernetes
+
+
+def manifest(**changes: Any) -> str:
+    job = Job(kubernetes=True, **{"nodes": 2, "image": "registry/mc:1", "claim": "runs", "name": "big", **changes})
+    check(job, MACHINE)
+    return kubernetes(job, MACHINE, ["python", *ODD])
+
+
+def test_a_manifest_fits_together() -> None:
+    service, job = yaml.safe_load_all(manifest(memory="200Gi", cpus=16))
+    spec, pod = job["spec"], pod_of(manifest(memory="200Gi", cpus=16))
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert spec["completions"] == spec["parallelism"] == int(env["NNODES"]) == 2 and spec["completionMode"] == "Indexed"
+    assert env["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}", "the name that the first pod has by the Service"
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == spec["template"]["metadata"]["labels"] and service["spec"]["publishNotReadyAddresses"]
+    assert container["resources"]["limits"] == {"cpu": "16", "memory": "200Gi", "nvidia.com/gpu": "8"}
+    assert container["command"][3:] == ["train", "python", *ODD, "--json"]
+    rules = {rule["action"] + str(rule.get("onExitCodes", {}).get("values", "")) for rule in spec["podFailurePolicy"]["rules"]}
+    assert rules == {"FailJob[2]", f"Ignore[{STOPPED}]", "Ignore"} and pod["restartPolicy"] == "Never"
+    assert {v["name"] for v in pod["volumes"]} == {m["name"] for m in container["volumeMounts"]}
+
+
+def test_a_manifest_fits_the_schema_of_kubernetes() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    for text in (manifest(), manifest(memory="200Gi", cpus=16, nodes=1)):
+        for document in yaml.safe_load_all(text):
+            validator.validate(document, validator.latest_version(), strict=True)
+    _, job = yaml.safe_load_all(manifest())
+    job["spec"]["template"]["spec"]["restartPolice"] = "Never"
+    with pytest.raises(validator.ValidationError):
+        validator.validate(job, validator.latest_version(), strict=True)
+
+
+def pod(command: str) -> "subprocess.Popen[str]":
+    script = POD.replace("/tmp/answer", f"/tmp/answer-{os.getpid()}")
+    return subprocess.Popen(["sh", "-c", script, "train", "bash", "-c", command], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("command", "status"), [
+    ("""echo '{"step": 3, "stopped": true}'""", STOPPED), ("""echo '{"stopped": false}'""", 0), ("exit 2", 2), ("exit 137", 137),
+])  # fmt: skip
+def test_how_a_pod_ends(command: str, status: int) -> None:
+    job = pod(command)
+    job.communicate(timeout=60)
+    assert job.returncode == status
+
+
+def test_a_pod_hands_sigterm_on(tmp_path: Path) -> None:
+    stops = f"""trap 'echo "{{\\"stopped\\": true}}"; exit 0' TERM; touch {tmp_path}/on; while true; do sleep 0.05; done"""
+    job = pod(stops)
+    while not (tmp_path / "on").exists():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    assert job.communicate(timeout=60)[0] == '{"stopped": true}\n' and job.returncode == STOPPED
+
+
+# -------------------------------------------------------------------------------------------------------------- the verb
+
+
+def test_no_key_means_two_things() -> None:
+    taken = {key.name.partition(".")[0] for key in describe(Recipe)} | {*ALIASES, *PARTIAL}
+    assert not taken & {f.name for f in fields(Job)}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(dump_yaml(to_dict(run_of(tmp_path))))
+    return "r.yaml"
+
+
+def test_a_file_is_written_once_and_submitted_on_request(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: Any) -> None:
+    words = ["launch", recipe, "--slurm", "--nodes", "2", "machine.fsdp=4", "machine.device=cpu", "batch=12"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "train.sbatch: now sbatch train.sbatch\n"
+    text = (tmp_path / "train.sbatch").read_text()
+    assert f"{sys.executable} -m modelcenter train r.yaml machine.fsdp=4 machine.device=cpu batch=12 &\n" in text
+    assert main(words) == 2 and "train.sbatch: exists" in capsys.readouterr().err
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho Submitted batch job 7: $1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main([*words, "--submit", "--out", "b.sbatch"]) == 0
+    assert capsys.readouterr().out == "b.sbatch: Submitted batch job 7: b.sbatch\n"
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho no such partition >&2; exit 1\n")
+    assert main([*words, "--submit", "--out", "c.sbatch"]) == 2
+    assert re.search(r"error: c\.sbatch: submit: sbatch: no such partition; mend it", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    ([], "launch: neither --slurm nor --kubernetes"),
+    (["--slurm", "--kubernetes"], "launch: both"),
+    (["--slurm", "nodes=2"], "nodes: 2, for a machine of 1 ranks; a divisor of its ranks"),
+    (["--slurm", "image=x"], "image: given; leave it out: it is for --kubernetes"),
+    (["--kubernetes", "image=x"], "claim: missing"),
+    (["--kubernetes", "image=x", "claim=y", "time=1"], "time: given; leave it out: it is for --slurm"),
+    (["--slurm", "name=My_Run"], "name: 'My_Run'; small letters"),
+    (["--slurm", "time=1 --oversubscribe"], "time: '1 --oversubscribe'; one word"),
+    (["--slurm", "bach=3"], "bach"),
+    (["--slurm", "nodes=0"], "nodes"),
+])  # fmt: skip
+def test_refusals(words: list[str], text: str, recipe: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["launch", recipe, *words]) == 2
+    said = capsys.readouterr().err
+    assert text in said and said.count("\n") == 1 and not list(tmp_path.glob("train.*")), said
+
+
+def test_a_job_without_a_cluster_is_refused() -> None:
+    with pytest.raises(InputError, match="neither"):
+        check(Job(), MACHINE)
