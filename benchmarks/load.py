@@ -172,6 +172,8 @@ def measure(kind: str, ranks: int, options: argparse.Namespace, folder: Path) ->
             pipe.send("go")
         found = answers(pipes)
         watch.over.set()
+        if options.memory:
+            watch.join()
         peak = max(watch.peak, watch.look())
         for pipe in pipes:
             pipe.send("end")

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from modelcenter.checkpoint.folder import DTYPES, Folder, raw, read_bin
+from modelcenter.checkpoint import load
+from modelcenter.checkpoint.folder import DTYPES, BinSlice, Folder, raw, read_bin
 from modelcenter.errors import LIMIT, InputError, MissingError
 
 BIN_A, BIN_B = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
@@ -177,6 +178,16 @@ def test_bin_views_and_aliases(tmp_path):
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("pwned",)
+
+
+def test_tied_weights_of_a_bin_are_the_same_unread(tmp_path, monkeypatch):
+    value = torch.arange(12.0).reshape(3, 4)
+    torch.save({"a": value, "tied": value, "copy": value.clone(), "other": value + 1}, tmp_path / "pytorch_model.bin")
+    with Folder(tmp_path) as folder:
+        a, tied, copy, other = (folder.slice(name) for name in ("a", "tied", "copy", "other"))
+        assert load.same(a, copy) and not load.same(a, other)
+        monkeypatch.setattr(BinSlice, "__getitem__", lambda *_: pytest.fail("read"))
+        assert load.same(a, tied)
 
 
 def recompressed(path):

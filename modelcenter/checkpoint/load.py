@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import refuse
 from ..names import Lazy, Names, Region, Shape, everything
 from .exchange import Group, read, stored
-from .folder import Folder
+from .folder import BinSlice, Folder
 
 ROWS = 4096  # rows compared at a time
 
@@ -68,6 +68,8 @@ def same(a: Lazy, b: Lazy) -> bool:
     """Whether two tensors hold equal values; read a few rows at a time."""
     if a.shape != b.shape:
         return False
+    if isinstance(a, BinSlice) and isinstance(b, BinSlice) and (a.start, a.dtype) == (b.start, b.dtype):
+        return True  # one storage under two names, as torch.save keeps tied weights: the next gigabyte need not be read
     rest = everything(a.shape)[1:]
     steps = (slice(i, min(i + ROWS, a.shape[0])) for i in range(0, a.shape[0], ROWS))
     return all(torch.equal(a[(rows, *rest)], b[(rows, *rest)]) for rows in steps)
