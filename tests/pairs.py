@@ -32,6 +32,7 @@ EQUAL = "="
 # A feature is what it sets: of the machine, or (in `with`) of what is trained on it.
 FEATURES: dict[str, dict[str, Any]] = {
     "tensor_parallel=2": {"tensor_parallel": 2},
+    "sequence_parallel": {"sequence_parallel": True, "tensor_parallel": 2},
     "fsdp=2": {"fsdp": 2},
     "replicate=2": {"replicate": 2},
     "zero=1": {"zero": 1, "fsdp": 2},

@@ -121,6 +121,7 @@ PAIRS: dict[str, tuple[dict[str, Any], int]] = {
     "zero3": ({"fsdp": 2, "recompute": "selective"}, 2),
     "copies": ({"replicate": 2}, 2),
     "tp": ({"tensor_parallel": 2, "recompute": "selective"}, 4),
+    "sequence": ({"tensor_parallel": 2, "sequence_parallel": True}, 4),
 }
 QUADS: dict[str, tuple[dict[str, Any], int]] = {
     "hybrid": ({"replicate": 2, "fsdp": 2}, 1),
@@ -129,6 +130,7 @@ QUADS: dict[str, tuple[dict[str, Any], int]] = {
     "fsdp x tp": ({"fsdp": 2, "tensor_parallel": 2, "recompute": "full"}, 2),
     "zero1 x tp": ({"fsdp": 2, "tensor_parallel": 2, "zero": 1}, 2),
     "copies x tp": ({"replicate": 2, "tensor_parallel": 2}, 2),
+    "sequence x fsdp": ({"tensor_parallel": 2, "sequence_parallel": True, "fsdp": 2, "recompute": "selective"}, 2),
     "fsdp4": ({"fsdp": 4}, 1),
 }
 

@@ -216,7 +216,12 @@ def recorded(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
     trace: list[Tensor] = []
     stack = getattr(model, "decoder", None) or getattr(model, "encoder", None)
     blocks = [m for m in (stack.modules() if isinstance(stack, nn.Module) else []) if isinstance(m, Block)] if wanted else []
-    hooks = [b.register_forward_pre_hook(lambda _, args: trace.append(args[0])) for b in blocks]
+
+    def see(block: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0]
+        trace.append(x.full_tensor() if hasattr(x, "full_tensor") else x)  # ranks may have parts
+
+    hooks = [b.register_forward_pre_hook(see) for b in blocks]
     try:
         yield trace
     finally:

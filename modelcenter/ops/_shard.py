@@ -141,8 +141,9 @@ class Cut:
         wanted = self.placements(names, Replicate())
         if a.placements != wanted:
             a = a.redistribute(placements=wanted)
-        part: Any = a.to_local(grad_placements=self.placements(names, Partial()))
-        return part.wait() if hasattr(part, "wait") else part
+        if hasattr(a._local_tensor, "wait"):  # on its way still; to wait for the result of to_local would lose its gradient
+            a._local_tensor = a._local_tensor.wait()
+        return a.to_local(grad_placements=self.placements(names, Partial()))
 
     def seed(self, seed: Tensor) -> Tensor:
         """Another one for each shard, by its number."""

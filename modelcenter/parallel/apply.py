@@ -21,6 +21,7 @@ from .connect import start
 from .device import LOW, device_of
 from .machine import Machine, load_machine
 from .ranks import ALONE, Ranks
+from .sequence import sequence_parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
-def styles() -> "dict[str, Callable[[], ParallelStyle]]":
-    """What the words of the layers' `tp` tables do."""
-    from torch.distributed.tensor import Replicate
+def styles(sequence: bool) -> "dict[str, Callable[[], ParallelStyle]]":
+    """What the words of the layers' `tp` tables do; `sequence`: sums over ranks are left to sequence.py."""
+    from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     return {
         "column": ColwiseParallel,
-        "row": RowwiseParallel,
+        "row": partial(RowwiseParallel, output_layouts=Partial(), use_local_output=False) if sequence else RowwiseParallel,
         "vocab": partial(RowwiseParallel, input_layouts=Replicate()),
         "heads": ColwiseParallel,  # an embedding with a column for every head
         "logits": partial(ColwiseParallel, output_layouts=Replicate()),
@@ -55,7 +56,9 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
         model.to(device_of(machine))
     mesh = mesh_of(machine)
     if mesh is not None and machine.tensor_parallel > 1:
-        tensor_parallel(model, mesh["tp"])
+        tensor_parallel(model, mesh["tp"], machine.sequence_parallel)
+        if machine.sequence_parallel:
+            sequence_parallel(model, mesh["tp"])
     fit_blocks(model, machine)
     if mesh is not None and machine.shares > 1:
         shard(model, mesh["fsdp" if machine.replicate == 1 else ("replicate", "fsdp")], machine.zero, precision)
@@ -93,11 +96,11 @@ def join(machine: Machine) -> Ranks:
     return ALONE if mesh is None else Ranks(mesh, machine.zero)
 
 
-def tensor_parallel(model: nn.Module, mesh: "DeviceMesh") -> None:
+def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False) -> None:
     """Apply the layers' own `tp` tables."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    ranks, me, known = mesh.size(), mesh.get_local_rank(), styles()
+    ranks, me, known = mesh.size(), mesh.get_local_rank(), styles(sequence)
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             for projection in (module.q, module.k):
@@ -108,6 +111,8 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh") -> None:
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)
             if isinstance(part, Adapted):
+                if sequence:
+                    refuse(None, "machine.sequence_parallel", "true with an adapter", "sequence_parallel=false")
                 plan |= {f"{child}.{inner}": known[style]() for inner in adapter_plan(part, style)}
             elif isinstance(part, nn.Module):
                 if style in ("vocab", "logits"):

@@ -6,5 +6,8 @@ from .machine import Machine
 
 def check(machine: Machine) -> None:
     """Refuse settings that have no meaning beside one another."""
+    if machine.sequence_parallel and machine.tensor_parallel == 1:
+        found = "true with tensor_parallel=1, which cuts nothing"
+        refuse(None, "machine.sequence_parallel", found, "tensor_parallel=2 or more, or false")
     if machine.zero != 3 and machine.fsdp == 1:
         refuse(None, "machine.zero", f"{machine.zero} with fsdp=1, which shards nothing", "fsdp=2 or more, or zero=3")

@@ -17,6 +17,9 @@ class Machine:
     """A machine profile. The number of ranks is `tensor_parallel` x `fsdp` x `replicate`."""
 
     tensor_parallel: int = field(default=1, metadata={"min": 1, "max": 1024, "help": "ranks that share each layer"})
+    sequence_parallel: bool = field(
+        default=False, metadata={"help": "between layers each of the tensor_parallel ranks has a part of the sequence"}
+    )
     fsdp: int = field(default=1, metadata={"min": 1, "max": 65536, "help": "ranks that share the data and the state"})
     replicate: int = field(
         default=1, metadata={"min": 1, "max": 65536, "help": "copies of the fsdp ranks, or of the one, that share the data alone"}
