@@ -21,7 +21,7 @@ from modelcenter.parallel.apply import join
 from modelcenter.parallel.chips import CHIPS, Chip, chip_named
 from modelcenter.parallel.layout import Costs, Job, layouts
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.rehearse import Deep, rehearse, rehearse_deep
+from modelcenter.parallel.rehearse import Deep, Tally, rehearse, rehearse_deep
 from modelcenter.parallel.survey import survey
 from modelcenter.train.step import accumulate, autocast, update
 
@@ -79,6 +79,25 @@ def test_blocks_that_differ_are_all_rehearsed() -> None:
     model.freeze("decoder.blocks.2*")
     how = partial(rehearse, batch=batch(2), build=adamw, compute=nullcontext, device=CPU)
     assert len(rehearse_deep(model, how).parts) == 1
+
+
+def test_products_into_another_dtype_need_none_of_torchs_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 takes addmm and mm with a dtype for those without, and ends in a TypeError."""
+    from torch._decomp import decomposition_table
+
+    def other(*_: Any, beta: float = 1, alpha: float = 1) -> None:
+        raise TypeError("addmm() got multiple values for argument 'beta'")
+
+    for overload in (torch.ops.aten.addmm.dtype, torch.ops.aten.addmm.dtype_out, torch.ops.aten.mm.dtype):
+        monkeypatch.setitem(decomposition_table, overload, other)
+    with (tally := Tally()):
+        bias, a, b = torch.empty(5), torch.empty(3, 4, dtype=torch.float16), torch.empty(4, 5, dtype=torch.float16)
+        out = torch.ops.aten.addmm.dtype(bias, a, b, torch.float32, beta=0.5)
+        assert out.shape == (3, 5) and out.dtype == torch.float32
+        torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, beta=1.0, out=out)
+        assert torch.ops.aten.mm.dtype(a, b, torch.float32).dtype == torch.float32
+    assert sum(w.flops * n for w, n in tally.work.items()) == 3 * 2 * 3 * 4 * 5
+    assert {w.dtype for w in tally.work} == {"fp16"}
 
 
 # --------------------------------------------------------------------------------------------------------- closed forms
