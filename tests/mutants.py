@@ -338,7 +338,7 @@ MUTANTS = (
            "test_agree.py::test_what_differs_is_named"),
     Mutant("data-not-compared", "train/agree.py", "for key in (\"files\", \"bytes\", \"sha256_of_contents\")", "for key in (\"files\",)",
            "test_agree.py::test_contents_count_and_times_do_not"),
-    Mutant("waiting-taken-for-standing", "parallel/watch.py", "        elif MEETING in path:", "        elif MEETING == path:",
+    Mutant("waiting-taken-for-standing", "parallel/watch.py", "if MEETING in path and not imports:", "if MEETING == path and not imports:",
            "test_watch.py::test_a_loader_that_sleeps_is_named"),
     Mutant("stalls-kept-to-oneself", "parallel/watch.py", "self.store.set(STILL, why)", "self.store.check([STILL])",
            "test_watch.py::test_one_that_gives_up_tells_the_others"),

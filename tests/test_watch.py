@@ -1,9 +1,10 @@
 """A run that stands still ends with every rank's stacks, and the rank at fault is named."""
 
 import ctypes
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,17 @@ def ends_of(ranks: int, folder: Path, work: Any, *args: Any) -> list[int | None]
     jobs = [context.Process(target=enter, args=(n, ranks, str(folder), pipe, work, args), daemon=True) for n in range(ranks)]
     for job in jobs:
         job.start()
+    multiprocessing.connection.wait([job.sentinel for job in jobs], 60)
     for job in jobs:
-        job.join(60)
+        job.join(LATE)  # of the first end
+        job.kill()
+        job.join()
     ours.close()
     return [job.exitcode for job in jobs]
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
 def test_a_stopped_rank_ends_the_run(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     began: list[float] = []
     processes: list[Any] = []
@@ -58,26 +63,28 @@ def test_a_stopped_rank_ends_the_run(victim: int, tmp_path: Path, monkeypatch: p
         os.kill(ranks[victim].pid, signal.SIGSTOP)
 
     once_it_steps(tmp_path / "out", monkeypatch, act)
-    assert main([*command(tmp_path, **ENDLESS), "machine.timeout=4"]) == watch.STALLED
-    assert time.monotonic() - began[0] < 4 + LATE and all(process.poll() is not None for process in processes)
+    assert main([*command(tmp_path, **ENDLESS), "machine.timeout=15"]) == watch.STALLED
+    assert time.monotonic() - began[0] < 15 + LATE and all(process.poll() is not None for process in processes)
     said = capfd.readouterr().err
     other = 1 - victim
     assert said.count("modelcenter: error:") == 1 and "Traceback" not in said
-    error = f"modelcenter: error: no progress for 4 s: rank {victim}: says nothing, it is stopped or its machine is gone, "
+    error = f"modelcenter: error: no progress for 15 s: rank {victim}: says nothing, it is stopped or its machine is gone, "
     assert error in said and f"rank {other}: waits for others at " in said, said
     text = (tmp_path / "out" / "ranks" / f"{other}.txt").read_text()
     assert "thread MainThread:" in text and "train/loop.py" in text and "torch/distributed" in text
 
 
-def asleep(rank: int, recipe: Any, held: bool) -> None:
-    """From its sixth step on rank 1 makes no more batches, and with `held` lets no other thread of it run."""
+def asleep(rank: int, recipe: Any, how: str) -> None:
+    """From its sixth step on rank 1 makes no more batches: it sleeps, lets no other thread of it run, or is stopped."""
     loop.plot_loss = lambda folder: "not drawn"
     real = Loader.steps
 
     def steps(self: Any, *rest: Any, **options: Any) -> Any:
         for n, item in enumerate(real(self, *rest, **options)):
             if rank == 1 and n == 6:  # of which two wait in the prefetch, so that some steps are done
-                ctypes.PyDLL(None).sleep(60) if held else time.sleep(60)
+                if how == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                ctypes.PyDLL(None).sleep(60) if how == "held" else time.sleep(60)
             yield item
 
     Loader.steps = steps  # type: ignore[method-assign]
@@ -86,13 +93,45 @@ def asleep(rank: int, recipe: Any, held: bool) -> None:
 
 def test_a_loader_that_sleeps_is_named(tmp_path: Path) -> None:
     began = time.monotonic()
-    assert ends_of(3, tmp_path, asleep, run_of(tmp_path, **{**ENDLESS, "batch": 6}), False) == [watch.STALLED] * 3
+    assert ends_of(3, tmp_path, asleep, run_of(tmp_path, **{**ENDLESS, "batch": 6}), "asleep") == [watch.STALLED] * 3
     assert time.monotonic() - began < TIMEOUT + LATE + 20  # of which three ranks on a busy machine start and step
     out = tmp_path / "out" / "ranks"
     first = {rank: (out / f"{rank}.txt").read_text().partition("\n")[0] for rank in range(3)}
     assert first[1].startswith("rank 1: stands at data/prefetch.py:") and "its thread prefetch stands at " in first[1], first
     assert all(first[rank].startswith(f"rank {rank}: waits for others at parallel/ranks.py:") for rank in (0, 2)), first
     assert "test_watch.py" in (out / "1.txt").read_text()  # where the loader sleeps
+
+
+def test_the_others_of_a_stopped_rank_end(tmp_path: Path) -> None:
+    ends = ends_of(2, tmp_path, asleep, run_of(tmp_path, **{**ENDLESS, "batch": 4}), "stopped")
+    assert ends == [watch.STALLED, -signal.SIGKILL], "it stays stopped, until it is killed here"
+    folder = tmp_path / "out" / "ranks"
+    assert "rank 0: waits for others at parallel/ranks.py:" in (folder / "0.txt").read_text() and not (folder / "1.txt").exists()
+    with pytest.raises(launch.RankError, match=r"rank 1: says nothing, .* rank 0: waits for others at"):
+        launch.stalled(folder, range(2), TIMEOUT, 0)
+
+
+def importing() -> None:
+    """Stands in for a module of torch.distributed that imports another."""
+    frame = sys._getframe()
+    where.append(watch.clause(frame))
+
+
+where: list[str] = []
+
+
+@pytest.mark.parametrize(("files", "verb"), [
+    (("a/torch/distributed/c10d.py",), "waits for others"),
+    (("<frozen importlib._bootstrap>", "a/torch/distributed/fsdp.py"), "stands"),
+    (("a/torch/nn/module.py",), "stands"),
+])  # fmt: skip
+def test_who_waits_for_others(files: tuple[str, ...], verb: str) -> None:
+    """Innermost file first; a module that is being read waits for nobody."""
+    scope: dict[str, Any] = {"call": importing}
+    for file in files:
+        exec(compile("def call(inner=call): inner()", file, "exec"), scope)  # noqa: S102  a file is a name here
+    scope["call"]()
+    assert where.pop().startswith(f"{verb} at ")
 
 
 def late(rank: int, folder: Path, machine: Machine) -> None:
@@ -113,7 +152,7 @@ def test_one_that_gives_up_tells_the_others(tmp_path: Path) -> None:
 
 def test_a_rank_that_keeps_the_interpreter_ends(tmp_path: Path, capfd: Any) -> None:
     """Its watch cannot run; faulthandler's can."""
-    assert ends_of(2, tmp_path, asleep, run_of(tmp_path, **{**ENDLESS, "batch": 4}), True) == [watch.STALLED, 1]
+    assert ends_of(2, tmp_path, asleep, run_of(tmp_path, **{**ENDLESS, "batch": 4}), "held") == [watch.STALLED, 1]
     assert "rank 0: waits for others" in (tmp_path / "out" / "ranks" / "0.txt").read_text()
     said = capfd.readouterr().err
     assert "Timeout (" in said and "in steps" in said, said

@@ -133,12 +133,11 @@ def stacks() -> tuple[str, str]:
 
 def clause(frame: FrameType) -> str:
     """`stands at data/prefetch.py:36 (prefetch)`, or `waits for others at parallel/ranks.py:113 (sum)`."""
-    verb, innermost = "stands", frame
+    verb, innermost, imports = "stands", frame, False
     for f in outwards(frame):
         path = f.f_code.co_filename
-        if "importlib" in path:
-            verb = "stands"
-        elif MEETING in path:
+        imports = imports or "importlib" in path  # a module of torch's that is being read waits for nobody
+        if MEETING in path and not imports:
             verb = "waits for others"
         if path.startswith(PACKAGE):
             return f"{verb} at {os.path.relpath(path, PACKAGE)}:{f.f_lineno} ({f.f_code.co_name})"
