@@ -42,7 +42,7 @@ def examine() -> dict[str, Any]:
         else:
             found["cpu_kernels"] = f"{built.cpu_level}, {threads()}: {runs(torch.device('cpu'))}"
         names = ", ".join(f"sm_{arch}" for arch in built.cuda_architectures.split())
-        found["cuda_kernels"] = f"{names} and what runs their machine code or, later, their PTX" if names else "none"
+        found["cuda_kernels"] = f"{names}, later chips of their generations, and by PTX all after" if names else "none"
         if cards and built.cuda_architectures:
             found["gpu_kernels"] = [f"{card.name}: {on_gpu(i, card, built.cuda_architectures)}" for i, card in enumerate(cards)]
         if not built.cuda_architectures and torch.version.cuda:
