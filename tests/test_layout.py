@@ -184,6 +184,7 @@ def test_more_ranks_never_need_more() -> None:
     assert modes[0].flops == modes[2].flops and modes[2].share < modes[0].share
 
 
+@pytest.mark.slow
 def test_between_two_points_lies_a_straight_line() -> None:
     """What is interpolated is what a rehearsal of it finds."""
     job = job_of(gpt(), 768)
@@ -197,6 +198,7 @@ def test_between_two_points_lies_a_straight_line() -> None:
 # ------------------------------------------------------------------------------------------------------ the whole survey
 
 
+@pytest.mark.slow
 def test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth() -> None:
     job = job_of(gpt(heads=2), 64)
     costs = Costs(job, CHIPS["h200"])
