@@ -182,11 +182,14 @@ __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
         added[j] = bias.at && mine[j] ? bias.one<T>(strip + column(j)) : 0.0f;
     }
     const auto read = [&](const T* row) {
-        if constexpr (VECTOR) return load8<true>(row + column(0));
-        Pack<T> pack;
+        if constexpr (VECTOR) {
+            return load8<true>(row + column(0));
+        } else {
+            Pack<T> pack;
 #pragma unroll
-        for (int j = 0; j < 8; j++) pack.at[j] = mine[j] ? row[column(j)] : from_float<T>(0.0f);
-        return pack;
+            for (int j = 0; j < 8; j++) pack.at[j] = mine[j] ? row[column(j)] : from_float<T>(0.0f);
+            return pack;
+        }
     };
     if (mine[0])
         for (int64_t row = part * height + threadIdx.y; row < last; row += DOWN * AHEAD) {

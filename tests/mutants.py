@@ -362,6 +362,8 @@ MUTANTS = (
            "test_ranks.py::test_steps_equal_one_process[tp2]", "RuntimeError"),
     Mutant("gradients-sent-each-time", "parallel/ranks.py", "sharded.set_requires_gradient_sync(last or self.zero > 1)",
            "sharded.set_requires_gradient_sync(True)", "test_apply.py::test_what_a_step_sends"),
+    Mutant("norms-of-parts-unsummed", "parallel/sequence.py", "return grad.redistribute(placements=whole)", "return grad",
+           "test_sequence.py::test_between_layers_ranks_have_parts"),
     Mutant("sequence-left-whole", "parallel/sequence.py", "whole if x.shape[1] % mesh.size() else part)", "whole)",
            "test_sequence.py::test_between_layers_ranks_have_parts"),
     Mutant("vocab-parallel-sums-of-one-rank", "ops/vocab_parallel.py", "                dist.all_reduce(sums, group=group)\n", "",

@@ -30,6 +30,8 @@ def parts(rank: int) -> None:
             ids = torch.arange(2 * length).view(2, length) + 2
             model(ids, labels=ids).loss.backward()
             assert {(local[1], whole[1]) for local, whole in seen} == {(own, length)}, f"{case}: {seen}"
+            for name, p in model.named_parameters():  # an optimizer reads what a rank has, and full_tensor() would sum it up
+                assert not any(place.is_partial() for place in getattr(p.grad, "placements", ())), f"{case}: {name}"
 
 
 def test_between_layers_ranks_have_parts() -> None:
