@@ -272,7 +272,9 @@ def test_frozen_weights_in_half_precision_have_adapters_in_single(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler looks
-@pytest.mark.parametrize("changes", [{"name": "dora"}, {"quantize": "nf4"}], ids=["dora", "nf4"])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({"name": "dora"}, id="dora"), pytest.param({"quantize": "nf4"}, id="nf4", marks=pytest.mark.slow)]
+)
 def test_compiled_and_recomputed_blocks_are_the_eager_ones(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()

@@ -251,7 +251,7 @@ def follows(rank: int, precision: str, scale: float, machines: list[dict[str, An
         assert all(weight.dtype == torch.float32 for weight in after.values())
 
 
-@pytest.mark.parametrize(("precision", "scale"), [("bf16", 1.0), ("fp16", 2.0**10)])
+@pytest.mark.parametrize(("precision", "scale"), [("bf16", 1.0), pytest.param("fp16", 2.0**10, marks=pytest.mark.slow)])
 def test_low_precision_follows_one_process(precision: str, scale: float) -> None:
     alone(GPT2, torch.float32)
     alone(GPT2, torch.float32, precision, scale)

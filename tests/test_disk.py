@@ -122,7 +122,10 @@ def whole(clean: Path, name: str) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-@pytest.mark.parametrize(("code", "many"), [(errno.EIO, 1), (errno.ENOSPC, 25)], ids=["once", "for a while"])
+@pytest.mark.parametrize(
+    ("code", "many"),
+    [pytest.param(errno.EIO, 1, id="once", marks=pytest.mark.slow), pytest.param(errno.ENOSPC, 25, id="for a while")],
+)
 def test_some_calls_fail(code: int, many: int, clean: tuple[Path, int], tmp_path: Path, capsys: Any) -> None:
     folder, count = clean
     ends = [attempt(tmp_path / str(at), folder, at, code, many, capsys) for at in range(3, count, count // 4)]

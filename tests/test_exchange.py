@@ -58,6 +58,7 @@ def read(rank: int, folders: dict[Case, str]) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = "4"
 
 
+@pytest.mark.slow
 def test_turns_dtypes_and_nodes(tmp_path: Path) -> None:
     folders = {case: zoo.reference(case)[1] for case in CASES}
     pickled = tmp_path / "bin"

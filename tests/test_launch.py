@@ -60,6 +60,7 @@ def once_it_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[
 ENDLESS = {"max_steps": 10**6, "logging_steps": 1, "eval_steps": None, "save_steps": None}
 
 
+@pytest.mark.slow
 def test_a_signal_is_for_all_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     once_it_steps(tmp_path / "out", monkeypatch, lambda ranks: os.kill(os.getpid(), signal.SIGINT))
     assert main([*command(tmp_path, **ENDLESS, **{"schedule.name": "constant"}), "--json"]) == 0
@@ -76,7 +77,7 @@ def test_a_signal_is_for_all_and_the_run_goes_on(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_ends_the_others(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     began: list[float] = []
     processes: list[subprocess.Popen[bytes]] = []

@@ -303,6 +303,7 @@ def test_what_ranks_hold_is_foreseen(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- command
 
 
+@pytest.mark.slow
 def test_the_verb_plans_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from modelcenter.__main__ import main
 

@@ -97,7 +97,7 @@ def work(rank: int, changes: dict[str, Any], folders: dict[Case, str], out: Path
         dist.barrier()
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if k < 3 else pytest.mark.slow) for k, m in enumerate(MESHES)])
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if k == 2 else pytest.mark.slow) for k, m in enumerate(MESHES)])
 def test_a_mesh_equals_one_process(mesh: str, tmp_path: Path) -> None:
     folders = {case: zoo.reference(case)[1] for case in CASES}
     spawn(mc.Machine(**MESHES[mesh]).ranks, work, MESHES[mesh], folders, tmp_path)

@@ -229,7 +229,7 @@ def same(case: Case, found: tuple[list[dict[str, Any]], Run], wanted: tuple[list
     for step, (a, b) in enumerate(zip(rows, their_rows, strict=True), 1):
         assert a["lr"] == pytest.approx(b["learning_rate"], rel=1e-12, abs=0), f"step {step}"
         assert a["loss"] == pytest.approx(b["loss"], rel=0, abs=1e-4), f"step {step}"
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3, abs=1e-5), f"step {step}"
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=5e-3, abs=1e-5), f"step {step}"
     assert max(row["grad_norm"] for row in rows) > 0.5  # which clips
     model = type(trainer.model).from_pretrained(run.output_dir / "model")
     for (name, p), (_, q) in zip(model.named_parameters(), trainer.model.named_parameters(), strict=True):

@@ -566,7 +566,9 @@ def broken_commit(out: Path, step: int, keep: int) -> Path:
         return put(out, step, keep)
 
 
-@pytest.mark.parametrize("mutant", [in_place, prune_first, tear_down, broken_commit])
+@pytest.mark.parametrize(
+    "mutant", [in_place, prune_first, *(pytest.param(m, marks=pytest.mark.slow) for m in (tear_down, broken_commit))]
+)
 def test_stops_catch_mutants(tmp_path: Path, mutant: Callable[..., Path]) -> None:
     assert stops(tmp_path, mutant)
 

@@ -20,7 +20,9 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
                           env=os.environ | environment)  # fmt: skip
 
 
-@pytest.mark.parametrize("state", ["MODELCENTER_KERNELS=0", "MODELCENTER_CPU=base", "MODELCENTER_CPU=avx2"])
+@pytest.mark.parametrize(
+    "state", ["MODELCENTER_KERNELS=0", pytest.param("MODELCENTER_CPU=base", marks=pytest.mark.slow), "MODELCENTER_CPU=avx2"]
+)
 def test_ops_are_right_in_every_state(state: str) -> None:
     if not _op.available("cpu"):
         pytest.skip("no compiled kernels: the rest of the suite is this test")

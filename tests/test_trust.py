@@ -445,6 +445,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
 def test_memory_that_really_ends(here: Path) -> None:
     argv = command(**{"batch": "8192", "micro_batch": "8192", "config.dim": "256", "machine.threads": "1"})
