@@ -16,7 +16,8 @@ import modelcenter as mc
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.blocks import KEPT, keep, recompute
-from modelcenter.parallel.rehearse import Deep, rehearse
+from modelcenter.parallel.deep import Deep
+from modelcenter.parallel.rehearse import rehearse
 from modelcenter.registry import skeleton
 
 CASES = cases(all_tasks=False, all_variants=False)

@@ -19,10 +19,12 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.chips import CHIPS, Chip, chip_named
+from modelcenter.parallel.deep import Deep, rehearse_deep
 from modelcenter.parallel.layout import Costs, Job, layouts
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.rehearse import Deep, Tally, rehearse, rehearse_deep
+from modelcenter.parallel.rehearse import rehearse
 from modelcenter.parallel.survey import survey
+from modelcenter.parallel.tally import Tally
 from modelcenter.train.step import accumulate, autocast, update
 
 CPU = torch.device("cpu")

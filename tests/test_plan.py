@@ -21,9 +21,10 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.blocks import recompute as recompute_blocks
+from modelcenter.parallel.deep import Deep
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.plan import Plan, size
-from modelcenter.parallel.rehearse import Deep, rehearse
+from modelcenter.parallel.rehearse import rehearse
 from modelcenter.train import fit
 from modelcenter.train.fit import Verdict, verdict, widest
 from modelcenter.train.prepare import prepare, resolve

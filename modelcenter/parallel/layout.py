@@ -24,8 +24,11 @@ from torch import nn
 
 from .blocks import blocks
 from .chips import Chip
+from .deep import Deep, rehearse_deep
 from .machine import Machine, Recompute
-from .rehearse import Arguments, Build, Compute, Deep, Kind, rehearse, rehearse_deep, rehearse_update, shards
+from .rehearse import Arguments, Build, Compute, rehearse, rehearse_update
+from .tally import Kind
+from .twin import shards
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .rehearse import KINDS, LASTING, Kind
+from .tally import KINDS, LASTING, Kind
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from .layout import RECOMPUTES, Costs, Estimate, best_of, layouts
 from .machine import Machine
 from .plan import size
-from .rehearse import KINDS
+from .tally import KINDS
 
 HEAD = ("", "tensor x fsdp x copies", "zero", "recompute", "micro-batch", "a rank", "s/step", "tok/s/device", "of peak", "bound by")
 SHOWN = 12

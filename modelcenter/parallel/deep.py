@@ -1,0 +1,74 @@
+"""The rehearsal of a deep model, from those of a few of its blocks.
+
+Blocks of a stack are alike: each moment's memory, and the work, is a linear function of their number.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..layers import Block, Stack
+from .rehearse import Rehearsal
+from .tally import SEEN, Kind, Work
+
+AHEAD = 2  # blocks of a stack that are rehearsed: the first and the last, and then one between
+
+
+@dataclass(frozen=True, eq=False)
+class Deep:
+    """A sum of rehearsals, each so many times, which is that of a deeper model."""
+
+    parts: Sequence[tuple[int, Rehearsal]]
+
+    def peak(self, factors: Mapping[Kind, float] | None = None) -> Counter[Kind]:
+        """The bytes of each kind at the moment with most, where each kind counts `factors` times (1, if it is not named)."""
+        of = [(factors or {}).get(kind, 1.0) for kind in SEEN]
+
+        def most(moments: Sequence[tuple[int, ...]]) -> list[float]:
+            scaled = ([x * f for x, f in zip(moment, of, strict=True)] for moment in moments)
+            return max(scaled, key=sum)
+
+        found: list[list[float]] = []
+        for phase in self.parts[0][1].moments:
+            if len(self.parts) > 1 and phase.endswith("between"):
+                continue  # linear from the first to the last
+            each = [(times, most(part.moments[phase])) for times, part in self.parts]
+            found.append([sum(times * row[i] for times, row in each) for i in range(len(SEEN))])
+        best = max(found, key=sum)
+        return Counter({kind: round(x) for kind, x in zip(SEEN, best, strict=True) if x})
+
+    def work(self, update: bool = False) -> Counter[Work]:
+        total: Counter[Work] = Counter()
+        for times, part in self.parts:
+            for work, count in (part.update if update else part.work).items():
+                total[work] += times * count
+        return total
+
+    def calls(self, update: bool = False) -> int:
+        return sum(times * (part.update_calls if update else part.calls) for times, part in self.parts)
+
+
+def rehearse_deep(model: nn.Module, how: Callable[..., Rehearsal]) -> Deep:
+    """What `how(model, keep=...)` finds, from rehearsals of a few blocks of each stack where these are alike."""
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    deep = [i for i, stack in enumerate(stacks) if len(stack.blocks) > AHEAD + 1 and alike(list(stack.blocks)[1:-1])]  # type: ignore[arg-type]
+    if not deep:
+        return Deep([(1, how(model, keep={}))])
+    keep = dict.fromkeys(deep, AHEAD)
+    more = {i: len(stacks[i].blocks) - AHEAD for i in deep}
+    parts = [(1 - sum(more.values()), how(model, keep=keep))]
+    return Deep([*parts, *((times, how(model, keep={**keep, i: AHEAD + 1})) for i, times in more.items())])
+
+
+def alike(some: Sequence[Block]) -> bool:
+    """Whether blocks have the same parts of the same shapes, trained or not."""
+
+    def signature(block: Block) -> Any:
+        tensors = (*block.named_parameters(), *block.named_buffers())
+        parts = [(name, type(module)) for name, module in block.named_modules()]
+        return parts, [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
+
+    return all(signature(block) == signature(some[0]) for block in some[1:])

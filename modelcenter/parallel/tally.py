@@ -1,0 +1,178 @@
+"""Tensors without storage whose bytes and work are counted: each storage from its birth to its death, each call with the arithmetic
+that it does and the bytes that it reads and writes."""
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary", "gathered", "fragments"]
+KINDS: dict[Kind, str] = {
+    "weights": "weights and buffers", "optimizer": "optimizer: moments, copies, averages", "gradients": "gradients",
+    "activations": "activations and the batch", "loss": "logits and loss", "temporary": "temporary, in backward and update",
+    "gathered": "weights and gradients of other ranks", "fragments": "allowance for fragments",
+}  # fmt: skip
+LASTING: tuple[Kind, ...] = ("weights", "optimizer", "gradients")  # there whatever the batch
+SEEN: tuple[Kind, ...] = (*LASTING, "activations", "loss", "temporary")  # what a rehearsal sees
+
+
+class Work(NamedTuple):
+    """One call: arithmetic in a dtype, and bytes that it must read and write; of a `sum`, those that tensor-parallel ranks add."""
+
+    kind: Literal["matmul", "attention", "move", "sum"]
+    dtype: str
+    flops: int
+    bytes: int
+
+
+class Tally(FakeTensorMode):
+    """Tensors without storage; the bytes of those that are alive, by kind, at the moments of each phase, and the work done.
+
+    `chosen`: of a mask of so many elements, how many are not zero; of any other, all. Another number that only values would tell
+    is 1, and a condition on one does not hold.
+    """
+
+    def __init__(self, chosen: Mapping[int, int] | None = None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.chosen = chosen or {}
+        self.known: dict[int, tuple[Any, int, Kind]] = {}
+        self.now: Counter[Kind] = Counter()
+        self.kind: Kind = "weights"
+        self.phase = "before"
+        self.moments: dict[str, list[tuple[int, ...]]] = {}
+        self.work: Counter[Work] = Counter()
+        self.calls = 0  # that a host makes
+        self.inside = False  # of a call: how torch finds its shapes is of no interest
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch's compiler would be imported, for two seconds, and asked at every call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # two calls of three
+            return args[0].fake_device
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if kwargs and "out" in kwargs:  # nothing is made; torch does not know all of them
+            self.did(func, args, kwargs, kwargs["out"])
+            return kwargs["out"]
+        if func is torch.ops.aten.nonzero.default:
+            size = args[0].numel()
+            out = args[0].new_empty((self.chosen.get(size, size), args[0].dim()), dtype=torch.int64)
+        elif func.overloadpacket in PRODUCTS and func._overloadname == "dtype":  # torch 2.11 takes it for the one without
+            left, right = args[PRODUCTS[func.overloadpacket]], args[PRODUCTS[func.overloadpacket] + 1]
+            out = left.new_empty((*left.shape[:-1], right.size(-1)), dtype=args[-1])
+        else:
+            inside, self.inside = self.inside, True
+            try:
+                out = self.dispatch(func, types, args, kwargs or {})  # FakeTensorMode's own imports torch's compiler
+            finally:
+                self.inside = inside
+        if self.inside or func.namespace == "prim":
+            return out
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        self.did(func, args, kwargs, out)
+        return out
+
+    def see(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, once."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.known:
+            size = storage.nbytes()
+            self.known[key] = (weakref.ref(storage, partial(self.forget, key)), size, self.kind)
+            self.now[self.kind] += size
+            self.look()
+
+    def look(self) -> None:
+        """Remember this moment; one in which all was less is not needed after it."""
+        moment, seen = tuple(self.now[kind] for kind in SEEN), self.moments.setdefault(self.phase, [])
+        if seen and all(a <= b for a, b in zip(seen[-1], moment, strict=True)):
+            seen.pop()
+        seen.append(moment)
+
+    def enter(self, phase: str, kind: Kind | None = None) -> None:
+        """From now on it is that phase; what appears is of that kind."""
+        self.phase = phase
+        self.kind = kind or self.kind
+        self.look()
+
+    def name(self, tensor: Tensor | None, kind: Kind) -> None:
+        """What a storage is for has turned out only now."""
+        if tensor is not None and (key := tensor.untyped_storage()._cdata) in self.known:
+            reference, size, before = self.known[key]
+            self.known[key] = (reference, size, kind)
+            self.now[before] -= size
+            self.now[kind] += size
+
+    def forget(self, key: int, _: Any) -> None:
+        _, size, kind = self.known.pop(key)
+        self.now[kind] -= size
+
+    def did(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count an operator of torch's."""
+        name, packet = func._schema.name, func.overloadpacket
+        self.calls += 1
+        if func.is_view or "empty" in name or name in NOTHING:
+            return
+        if packet in PRODUCTS:
+            left = args[PRODUCTS[packet]]
+            self.work[Work("matmul", named(left), 2 * out.numel() * left.size(-1), bytes_of((args, out)))] += 1
+        elif "scaled_dot_product" in name or "_efficient_attention" in name:
+            back = "backward" in name
+            q, k, v = args[back : 3 + back]
+            given = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+            self.attended(q, k, v, bool(given.get("is_causal")), back, bytes_of((args, out)))
+        elif any("embedding" in part or "index" in part or "gather" in part for part in (name,)):
+            self.work[Work("move", named(out), 0, 2 * bytes_of(out))] += 1  # of a table only rows are read
+        else:
+            size = bytes_of((args, kwargs, None if func._schema.is_mutable else out))
+            self.work[Work("move", "", 0, size * (1 + func._schema.is_mutable))] += 1
+
+    def kernel(self, name: str, args: Sequence[Any]) -> None:
+        """Count a call of one of our kernels."""
+        self.calls += 1
+        size = bytes_of(args)
+        if name in ("attention", "attention_backward"):
+            q, k, v = (x.transpose(1, 2) for x in args[:3])
+            self.attended(q, k, v, bool(args[7]), name != "attention", size, args[4:6])
+            return
+        if name == "adamw":  # what is updated is read and written, gradients are read
+            size = 2 * size - bytes_of(args[2])
+        elif name == "embedding":
+            size = 2 * bytes_of(args[2])
+        elif name == "cross_entropy_both":
+            size *= 2  # in place
+        self.work[Work("move", "", 0, size)] += 1
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, back: bool, size: int, ends: Sequence[Any] = ()) -> None:
+        """Count attention of q (b h s d) to k and v: two products forward, five backward; half of each if causal."""
+        pairs = q.size(-2) * k.size(-2)
+        if ends and ends[0] is not None:
+            pairs = sum((b - a) * (d - c) for (a, b), (c, d) in zip(*(pairwise(e.tolist()) for e in ends), strict=True))
+        flops = 2 * prod(q.shape[:-2]) * pairs * (q.size(-1) + v.size(-1))
+        self.work[Work("attention", named(q), int(flops * (2.5 if back else 1) * (0.5 if causal else 1)), size)] += 1
+
+
+NOTHING = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::lift_fresh", "aten::resize_"}
+PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten.bmm: 0, torch.ops.aten.baddbmm: 1}  # where a matrix is
+
+
+def named(tensor: Tensor) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(tensor.dtype, "fp32")
+
+
+def bytes_of(tree: Any) -> int:
+    """Of all tensors in it, each once; of one that is spread out, what is there."""
+    tensors = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+    return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors.values())
