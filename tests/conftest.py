@@ -5,10 +5,16 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # The suite runs on the CPU, whatever the host has: processes are forked, and torch's threads for a GPU do not survive that.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ["MODELCENTER_CALIBRATION"] = "0"  # predictions neither read nor change what the user's own runs took
+
+# The same examples each time, however busy the machine is: what a run of the suite says depends on the code alone.
+UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # examples may share a folder
+settings.register_profile("house", derandomize=True, deadline=None, suppress_health_check=UNASKED)
+settings.load_profile("house")
 
 
 @pytest.fixture(autouse=True)

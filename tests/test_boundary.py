@@ -204,7 +204,7 @@ def check_random(examples: int) -> None:
     numbers = st.one_of(st.integers(), st.integers(-3, 300), st.floats(), st.booleans(), st.none(), st.text(max_size=2))
     anything = st.one_of(st.sampled_from(pool), tensors, numbers)
 
-    @settings(max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def one(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(calls)))

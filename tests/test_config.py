@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelcenter.config import (
@@ -136,7 +136,7 @@ def test_scalars() -> None:
 
 
 @given(st.text() | st.text(alphabet="[]{}:,-?&*!|>'\"%@`#~ \n\tab1.e<=\\ux0F"))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_text_parses_or_is_refused(text: str) -> None:
     try:
         value = parse(text, "fuzz.yaml")
@@ -147,7 +147,7 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 def test_any_bytes_read_or_are_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "r.yaml").write_bytes(raw)
     with suppress(InputError):
@@ -165,7 +165,7 @@ TREES = st.recursive(
 
 
 @given(st.dictionaries(TEXTS, TREES, max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_dump_reads_back_exactly(tree: dict[str, Any]) -> None:
     back = parse(dump_yaml(tree))
     assert back == tree
@@ -300,7 +300,7 @@ def test_an_integer_will_do_for_a_float() -> None:
         note=st.none() | TEXTS,
     )
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_settings_survive_dump_and_bind(outer: Outer) -> None:
     assert bind(Outer, parse(dump_yaml(to_dict(outer)))) == outer
 
@@ -309,7 +309,7 @@ KEYS = ["name", "inner", "kind", "steps", "flag", "free", "sizes", "note"]
 
 
 @given(st.dictionaries(st.sampled_from([*KEYS, "x"]), TREES))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_tree_binds_or_is_refused(tree: dict[str, Any]) -> None:
     try:
         assert isinstance(bind(Outer, tree, "r.yaml"), Outer)
@@ -318,7 +318,7 @@ def test_any_tree_binds_or_is_refused(tree: dict[str, Any]) -> None:
 
 
 @given(st.sampled_from([*KEYS, "inner.lr", "inner.betas", "free.x"]), st.text())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_override_binds_or_is_refused(key: str, text: str) -> None:
     try:
         assert isinstance(bind(Outer, override({"name": "x"}, [f"{key}={text}"]), "r.yaml"), Outer)

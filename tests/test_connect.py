@@ -21,6 +21,7 @@ from modelcenter.parallel.machine import Machine
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
+SOON = 60  # seconds, on however busy a machine; torch itself would wait for five minutes
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MODELCENTER_STORE",
          "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
 
@@ -70,7 +71,7 @@ def test_what_is_wrong_is_named(changes: dict[str, str | None], text: str, told:
     began = time.monotonic()
     with pytest.raises(mc.InputError, match=text):
         connect.start(CPU, machine())
-    assert time.monotonic() - began < 5 and not dist.is_initialized()
+    assert time.monotonic() - began < SOON and not dist.is_initialized()
 
 
 @pytest.mark.parametrize("value", ["l", "=lo", "^docker,eth", "nothing,lo"])
@@ -97,7 +98,7 @@ def test_another_program_that_answers(told: Any) -> None:
         began = time.monotonic()
         with pytest.raises(mc.InputError, match=r"MASTER_ADDR: what answers at 127\.0\.0\.1:\d+ is not the first"):
             connect.start(CPU, machine())
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < SOON
 
 
 # ------------------------------------------------------------------------------------------------------ what ranks say
@@ -160,8 +161,8 @@ def test_sizes_that_differ() -> None:
 
 
 def test_a_rank_that_does_not_come() -> None:
-    said = meeting(3, seconds=1.5, only=(0, 2))
-    assert len(set(said)) == 1 and said[0].startswith("environment: WORLD_SIZE: 3, but rank 1 did not come within 1.5 s"), said
+    said = meeting(3, seconds=3, only=(0, 2))
+    assert len(set(said)) == 1 and said[0].startswith("environment: WORLD_SIZE: 3, but rank 1 did not come within 3 s"), said
 
 
 def test_a_rank_that_is_there_twice() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from modelcenter.data.collate import IGNORED
@@ -157,7 +157,6 @@ budgets = {"lengths": st.lists(st.integers(1, 30), min_size=1, max_size=40), "mo
            "forward": st.integers(1, 60)}  # fmt: skip
 
 
-@settings(deadline=None)
 @given(**budgets, world=st.sampled_from([1, 2, 4]), padded=st.booleans(), start=st.integers(0, 70), kind=st.integers(0, 2))
 def test_a_budget_of_tokens_whatever_the_ranks(lengths: list[int], most: int, forward: int, world: int, padded: bool,
                                                start: int, kind: int) -> None:

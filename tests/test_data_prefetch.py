@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from modelcenter.data.prefetch import prefetch
@@ -16,7 +16,6 @@ def threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "prefetch"]
 
 
-@settings(deadline=None)
 @given(size=st.integers(0, 30), depth=st.integers(1, 4), taken=st.integers(0, 30))
 def test_the_same_in_the_same_order(size: int, depth: int, taken: int) -> None:
     assert list(prefetch(iter(range(size)), depth)) == list(range(size)) and not threads()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -127,11 +127,11 @@ def test_header_refused(tmp_path, case):
     content, found = HEADERS[case]
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    start = time.perf_counter()
+    start = time.thread_time()  # of work, and not of waiting for a processor
     with pytest.raises(InputError) as error:
         read_header(file)
     text = str(error.value)
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
     assert text.startswith(f"{file}: ") and found in text and "; " in text
     assert "\n" not in text and "\x1b" not in text and len(text) <= LIMIT
 
@@ -166,7 +166,7 @@ def fuzzed(tmp_path_factory):
 places, verbs = st.floats(0, 1, exclude_max=True), st.sampled_from(["set", "cut", "insert"])
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=600)
 @given(st.lists(st.tuples(places, verbs, st.binary(min_size=1, max_size=3)), min_size=1, max_size=4))
 def test_header_agrees_with_safetensors(fuzzed, mutations):
     """Mutated bytes: either refused, or read exactly as safetensors reads them; no other exception."""

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -92,7 +92,7 @@ def test_every_layout_and_dtype(tmp_path, layout):
 bounds = st.one_of(st.none(), st.integers(-6, 6))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(st.lists(st.builds(slice, bounds, bounds), max_size=4))
 def test_slices_are_torch_slices(cube, index):
     folder, value = cube
@@ -248,7 +248,7 @@ def test_bin_refused(tmp_path, monkeypatch, case):
     assert os.listdir(tmp_path) == ["pytorch_model.bin"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(st.booleans(), st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=3))
 def test_broken_bin_is_refused_or_read(tmp_path, legacy, mutations):
     file = tmp_path / "x.bin"

@@ -89,7 +89,7 @@ def test_a_rank_that_is_killed_ends_the_others(victim: int, tmp_path: Path, monk
 
     once_it_steps(tmp_path / "out", monkeypatch, act)
     assert main(command(tmp_path, **ENDLESS)) == 128 + signal.SIGKILL
-    assert time.perf_counter() - began[0] < 5 and all(process.poll() is not None for process in processes)
+    assert time.perf_counter() - began[0] < 60 and all(process.poll() is not None for process in processes)
     said = capfd.readouterr().err
     assert said.count("modelcenter: error:") == 1 and f"modelcenter: error: rank {victim} was ended by signal 9" in said
     assert "Traceback" not in said

@@ -277,7 +277,7 @@ def test_overrides_win(tmp_path: Path) -> None:
     model=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
     report=st.sampled_from([(), ("tensorboard",)]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: str, report: Any) -> None:
     recipe = load_recipe("finetune", ["data.path=a.txt", "max_steps=7"])
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=lr, betas=betas), report_to=report, model=model)

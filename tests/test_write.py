@@ -69,7 +69,7 @@ tables = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tables)
 def test_bytes_equal_save_file_for_any_table(tmp_path_factory, table):
     folder = tmp_path_factory.mktemp("any")
@@ -104,7 +104,7 @@ def test_folder_equals_the_peers(tmp_path, size):
             assert bytes(raw(folder.slice(key)[...])) == bytes(raw(value)) and folder.dtype(key) == value.dtype
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 30), min_size=1), st.integers(1, 40))  # the peer takes all empty tensors for one
 def test_plan_equals_the_peers(sizes, limit):
     table = {str(i): torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}

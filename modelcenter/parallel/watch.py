@@ -47,6 +47,7 @@ class Watch(AbstractContextManager["Watch"]):
         self.pause = min(1.0, seconds / 10)
         self.ended, self.told = threading.Event(), ""
         self.store: Any = None
+        self.looks = threading.Thread(target=self.look, name="watch", daemon=True)
 
     def __enter__(self) -> "Watch":
         global _last, _first
@@ -56,13 +57,14 @@ class Watch(AbstractContextManager["Watch"]):
                 self.file.unlink()  # of a run before
             self.store = own_store()
             self.store.set_timeout(timedelta(seconds=self.seconds))
-            for work in (self.look, self.listen):
-                threading.Thread(target=work, name="watch", daemon=True).start()
+            for thread in (self.looks, threading.Thread(target=self.listen, name="watch", daemon=True)):
+                thread.start()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.ended.set()
         if self.ranks.size > 1:
+            self.looks.join()  # for ever where it has given up: that another rank has ended meanwhile is no error of this one
             faulthandler.cancel_dump_traceback_later()
 
     def look(self) -> None:
