@@ -62,7 +62,7 @@ def test_labels_are_the_answer_where_a_window_holds_it_whole(tokenizer: Tokenize
     assert batch["labels"].shape == (1, 2) and "[[" in find_objective("qa").sample(batch, tokenizer, None)
 
 
-def scores(examples: Questions, right: float, none: float = 0.0) -> list[tuple[np.ndarray, np.ndarray]]:
+def scores(examples: Questions, right: float, none: float = 0.0) -> list[np.ndarray]:
     """High where the labels are, and higher where an end is before its start, and in the question."""
     out = []
     for index in range(len(examples)):
@@ -73,7 +73,7 @@ def scores(examples: Questions, right: float, none: float = 0.0) -> list[tuple[n
         places = np.flatnonzero(examples.starts[index] >= 0)
         start[places[-1]] += 8
         end[places[0]] += 8
-        out.append((start, end))
+        out.append(np.stack((start, end), 1))
     return out
 
 

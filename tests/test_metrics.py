@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,6 +124,20 @@ def test_a_benchmark_s_average(tmp_path: Path) -> None:
     found = average("glue", tmp_path)
     assert found["tasks"]["mrpc"] == pytest.approx(86.46) and found["missing"] == []
     assert found["score"] == pytest.approx((56.53 + 92.32 + 86.46 + 88.56 + 89.10 + 83.91 + 90.66 + 65.70 + 56.34) / 9)
+
+
+@pytest.mark.parametrize(("published", "score"), [  # Wang et al., 2019, table 3: the most frequent class, BERT, BERT++, people
+    ((62.3, (21.7, 48.4), 50.0, (61.1, 0.3), (33.4, 32.5), 50.3, 50.0, 65.1), 47.1),
+    ((77.4, (75.7, 83.6), 70.6, (70.0, 24.1), (72.0, 71.3), 71.7, 69.6, 64.4), 69.0),
+    ((79.0, (84.7, 90.4), 73.8, (70.0, 24.1), (72.0, 71.3), 79.0, 69.6, 64.4), 71.5),
+    ((89.0, (95.8, 98.9), 100.0, (81.8, 51.9), (91.7, 91.3), 93.6, 80.0, 100.0), 89.8),
+], ids=["frequent", "bert", "bert++", "people"])  # fmt: skip
+def test_superglue_s_published_averages(published: tuple[Any, ...], score: float, tmp_path: Path) -> None:
+    for (task, metrics), values in zip(SUITES["superglue"].items(), published, strict=True):
+        values = values if isinstance(values, tuple) else (values,)
+        write(tmp_path, task, **{f"eval_{m}": v / 100 for m, v in zip(metrics, values, strict=True)})
+    found = average("superglue", tmp_path)
+    assert found["missing"] == [] and found["score"] == pytest.approx(score, abs=0.051)  # it is told to a tenth
 
 
 def test_a_benchmark_with_gaps(tmp_path: Path) -> None:

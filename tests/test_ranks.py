@@ -454,9 +454,12 @@ def test_evaluations_equal_one_process(tmp_path: Path) -> None:
     two = {"data.text_key": "source", "data.pair_key": "target"}
     asked = [{"question": "where?", "context": f"{w} here {w}", "answers": {"text": ["here"], "answer_start": [len(w) + 1]}}
              for w in words]  # fmt: skip
+    judged = [{"question": "what?", "context": w, "answers": [{"text": t, "label": (k + n) % 2} for n, t in enumerate(words[:3])]}
+              for k, w in enumerate(words)]  # fmt: skip
     spawn(2, evaluations, [
         recipe("lm", "gpt2", {k: v for k, v in GPT.items() if k != "vocab"}, labelled, metrics=["bits_per_byte"]),
         recipe("qa", "bert-base-uncased", small, asked, tokenizer="bpe:300", **{"data.stride": 4}),
+        recipe("choice", "bert-base-uncased", small, judged, tokenizer="bpe:300", metrics=["question_em", "squad_f1"]),
         recipe("contrastive", "bert-base-uncased", small, pairs, **two),
         recipe("classify", "bert-base-uncased", small, labelled, metrics=["mcc"]),
         recipe("regress", "bert-base-uncased", small, [{"text": w, "label": k / 3} for k, w in enumerate(words)]),

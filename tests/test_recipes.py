@@ -63,6 +63,27 @@ def asked(n: int, none: bool = False) -> dict[str, Any]:
             "answers": {"text": found, "answer_start": [context.index(a) for a in found]}}  # fmt: skip
 
 
+def multirc(n: int) -> dict[str, Any]:
+    answers = [{"text": sentence(n + k, 2), "idx": k, "label": (n + k) % 2} for k in range(3)]
+    asked = [{"question": f"what {sentence(n + q, 2)}?", "answers": answers[q:], "idx": q} for q in range(2)]
+    return {"idx": n, "version": 1.1, "passage": {"text": sentence(n, 12), "questions": asked}}
+
+
+def cloze(n: int) -> dict[str, Any]:
+    text, places, at = sentence(n, 10), [], 0
+    for word in text.split():
+        places, at = [*places, {"start": at, "end": at + len(word) - 1}], at + len(word) + 1
+    answer = {"start": 0, "end": places[0]["end"], "text": text.split()[0]}
+    return {"source": "test", "passage": {"text": text, "entities": places[:4]}, "idx": n,
+            "qas": [{"query": f"@placeholder {sentence(n + 1, 3)}", "answers": [answer], "idx": n}]}  # fmt: skip
+
+
+def coreferent(n: int) -> dict[str, Any]:
+    words = sentence(n, 10).split()
+    target = {"span1_index": 1, "span1_text": " ".join(words[1:3]), "span2_index": 6, "span2_text": words[6]}
+    return {"text": " ".join(words), "target": target, "idx": n, "label": n % 2 == 0}
+
+
 ONE, TWO = ("sentence",), ("sentence1", "sentence2")
 DATA: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {  # the shape that a recipe trains, and its records
     "pretrain": ("gpt", text), "pretrain-bert": ("bert", text), "pretrain-t5": ("t5", text), "pretrain-cpm": ("cpm", text),
@@ -82,6 +103,7 @@ DATA: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {  # the shape th
     "superglue/boolq": ("bert", labelled("question", "passage", labels=(True, False))),
     "superglue/cb": ("bert", labelled("premise", "hypothesis", labels=("entailment", "contradiction", "neutral"))),
     "superglue/copa": ("bert", labelled("premise", "question", "choice1", "choice2")),
+    "superglue/multirc": ("bert", multirc), "superglue/record": ("bert", cloze), "superglue/wsc": ("bert", coreferent),
     "superglue/rte": ("bert", labelled("premise", "hypothesis", labels=("entailment", "not_entailment"))),
     "superglue/wic": ("bert", labelled("word", "sentence1", "sentence2", labels=(True, False))),
 }  # fmt: skip

@@ -34,8 +34,8 @@ class DataConfig:
     )
     text_key: str = field(
         default="text",
-        metadata=_is("the field of the text, or of the first one of a pair (classify, contrastive, fim, lm, mlm, multilabel, "
-                     "prefix_lm, regress, similarity, span)"),
+        metadata=_is("the field of the text, or of the first one of a pair (classify, contrastive, coreference, fim, lm, mlm, "
+                     "multilabel, prefix_lm, regress, similarity, span)"),
     )  # fmt: skip
     pair_key: str | None = field(
         default=None,
@@ -50,13 +50,19 @@ class DataConfig:
     source_prefix: str = field(default="", metadata=_is("put before every source: `translate English to German: ` (seq2seq)"))
     label_key: str = field(
         default="label",
-        metadata=_is("the field of the class, the value, the labels or the score (classify, multilabel, regress, similarity)"),
+        metadata=_is("the field of the class, the value, the labels or the score (classify, coreference, multilabel, regress, "
+                     "similarity)"),
+    )  # fmt: skip
+    spans_key: str = field(
+        default="target", metadata=_is("the field of two spans: span1_index, span1_text and span2's (coreference)", min=1)
     )
     words_key: str = field(default="tokens", metadata=_is("the field of a sentence's words (tag)"))
     tags_key: str = field(default="tags", metadata=_is("the field of their tags, numbers or names (tag)"))
-    context_key: str = field(default="context", metadata=_is("the field of the text that holds the answer (qa)"))
-    question_key: str = field(default="question", metadata=_is("the field of the question (qa)"))
-    answers_key: str = field(default="answers", metadata=_is("the field of the answers: text and answer_start (qa)"))
+    context_key: str = field(default="context", metadata=_is("the field of the text that holds the answer (choice, qa)"))
+    question_key: str = field(default="question", metadata=_is("the field of the question (choice, qa)"))
+    answers_key: str = field(
+        default="answers", metadata=_is("the field of the answers: text and answer_start (qa), text and label (choice)")
+    )
     stride: int = field(default=128, metadata=_is("tokens that two windows of a context share (qa)", min=0))
     prompt_key: str | None = field(default=None, metadata=_is("the field of a prompt, read but not trained on (lm, prefix_lm)"))
     response_key: str | None = field(default=None, metadata=_is("the field of the response to prompt_key (lm, prefix_lm)"))

@@ -21,6 +21,8 @@ from modelcenter.errors import nearest, refuse
 from modelcenter.metrics.table import Of
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from modelcenter.data.encode import Reader
@@ -78,6 +80,28 @@ class Objective(ABC):
     def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
         """The first sample of a batch as text."""
         return describe_sample(batch, tokenizer, names)
+
+
+class Asked(ABC):
+    """Examples that are parts of questions: windows of a context, or answers to choose from."""
+
+    of: list[int]  # the number of the question that an example is a part of, in order
+
+    @property
+    @abstractmethod
+    def references(self) -> list[list[str]]:
+        """The answers to each question that are right."""
+
+    @abstractmethod
+    def answers(self, scores: "Sequence[NDArray[np.float64]]") -> list[str]:
+        """The answer to each question, of the scores (n, 2) of every example in order."""
+
+    def parted(self, rows: Sequence[Any]) -> list[list[Any]]:
+        """What there is of each example, put together by question."""
+        out: list[list[Any]] = [[] for _ in range(self.of[-1] + 1)]
+        for number, row in zip(self.of, rows, strict=True):
+            out[number].append(row)
+        return out
 
 
 OBJECTIVES: dict[str, Objective] = {}

@@ -30,8 +30,14 @@ def ratio(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]
     return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
 
 
+def question_em(found: Sequence[Numbers], wanted: Sequence[Numbers]) -> float:
+    """The share of questions all of whose answers are judged rightly: MultiRC's EM (Wang et al., 2019)."""
+    return sum(list(f) == list(w) for f, w in zip(found, wanted, strict=True)) / len(found)
+
+
 def f1(found: Numbers, wanted: Numbers) -> float:
-    """The harmonic mean of precision and recall of class 1, as GLUE's MRPC and QQP have it."""
+    """The harmonic mean of precision and recall of class 1, as GLUE's MRPC and QQP have it,
+    and of all answers MultiRC's F1a."""
     f, w = np.asarray(found) == 1, np.asarray(wanted) == 1
     return float(2 * (f & w).sum() / (f.sum() + w.sum())) if f.any() or w.any() else 0.0
 

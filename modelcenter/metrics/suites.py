@@ -16,7 +16,7 @@ SUITES: dict[str, dict[str, tuple[str, ...]]] = {
         "qqp": ("f1", "accuracy"), "mnli": ("accuracy",), "qnli": ("accuracy",), "rte": ("accuracy",), "wnli": ("accuracy",),
     },
     "superglue": {
-        "boolq": ("accuracy",), "cb": ("f1_macro", "accuracy"), "copa": ("accuracy",), "multirc": ("f1", "exact_match"),
+        "boolq": ("accuracy",), "cb": ("f1_macro", "accuracy"), "copa": ("accuracy",), "multirc": ("f1", "question_em"),
         "record": ("squad_f1", "squad_em"), "rte": ("accuracy",), "wic": ("accuracy",), "wsc": ("accuracy",),
     },
 }  # fmt: skip

@@ -9,7 +9,7 @@ from modelcenter.errors import nearest, refuse
 
 from . import labels, texts
 
-Of = Literal["loss", "classes", "values", "sets", "tags", "texts", "answers"]
+Of = Literal["loss", "classes", "values", "sets", "tags", "texts", "answers", "questions"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ METRICS: dict[str, Metric] = {
     "spearman": Metric(("values",), compute=labels.spearman),
     "mse": Metric(("values",), more=False, compute=labels.mse),
     "span_f1": Metric(("tags",), compute=labels.span_f1),
+    "question_em": Metric(("questions",), compute=labels.question_em),
     "exact_match": Metric(("texts",), compute=texts.exact_match),
     "bleu": Metric(("texts",), compute=texts.bleu),
     "chrf": Metric(("texts",), compute=texts.chrf),

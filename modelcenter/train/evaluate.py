@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.loader import Loader
-from ..data.objective import find_objective
-from ..data.objectives.qa import Questions
+from ..data.objective import Asked, find_objective
 from ..data.tokenizer import Tokenizer
 from ..metrics.table import METRICS
 from ..ops.cross_entropy import IGNORE
@@ -41,13 +40,14 @@ def count_targets(batch: Arguments, task: str) -> int:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics: Sequence[str] = (),
-             text_bytes: int | None = None, tags: Sequence[str] = (), questions: Questions | None = None,
+             text_bytes: int | None = None, tags: Sequence[str] = (), asked: Asked | None = None,
              ranks: Ranks = ALONE) -> dict[str, float]:
     """`eval_loss`, the mean over all target tokens of `batches`, `eval_targets`, their number, what is always told of
     the objective `task`, and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
 
     `text_bytes`: of the text (UTF-8) that the targets of `lm` are, for bits per byte. `tags`: the names of the labels of `tag`.
-    `questions`: what `batches` of `qa` hold, in order. Several `ranks` have the batches in turn (`Loader.once`), all the results.
+    `asked`: whose examples `batches` hold, in order, where they are parts of questions. Several `ranks` have the batches in turn
+    (`Loader.once`), all the results.
     Leaves the model in the mode that it was in; a set without targets has loss 0."""
     objective, device = find_objective(task), next(model.parameters()).device
     was_training = model.training
@@ -55,20 +55,19 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     total, targets = 0.0, 0
     found: list[list[Tensor]] = []  # of each batch
     wanted: list[list[Tensor]] = []
-    starts: list[list[Tensor]] = []  # their scores, a window
-    ends: list[list[Tensor]] = []
+    scores: list[list[Tensor]] = []  # of each part of a question
     try:
         for batch in batches:
             beat()
-            for rows in (found, wanted, starts, ends):
+            for rows in (found, wanted, scores):
                 rows.append([])
             here = on_device(batch, device)
             out = model(**here, num_items_in_batch=1)  # one item: the sum over targets, whatever their number
             total += float(out.loss)
             targets += count_targets(batch, task)
             if "answers" in objective.of:
-                there = out.logits[here["labels"][:, 0] != IGNORE].double().cpu()  # without what only fills a rank's piece up
-                starts[-1], ends[-1] = list(there[..., 0]), list(there[..., 1])
+                there = objective.targets(here["labels"]) != IGNORE  # without what only fills a rank's piece up
+                scores[-1] = list(out.logits[there].double().cpu())
             if not {"classes", "values", "sets"}.isdisjoint(objective.of):
                 told = objective.told(out.logits)
                 for row, labels in rows_of(told, here) if "tags" in objective.of else ((told, here["labels"]),):
@@ -79,7 +78,7 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     finally:
         model.train(was_training)
     total, targets = ranks.sum(total, targets)
-    predicted, right, begins, stops = (ranks.joined(rows) for rows in (found, wanted, starts, ends))
+    predicted, right, parts = (ranks.joined(rows) for rows in (found, wanted, scores))
     loss = total / max(1, targets)
     results = {"eval_loss": loss, "eval_targets": targets}
     names = [*objective.metrics, *metrics]
@@ -89,12 +88,16 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
         results["eval_bits_per_byte"] = total / math.log(2) / text_bytes
     for name in names:
         of, compute = METRICS[name].of, METRICS[name].compute
-        if "answers" in of and compute is not None and questions is not None:
-            answers = questions.answers([(start.numpy(), end.numpy()) for start, end in zip(begins, stops, strict=True)])
-            results[f"eval_{name}"] = compute(answers, [question.answers for question in questions.questions])
-        if compute is None or not predicted:
+        if compute is None or not (predicted or parts):
             continue
-        if "tags" in of:
+        if "answers" in of:
+            assert asked is not None
+            answers = asked.answers([part.reshape(-1, 2).numpy() for part in parts])
+            results[f"eval_{name}"] = compute(answers, asked.references)
+        elif "questions" in of:
+            assert asked is not None
+            results[f"eval_{name}"] = compute(*(asked.parted(torch.cat(side).tolist()) for side in (predicted, right)))
+        elif "tags" in of:
             named = ([[tags[int(i)] for i in row] for row in side] for side in (predicted, right))
             results[f"eval_{name}"] = compute(*named)
         else:
@@ -130,7 +133,7 @@ class Evaluation:
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """As `evaluate`."""
         results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes, self.tags,
-                           self.loader.examples if isinstance(self.loader.examples, Questions) else None, self.ranks)
+                           self.loader.examples if isinstance(self.loader.examples, Asked) else None, self.ranks)
         texts = [name for name in self.metrics if "texts" in METRICS[name].of]
         if texts:
             written = self.written(model)

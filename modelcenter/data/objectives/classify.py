@@ -111,16 +111,23 @@ class Labelled:
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
         self.names, self.fill, self.size = tuple(names), filler(read.tokenizer), data.seq_len
         self.ids, self.segments, self.labels = Ragged(), Ragged(), self.holder()
+        paired = False
         for record in records:
-            first = record.text(data.text_key, "data.text_key")
-            second = None if data.pair_key is None else record.text(data.pair_key, "data.pair_key")
-            ids, segments = read.encode_pair(record, first, second, data.seq_len)
-            self.ids.append(ids)
-            self.segments.append(segments)
-            self.labels.append(self.label(record, data.label_key))
+            for first, second, label in self.rows(record, data):
+                ids, segments = read.encode_pair(record, first, second, data.seq_len)
+                self.ids.append(ids)
+                self.segments.append(segments)
+                self.labels.append(label)
+                paired |= second is not None
         self.lengths = np.diff(self.ids.bounds)
         # Decided once, so that every batch has the same keys; families without segments get none to refuse.
-        self.segmented = data.pair_key is not None and any(read.tokenizer.encode_pair("a", "a")[1])
+        self.segmented = paired and any(read.tokenizer.encode_pair("a", "a")[1])
+
+    def rows(self, record: Record, data: DataConfig) -> Iterator[tuple[str, str | None, Any]]:
+        """The examples of a record, which is one: (text, the one of its pair, label)."""
+        first = record.text(data.text_key, "data.text_key")
+        second = None if data.pair_key is None else record.text(data.pair_key, "data.pair_key")
+        yield first, second, self.label(record, data.label_key)
 
     def holder(self) -> Any:
         """What labels are kept in."""

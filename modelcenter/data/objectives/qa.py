@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from modelcenter.data.collate import Batch, nth, runs, stack, stack_mask, tensor
 from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import Names, Objective, register
+from modelcenter.data.objective import Asked, Names, Objective, register
 from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Record
 from modelcenter.data.sequence import filler
@@ -58,7 +58,7 @@ class Question(NamedTuple):
     start: int  # of the first answer, in characters; -1: there is none
 
 
-class Questions:
+class Questions(Asked):
     """Windows of seq_len tokens, the question first, then as much of the context; the next window goes back by `stride`.
 
     A label is the (first, last) token of the answer, both the first token of the window where the answer is not whole in it.
@@ -98,15 +98,20 @@ class Questions:
         batch = {"input_ids": stack(ids, self.fill), "attention_mask": stack_mask(ids), "labels": tensor(labels)}
         return batch | ({"token_type_ids": stack(segments, 0)} if self.segmented else {})
 
-    def answers(self, scores: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> list[str]:
-        """The answer to each question, of the scores of start and end (s) of every window in order.
+    @property
+    def references(self) -> list[list[str]]:
+        return [question.answers for question in self.questions]
+
+    def answers(self, scores: Sequence[NDArray[np.float64]]) -> list[str]:
+        """The answer to each question, of the scores (s, 2) of start and end of every window in order.
 
         The best sum of a start and an end in the context, the end not before it nor `LONGEST` tokens on; where some questions have
         no answer, none if the first token's sum is higher in every window.
         """
         best: list[tuple[float, str]] = [(-np.inf, "")] * len(self.questions)
         none = [np.inf] * len(self.questions)
-        for index, (start, end) in enumerate(scores):
+        for index, both in enumerate(scores):
+            start, end = both.T
             number, starts, stops = self.of[index], self.starts[index], self.stops[index]
             start, end = start[: len(starts)], end[: len(starts)]
             none[number] = min(none[number], float(start[0] + end[0]))
