@@ -24,7 +24,7 @@ def test_packaged() -> None:
         "classify", "classify-zh", "embed", "finetune", "glue", "instruct", "lora", "mlm", "pretrain", "pretrain-bert",
         "pretrain-cpm", "pretrain-t5", "qlora", "seq2seq", "squad", "summarize", "superglue", "tag", "translate",
     ]  # fmt: skip
-    assert names(packaged("machines")) == ["cpu", "gpu11", "gpu24", "gpu80", "node8"]
+    assert names(packaged("machines")) == ["auto", "cpu", "gpu11", "gpu24", "gpu80", "node8"]
     assert load_machine("cpu") == Machine(device="cpu") and load_machine("gpu80") == Machine(device="cuda")
     assert load_machine("gpu11") == load_machine("gpu24") == Machine(device="cuda", recompute=True)
     assert load_machine("node8") == Machine(device="cuda", fsdp=8)

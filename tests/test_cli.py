@@ -149,7 +149,7 @@ def test_help_of_a_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_list(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for kind, first in {"recipes": "classify", "machines": "cpu", "keys": "model"}.items():
+    for kind, first in {"recipes": "classify", "machines": "auto", "keys": "model"}.items():
         assert main(["list", kind]) == 0
         assert capsys.readouterr().out.startswith(first)
         assert main(["list", kind, "--json"]) == 0

@@ -395,8 +395,8 @@ def test_the_random_states_of_torch_and_python_come_back(tmp_path: Path) -> None
 
 def test_what_a_run_leaves(whole: Path) -> None:
     assert sorted(p.name for p in whole.iterdir()) == [
-        ".lock", "environment.json", "loss.png", "metrics.jsonl", "model", "recipe.yaml", "step-10", "step-15", "step-20", "step-5",
-        "summary.md",
+        ".lock", "environment.json", "loss.png", "machine.yaml", "metrics.jsonl", "model", "recipe.yaml", "step-10", "step-15",
+        "step-20", "step-5", "summary.md",
     ]  # fmt: skip
     first, *rest = rows(whole)
     assert first["environment"]["precision"] == "fp32" and first["environment"]["steps"] == 20

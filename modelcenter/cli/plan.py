@@ -47,7 +47,7 @@ def plan(args: Arguments) -> Answer:
     recipe, machine, bare = recipe_of(args)
     if recipe.init == "pretrained":
         check_model(recipe.model)
-    if not bare and asked.gpus is None and asked.device is None and asked.tokens is None:
+    if not bare and machine.devices is None and asked.gpus is None and asked.device is None and asked.tokens is None:
         return here(recipe, machine)
     return elsewhere(recipe, machine, asked, bare)
 

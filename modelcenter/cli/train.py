@@ -19,6 +19,10 @@ def train(args: Arguments) -> Answer:
         check_model(recipe.model)
     from ..train.launch import PARENT, launch, to_launch
 
+    if machine.devices is not None:
+        from ..train.choose import choose
+
+        recipe, machine = choose(recipe, machine)
     if to_launch(machine):
         data = launch(recipe, machine)
     else:

@@ -5,7 +5,9 @@ from .machine import Machine
 
 
 def check(machine: Machine) -> None:
-    """Refuse settings that have no meaning beside one another."""
+    """Refuse settings that have no meaning beside one another, and a layout that is still to be chosen."""
+    if machine.devices is not None:
+        refuse(None, "machine.devices", f"{machine.devices}, where nothing is trained", "machine.fsdp=N, or leave it out")
     if machine.sequence_parallel and machine.tensor_parallel == 1:
         found = "true with tensor_parallel=1, which cuts nothing"
         refuse(None, "machine.sequence_parallel", found, "tensor_parallel=2 or more, or false")

@@ -22,6 +22,17 @@ def device_of(machine: Machine) -> torch.device:
     return torch.device(found.type, variable("LOCAL_RANK", 0, torch.accelerator.device_count() - 1, default=0))
 
 
+def count_of(machine: Machine) -> int:
+    """The devices that `machine.devices` means; those of NNODES machines like this one."""
+    kind, nodes = device_of(machine).type, variable("NNODES", 1, 2**20, default=1)
+    here = torch.accelerator.device_count() if kind != "cpu" else 1
+    if not isinstance(machine.devices, int):
+        return here * nodes
+    if kind != "cpu" and machine.devices > here * nodes:
+        refuse(None, "machine.devices", f"{machine.devices}, and {here * nodes} here", "all, or fewer")
+    return machine.devices
+
+
 def memory_of(device: torch.device) -> tuple[int, int] | None:
     """(free for this process, all there is) in bytes on a device; None where torch does not tell. On a CPU what is free is known
     if psutil is installed."""

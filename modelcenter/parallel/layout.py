@@ -300,10 +300,11 @@ def layouts(job: Job, ranks: int, node: int, machine: Machine) -> Iterator[Machi
 def best_of(costs: Costs, machine: Machine, rows: int | None = None, recompute: Recompute | None = None) -> Estimate:
     """The fastest estimate that fits, over micro-batches and what is recomputed; if none does, the one that needs least."""
     mine = ceil(costs.job.rows / machine.shares)
-    sizes = [rows] if rows is not None else [n for n in range(mine, 0, -1) if mine % n == 0]
+    sizes = [min(rows, mine)] if rows is not None else [n for n in range(mine, 0, -1) if mine % n == 0]
+    ask = costs.estimate if len(sizes) > 1 else costs.exact
     tried: list[Estimate] = []
     for how in RECOMPUTES if recompute is None else (recompute,):
-        found = [costs.estimate(replace(machine, recompute=how), n) for n in sizes]
+        found = [ask(replace(machine, recompute=how), n) for n in sizes]
         tried += found
         if found[0].fits:
             break  # to compute anything again could only be slower

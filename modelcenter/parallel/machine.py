@@ -16,6 +16,10 @@ Recompute = Literal["none", "selective", "full"] | bool
 class Machine:
     """A machine profile. The number of ranks is `tensor_parallel` x `fsdp` x `replicate`."""
 
+    devices: Literal["all"] | int | None = field(
+        default=None, metadata={"min": 1, "max": 65536, "help": "train on so many, in the layout that the plan finds fastest; all: "
+                                "every GPU here, or the one CPU; null: as the keys below say"}
+    )  # fmt: skip
     tensor_parallel: int = field(default=1, metadata={"min": 1, "max": 1024, "help": "ranks that share each layer"})
     sequence_parallel: bool = field(
         default=False, metadata={"help": "between layers each of the tensor_parallel ranks has a part of the sequence"}
@@ -67,8 +71,6 @@ class Machine:
 
 
 def load_machine(name: str | Path) -> Machine:
-    """The packaged profile of that bare name, or the file at that path; `auto` is one process on the device found there."""
-    if name == "auto":
-        return Machine()
+    """The packaged profile of that bare name, or the file at that path."""
     file = find(name, "machine profile", packaged("machines"))
     return bind(Machine, read_recipe(file), file)

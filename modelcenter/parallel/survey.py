@@ -1,10 +1,12 @@
 """All layouts of a job on so many devices, side by side: which fit, how fast they are, which to take, what remedies are worth."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil
 from typing import Any
 
+from ..errors import refuse
 from .layout import RECOMPUTES, Costs, Estimate, best_of, layouts
 from .machine import Machine
 from .plan import size
@@ -16,16 +18,21 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Survey:
-    """Layouts, the fastest that fits first, then those that do not, the smallest first; `remedies`: (setting, estimate) for the
-    first."""
+    """Layouts, the fastest that fits first, then those that do not, the smallest first. `others`: costs of the job with another
+    setting."""
 
     costs: Costs
     estimates: Sequence[Estimate]
-    remedies: Sequence[tuple[str, Estimate]]
+    others: Mapping[str, Costs] = field(default_factory=dict)
 
     @property
     def choice(self) -> Estimate:
         return self.estimates[0]
+
+    @cached_property
+    def remedies(self) -> Sequence[tuple[str, Estimate]]:
+        """(setting, estimate) of what needs less memory than the choice."""
+        return list(remedies(self.costs, self.choice, self.others))
 
     def table(self) -> str:
         """The layouts as aligned columns."""
@@ -50,12 +57,20 @@ class Survey:
 
     def verdict(self) -> str:
         """What to take, or what would help."""
-        e, words = self.choice, settings(self.choice)
+        e = self.choice
         if e.fits:
-            return f"choice: {words}: {e.seconds:.3g} s a step, bound by {e.bottleneck}"
+            return f"choice: {settings(e)}: {e.seconds:.3g} s a step, bound by {e.bottleneck}"
+        return f"nothing fits: {self.least()}; {self.help()}"
+
+    def least(self) -> str:
+        """What the choice lacks."""
+        e = self.choice
+        return f"{settings(e)} needs least, {size(e.need)} of {size(int(e.limit))} a rank"
+
+    def help(self) -> str:
+        """What to change where nothing fits."""
         fitting = [(name, other) for name, other in self.remedies if other.fits]
-        help_ = f"set {fitting[0][0]} ({size(fitting[0][1].need)})" if fitting else "more devices, an adapter or a smaller model"
-        return f"nothing fits: {words} needs least, {size(e.need)} of {size(int(e.limit))}; {help_}"
+        return f"{fitting[0][0]} ({size(fitting[0][1].need)})" if fitting else "more devices, an adapter or a smaller model"
 
     def worth(self) -> str:
         """A line for each remedy: memory and time against the choice."""
@@ -81,8 +96,11 @@ def settings(e: Estimate) -> str:
 def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, others: dict[str, Costs] | None = None,
            allowed: Callable[[Machine], bool] = lambda machine: True) -> Survey:
     """Every layout on `ranks` devices like `machine` otherwise, with its best micro-batch (or `rows`) and recompute. `others`:
-    costs of the job with another setting, to be told as remedies; `allowed`: which layouts can be run."""
+    costs of the job with another setting, to be told as remedies; `allowed`: which layouts can be run. Errors: `InputError` where
+    none can."""
     found = [best_of(costs, m, rows) for m in layouts(costs.job, ranks, costs.chip.node, machine) if allowed(m)]
+    if not found:
+        refuse(None, "batch", f"{costs.job.rows} sequences for {ranks} devices", "a multiple of the devices, or fewer of them")
     found.sort(key=lambda e: (not e.fits, e.seconds if e.fits else e.need))
     choice = found[0]
     # What was interpolated is rehearsed as it is before it is promised.
@@ -90,10 +108,10 @@ def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, 
         fewer = next(n for n in range(choice.rows - 1, 0, -1) if choice.rows * choice.forwards % n == 0)
         choice = costs.estimate(choice.machine, fewer)
     found[0] = costs.exact(choice.machine, choice.rows)
-    return Survey(costs, found, list(remedies(costs, found[0], others or {})))
+    return Survey(costs, found, others or {})
 
 
-def remedies(costs: Costs, e: Estimate, others: dict[str, Costs]) -> Iterator[tuple[str, Estimate]]:
+def remedies(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator[tuple[str, Estimate]]:
     """What needs less memory than `e`, and what of it comes at which speed."""
     if e.rows > 1:
         rows = next(n for n in range(e.rows // 2, 0, -1) if e.rows * e.forwards % n == 0)

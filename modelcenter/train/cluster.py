@@ -47,6 +47,9 @@ class Job:
 
 def check(job: Job, machine: Machine) -> None:
     """Refuse a job that no cluster could run."""
+    if machine.devices is not None:
+        wanted = "the degrees: modelcenter plan RECIPE --gpus N --device NAME finds them"
+        refuse(None, "machine.devices", f"{machine.devices}, and the cluster's are not here", wanted)
     if job.slurm == job.kubernetes:
         refuse(None, "launch", "neither --slurm nor --kubernetes" if not job.slurm else "both", "one of the two")
     if machine.ranks % job.nodes:

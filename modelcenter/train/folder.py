@@ -9,10 +9,11 @@ from ..checkpoint.atomic import atomic_write
 from ..checkpoint.state import MANIFEST, find_state, lock, steps
 from ..config import bind, dump_yaml, read_recipe, to_dict
 from ..errors import refuse, refuse_missing
+from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
 from .recipe import Recipe
 
-RECIPE = "recipe.yaml"
+RECIPE, MACHINE = "recipe.yaml", "machine.yaml"
 WATCHING = ("output_dir", "resume", "logging_steps", "eval_steps", "metrics", "save_steps", "save_total_limit", "report_to")
 
 
@@ -99,6 +100,17 @@ def found_start(resume: str, folder: Path) -> Path | None:
     return None if found is None else found[0]
 
 
-def write_recipe(folder: Path, recipe: Recipe) -> None:
-    """The resolved recipe beside its results, ready to be run again."""
+def write_recipe(folder: Path, recipe: Recipe, machine: Machine) -> None:
+    """The resolved recipe and the machine beside their results, ready to be run again."""
     atomic_write(folder / RECIPE, dump_yaml(to_dict(recipe)).encode())
+    atomic_write(folder / MACHINE, dump_yaml(to_dict(machine)).encode())
+
+
+def ran(recipe: Recipe) -> tuple[Recipe, Machine] | None:
+    """The recipe and the machine of the run that `recipe` would go on with; None of one that begins, or kept no machine."""
+    source = Path(recipe.output_dir if recipe.resume == "auto" else recipe.resume)
+    run = source.parent if (source / MANIFEST).exists() else source
+    files = run / RECIPE, run / MACHINE
+    if recipe.resume == "never" or not all(file.exists() for file in files):
+        return None
+    return bind(Recipe, read_recipe(files[0]), files[0]), bind(Machine, read_recipe(files[1]), files[1])

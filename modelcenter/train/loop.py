@@ -1,6 +1,6 @@
 """The training loop, in the order in which things happen: prepare, resume, step, evaluate, save, write the model out.
 
-    output_dir/recipe.yaml     the recipe as resolved: nothing in it is `auto` or derived any more
+    output_dir/recipe.yaml     the recipe as resolved: nothing in it is `auto` or derived any more; machine.yaml, where it last ran
     output_dir/metrics.jsonl   what happened (train/metrics.py), drawn in loss.png
     output_dir/environment.json, summary.md   where, from what and with what result: for other people (train/journal.py)
     output_dir/step-N/         training states (checkpoint/state.py)
@@ -28,6 +28,7 @@ from ..parallel.replicas import check_replicas
 from ..parallel.watch import Watch
 from .agree import agree
 from .background import Background
+from .choose import choose
 from .fit import Verdict, verdict
 from .folder import claim, find_start, flat, write_recipe
 from .interrupt import Interrupt
@@ -72,6 +73,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         raise TypeError("overrides go with a recipe's name or file; use dataclasses.replace on a Recipe")
     if not isinstance(machine, Machine):
         machine = load_machine(machine) if machine is not None else Machine()
+    recipe, machine = choose(recipe, machine)
     if to_launch(machine):
         told = launch(recipe, machine)
         return Run(Path(told["output_dir"]), told["step"], told["metrics"], None, told["stopped"])
@@ -133,7 +135,7 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     journal.begin({**setup.environment, "foreseen": setup.foreseen}, at.step, progress.say)
     metrics: Any = Silent()
     if ranks.first:
-        write_recipe(folder, recipe)
+        write_recipe(folder, recipe, machine)
         reports = Reports(recipe.report_to, About(folder, journal.id, at.step, flat(to_dict(recipe))), progress.say)
         metrics = Metrics(folder, setup.environment, at.step, reports, progress.say)
     for line in setup.lines:

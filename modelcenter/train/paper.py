@@ -1,5 +1,6 @@
 """A run planned for devices that need not be here: the job that a recipe, or a model alone, makes of them, and its layouts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,12 +9,14 @@ import torch
 
 from ..data.objective import find_objective
 from ..errors import InputError, nearest, refuse
+from ..layers import Adapted
+from ..parallel.apply import adapter_plan
 from ..parallel.chips import Chip, chip_here, chip_named
-from ..parallel.device import device_of
+from ..parallel.device import count_of, device_of
 from ..parallel.layout import Costs, Job
 from ..parallel.machine import Machine
 from ..parallel.survey import Survey, survey
-from ..registry import build, presets
+from ..registry import build, check_adapter, presets
 from .fit import job_of, keeper
 from .prepare import check_ranks, prepare, resolve
 from .recipe import Recipe
@@ -39,8 +42,8 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
     chip = chip_named(device) if device is not None else chip_here(found)
     if chip is None:
         refuse(None, "device", f"{found.type} is not known", "give device=NAME")
-    ranks = ranks or machine.ranks
-    machine = replace(machine, tensor_parallel=1, fsdp=1, replicate=1)
+    ranks = ranks or (machine.ranks if machine.devices is None else count_of(machine))
+    machine = replace(machine, devices=None, tensor_parallel=1, fsdp=1, replicate=1)
     gpu = device is not None and found.type == "cpu"
     asked = recipe.micro_batch
     precision = automatic(chip) if recipe.precision == "auto" and (device is not None or found.type == "cpu") else recipe.precision
@@ -52,14 +55,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
         less = replace(recipe, optimizer=replace(recipe.optimizer, moments="bf16"))
         others["optimizer.moments=bf16"] = Costs(replace(job, build=keeper(less)), chip)
 
-    def allowed(machine: Machine) -> bool:
-        try:
-            check_ranks(recipe, machine)
-        except InputError:
-            return False
-        return True
-
-    result = survey(costs, ranks, machine, asked, others, allowed)
+    result = survey(costs, ranks, machine, asked, others, runnable(recipe, job.model))
     weights = sum(p.numel() for p in job.model.parameters())
     lines = [
         f"{recipe.model}: {weights / 1e9:,.2f} G parameters, {recipe.precision}, steps of {job.rows:,} x {job.tokens:,} tokens on "
@@ -67,6 +63,24 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
         f"predicted, not measured; rates: {chip.source}",
     ]
     return result, lines
+
+
+def runnable(recipe: Recipe, model: Any) -> Callable[[Machine], bool]:
+    """Whether a machine's ranks can do with the model as one process does."""
+    parts = [(getattr(m, child, None), style) for m in model.modules() for child, style in getattr(m, "tp", {}).items()]
+    cut = [(part, style) for part, style in parts if isinstance(part, Adapted)]
+
+    def allowed(machine: Machine) -> bool:
+        try:
+            check_ranks(recipe, machine)
+            check_adapter(recipe.adapter if recipe.adapter.name != "none" else None, machine)
+            for part, style in cut if machine.tensor_parallel > 1 else ():
+                adapter_plan(part, style)
+        except InputError:
+            return False
+        return True
+
+    return allowed
 
 
 def automatic(chip: Chip) -> Any:

@@ -1,0 +1,85 @@
+"""A machine that says how many devices, and not how they share the work, is given the layout that the plan finds fastest."""
+
+import os
+import sys
+from dataclasses import replace
+
+import torch
+
+from ..data.objective import find_objective
+from ..errors import printable, refuse
+from ..parallel.chips import CHIPS, Chip, chip_here
+from ..parallel.device import count_of, device_of, memory_of
+from ..parallel.layout import Costs
+from ..parallel.machine import Machine
+from ..parallel.survey import Survey, settings, survey
+from .folder import ran
+from .paper import job_there, runnable
+from .prepare import most_of, resolve
+from .recipe import Recipe
+
+CHOSEN = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")
+
+
+def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
+    """`machine` with a layout in place of `devices`, and `recipe` with the micro-batch that goes with it; said in a line.
+
+    A run that goes on keeps its micro-batch, and on as many devices as before its layout. One CPU leaves nothing to choose; several
+    ranks of it compute micro-batches as one would. Errors: `InputError` where nothing fits.
+    """
+    if machine.devices is None:
+        return recipe, machine
+    for key in CHOSEN:
+        if getattr(machine, key) != getattr(Machine(), key):
+            refuse(None, f"machine.{key}", f"given beside devices={machine.devices}, which chooses it", "one of the two")
+    if "RANK" in os.environ:
+        wrong = f"{machine.devices}, in a process that a launcher has started"
+        refuse(None, "machine.devices", wrong, "the command alone, or the degrees: modelcenter plan says them")
+    device, ranks, machine = device_of(machine), count_of(machine), replace(machine, devices=None)
+    if ranks == 1 and device.type == "cpu":
+        return recipe, machine
+    if (before := ran(recipe)) is not None:
+        recipe = replace(recipe, micro_batch=recipe.micro_batch or before[0].micro_batch)
+        if before[1].ranks == ranks:
+            say(f"{ranks} x {device.type}, as before")
+            return recipe, replace(machine, **{key: getattr(before[1], key) for key in CHOSEN})
+
+    resolved, _ = resolve(recipe, machine)
+    free = device.type != "cpu" and recipe.micro_batch is None and recipe.batch_tokens is None and not together(recipe)
+    rows = None if free else resolved.micro_batch or most_of(recipe, device)
+    found = surveyed(replace(recipe, precision=resolved.precision), machine, device, ranks, rows)
+    best, name = found.choice, found.costs.chip.name
+    if not best.fits:
+        refuse(None, "machine.devices", f"nothing fits {ranks} x {name}: {found.least()}", found.help())
+    fitting = [e for e in found.estimates[1:] if e.fits]
+    after = f"; next {settings(fitting[0])}, {fitting[0].seconds:.3g} s" if fitting else ""
+    say(f"{ranks} x {name}: {settings(best)}, the fastest of {1 + len(fitting)} layouts that fit: {best.seconds:.3g} s a step, "
+        f"predicted, bound by {best.bottleneck}{after}")  # fmt: skip
+    return replace(recipe, micro_batch=best.rows) if free else recipe, best.machine
+
+
+def surveyed(recipe: Recipe, machine: Machine, device: torch.device, ranks: int, rows: int | None) -> Survey:
+    """All layouts of a recipe on devices that are here. A GPU's step is rehearsed on the CPU: its own would take its memory."""
+    gpu = device.type != "cpu"
+    job, chip = job_there(recipe, machine, torch.device("cpu"), gpu), chip_of(device)
+    can = runnable(recipe, job.model)
+    return survey(Costs(job, chip, chip.memory if gpu else chip.memory / ranks), ranks, machine, rows,
+                  allowed=lambda m: can(m) and (rows is not None or recipe.batch % m.shares == 0))  # fmt: skip
+
+
+def chip_of(device: torch.device) -> Chip:
+    """What a device can do; of a GPU that is not known its memory, and the proportions of one that is."""
+    if (chip := chip_here(device)) is not None:
+        return chip
+    if (there := memory_of(device)) is None:
+        refuse(None, "machine.devices", f"nothing is known of {device.type}", "the degrees: machine.fsdp=N")
+    return replace(CHIPS["h200"], name=f"a {device.type} that is not known", memory=float(there[1]))
+
+
+def together(recipe: Recipe) -> bool:
+    """Whether the objective wants its whole batch in one forward."""
+    return find_objective(recipe.objective).together
+
+
+def say(text: str) -> None:
+    print(f"machine: {printable(text)}", file=sys.stderr, flush=True)
