@@ -6,6 +6,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from test_launch import ENDLESS, command, once_it_steps, one_thread  # noqa: F40
 from test_ranks import machine_of, run_of
 
 from modelcenter.__main__ import main
+from modelcenter.checkpoint import state
+from modelcenter.checkpoint.atomic import write_new
 from modelcenter.data.loader import Loader
 from modelcenter.parallel import watch
 from modelcenter.parallel.apply import join
@@ -139,7 +144,7 @@ def late(rank: int, folder: Path, machine: Machine) -> None:
     """Rank 1 has made progress just now: it hears of the end from rank 0 alone, which does not wait for it."""
     ranks = join(machine)
     with watch.Watch(folder, ranks, 1.0 if rank == 0 else 60.0):
-        watch.beat()
+        watch.beat(step=True)
         time.sleep(600)
 
 
@@ -158,10 +163,11 @@ def test_a_rank_that_keeps_the_interpreter_ends(tmp_path: Path, capfd: Any) -> N
 
 
 def test_the_first_step_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_first", True)
+    monkeypatch.setattr(watch, "_run", watch.Pulse())
     guard = watch.Watch(tmp_path, ALONE, 10)
-    assert guard.limit == 300
     watch.beat()
+    assert guard.limit == 300, "a file that is written is no step"
+    watch.beat(step=True)
     assert guard.limit == 10
 
 
@@ -189,6 +195,72 @@ def steady(rank: int, recipe: Any) -> None:
 @pytest.mark.slow
 def test_a_slow_run_is_left_alone(tmp_path: Path) -> None:
     spawn(2, steady, run_of(tmp_path, max_steps=5, eval_steps=5, save_steps=None, batch=4))
+    assert not (tmp_path / "out" / "ranks").exists()
+
+
+def pieces(seconds: float) -> Iterator[bytes]:
+    """A file that a slow disk takes for so long."""
+    for _ in range(round(seconds / 0.25)):
+        time.sleep(0.25)
+        yield b"piece"
+
+
+def saving(rank: int, folder: Path, machine: Machine, how: str) -> None:
+    """The first rank's share of a save takes twice the limit or more. It comes along; or its disk stops to take any; or it is
+    written in the background, waited for by the run's thread, or while that stands still elsewhere."""
+    ranks = join(machine)
+    with watch.Watch(folder / "ranks", ranks, 1.5):
+        watch.beat(step=True)
+        if rank == 0:
+            seconds, pulse = {"stands": 0.5, "beside": 60.0}.get(how, 3.0), watch.Pulse()
+
+            def work() -> None:
+                with watch.apart(pulse) if how in ("awaited", "beside") else nullcontext():
+                    write_new(folder / "file", pieces(seconds))
+                    time.sleep(600 if how == "stands" else 0)
+
+            if how in ("awaited", "beside"):
+                with ThreadPoolExecutor(1) as pool:
+                    job = pool.submit(work)
+                    time.sleep(600) if how == "beside" else watch.wait_for(job, pulse)
+            else:
+                work()
+        ranks.agree("written")  # where the others wait all the time
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("how", "ends"), [("comes", 0), ("awaited", 0), ("stands", watch.STALLED), ("beside", watch.STALLED)])
+def test_a_long_save_is_no_stall_as_long_as_it_comes_along(how: str, ends: int, tmp_path: Path) -> None:
+    assert ends_of(2, tmp_path, saving, tmp_path, machine_of((2, 1)), how) == [ends] * 2
+    written = (tmp_path / "file").stat().st_size // len(b"piece")
+    assert written < 200 if how == "beside" else written == (2 if how == "stands" else 12), "when it stood, and not before"
+
+
+def slow_disk(rank: int, recipe: Any, later: bool) -> None:
+    """Every state takes the first rank longer than the limit: a tensor is written in bits, and each of those takes a while."""
+    loop.plot_loss = lambda folder: "not drawn"
+    state.PIECE = 4096
+    real, begun = state.write_hashed, []
+
+    def write_hashed(path: Path, chunks: Any) -> Any:
+        def slowly() -> Any:
+            for n, chunk in enumerate(chunks):
+                time.sleep(0.2 if rank == 0 and n < 12 and path.name.startswith("optimizer") else 0)
+                yield chunk
+
+        begun.append(time.monotonic())
+        return real(path, slowly())
+
+    state.write_hashed = write_hashed
+    run = train(recipe, Machine(device="cpu", threads=1, fsdp=2, timeout=TIMEOUT, async_save=later))
+    assert run.step == recipe.max_steps and time.monotonic() - begun[0] > TIMEOUT
+    assert len(list(Path(recipe.output_dir).glob("step-*"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("later", [False, True])
+def test_a_run_whose_saves_are_long(later: bool, tmp_path: Path) -> None:
+    spawn(2, slow_disk, run_of(tmp_path, max_steps=3, eval_steps=None, save_steps=3, batch=4), later)
     assert not (tmp_path / "out" / "ranks").exists()
 
 

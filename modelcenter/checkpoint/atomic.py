@@ -16,25 +16,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from modelcenter.errors import InputError, refuse
+from modelcenter.parallel.watch import beat
 
 Bytes = bytes | memoryview
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2): two names swap in one step
 AT_FDCWD = -100
+UNFLUSHED = 4 * 2**30  # bytes that may wait for the disk: a flush of many more would be taken for standing still
 
 
 def write_new(path: str | os.PathLike[str], chunks: Iterable[Bytes]) -> int:
     """Create `path`, which must not exist, write every chunk and flush it to the disk; the number of bytes written."""
-    total = 0
+    total = flushed = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # the umask decides the mode
     try:
         for chunk in chunks:
             rest = memoryview(chunk).cast("B")
-            total += len(rest)
             while len(rest):  # a write may be short, and Linux writes at most 2 GiB a call
                 done = os.write(fd, rest)
                 if done == 0:
                     raise OSError(errno.EIO, "the disk took no bytes", os.fspath(path))
-                rest = rest[done:]
+                rest, total = rest[done:], total + done
+                if total - flushed > UNFLUSHED:
+                    os.fsync(fd)
+                    flushed = total
+                beat()
             del chunk, rest  # let this one go before the next is made: they are as large as a model's largest tensor
         os.fsync(fd)
     finally:
@@ -139,6 +144,7 @@ def sync(path: str | os.PathLike[str]) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+        beat()
     finally:
         os.close(fd)
 

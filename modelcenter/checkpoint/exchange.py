@@ -23,6 +23,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..names import Lazy, Region, Shape, everything, trace
 from ..parallel.variable import variable
+from ..parallel.watch import beat
 from .copy_plan import Block, Plan, Run, Stored, aligned, plan, row_of, within
 from .folder import BinSlice, FileSlice, raw
 
@@ -170,6 +171,7 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
             give = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
             take = [list(todo.blocks(runs, group.rank)) for runs in turn]
             group.trade(give, take, lambda b, chunk=chunk: rows_of(chunk, b.run)[b.region], store, device)  # type: ignore[misc]
+            beat()
     group.agree(failure, device)
 
 
@@ -220,9 +222,11 @@ def write(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str,
                 host.copy_(chunk)
             failure = failure or faulted(written)  # the others wait for this rank's blocks, whatever becomes of its own
             written = pool.submit(put_runs, mine, host, files, stack)
+            beat()
         failure = failure or faulted(written)
         for file in files.values():
             failure = failure or faulted(pool.submit(os.fsync, file))
+            beat()
     group.agree(failure, device)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import refuse
 from ..names import Lazy, Names, Region, Shape, everything
+from ..parallel.watch import beat
 from .exchange import Group, read, stored
 from .folder import BinSlice, Folder
 
@@ -179,6 +180,7 @@ def put(parameter: Tensor, source: Lazy) -> None:
             target.zero_()
             target = target[tuple(slice(0, n) for n in part.shape)]
         target.copy_(part)
+        beat()
 
 
 def local(parameter: Tensor) -> tuple[Region, Tensor]:

@@ -34,6 +34,7 @@ from modelcenter.checkpoint.atomic import check_space, commit_folder, disk_error
 from modelcenter.checkpoint.files import parse_json, read_json
 from modelcenter.errors import InputError, printable, refuse, refuse_missing
 from modelcenter.parallel.ranks import ALONE, OtherRankError, Ranks
+from modelcenter.parallel.watch import beat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -259,12 +260,21 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
                 refuse(path / name, None, "not a regular file", "a plain file is wanted")
             if entry.st_size != row["size"]:
                 refuse(path / name, None, f"{entry.st_size} bytes", f"{MANIFEST} says {row['size']}")
-            with open(path / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = sha256_of(path / name)
             if found != row["sha256"]:
                 refuse(path / name, None, f"its sha256 is {found[:12]}...", f"{MANIFEST} says {row['sha256'][:12]}...")
         _sound[path.resolve()] = stamp
     return manifest
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(PIECE):
+            digest.update(data)
+            beat()
+    return digest.hexdigest()
 
 
 def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path | None = None) -> None:

@@ -7,6 +7,7 @@ Texts travel as bytes; nothing is pickled. Every method that returns something o
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +212,7 @@ class Ranks:
             return self
         import torch.distributed as dist
 
-        return replace(self, channel=dist.new_group(backend="gloo"))
+        return replace(self, channel=dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # `watch.py` speaks first
 
     def together(self, work: "Callable[[], str]", kinds: tuple[type[Exception], ...]) -> list[str]:
         """What `work` returns on each rank. If it fails on one with an error of `kinds` it has failed on all: that rank raises its

@@ -1,8 +1,9 @@
 """A run of several ranks that stands still ends, and every rank says where it stands.
 
-A rank that waits for another cannot tell that from work, and would wait for ever. So whatever makes progress calls `beat`; where
-nothing has for long, a thread writes down the stacks of all threads and ends the process, having told the other ranks to do so too.
-The rank at fault is the one that is not waiting for others. Torch-free until there are several ranks.
+A rank that waits for another cannot tell that from work, and would wait for ever. So whatever makes progress calls `beat`, and
+ranks count that in their store; where none has for long, a thread writes down the stacks of all threads and ends the process,
+having told the other ranks to do so too. The rank at fault is the one that is not waiting for others. Torch-free until there are
+several ranks.
 """
 
 import faulthandler
@@ -12,7 +13,8 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -24,19 +26,47 @@ from .ranks import Ranks
 STALLED = 76  # the exit status of a rank of a run that stood still
 LOST = 75  # that of a rank that has lost another
 FIRST = 3  # times as long as between any two beats it may take to the first one: data is read, kernels are compiled
+PAUSE = 0.2  # seconds between two looks at another thread
 GRACE = 2.0  # seconds from the word to the end, in which the others write their stacks too
 STILL, AGAIN = "still", "again"  # keys under which ranks hear that all stands still, and that one of them has been started anew
+MOVED = "moved"  # that under which they count their progress
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 MEETING = f"{os.sep}torch{os.sep}distributed{os.sep}"  # in the paths of what makes ranks wait for each other
 
-_last = 0.0  # when this process last made progress
-_first = True  # whether it has made none yet
+
+class Pulse:
+    """When something last made progress, and whether it has done no step yet."""
+
+    def __init__(self) -> None:
+        self.last, self.first = time.monotonic(), True
 
 
-def beat() -> None:
-    """Something has moved: a forward with its backward, a batch evaluated."""
-    global _last, _first
-    _last, _first = time.monotonic(), False
+_run = Pulse()  # of this process
+_own = threading.local()  # of a thread of which `apart` keeps a pulse
+
+
+def beat(step: bool = False) -> None:
+    """Something has moved: bytes of a file; or a `step`: a forward with its backward, a batch evaluated."""
+    pulse: Pulse = getattr(_own, "pulse", _run)
+    pulse.last = time.monotonic()
+    pulse.first = pulse.first and not step
+
+
+@contextmanager
+def apart(pulse: Pulse) -> Iterator[None]:
+    """What this thread does moves `pulse`, and the process only while that waits for it (`wait_for`): a run that stands still while
+    a state is being written beside it stands still."""
+    _own.pulse = pulse
+    try:
+        yield
+    finally:
+        del _own.pulse
+
+
+def wait_for(job: "Future[Any]", pulse: Pulse) -> None:
+    """Wait for what another thread does; its progress is this process's as long as that lasts."""
+    while not wait([job], timeout=PAUSE).done:
+        _run.last = max(_run.last, pulse.last)
 
 
 class Watch(AbstractContextManager["Watch"]):
@@ -45,14 +75,15 @@ class Watch(AbstractContextManager["Watch"]):
     def __init__(self, folder: Path, ranks: Ranks, seconds: float) -> None:
         self.file, self.ranks, self.seconds = folder / f"{ranks.rank}.txt", ranks, seconds
         self.pause = min(1.0, seconds / 10)
+        self.moved, self.heard = 0, 0.0  # how often ranks have moved, and when this one heard so
         self.ended, self.told = threading.Event(), ""
         self.store: Any = None
         self.looks = threading.Thread(target=self.look, name="watch", daemon=True)
 
     def __enter__(self) -> "Watch":
-        global _last, _first
+        global _run
         if self.ranks.size > 1:
-            _last, _first = time.monotonic(), True
+            _run = Pulse()
             with suppress(OSError):
                 self.file.unlink()  # of a run before
             self.store = own_store()
@@ -74,11 +105,13 @@ class Watch(AbstractContextManager["Watch"]):
             faulthandler.dump_traceback_later(self.limit + GRACE + 2 * self.pause, exit=True, file=sys.__stderr__ or 2)
             if self.told:
                 self.give_up(self.told)
-            if time.monotonic() - _last > self.limit:
+            if time.monotonic() - max(_run.last, self.heard) > self.limit:
                 self.give_up(f"no progress for {self.limit:g} s")
 
     def listen(self) -> None:
-        """Hear from the others; in a thread of its own, because a store whose host is gone may not answer."""
+        """Hear from the others; in a thread of its own, because a store whose host is gone may not answer. Who has written a share
+        of a state waits for who has a larger one to write: as long as one of them moves the run does."""
+        told = _run.last
         while not self.ended.wait(self.pause):
             with suppress(RuntimeError):  # the first rank has gone, and its store with it: whoever needs it will find out
                 if self.store.check([AGAIN]):
@@ -86,10 +119,15 @@ class Watch(AbstractContextManager["Watch"]):
                 if self.store.check([STILL]):
                     self.told = self.store.get(STILL).decode(errors="replace")
                     return
+                last = _run.last
+                moved = self.store.add(MOVED, int(last > told))
+                if moved != self.moved + (last > told):  # others have
+                    self.heard = time.monotonic()
+                told, self.moved = last, moved
 
     @property
     def limit(self) -> float:
-        return self.seconds * (FIRST if _first else 1)
+        return self.seconds * (FIRST if _run.first else 1)
 
     def give_up(self, why: str) -> None:
         """Write down where every thread stands, tell the others, and end."""

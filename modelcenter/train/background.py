@@ -18,6 +18,7 @@ from torch import Tensor
 from ..checkpoint.shards import Piece
 from ..checkpoint.state import save_state
 from ..parallel.ranks import Ranks
+from ..parallel.watch import Pulse, apart, beat, wait_for
 
 
 class Background:
@@ -28,6 +29,7 @@ class Background:
         self.pool = ThreadPoolExecutor(1, "saving")
         self.copies: dict[str, Tensor] = {}  # kept from save to save: pinning memory takes longer than filling it
         self.pending: Future[Path] | None = None
+        self.pulse = Pulse()  # of the thread that writes
         self.stall = self.took = 0.0  # seconds that the run has waited for the state in question, and that it took to write
 
     def write(self, folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor | Piece]], state: Mapping[str, Any],
@@ -49,13 +51,15 @@ class Background:
         if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
             host = self.copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
         host.copy_(tensor, non_blocking=True)
+        beat()
         return entry._replace(tensor=host) if isinstance(entry, Piece) else host
 
     def work(self, folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor | Piece]], state: Mapping[str, Any],
              keep: int | None) -> Path:
         began = time.perf_counter()
         try:
-            return save_state(folder, step, tensors, state, keep, self.ranks)
+            with apart(self.pulse):
+                return save_state(folder, step, tensors, state, keep, self.ranks)
         finally:
             self.took = time.perf_counter() - began
 
@@ -66,6 +70,7 @@ class Background:
             return None
         began, pending, self.pending = time.perf_counter(), self.pending, None
         try:
+            wait_for(pending, self.pulse)
             return pending.result()
         finally:
             self.stall += time.perf_counter() - began

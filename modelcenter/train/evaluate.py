@@ -58,7 +58,7 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     scores: list[list[Tensor]] = []  # of each part of a question
     try:
         for batch in batches:
-            beat()
+            beat(step=True)
             for rows in (found, wanted, scores):
                 rows.append([])
             here = on_device(batch, device)

@@ -42,7 +42,7 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
             loss = model(**on_device(batch, device), num_items_in_batch=each).loss
         (loss if scale == 1 else loss * scale).backward()
         losses.append(loss.detach())  # read at the end: each read waits for the device
-        beat()
+        beat(step=True)
         if told is not None:
             told(number, len(batches), losses[-1] * (each / max(1, count_targets(batch, task))))
     return sum(map(float, losses)), targets
