@@ -4,9 +4,9 @@
     python tests/kill_run.py signals [--count 200] [--seed 0]    SIGTERM or Ctrl-C, a second one after some of them
     ... machine.async_save=true                                  the same where states are written in the background
 
-A run of 300 steps is started again with the same command until it has finished, and another one until there were as many kills
-as asked for. Each life is forked from this process, which has imported torch once. After each of them every state that it said
-it had saved must be there and whole, and at the end all must be as in a run that nobody touched, to the bit.
+A run of 300 steps (`--steps`) is started again with the same command until it has finished, and another one until there were as
+many kills as asked for. Each life is forked from this process, which has imported torch once. After each of them every state that
+it said it had saved must be there and whole, and at the end all must be as in a run that nobody touched, to the bit.
 """
 
 import argparse
@@ -34,24 +34,23 @@ from modelcenter.registry import families
 from modelcenter.train import loop
 from modelcenter.train.metrics import TIMINGS, read_rows
 
-STEPS = 300
-RECIPE = f"""
+RECIPE = """
 model: gpt2
 init: random
-config: {{layers: 1, dim: 16, heads: 2, positions: 32}}
+config: {layers: 1, dim: 16, heads: 2, positions: 32}
 tokenizer: char
-data: {{path: text.txt, seq_len: 16}}
-optimizer: {{lr: 1e-2}}
+data: {path: text.txt, seq_len: 16}
+optimizer: {lr: 1e-2}
 batch: 4
 micro_batch: 2
 precision: fp32
-max_steps: {STEPS}
 logging_steps: 1
 save_steps: 10
 save_total_limit: 2
 """
 TEXT = "\n".join(f"def f{n}(x):\n    return x * {n} + {n * n}" for n in range(120))
-SETTINGS: list[str] = []
+LIFE = 60  # steps' time that a life lasts at most, a run's start included: some save, and some do not come to that
+ONCE = 20  # seconds in which a process that is to end at once ends, on however busy a machine
 SHOWN, SAVED = re.compile(rb"^step (\d+)/", re.MULTILINE), re.compile(rb"^saved: .*/step-(\d+)(?: \(.*\))?$", re.MULTILINE)
 
 
@@ -83,6 +82,7 @@ def live(folder: Path, signals: list[tuple[float, int]], settings: Sequence[str]
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
             os.dup2(2, 1)
+            sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))  # pytest may have put others there
             os.chdir(folder)
             code = command(["train", "recipe.yaml", "--machine", "cpu", "machine.threads=1", "output_dir=out", *settings])
         except KeyboardInterrupt:  # before the command could hear it
@@ -101,10 +101,10 @@ def live(folder: Path, signals: list[tuple[float, int]], settings: Sequence[str]
     return Life(128 - code if code < 0 else code, said.read_bytes() if said.exists() else b"", time.monotonic() - began)
 
 
-def fresh(place: Path, name: str) -> Path:
+def fresh(place: Path, name: str, steps: int) -> Path:
     folder = place / name
     folder.mkdir()
-    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "recipe.yaml").write_text(f"{RECIPE}max_steps: {steps}\n")
     (folder / "text.txt").write_text(TEXT)
     return folder
 
@@ -112,9 +112,11 @@ def fresh(place: Path, name: str) -> Path:
 def result(folder: Path) -> dict[str, object]:
     """What a finished run leaves, without what the time of day changes."""
     out = folder / "out"
-    files = {f.name: sha256(f.read_bytes()).hexdigest() for f in sorted((out / f"step-{STEPS}").iterdir())}
+    last = steps(out)[0]
+    files = {f.name: sha256(f.read_bytes()).hexdigest() for f in sorted(last.iterdir())}
     rows = [{k: v for k, v in row.items() if k not in TIMINGS} for row in read_rows(out / "metrics.jsonl")]
-    return {**files, "model": sha256((out / "model" / "model.safetensors").read_bytes()).hexdigest(), "rows": rows}
+    files["model"] = sha256((out / "model" / "model.safetensors").read_bytes()).hexdigest()
+    return {**files, "last": last.name, "rows": rows}
 
 
 def newest(folder: Path, wrong: list[str]) -> int:
@@ -127,24 +129,36 @@ def newest(folder: Path, wrong: list[str]) -> int:
     return max((int(path.name[5:]) for path in steps(folder / "out")), default=0)
 
 
+@dataclass
+class Trial:
+    """Runs of `steps` with `settings` in `place`, until `count` lives of theirs were ended at moments that `seed` draws."""
+
+    place: Path
+    count: int
+    seed: int = 0
+    steps: int = 300
+    settings: Sequence[str] = ()
+
+
 Draw = Callable[[random.Random, float], list[tuple[float, int]]]
 Judge = Callable[[Life, int, list[str]], None]
 
 
-def hammer(place: Path, count: int, rng: random.Random, draw: Draw, judge: Judge) -> tuple[int, list[str]]:
-    """(finished runs, what went wrong) of runs whose lives get the signals that `draw` gives, until `count` lives were ended by
+def hammer(trial: Trial, draw: Draw, judge: Judge) -> tuple[int, list[str]]:
+    """(finished runs, what went wrong) of runs whose lives get the signals that `draw` gives, until so many lives were ended by
     one; `judge` looks at each with the newest saved step."""
+    place, count, rng = trial.place, trial.count, random.Random(trial.seed)
     wrong: list[str] = []
-    untouched = fresh(place, "untouched")
+    untouched = fresh(place, "untouched", trial.steps)
     began = time.monotonic()
     if (life := live(untouched, [])).code != 0:
         raise RuntimeError(life.said.decode())
-    pace, wanted, finished, ends = time.monotonic() - began, result(untouched), 0, 0
+    pace, wanted, finished, ends = (time.monotonic() - began) * LIFE / trial.steps, result(untouched), 0, 0
     while ends < count:
-        folder = fresh(place, f"run-{finished}")
+        folder = fresh(place, f"run-{finished}", trial.steps)
         known = 0  # the newest step that was said to be saved
         while True:
-            life = live(folder, draw(rng, pace) if ends < count else [], SETTINGS)
+            life = live(folder, draw(rng, pace) if ends < count else [], trial.settings)
             known, there = max(known, life.saved), newest(folder, wrong)
             if there < known:
                 wrong.append(f"step {known} was said to be saved, the newest is {there}")
@@ -158,23 +172,23 @@ def hammer(place: Path, count: int, rng: random.Random, draw: Draw, judge: Judge
     return finished, wrong
 
 
-def kills(place: Path, count: int, seed: int) -> tuple[int, list[str]]:
-    """kill -9 at any moment of a life, which lasts a fifth of a whole run at most."""
+def kills(trial: Trial) -> tuple[int, list[str]]:
+    """kill -9 at any moment of a life."""
 
     def judge(life: Life, there: int, wrong: list[str]) -> None:
         if life.code != 128 + signal.SIGKILL:
             wrong.append(f"a life ended with {life.code}: {life.said[-300:].decode(errors='replace')}")
 
-    return hammer(place, count, random.Random(seed), lambda rng, pace: [(rng.uniform(0, pace / 5), signal.SIGKILL)], judge)
+    return hammer(trial, lambda rng, pace: [(rng.uniform(0, pace), signal.SIGKILL)], judge)
 
 
-def signals(place: Path, count: int, seed: int) -> tuple[int, list[str]]:
+def signals(trial: Trial) -> tuple[int, list[str]]:
     """A signal at any moment: status 0, and no step that was done is lost. A second one, which a third of the lives get, ends them
     at once: 128 + its number, unless they had ended. Before a run listens (it has not begun) a signal does what it always does."""
 
     def draw(rng: random.Random, pace: float) -> list[tuple[float, int]]:
         number = rng.choice([signal.SIGTERM, signal.SIGINT])
-        return [(rng.uniform(0, pace / 5), number), *([(rng.uniform(0, 0.02), number)] if rng.random() < 1 / 3 else [])]
+        return [(rng.uniform(0, pace), number), *([(rng.uniform(0, 0.02), number)] if rng.random() < 1 / 3 else [])]
 
     def judge(life: Life, there: int, wrong: list[str]) -> None:
         text = life.said[-300:].decode(errors="replace")
@@ -183,10 +197,10 @@ def signals(place: Path, count: int, seed: int) -> tuple[int, list[str]]:
             wrong.append(f"a life ended with {life.code}: {text}")
         if life.code == 0 and life.shown > there:
             wrong.append(f"step {life.shown} was done, step {there} is the newest saved: {text}")
-        if life.code > 128 and life.seconds > 1:
+        if life.code > 128 and life.seconds > ONCE:
             wrong.append(f"{life.seconds:.1f} s from the second signal to the end")
 
-    return hammer(place, count, random.Random(seed), draw, judge)
+    return hammer(trial, draw, judge)
 
 
 KINDS = {"kills": kills, "signals": signals}
@@ -198,16 +212,17 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", help="of all runs but the one that nobody touches")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=300)
     given = parser.parse_args()
-    SETTINGS.extend(given.settings)
     families()
     torch.set_num_threads(1)
     loop.plot_loss = lambda folder: "not drawn"  # half a second each time
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-run-") as place:
-        finished, wrong = KINDS[given.kind](Path(place), given.count, given.seed)
+        trial = Trial(Path(place), given.count, given.seed, given.steps, given.settings)
+        finished, wrong = KINDS[given.kind](trial)
     seconds = time.monotonic() - began
-    print(f"{given.count} {given.kind} over {finished} runs of {STEPS} steps in {seconds:.0f} s: {len(wrong)} wrong")
+    print(f"{given.count} {given.kind} over {finished} runs of {given.steps} steps in {seconds:.0f} s: {len(wrong)} wrong")
     print("\n".join(wrong) or f"with none wrong, at most 3 / {given.count} = {3 / given.count:.2%} of them lose something (95 %)")
     return int(bool(wrong))
 
