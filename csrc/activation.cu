@@ -4,6 +4,7 @@
 // walks down the rows and adds up in registers. Its part of the rows (`partial`, first axis: how many depends on the shape alone)
 // ends in a row of fp32 sums; a second kernel adds the parts in their order.
 #include "cuda.h"
+#include "ptx.h"
 
 namespace {
 
@@ -32,17 +33,11 @@ __device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
 // where the result is denormal they say zero
 template <bool FINE>
 __device__ __forceinline__ float decay(float x) {
-    if (FINE) return expf(-x);
-    float out;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x * -1.44269504088896341f));
-    return out;
+    return FINE ? expf(-x) : quick_exp2(x * -1.44269504088896341f);
 }
 template <bool FINE>
 __device__ __forceinline__ float inverse(float x) {
-    if (FINE) return __frcp_rn(x);
-    float out;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
+    return FINE ? __frcp_rn(x) : quick_inverse(x);
 }
 
 }  // namespace

@@ -17,29 +17,6 @@ constexpr int STAGES = 4;     // of the ring, at most
 
 // For each row to come there is a slot of 16 bytes, or two of fp32, for each pack of eight.
 
-// 16 bytes, or zeros
-__device__ __forceinline__ void copy16(uint4* to, const void* from, bool exists) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(exists ? 16 : 0) : "memory");
-#else
-    *to = exists ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-#endif
-}
-__device__ __forceinline__ void commit() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// until no more than `newer` groups of copies are on their way
-__device__ __forceinline__ void wait(int newer) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    if (newer == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
-    else if (newer == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else asm volatile("cp.async.wait_group 0;" ::: "memory");
-#endif
-}
-
 // The elements, of SIZE bytes, from `shift` on of two packs.
 template <int SIZE, int WORDS>
 __device__ __forceinline__ void behind(uint32_t (&words)[WORDS], int shift) {

@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda.h"
 #include "philox.h"
+#include "ptx.h"
 
 namespace {
 
@@ -88,7 +89,7 @@ template <bool SHARED>
 __device__ __forceinline__ void group_barrier() {
     if (blockDim.x == 32) return __syncwarp();
     if (!SHARED) return __syncthreads();
-    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(threadIdx.y) + 1), "r"(static_cast<int>(blockDim.x)) : "memory");
+    wait_for(static_cast<int>(threadIdx.y) + 1, static_cast<int>(blockDim.x));
 }
 
 // x over the lanes that are a multiple of N apart

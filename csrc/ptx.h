@@ -1,0 +1,68 @@
+// The instructions of a GPU that C++ has no name for. MC_EMULATED: what they do where csrc runs on a processor (tests/emulate).
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace {
+
+// 2^x and 1 / x, 2 units in the last place off; where the result is denormal they say zero
+__device__ __forceinline__ float quick_exp2(float x) {
+#ifdef MC_EMULATED
+    return emulate::flushed(exp2f(emulate::flushed(x)));
+#else
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+#endif
+}
+__device__ __forceinline__ float quick_inverse(float x) {
+#ifdef MC_EMULATED
+    return emulate::flushed(1.0f / emulate::flushed(x));
+#else
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+#endif
+}
+
+// `threads` of a block wait for each other at barrier `number`, 1 to 15; whole warps.
+__device__ __forceinline__ void wait_for(int number, int threads) {
+#ifdef MC_EMULATED
+    emulate::barrier(number, threads);
+#else
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+#endif
+}
+
+// 16 bytes into shared memory, or zeros; some time before `wait`
+__device__ __forceinline__ void copy16(uint4* to, const void* from, bool exists) {
+#ifdef MC_EMULATED
+    emulate::copy_async(to, from, 16, exists ? 16 : 0);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(exists ? 16 : 0) : "memory");
+#else
+    *to = exists ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+#endif
+}
+// the copies since the last time are a group
+__device__ __forceinline__ void commit() {
+#ifdef MC_EMULATED
+    emulate::commit_async();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// until no more than `newer` groups of copies are on their way
+__device__ __forceinline__ void wait(int newer) {
+#ifdef MC_EMULATED
+    emulate::wait_async(newer < 3 ? newer : 0);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    if (newer == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+    else if (newer == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
+}
+
+}  // namespace

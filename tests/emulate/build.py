@@ -1,0 +1,96 @@
+"""modelcenter._C out of csrc/*.cu and module.cpp alone, by g++ and the headers of this folder.
+
+    python tests/emulate/build.py FOLDER [--source csrc] [--only norm,adamw] [flags of the compiler ...]
+
+prints the extension's file. What is compiled is a copy of csrc with the three things changed that C++ has no words for; what was
+made of the same bytes by the same command is taken over.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pybind11
+
+HERE = Path(__file__).parent.resolve()
+CSRC = HERE.parent.parent / "csrc"
+FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w",
+         "-ftrivial-auto-var-init=pattern"]  # a variable without a value has a strange one  # fmt: skip
+DEFINES = ["-DMC_EMULATED", "-DMC_CUDA", "-DMC_LEVEL=100", '-DMC_ARCHITECTURES="90"', '-DMC_VERSION="0"']
+SHARED = re.compile(r"(extern )?__shared__ ([^;]+);")
+
+
+def declared(match: re.Match[str]) -> str:
+    """Shared memory: `T a[8], b;` or `extern T c[];`."""
+    dynamic, text = match.groups()
+    if dynamic:
+        kind, name = text.removesuffix("[]").rsplit(" ", 1)
+        return f"{kind}* const {name} = emulate::dynamic<{kind}>();"
+    flat = text
+    while "<" in flat:
+        flat = re.sub(r"<[^<>]*>", "", flat)
+    names = re.findall(r"(\w+)(?:\[[^]]*\])*(?:,|$)", flat)
+    return f"static {text};" + "".join(f" emulate::fresh({name});" for name in names)
+
+
+def plain(text: str) -> str:
+    """CUDA as C++ has it; lines stay where they are."""
+    return SHARED.sub(declared, text).replace("<<<", " ->* emulate::Grid(").replace(">>>", ")")
+
+
+def version() -> str:
+    text = (HERE.parent.parent / "modelcenter" / "__init__.py").read_text()
+    found = re.search(r'__version__ = "(.+)"', text)
+    assert found
+    return found[1]
+
+
+def build(folder: Path, source: Path = CSRC, flags: Sequence[str] = ("-O1",), only: Sequence[str] = ()) -> Path:
+    """`only`: of these .cu files, the others being left out."""
+    copy = folder / "csrc"
+    copy.mkdir(parents=True, exist_ok=True)
+    kernels = {f"{name}.cu" for name in only} or {f.name for f in source.glob("*.cu")}
+    files = [f for f in sorted(source.iterdir()) if f.suffix == ".h" or f.name in {"module.cpp", "device.cu", *kernels}]
+    for file in files:
+        (copy / file.name).write_text(plain(file.read_text()))
+    cxx = os.environ.get("CXX") or shutil.which("g++") or "c++"
+    defines = [d.replace('MC_VERSION="0"', f'MC_VERSION="{version()}"') for d in DEFINES]
+    places = ["-I", str(HERE), "-include", "cuda_runtime.h", "-D__CUDACC__"]
+    python = ["-I", sysconfig.get_paths()["include"], "-I", pybind11.get_include()]
+    headers = b"".join(f.read_bytes() for f in [*sorted(copy.glob("*.h")), *sorted(HERE.glob("*.h"))])
+
+    def compile_one(file: Path) -> Path:
+        mine = places if file.suffix == ".cu" else python if file.name == "module.cpp" else []
+        command = [cxx, *FLAGS, *flags, *defines, *mine, "-x", "c++", "-c", str(file)]
+        made = folder / f"{file.stem}.o"
+        digest = hashlib.sha256(" ".join(command).encode() + headers + file.read_bytes()).hexdigest()
+        said = made.with_suffix(".txt")
+        if not (made.exists() and said.exists() and said.read_text() == digest):
+            said.unlink(missing_ok=True)
+            subprocess.run([*command, "-o", str(made)], check=True)
+            said.write_text(digest)
+        return made
+
+    units = [copy / f.name for f in files if f.suffix != ".h"] + sorted(HERE.glob("*.cpp"))
+    units.sort(key=lambda f: -f.stat().st_size)
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:
+        made = list(pool.map(compile_one, units))
+    target = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    subprocess.run([cxx, "-shared", *(str(m) for m in made), *flags, "-o", str(target)], check=True)
+    return target
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--source", type=Path, default=CSRC)
+    parser.add_argument("--only", default="")
+    known, rest = parser.parse_known_args()
+    print(build(known.folder.resolve(), known.source, tuple(rest) or ("-O1",), tuple(n for n in known.only.split(",") if n)))
