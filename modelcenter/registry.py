@@ -64,6 +64,7 @@ class Task:
     head: Callable[[Any], Head] = lambda c: Head()
     rows: tuple[Row, ...] = ()
     prefix: str | None = None  # of the backbone's names in this class, where it is not the family's
+    without: tuple[str, ...] = ()  # modules of the backbone that this class has not: of an encoder alone, the decoder's
 
 
 class Model(nn.Module):
@@ -76,7 +77,7 @@ class Model(nn.Module):
     prefix: ClassVar[str] = ""  # of the backbone's names, left out of a bare backbone's file
     aliases: ClassVar[Mapping[str, str]] = {}  # their name of a copy -> their name of the tensor it repeats
     ignored: ClassVar[tuple[str, ...]] = ()  # patterns of their names that hold nothing to load
-    encoder_decoder: ClassVar[bool] = False
+    encoder_decoder: bool = False  # of a model without its decoder: False
     wide: ClassVar[bool] = False  # activations of the published weights overflow fp16
 
     config: Any  # a value of the family's own Config
@@ -260,11 +261,14 @@ def skeleton(family: type[Model], config: Any, task: str, dtype: torch.dtype) ->
         with torch.device("meta"), Undrawn():
             model = family(config)
             model.head = family.tasks[task].head(config)
+            for part in family.tasks[task].without:
+                setattr(model, part, None)
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
         refuse(None, "config", "sizes whose product does not fit 64 bits", "a model that a machine can hold")
     model.task = task
+    model.encoder_decoder = family.encoder_decoder and "decoder" not in family.tasks[task].without
     model.companions = {}
     model.to(dtype)
     model.tie()
@@ -364,6 +368,7 @@ def load(
         full, untied = untie(cls, full, folder, task)
         model = skeleton(cls, full, task, dtype_of(folder) if dtype == "auto" else as_dtype(dtype))
         other = [f"{row[0].replace('{}', '*')}*" for t, head in cls.tasks.items() if t != task for row in head.rows]
+        other += [f"{row[0].replace('{}', '*')}*" for row in cls.names(full) if part_of(row[1]) in cls.tasks[task].without]
         sources, model.load_report = match(
             folder, spoken(model, Keys(folder)), model.shapes, head=[n for n in model.shapes if n.startswith("head.")],
             aliases=cls.aliases, ignored=[*cls.ignored, *other, *(o.removeprefix(cls.prefix) for o in other)], untied=untied,
@@ -395,6 +400,11 @@ def load(
         preset = known.get(str(name))
         model.source = str(path.resolve()) if Path(name).expanduser() == path else preset[1].hub if preset else str(name)
     return model.eval()
+
+
+def part_of(ours: str | tuple[str, ...]) -> str:
+    """The module of the model that a row of names is of."""
+    return (ours if isinstance(ours, str) else ours[0]).partition(".")[0]
 
 
 def is_meta(device: str | torch.device | None) -> bool:
@@ -474,15 +484,15 @@ def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> 
 
 def task_of(family: type[Model], folder: Folder) -> str:
     """The task of the checkpoint's head: what `architectures` says, else the first task whose head is all there."""
-    if family.default_task is not None:
-        return family.default_task
     named = {task.architecture: name for name, task in reversed(list(family.tasks.items()))}
     said = folder.config.get("architectures") or []
-    if not isinstance(said, list):
+    if not isinstance(said, list) and family.default_task is None:
         refuse(Path(folder.path) / "config.json", "architectures", repr(said), f"a list; known: {', '.join(named)}")
-    for architecture in said:
-        if isinstance(architecture, str) and architecture in named:
-            return named[architecture]
+    found = [named[name] for name in said if isinstance(name, str) and name in named] if isinstance(said, list) else []
+    if family.default_task is not None:  # but of a class that lacks a part of the backbone
+        return next((task for task in found if family.tasks[task].without), family.default_task)
+    if found:
+        return found[0]
     keys = Keys(folder)
     there = {key.rpartition(".")[0] for key in keys.real} | set(keys.real)
     for name, task in family.tasks.items():

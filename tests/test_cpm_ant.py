@@ -41,3 +41,18 @@ def test_packed_losses_are_those_of_each_sequence_alone() -> None:
     labels[0, row["cu_seq_lens_q"][:-1].long()] = -100
     apart = sum(ours(a["input_ids"], labels=a["input_ids"], num_items_in_batch=1).loss for a in alone)
     assert abs(ours(**row, labels=labels, num_items_in_batch=1).loss - apart) < 1e-9
+
+
+def test_a_text_s_vector_is_the_mean_of_tokens_that_see_each_other() -> None:
+    """With labels, which are of pairs and not of tokens, too; packed or not."""
+    case = Case("cpmant", "default", "embed")
+    theirs, ours = zoo.pair(case)
+    row, alone = zoo.packed(case, lengths=(5, 2, 9, 4), targets=(1, 1, 1, 1))
+    with zoo.wide(torch.float64):
+        hidden = [theirs(one["input_ids"]).last_hidden_state for one in alone]
+    wanted = torch.cat([torch.nn.functional.normalize(h[:, -one["input_ids"].size(1) :].mean(1), dim=-1)
+                        for h, one in zip(hidden, alone, strict=True)])  # fmt: skip
+    for labels in (None, torch.tensor([0, 1]), torch.tensor([0.5, -0.5])):
+        assert (ours(**row, labels=labels)["embeddings"] - wanted).abs().max() < 1e-10
+    pair = torch.cat([alone[0]["input_ids"], alone[0]["input_ids"].flip(1)])
+    assert torch.equal(ours(pair, labels=torch.tensor([0.5]))["embeddings"], ours(pair)["embeddings"])

@@ -111,6 +111,7 @@ SEQ2SEQ, CLASSIFY = ["objective=seq2seq"], ["objective=classify"]
 OTHERS = [  # the same recipes, of other families, by overrides that recipes/README.md names
     ("finetune", "cpm", text, []), ("lora", "cpm", text, []), ("qlora", "cpm", text, []),
     ("lora", "t5", DATA["seq2seq"][1], SEQ2SEQ), ("qlora", "t5", DATA["seq2seq"][1], SEQ2SEQ),
+    ("embed/pairs", "t5", DATA["embed/pairs"][1], []),
     ("lora", "bert", DATA["classify"][1], CLASSIFY), ("qlora", "bert", DATA["classify"][1], CLASSIFY),
 ]  # fmt: skip
 

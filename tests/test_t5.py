@@ -197,7 +197,7 @@ def test_a_head_that_the_file_lacks_is_the_embedding(tmp_path: Path) -> None:
     "keys",
     [
         {"feed_forward_proj": "gated-relu"}, {"dense_act_fn": "silu"}, {"is_gated_act": True}, {"is_decoder": True},
-        {"is_encoder_decoder": False}, {"decoder_start_token_id": -1}, {"decoder_start_token_id": True},
+        {"decoder_start_token_id": -1}, {"decoder_start_token_id": True},
         {"scale_decoder_outputs": "no"},
     ],
     ids=str,
@@ -232,3 +232,61 @@ def test_new_weights_give_logits_and_scores_of_order_one() -> None:
 
 def test_tiny_differs_from_the_defaults() -> None:
     assert tiny("t5").buckets != T5Config().buckets and tiny("t5").max_distance != T5Config().max_distance
+
+
+# ------------------------------------------------------------------------------------------------- the encoder alone
+
+
+EMBEDS = [Case("t5", "default", "embed"), Case("mt5", "default", "embed")]
+
+
+def pooled(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean of the real tokens, of length one: sentence-transformers' Pooling and Normalize."""
+    mask = mask[..., None].to(hidden.dtype)
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+@pytest.mark.parametrize("case", EMBEDS, ids=str)
+def test_a_sentence_s_vector_is_the_mean_of_their_encoder(case: Case) -> None:
+    model, ours = zoo.pair(case)
+    assert type(model).__name__ == case.family.tasks["embed"].architecture and ours.decoder is None
+    args = inputs(case, "right")
+    with zoo.wide(torch.float64):
+        wanted = pooled(model(**args).last_hidden_state, args["attention_mask"])
+    found = ours(**args)["embeddings"]
+    assert found.shape == (2, 32) and (found - wanted).abs().max() < 1e-12
+    row, alone = zoo.packed(case)
+    together = ours(**row)["embeddings"]
+    assert (together - torch.cat([ours(**one)["embeddings"] for one in alone])).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("case", EMBEDS, ids=str)
+def test_the_encoder_of_a_whole_model(case: Case, tmp_path: Path) -> None:
+    """Of a published encoder-decoder the decoder is left in the file, and what is saved is transformers' encoder, and ours."""
+    whole, folder = zoo.reference(Case(case.kind, "default", "seq2seq"))
+    whole.float()
+    ours = mc.load(folder, task="embed")
+    assert ours.load_report.ignored and not ours.load_report.new
+    assert all(key.startswith(("decoder.", "lm_head.")) for key in ours.load_report.ignored)
+    assert all("decoder" not in name for name, _ in ours.named_parameters())
+    ours.save_pretrained(tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["architectures"] == [case.family.tasks["embed"].architecture] and saved["is_encoder_decoder"] is False
+    model, report = getattr(zoo.transformers, saved["architectures"][0]).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    again, args = mc.load(tmp_path / "out"), inputs(case, "right")
+    assert again.task == "embed" and not again.encoder_decoder
+    with torch.no_grad():
+        hidden = whole.encoder(**args).last_hidden_state
+        wanted, found = pooled(hidden, args["attention_mask"]), again(**args)["embeddings"]
+        assert (found - wanted).abs().max() < 1e-5
+        assert (model(**args).last_hidden_state - hidden).abs().max() < 1e-5 * hidden.std()
+    with pytest.raises(InputError, match="decoder"):
+        mc.load(tmp_path / "out", task="seq2seq")
+
+
+def test_an_encoder_that_says_it_is_an_encoder_decoder(tmp_path: Path) -> None:
+    """As transformers 4 wrote them, the published sentence-t5 too; and a whole model loads whole."""
+    for said in (True, False):
+        assert mc.load(rewritten(EMBEDS[0], tmp_path, lambda tensors: None, is_encoder_decoder=said)).task == "embed"
+    assert mc.load(zoo.reference(PLAIN)[1]).task == "seq2seq"

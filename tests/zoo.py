@@ -56,7 +56,7 @@ class Case:
 
     @property
     def seq2seq(self) -> bool:
-        return self.family.encoder_decoder
+        return self.family.encoder_decoder and not self.family.tasks[self.task].without
 
     def excused(self, test: str) -> bool:
         return test in EXCEPTIONS.get(self.kind, {})

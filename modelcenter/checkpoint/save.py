@@ -114,5 +114,7 @@ def config_json(model: "Model", kind: torch.dtype) -> bytes:
     """config.json: what the model came with, what has changed, its class and its dtype."""
     values: dict[str, Any] = dict(model.config.to_dict())
     values["architectures"] = [model.tasks[model.task].architecture]
+    if type(model).encoder_decoder and (not model.config.file or values.get("is_encoder_decoder", True) != model.encoder_decoder):
+        values["is_encoder_decoder"] = model.encoder_decoder  # generate of transformers asks for it
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(kind).removeprefix("torch.")
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..checkpoint.config import Config, Table
-from ..layers import Attention, Batch, Embedding, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack, View
+from ..layers import Attention, Batch, Embedding, EmbedHead, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack, View
+from ..layers.head import mean_token
 from ..layers.output import context_of
 from ..names import Row, Shape
 from ..registry import Model, Preset, Task, register
@@ -70,8 +71,9 @@ class CPMAnt(Model):
     def body(self, batch: Batch) -> Tensor:
         text = batch.x.ne(0) if batch.x.dim() == 2 else batch.x.new_ones(batch.x.shape[:2], dtype=torch.bool)
         x = self.embed(batch.x, segments=text * TEXT)
+        labels = None if self.task == "embed" else batch.labels  # for a text's vector both directions are read
         if batch.packing is not None:
-            return self.packed(x, batch.packing, batch.labels)
+            return self.packed(x, batch.packing, labels)
         real = text if batch.mask is None else batch.mask
         if batch.past and batch.mask is None:
             real = text.new_ones(len(text), batch.keys)
@@ -81,8 +83,8 @@ class CPMAnt(Model):
         segments = nn.functional.pad(real * TEXT, (n, 0), value=PROMPT)
         bias = self.bias(segments, x.size(1))
         seen = nn.functional.pad(real, (n, 0), value=True)[:, None, :]
-        if batch.labels is not None:
-            context = nn.functional.pad(context_of(batch.labels), (n, 0), value=True)
+        if labels is not None:
+            context = nn.functional.pad(context_of(labels), (n, 0), value=True)
             seen = seen & (context[:, None, :] | past_only(x.size(1), x.device))
         mask = torch.where(seen[:, None], bias, float("-inf"))
         out: Tensor = self.decoder(x, View(mask, cache=batch.cache))
@@ -116,6 +118,7 @@ class CPMAnt(Model):
     tasks = {
         "lm": Task("CpmAntForCausalLM", lambda c: LMHead(c.dim, c.vocab, shift=True), (("lm_head", "head.out"),)),
         "backbone": Task("CpmAntModel"),
+        "embed": Task("CpmAntModel", lambda c: EmbedHead(mean_token)),
     }
     prefix = "cpmant."
 

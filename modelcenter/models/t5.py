@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .. import ops
 from ..checkpoint.config import Config, Key, Table, choice, token
-from ..layers import FFN, Attention, Batch, Dropout, Embedding, GatedFFN, LMHead, PreNorm, RelativeBias, RMSNorm, Stack
+from ..layers import FFN, Attention, Batch, Dropout, Embedding, EmbedHead, GatedFFN, LMHead, PreNorm, RelativeBias, RMSNorm, Stack
+from ..layers.head import mean_token
 from ..names import Row, Shape
 from ..ops import Op
 from ..registry import Model, Preset, Task, register
@@ -20,6 +21,7 @@ from ..registry import Model, Preset, Task, register
 ACTS = {"relu": ops.relu, "gated-gelu": ops.geglu_tanh, "gated-silu": ops.swiglu}
 WIDE = dict(dim=1024, head_dim=128, layers=24)
 GATED = dict(act=ops.geglu_tanh, scale=False, tie=False)
+ENCODER = ("decoder", "decoder_bias")  # what an encoder alone is without
 V1_1 = {  # FLAN has the same sizes
     "small": (76_961_152, dict(hidden=1024, heads=6, layers=8)),
     "base": (247_577_856, dict(dim=768, hidden=2048, heads=12, layers=12)),
@@ -66,7 +68,7 @@ class T5Config(Config):
             ),
             "tie_word_embeddings": Key("tie", lambda v, c: True, lambda v: {"tie_word_embeddings": v}, always=True),
         },
-        fixed={"is_encoder_decoder": True, "is_decoder": False},
+        fixed={"is_decoder": False},
     )  # fmt: skip
 
 
@@ -91,12 +93,18 @@ class T5(Model):
         self.dropout = Dropout(c.dropout)
 
     def body(self, batch: Batch) -> Tensor:
+        if not self.encoder_decoder:
+            return self.encoded(batch)
         target, memory = batch.decoder, batch.decoder.memory
         if memory is None:
-            view = batch.view(bias=self.encoder_bias(*batch.span))
-            memory = target.remember(self.dropout(self.encoder(self.embed(batch.x), view)))
+            memory = target.remember(self.encoded(batch))
         view = target.view(causal=True, bias=self.decoder_bias(*target.span))
         out: Tensor = self.dropout(self.decoder(self.embed(target.x), view, target.across(memory, batch)))
+        return out
+
+    def encoded(self, batch: Batch) -> Tensor:
+        view = batch.view(bias=self.encoder_bias(*batch.span))
+        out: Tensor = self.dropout(self.encoder(self.embed(batch.x), view))
         return out
 
     presets = {
@@ -118,6 +126,7 @@ class T5(Model):
             (("lm_head", "head.out"),),
         ),
         "backbone": Task("T5Model"),
+        "embed": Task("T5EncoderModel", lambda c: EmbedHead(mean_token), without=ENCODER),  # Ni et al., 2021
     }
     # a file without `shared` holds a copy of it, first an embedding: its head may be another matrix
     aliases = dict.fromkeys((f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")), "shared.weight")
