@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,11 @@ def test_overrides_win(tmp_path: Path) -> None:
     assert load_recipe(file, {"optimizer.lr": 3e-4}).optimizer.lr == 3e-4
 
 
+@cache
+def finetune() -> Recipe:
+    return load_recipe("finetune", ["data.path=a.txt", "max_steps=7"])
+
+
 @given(
     lr=st.floats(0, exclude_min=True, allow_infinity=False),
     betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
@@ -279,7 +285,7 @@ def test_overrides_win(tmp_path: Path) -> None:
 )
 @settings(max_examples=50)
 def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: str, report: Any) -> None:
-    recipe = load_recipe("finetune", ["data.path=a.txt", "max_steps=7"])
+    recipe = finetune()
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=lr, betas=betas), report_to=report, model=model)
     recipe = replace(recipe, num_epochs=epochs, config={"rope": {"kind": "yarn", "factor": 2.0}, "act": None})
     assert bind(Recipe, parse(dump_yaml(to_dict(recipe)))) == recipe
