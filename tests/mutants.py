@@ -405,7 +405,7 @@ MUTANTS = (
     Mutant("nodes-forgotten", "checkpoint/exchange.py", "if local < size and size % local == 0", "if False",
            "test_exchange.py::test_turns_dtypes_and_nodes"),
     Mutant("written-over-the-header", "checkpoint/exchange.py", "slot.start + run.start * row_of(slot)", "run.start * row_of(slot)",
-           "test_exchange.py::test_several_ranks_write_the_bytes_of_one"),
+           "test_exchange.py::test_several_ranks_write_the_bytes_of_one[fsdp2xtp2]"),
     Mutant("full-disk-of-a-rank-unheard", "checkpoint/exchange.py", "    except OSError as error:\n        return error",
            "    except OSError:\n        pass", "test_exchange.py::test_a_fault_of_one_rank_leaves_the_folder_as_it_was", "Failed"),
     Mutant("state-not-copied", "train/background.py", "        host.copy_(tensor, non_blocking=True)", "        host = tensor",

@@ -325,7 +325,7 @@ def spread(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Pat
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.slow if m == "fsdp2" else ()) for m in MESHES])
 def test_adapters_on_a_mesh_equal_one_process(mesh: str, tmp_path: Path) -> None:
     few = MESHES[mesh] == (2, 2)
     folders = {case: zoo.reference(case)[1] for case in ((GPT,) if few else (GPT, BERT, BLOOM, T5))}

@@ -119,8 +119,8 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def written(rank: int, folders: dict[Case, str], place: Path) -> None:
-    for mesh in (FOUR, mc.Machine(device="cpu", fsdp=4), mc.Machine(device="cpu", replicate=2, fsdp=2)):
+def written(rank: int, folders: dict[Case, str], place: Path, meshes: list[mc.Machine]) -> None:
+    for mesh in meshes:
         for case, folder in folders.items():
             for size, least in (("5GB", 2**20), ("20KB", 600)):
                 exchange.LEAST = least
@@ -132,12 +132,18 @@ def written(rank: int, folders: dict[Case, str], place: Path) -> None:
                 dist.barrier()
 
 
-def test_several_ranks_write_the_bytes_of_one(tmp_path: Path) -> None:
+OTHERS = [mc.Machine(device="cpu", fsdp=4), mc.Machine(device="cpu", replicate=2, fsdp=2)]
+
+
+@pytest.mark.parametrize(
+    "meshes", [pytest.param([FOUR], id="fsdp2xtp2"), pytest.param(OTHERS, id="others", marks=pytest.mark.slow)]
+)
+def test_several_ranks_write_the_bytes_of_one(meshes: list[mc.Machine], tmp_path: Path) -> None:
     folders = {case: zoo.reference(case)[1] for case in CASES}
     for case, folder in folders.items():
         for size in ("5GB", "20KB"):
             mc.load(folder).save_pretrained(tmp_path / f"alone-{case}-{size}", max_shard_size=size)
-    spawn(4, written, folders, tmp_path)
+    spawn(4, written, folders, tmp_path, meshes)
 
 
 def full_disk(rank: int, folder: str, place: Path) -> None:
