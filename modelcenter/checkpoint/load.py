@@ -159,7 +159,7 @@ def others(kind: str, names: list[str]) -> str:
 
 def fill(model: nn.Module, sources: Mapping[str, Lazy], group: Group | None = None) -> None:
     """Copy into every parameter its own part of its source, casting to the parameter's dtype. What is stored in files the ranks of
-    `group` read together, each a share of the bytes; what is drawn each draws for itself, one tensor at a time."""
+    `group` read together, each a share of the bytes; what is drawn each draws for itself, its part of one tensor at a time."""
     held = {name: local(parameter) for name, parameter in model.named_parameters()}
     files = {name: part for name, part in held.items() if stored(sources[name])}
     if files:

@@ -1,7 +1,11 @@
 """Initial weights: every parameter is drawn from the seed and its own name, so they do not depend on the mesh or on the order
-of building."""
+of building.
+
+A tensor is drawn piece after piece, and of the pieces a rank keeps what it holds: the values are those of one draw of the whole.
+"""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +14,9 @@ from torch import Tensor, nn
 
 from ..names import Lazy, Region, Shape
 from .norm import LayerNorm, RMSNorm
+
+LANES = 16  # values that torch draws together: pieces of whole groups of them are those of one draw
+PIECE = 2**18  # values drawn at a time
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal noise of a standard deviation. A part is cut out of the whole draw: the same on every mesh."""
+    """Normal noise of a standard deviation. A part is that of the whole draw: the same on every mesh."""
 
     shape: Shape
     std: float
@@ -33,7 +40,8 @@ class Normal:
     name: str
 
     def __getitem__(self, region: Region) -> Tensor:
-        return torch.empty(self.shape).normal_(0.0, self.std, generator=source_of(self.seed, self.name))[region]
+        source = source_of(self.seed, self.name)
+        return part(self.shape, region, source, lambda piece: piece.normal_(0.0, self.std, generator=source))
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,33 @@ class Uniform:
     name: str
 
     def __getitem__(self, region: Region) -> Tensor:
-        return torch.empty(self.shape).uniform_(-self.bound, self.bound, generator=source_of(self.seed, self.name))[region]
+        source = source_of(self.seed, self.name)
+        return part(self.shape, region, source, lambda piece: piece.uniform_(-self.bound, self.bound, generator=source))
+
+
+def part(shape: Shape, region: Region, source: torch.Generator, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    """The part `region` of what `draw` would fill a tensor of `shape` with from `source`, without the rest of it."""
+    rows, width = region[0], math.prod(shape[1:])
+    group = LANES // math.gcd(width, LANES)  # rows
+    step = max(1, PIECE // (group * width)) * group
+    out = torch.empty([r.stop - r.start for r in region])
+    cut = out.shape[1:] != torch.Size(shape[1:])
+    stop = 0
+    while stop < rows.stop:
+        start, stop = stop, stop + step
+        if (shape[0] - stop) * width < LANES:  # a rest that is no group: torch draws the last of a tensor anew, with those before
+            stop = shape[0]
+        first, last = max(start, rows.start), min(stop, rows.stop)
+        mine = out[max(0, first - rows.start) : max(0, last - rows.start)]
+        if len(mine) == stop - start and not cut:
+            draw(mine)
+            continue
+        piece = torch.empty((stop - start, *shape[1:]))
+        if len(mine):
+            mine.copy_(draw(piece)[(slice(first - start, last - start), *region[1:])])
+        else:
+            piece.uniform_(generator=source)  # takes as much from the source as any draw, and less time
+    return out
 
 
 def source_of(seed: int, name: str) -> torch.Generator:

@@ -1,0 +1,60 @@
+"""Initial weights: a rank's part of a tensor is that of one draw of the whole, and it never holds the rest."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp  # once here, and not in each rank
+from mesh import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import modelcenter as mc
+from modelcenter.layers import initial
+from modelcenter.layers.initial import Normal, Uniform, source_of
+
+
+@pytest.mark.parametrize("kind", ["normal_", "uniform_"])
+def test_a_part_is_that_of_one_draw(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's, of the whole tensor at once."""
+    rng = random.Random(1)
+    for trial in range(300):
+        shape = tuple(rng.randint(1, n) for n in rng.choice([(200,), (40, 9), (70, 33), (64, 32), (5, 4, 9)]))
+        starts = [rng.randrange(n) for n in shape]
+        region = tuple(slice(a, rng.randint(a + 1, n)) for a, n in zip(starts, shape, strict=True))
+        monkeypatch.setattr(initial, "PIECE", rng.choice([1, 16, 64, 100]))
+        lazy: Any = Normal(shape, 0.3, trial, "w") if kind == "normal_" else Uniform(shape, 0.3, trial, "w")
+        bounds = (0.0, 0.3) if kind == "normal_" else (-0.3, 0.3)
+        whole = getattr(torch.empty(shape), kind)(*bounds, generator=source_of(trial, "w"))
+        assert torch.equal(lazy[region], whole[region]), (shape, region)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor on the host that an operator has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and not t.is_meta:
+                self.most = max(self.most, (t.to_local() if hasattr(t, "to_local") else t).numel())
+        return out
+
+
+SIZES = {"vocab": 2000, "positions": 16, "dim": 32, "heads": 2, "layers": 1}
+
+
+def build(rank: int) -> None:
+    initial.PIECE = 2048
+    for key in ("fsdp", "tensor_parallel"):
+        with Largest() as seen:
+            mc.build("gpt2", config=SIZES, machine=mc.Machine(device="cpu", **{key: 2}))
+        assert seen.most == 1000 * 32, f"{key}: {seen.most} values at once; half of the table of words is {1000 * 32}"
+
+
+def test_a_rank_never_holds_more_than_its_share() -> None:
+    spawn(2, build)
