@@ -1,20 +1,11 @@
-// Cross entropy of rows of logits (n, stride), of which the first `vocab` columns count: row by row, forward, backward, and both in
-// one go with the gradient over the logits. A row of GPT-2's vocabulary (200 KB) stays in the second-level cache between the passes.
-//
-//     loss_i = lse - (1 - smoothing) x[label] - smoothing / vocab * sum_j x[j] + z lse^2,   lse = log sum_j exp x[j]
-//     dloss_i / dx[j] = exp(x[j] - lse) (1 + 2 z lse) - smoothing / vocab - (1 - smoothing) [j = label]
-//
-// A label of -100 gives zero for both; any other label outside of the vocabulary is an exception before anything is written.
+// Cross entropy (cross_entropy.h): row by row, forward, backward, and both in one go with the gradient over the logits. A row of GPT-2's
+// vocabulary (200 KB) stays in the second-level cache between the passes. A label outside of the vocabulary is an exception before
+// anything is written.
 #include "simd.h"
 
+#include "cross_entropy.h"
+
 namespace {
-
-constexpr int64_t IGNORE = -100;
-constexpr float LOWEST = -3.402823466e38f;  // not -inf: the difference of two infinities is no number
-
-struct Loss {
-    double smoothing, z;
-};
 
 struct Row {
     float most;
@@ -56,7 +47,7 @@ MC_INLINE Row read(T* x, int64_t vocab, bool smooth) {
     return row;
 }
 
-MC_INLINE double loss_of(const Row& row, double label, int64_t vocab, const Loss& loss) {
+MC_INLINE double loss_of(const Row& row, double label, int64_t vocab, const Loss<double>& loss) {
     const double lse = row.lse(), smooth = loss.smoothing ? loss.smoothing * (row.logits / vocab) : 0.0;
     return lse - (1 - loss.smoothing) * label - smooth + loss.z * lse * lse;
 }
@@ -72,7 +63,7 @@ MC_INLINE void put(T* p, double x) {
 }
 
 template <class T>
-void forward(const T* logits, const int64_t* labels, int64_t n, int64_t stride, int64_t vocab, Loss loss, float* losses, float* lse) {
+void forward(const T* logits, const int64_t* labels, int64_t n, int64_t stride, int64_t vocab, Loss<double> loss, float* losses, float* lse) {
     mc::parallel(n, 1 + 32768 / vocab, [=](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
             losses[i] = 0;
@@ -87,7 +78,7 @@ void forward(const T* logits, const int64_t* labels, int64_t n, int64_t stride, 
 }
 
 template <class T>
-void both(T* logits, const int64_t* labels, int64_t n, int64_t stride, int64_t vocab, Loss loss, double scale, float* losses) {
+void both(T* logits, const int64_t* labels, int64_t n, int64_t stride, int64_t vocab, Loss<double> loss, double scale, float* losses) {
     mc::parallel(n, 1 + 32768 / vocab, [=](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
             T* x = logits + i * stride;
@@ -113,7 +104,7 @@ void both(T* logits, const int64_t* labels, int64_t n, int64_t stride, int64_t v
 }
 
 template <class T>
-void backward(const T* logits, const int64_t* labels, const float* lse, double grad, T* out, int64_t n, int64_t vocab, Loss loss) {
+void backward(const T* logits, const int64_t* labels, const float* lse, double grad, T* out, int64_t n, int64_t vocab, Loss<double> loss) {
     mc::parallel(n, 1 + 32768 / vocab, [=](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
             const T* x = logits + i * vocab;
@@ -141,50 +132,27 @@ void check(Call& call, const int64_t* labels, int64_t n, int64_t vocab) {
 }  // namespace
 
 MC_KERNEL(cross_entropy) {
-    const Array logits = call.in("logits", FLOATS);
-    if (logits.shape.rank != 2) call.refuse("logits: %d dimensions; wanted 2", logits.shape.rank);
-    const int64_t n = logits.shape.at[0], stride = logits.shape.at[1];
-    const Array labels = call.in("labels", I64, Shape{n});
-    const int64_t vocab = call.integer("vocab", n ? 1 : 0, stride);
-    const Loss loss{call.real("smoothing"), call.real("z")};
-    const Array losses = call.out("losses", F32, Shape{n});
-    const Array lse = call.maybe_out("lse", F32, Shape{n});
-    call.ready();
-    check(call, labels.as<int64_t>(), n, vocab);
-    if (!n) return;
-    MC_FOR_FLOAT(logits.dtype, T,
-        forward(logits.as<const T>(), labels.as<int64_t>(), n, stride, vocab, loss, losses.as<float>(), lse.as<float>()))
+    const Arguments<FORWARD, double> a(call);
+    check(call, a.labels.as<int64_t>(), a.n, a.vocab);
+    if (!a.n) return;
+    MC_FOR_FLOAT(a.logits.dtype, T, forward(a.logits.as<const T>(), a.labels.as<int64_t>(), a.n, a.stride, a.vocab, a.loss,
+                                            a.losses.as<float>(), a.lse.as<float>()))
 }
 
 MC_KERNEL(cross_entropy_both) {
-    const Array logits = call.inout("logits", FLOATS);
-    if (logits.shape.rank != 2) call.refuse("logits: %d dimensions; wanted 2", logits.shape.rank);
-    const int64_t n = logits.shape.at[0], stride = logits.shape.at[1];
-    const Array labels = call.in("labels", I64, Shape{n});
-    const int64_t vocab = call.integer("vocab", n ? 1 : 0, stride);
-    const Loss loss{call.real("smoothing"), call.real("z")};
-    const double scale = call.real("scale");
-    const Array losses = call.out("losses", F32, Shape{n});
-    call.ready();
-    check(call, labels.as<int64_t>(), n, vocab);
-    if (!n) return;
-    MC_FOR_FLOAT(logits.dtype, T, both(logits.as<T>(), labels.as<int64_t>(), n, stride, vocab, loss, scale, losses.as<float>()))
+    const Arguments<BOTH, double> a(call);
+    check(call, a.labels.as<int64_t>(), a.n, a.vocab);
+    if (!a.n) return;
+    MC_FOR_FLOAT(a.logits.dtype, T, both(a.logits.as<T>(), a.labels.as<int64_t>(), a.n, a.stride, a.vocab, a.loss, a.scale,
+                                         a.losses.as<float>()))
 }
 
 MC_KERNEL(cross_entropy_backward) {
-    const Array logits = call.in("logits", FLOATS);
-    if (logits.shape.rank != 2) call.refuse("logits: %d dimensions; wanted 2", logits.shape.rank);
-    const int64_t n = logits.shape.at[0], vocab = logits.shape.at[1];
-    const Array labels = call.in("labels", I64, Shape{n});
-    const Array lse = call.in("lse", F32, Shape{n});
-    const Array grad = call.in("grad", F32, Shape{});
-    const Loss loss{call.real("smoothing"), call.real("z")};
-    const Array out = call.out("out", logits.dtype, logits.shape);
-    call.ready();
-    check(call, labels.as<int64_t>(), n, vocab);
-    if (!n) return;
-    MC_FOR_FLOAT(logits.dtype, T, backward(logits.as<const T>(), labels.as<int64_t>(), lse.as<float>(), *grad.as<float>(),
-                                           out.as<T>(), n, vocab, loss))
+    const Arguments<BACKWARD, double> a(call);
+    check(call, a.labels.as<int64_t>(), a.n, a.vocab);
+    if (!a.n) return;
+    MC_FOR_FLOAT(a.logits.dtype, T, backward(a.logits.as<const T>(), a.labels.as<int64_t>(), a.lse.as<float>(), *a.grad.as<float>(),
+                                             a.out.as<T>(), a.n, a.vocab, a.loss))
 }
 
 // The sum of the rows' losses, in one order whatever the threads.

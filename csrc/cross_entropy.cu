@@ -1,17 +1,13 @@
 // Cross entropy of rows of logits (n, stride), of which the first `vocab` columns count: forward, backward, and both in one go with
 // the gradient over the logits. One block a row: it is read once with a running maximum, and where the gradient is wanted read again
 // from its end (what was read last is still in the second-level cache) and written: 4 bytes an element of bf16 in all.
-//
-//     loss_i = lse - (1 - smoothing) x[label] - smoothing / vocab * sum_j x[j] + z lse^2,   lse = log sum_j exp x[j]
-//     dloss_i / dx[j] = exp(x[j] - lse) (1 + 2 z lse) - smoothing / vocab - (1 - smoothing) [j = label]
-//
-// A label of -100 gives zero for both. Any other label outside of the vocabulary is never read at: it gives a loss that is NaN.
+// A label outside of the vocabulary is never read at: it gives a loss that is NaN.
 #include "cuda.h"
+
+#include "cross_entropy.h"
 
 namespace {
 
-constexpr int64_t IGNORE = -100;
-constexpr float LOWEST = -3.402823466e38f;  // not -inf: the difference of two infinities is no number
 template <class T>
 constexpr int UNROLL = sizeof(T) == 4 ? 2 : 4;  // packs of a thread in flight: 64 bytes, and no register too many for 1024 threads
 
@@ -130,18 +126,14 @@ __device__ void write(const T* x, T* y, int64_t vocab, float base, float factor,
     if (t < cut.head) one(t);
 }
 
-struct Loss {
-    float smoothing, z;
-};
-
-__device__ __forceinline__ float loss_of(const Row& row, float lse, float label, int64_t vocab, Loss loss) {
+__device__ __forceinline__ float loss_of(const Row& row, float lse, float label, int64_t vocab, Loss<float> loss) {
     const float smooth = loss.smoothing != 0.0f ? loss.smoothing * (row.logits / vocab) : 0.0f;
     return (lse - label) + (loss.smoothing != 0.0f ? loss.smoothing * label : 0.0f) - smooth + loss.z * lse * lse;
 }
 
 // BOTH: the gradient goes over the logits.
 template <class T, bool BOTH>
-__global__ void __launch_bounds__(1024) forward(T* logits, const int64_t* labels, int64_t n, int64_t stride, int64_t vocab, Loss loss,
+__global__ void __launch_bounds__(1024) forward(T* logits, const int64_t* labels, int64_t n, int64_t stride, int64_t vocab, Loss<float> loss,
                                                 float scale, float* losses, float* lses) {
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         T* x = logits + i * stride;
@@ -174,7 +166,7 @@ __global__ void __launch_bounds__(1024) forward(T* logits, const int64_t* labels
 
 template <class T>
 __global__ void __launch_bounds__(1024) backward(const T* logits, const int64_t* labels, const float* lses, const float* grad, T* out,
-                                                 int64_t n, int64_t vocab, Loss loss) {
+                                                 int64_t n, int64_t vocab, Loss<float> loss) {
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         const T* x = logits + i * vocab;
         T* y = out + i * vocab;
@@ -227,51 +219,27 @@ unsigned blocks_for(int64_t n) { return static_cast<unsigned>(n < (1 << 30) ? n 
 }  // namespace
 
 MC_KERNEL(cross_entropy) {
-    const Array logits = call.in("logits", FLOATS);
-    if (logits.shape.rank != 2) call.refuse("logits: %d dimensions; wanted 2", logits.shape.rank);
-    const int64_t n = logits.shape.at[0], stride = logits.shape.at[1];
-    const Array labels = call.in("labels", I64, Shape{n});
-    const int64_t vocab = call.integer("vocab", n ? 1 : 0, stride);
-    const Loss loss{static_cast<float>(call.real("smoothing")), static_cast<float>(call.real("z"))};
-    const Array losses = call.out("losses", F32, Shape{n});
-    const Array lse = call.maybe_out("lse", F32, Shape{n});
-    call.ready();
-    if (!n) return;
+    const Arguments<FORWARD, float> a(call);
+    if (!a.n) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(logits.dtype, T, forward<T, false><<<blocks_for(n), threads_for(vocab), 0, stream>>>(
-        logits.as<T>(), labels.as<int64_t>(), n, stride, vocab, loss, 1.0f, losses.as<float>(), lse.as<float>()))
+    MC_FOR_FLOAT(a.logits.dtype, T, forward<T, false><<<blocks_for(a.n), threads_for(a.vocab), 0, stream>>>(
+        a.logits.as<T>(), a.labels.as<int64_t>(), a.n, a.stride, a.vocab, a.loss, 1.0f, a.losses.as<float>(), a.lse.as<float>()))
 }
 
 MC_KERNEL(cross_entropy_both) {
-    const Array logits = call.inout("logits", FLOATS);
-    if (logits.shape.rank != 2) call.refuse("logits: %d dimensions; wanted 2", logits.shape.rank);
-    const int64_t n = logits.shape.at[0], stride = logits.shape.at[1];
-    const Array labels = call.in("labels", I64, Shape{n});
-    const int64_t vocab = call.integer("vocab", n ? 1 : 0, stride);
-    const Loss loss{static_cast<float>(call.real("smoothing")), static_cast<float>(call.real("z"))};
-    const float scale = static_cast<float>(call.real("scale"));
-    const Array losses = call.out("losses", F32, Shape{n});
-    call.ready();
-    if (!n) return;
+    const Arguments<BOTH, float> a(call);
+    if (!a.n) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(logits.dtype, T, forward<T, true><<<blocks_for(n), threads_for(vocab), 0, stream>>>(
-        logits.as<T>(), labels.as<int64_t>(), n, stride, vocab, loss, scale, losses.as<float>(), nullptr))
+    MC_FOR_FLOAT(a.logits.dtype, T, forward<T, true><<<blocks_for(a.n), threads_for(a.vocab), 0, stream>>>(
+        a.logits.as<T>(), a.labels.as<int64_t>(), a.n, a.stride, a.vocab, a.loss, a.scale, a.losses.as<float>(), nullptr))
 }
 
 MC_KERNEL(cross_entropy_backward) {
-    const Array logits = call.in("logits", FLOATS);
-    if (logits.shape.rank != 2) call.refuse("logits: %d dimensions; wanted 2", logits.shape.rank);
-    const int64_t n = logits.shape.at[0], vocab = logits.shape.at[1];
-    const Array labels = call.in("labels", I64, Shape{n});
-    const Array lse = call.in("lse", F32, Shape{n});
-    const Array grad = call.in("grad", F32, Shape{});
-    const Loss loss{static_cast<float>(call.real("smoothing")), static_cast<float>(call.real("z"))};
-    const Array out = call.out("out", logits.dtype, logits.shape);
-    call.ready();
-    if (!n) return;
+    const Arguments<BACKWARD, float> a(call);
+    if (!a.n) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(logits.dtype, T, backward<T><<<blocks_for(n), threads_for(vocab), 0, stream>>>(
-        logits.as<T>(), labels.as<int64_t>(), lse.as<float>(), grad.as<float>(), out.as<T>(), n, vocab, loss))
+    MC_FOR_FLOAT(a.logits.dtype, T, backward<T><<<blocks_for(a.n), threads_for(a.vocab), 0, stream>>>(
+        a.logits.as<T>(), a.labels.as<int64_t>(), a.lse.as<float>(), a.grad.as<float>(), a.out.as<T>(), a.n, a.vocab, a.loss))
 }
 
 // The sum of the rows' losses, in one order.

@@ -1,27 +1,15 @@
 // Weights in 4 bits (NF4) and 8 bits: quantise, dequantise, and the product with a few rows of activations, which reads the codes
-// themselves. codes (.. cols/2) hold the earlier weight of a pair in the high half of a byte; scales (.. cols/64) are fp32. For
-// int8, codes (.. cols) and scales (..). A row is never shared between threads, so their number changes nothing.
+// themselves. A row is never shared between threads, so their number changes nothing.
 #include "quantize.h"
 
 #include "simd.h"
 
 namespace {
 
-constexpr int FEW = 8;  // rows of activations that a product takes
-
 struct Rows {
     int64_t rows, cols, bytes, groups;  // of a matrix in NF4
     Rows(const Shape& shape, int64_t cols) : rows(shape.rows()), cols(cols), bytes((cols + 1) / 2), groups((cols + GROUP - 1) / GROUP) {}
 };
-
-Shape ending(Shape shape, int64_t last) {
-    shape.at[shape.rank - 1] = last;
-    return shape;
-}
-Shape without_last(Shape shape) {
-    shape.rank--;
-    return shape;
-}
 
 // ---- NF4
 
@@ -226,57 +214,29 @@ template <int N>
 struct Number {
     static constexpr int value = N;
 };
-template <int N = FEW, class F>
+template <int N = Product::FEW, class F>
 void with_constant(int64_t n, F f) {  // f(Number<n>), 1 <= n <= N
     if constexpr (N > 1)
         if (n < N) return with_constant<N - 1>(n, f);
     f(Number<N>{});
 }
 
-// the arguments that the products share, and their shapes
-struct Product {
-    Array x, codes, scales, bias, y;
-    int64_t n, rows, cols;
-    Product(Call& call, bool four) {
-        x = call.in("x", F32);
-        if (x.shape.rank != 2 || x.shape.at[0] > FEW) call.refuse("x: wanted (n, cols), n at most %d", FEW);
-        n = x.shape.at[0], cols = x.shape.at[1];
-        codes = call.in("codes", four ? U8 : I8);
-        const int64_t bytes = four ? (cols + 1) / 2 : cols;
-        if (codes.shape.rank != 2 || codes.shape.at[1] != bytes) call.refuse("codes: wanted (rows, %lld)", static_cast<long long>(bytes));
-        rows = codes.shape.at[0];
-        scales = call.in("scales", F32, four ? Shape{rows, (cols + GROUP - 1) / GROUP} : Shape{rows});
-        bias = call.maybe("bias", F32, Shape{rows});
-        y = call.out("y", F32, Shape{n, rows});
-        call.ready();
-    }
-};
-
 }  // namespace
 
 MC_KERNEL(quantize_nf4) {
-    const Array x = call.in("x", FLOATS);
-    if (!x.shape.rank) call.refuse("x: a number; wanted a tensor");
-    const Rows m(x.shape, x.shape.last());
-    const Array codes = call.out("codes", U8, ending(x.shape, m.bytes));
-    const Array scales = call.out("scales", F32, ending(x.shape, m.groups));
-    call.ready();
-    MC_FOR_FLOAT(x.dtype, T, quantize_all(m, x.as<T>(), codes.as<uint8_t>(), scales.as<float>()))
+    const Quantize a(call, true);
+    const Rows m(a.x.shape, a.x.shape.last());
+    MC_FOR_FLOAT(a.x.dtype, T, quantize_all(m, a.x.as<T>(), a.codes.as<uint8_t>(), a.scales.as<float>()))
 }
 
 MC_KERNEL(dequantize_nf4) {
-    const Array codes = call.in("codes", U8);
-    const int64_t cols = call.integer("cols", 0, INT64_MAX / 4);
-    if (!codes.shape.rank || codes.shape.last() != (cols + 1) / 2) call.refuse("codes: wanted (.., cols / 2), rounded up");
-    const Rows m(codes.shape, cols);
-    const Array scales = call.in("scales", F32, ending(codes.shape, m.groups));
-    const Array y = call.out("y", FLOATS, ending(codes.shape, cols));
-    call.ready();
-    MC_FOR_FLOAT(y.dtype, T, dequantize_all(m, codes.as<uint8_t>(), scales.as<float>(), y.as<T>()))
+    const Dequantize a(call, true);
+    const Rows m(a.y.shape, a.y.shape.last());
+    MC_FOR_FLOAT(a.y.dtype, T, dequantize_all(m, a.codes.as<uint8_t>(), a.scales.as<float>(), a.y.as<T>()))
 }
 
 MC_KERNEL(product_nf4) {
-    const Product p(call, true);
+    const Product p(call, true, F32);
     const Rows m(Shape{p.rows, p.cols}, p.cols);
     if (p.n)
         with_constant(p.n, [&](auto n) {
@@ -285,26 +245,19 @@ MC_KERNEL(product_nf4) {
 }
 
 MC_KERNEL(quantize_int8) {
-    const Array x = call.in("x", FLOATS);
-    if (!x.shape.rank) call.refuse("x: a number; wanted a tensor");
-    const Array codes = call.out("codes", I8, x.shape);
-    const Array scales = call.out("scales", F32, without_last(x.shape));
-    call.ready();
-    MC_FOR_FLOAT(x.dtype, T, quantize_rows(x.as<T>(), codes.as<int8_t>(), scales.as<float>(), x.shape.rows(), x.shape.last()))
+    const Quantize a(call, false);
+    const Shape& shape = a.x.shape;
+    MC_FOR_FLOAT(a.x.dtype, T, quantize_rows(a.x.as<T>(), a.codes.as<int8_t>(), a.scales.as<float>(), shape.rows(), shape.last()))
 }
 
 MC_KERNEL(dequantize_int8) {
-    const Array codes = call.in("codes", I8);
-    if (!codes.shape.rank) call.refuse("codes: a number; wanted a tensor");
-    const Array scales = call.in("scales", F32, without_last(codes.shape));
-    const Array y = call.out("y", FLOATS, codes.shape);
-    call.ready();
-    MC_FOR_FLOAT(y.dtype, T,
-        dequantize_rows(codes.as<int8_t>(), scales.as<float>(), y.as<T>(), codes.shape.rows(), codes.shape.last()))
+    const Dequantize a(call, false);
+    const Shape& shape = a.y.shape;
+    MC_FOR_FLOAT(a.y.dtype, T, dequantize_rows(a.codes.as<int8_t>(), a.scales.as<float>(), a.y.as<T>(), shape.rows(), shape.last()))
 }
 
 MC_KERNEL(product_int8) {
-    const Product p(call, false);
+    const Product p(call, false, F32);
     if (p.n)
         with_constant(p.n, [&](auto n) {
             product<decltype(n)::value>(

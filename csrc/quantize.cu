@@ -1,6 +1,5 @@
 // Weights in 4 bits (NF4) and 8 bits: quantise, dequantise, and the product with a few rows of activations, which reads the codes
-// themselves. codes (.. cols/2) hold the earlier weight of a pair in the high half of a byte; scales (.. cols/64) are fp32. For
-// int8, codes (.. cols) and scales (..). Bytes and scales are the CPU's to the bit: divisions are IEEE's.
+// themselves. Bytes and scales are the CPU's to the bit: divisions are IEEE's.
 #include <type_traits>
 
 #include "cuda.h"
@@ -9,7 +8,6 @@
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int FEW = 8;     // rows of activations that a product takes
 constexpr int TILE = 4;    // rows of the weight that a block of a product does at once: they share what is read of x
 constexpr int WARPS = 4;   // of that block, which share the columns
 
@@ -307,15 +305,6 @@ product(const T* __restrict__ x, const uint8_t* __restrict__ codes, const float*
     }
 }
 
-Shape ending(Shape shape, int64_t last) {
-    shape.at[shape.rank - 1] = last;
-    return shape;
-}
-Shape without_last(Shape shape) {
-    shape.rank--;
-    return shape;
-}
-
 struct Matrix {  // rows whose groups need no filling are one row
     int64_t rows, cols;
     Matrix(const Shape& shape, int64_t cols) : rows(shape.rows()), cols(cols) {
@@ -331,26 +320,17 @@ dim3 grid2(int64_t items, int64_t rows) {
 }
 
 template <class Format>
-void run_product(Call& call, uint32_t kind) {
-    const Array x = call.in("x", FLOATS);
-    if (x.shape.rank != 2 || x.shape.at[0] > FEW) call.refuse("x: wanted (n, cols), n at most %d", FEW);
-    const int n = static_cast<int>(x.shape.at[0]);
-    const int64_t cols = x.shape.at[1], bytes = Format::TABLE ? (cols + 1) / 2 : cols;
-    const Array codes = call.in("codes", kind);
-    if (codes.shape.rank != 2 || codes.shape.at[1] != bytes) call.refuse("codes: wanted (rows, %lld)", static_cast<long long>(bytes));
-    const int64_t rows = codes.shape.at[0];
-    const Array scales = call.in("scales", F32, Format::TABLE ? Shape{rows, (cols + GROUP - 1) / GROUP} : Shape{rows});
-    const Array bias = call.maybe("bias", x.dtype, Shape{rows});
-    const Array y = call.out("y", x.dtype, Shape{n, rows});
-    call.ready();
-    if (!n || !rows) return;
-    const bool vector = cols % 8 == 0 && x.aligned() && codes.aligned(sizeof(typename Format::Codes));
-    const int blocks = grid((rows + TILE - 1) / TILE, 1, 64);
+void run_product(Call& call) {
+    const Product p(call, Format::TABLE, FLOATS);
+    if (!p.n || !p.rows) return;
+    const int n = static_cast<int>(p.n);
+    const bool vector = p.cols % 8 == 0 && p.x.aligned() && p.codes.aligned(sizeof(typename Format::Codes));
+    const int blocks = grid((p.rows + TILE - 1) / TILE, 1, 64);
     const auto stream = static_cast<cudaStream_t>(call.stream);
 #define MC_PRODUCT(N, VECTOR)                                                                                                     \
     product<Format, T, N, VECTOR><<<blocks, WARPS * 32, 0, stream>>>(                                                             \
-        x.as<T>(), codes.as<uint8_t>(), scales.as<float>(), bias.as<T>(), y.as<T>(), n, rows, cols)
-    MC_FOR_FLOAT(x.dtype, T, {
+        p.x.as<T>(), p.codes.as<uint8_t>(), p.scales.as<float>(), p.bias.as<T>(), p.y.as<T>(), n, p.rows, p.cols)
+    MC_FOR_FLOAT(p.x.dtype, T, {
         if (!vector)
             MC_PRODUCT(8, false);
         else if (n == 1)
@@ -368,74 +348,58 @@ void run_product(Call& call, uint32_t kind) {
 }  // namespace
 
 MC_KERNEL(quantize_nf4) {
-    const Array x = call.in("x", FLOATS);
-    if (!x.shape.rank) call.refuse("x: a number; wanted a tensor");
-    const int64_t last = x.shape.last();
-    const Array codes = call.out("codes", U8, ending(x.shape, (last + 1) / 2));
-    const Array scales = call.out("scales", F32, ending(x.shape, (last + GROUP - 1) / GROUP));
-    call.ready();
-    const Matrix m(x.shape, last);
+    const Quantize a(call, true);
+    const Matrix m(a.x.shape, a.x.shape.last());
     if (!m.rows || !m.cols) return;
-    const bool packs = x.aligned() && (m.rows == 1 || m.cols % 8 == 0), words = codes.aligned(4) && (m.rows == 1 || m.cols % 8 == 0);
+    const bool even = m.rows == 1 || m.cols % 8 == 0, packs = a.x.aligned() && even, words = a.codes.aligned(4) && even;
     const int blocks = grid(m.rows * ((m.cols + GROUP - 1) / GROUP), THREADS / 8);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(x.dtype, T, MC_FOR_BOOL(packs, X, MC_FOR_BOOL(words, C,
-        quantize4<T, X, C><<<blocks, THREADS, 0, stream>>>(x.as<T>(), codes.as<uint8_t>(), scales.as<float>(), m.rows, m.cols))))
+    MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_BOOL(packs, X, MC_FOR_BOOL(words, C,
+        quantize4<T, X, C><<<blocks, THREADS, 0, stream>>>(a.x.as<T>(), a.codes.as<uint8_t>(), a.scales.as<float>(), m.rows, m.cols))))
 }
 
 MC_KERNEL(dequantize_nf4) {
-    const Array codes = call.in("codes", U8);
-    const int64_t cols = call.integer("cols", 0, INT64_MAX / 4);
-    if (!codes.shape.rank || codes.shape.last() != (cols + 1) / 2) call.refuse("codes: wanted (.., cols / 2), rounded up");
-    const Array scales = call.in("scales", F32, ending(codes.shape, (cols + GROUP - 1) / GROUP));
-    const Array y = call.out("y", FLOATS, ending(codes.shape, cols));
-    call.ready();
-    const Matrix m(codes.shape, cols);
+    const Dequantize a(call, true);
+    const Matrix m(a.y.shape, a.y.shape.last());
     if (!m.rows || !m.cols) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(y.dtype, T, {
+    MC_FOR_FLOAT(a.y.dtype, T, {
         constexpr int EACH = 16 / sizeof(T);
-        if (m.rows == 1 && y.aligned() && codes.aligned(EACH / 2))
-            dequantize4<T><<<grid(m.cols / EACH, THREADS), THREADS, 0, stream>>>(codes.as<uint8_t>(), scales.as<float>(), y.as<T>(), m.cols);
+        if (m.rows == 1 && a.y.aligned() && a.codes.aligned(EACH / 2))
+            dequantize4<T><<<grid(m.cols / EACH, THREADS), THREADS, 0, stream>>>(
+                a.codes.as<uint8_t>(), a.scales.as<float>(), a.y.as<T>(), m.cols);
         else
             dequantize4_any<T><<<grid2((m.cols + 1) / 2, m.rows), THREADS, 0, stream>>>(
-                codes.as<uint8_t>(), scales.as<float>(), y.as<T>(), m.rows, m.cols);
+                a.codes.as<uint8_t>(), a.scales.as<float>(), a.y.as<T>(), m.rows, m.cols);
     })
 }
 
-MC_KERNEL(product_nf4) { run_product<Nf4>(call, U8); }
+MC_KERNEL(product_nf4) { run_product<Nf4>(call); }
 
 MC_KERNEL(quantize_int8) {
-    const Array x = call.in("x", FLOATS);
-    if (!x.shape.rank) call.refuse("x: a number; wanted a tensor");
-    const Array codes = call.out("codes", I8, x.shape);
-    const Array scales = call.out("scales", F32, without_last(x.shape));
-    call.ready();
-    const int64_t rows = x.shape.rows(), cols = x.shape.last();
+    const Quantize a(call, false);
+    const int64_t rows = a.x.shape.rows(), cols = a.x.shape.last();
     if (!rows) return;
-    const bool packs = x.aligned() && codes.aligned(8) && (rows == 1 || cols % 8 == 0);
+    const bool packs = a.x.aligned() && a.codes.aligned(8) && (rows == 1 || cols % 8 == 0);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(x.dtype, T, MC_FOR_BOOL(packs, X,
-        quantize8<T, X><<<grid(rows, 1), THREADS, 0, stream>>>(x.as<T>(), codes.as<int8_t>(), scales.as<float>(), rows, cols)))
+    MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_BOOL(packs, X,
+        quantize8<T, X><<<grid(rows, 1), THREADS, 0, stream>>>(a.x.as<T>(), a.codes.as<int8_t>(), a.scales.as<float>(), rows, cols)))
 }
 
 MC_KERNEL(dequantize_int8) {
-    const Array codes = call.in("codes", I8);
-    if (!codes.shape.rank) call.refuse("codes: a number; wanted a tensor");
-    const Array scales = call.in("scales", F32, without_last(codes.shape));
-    const Array y = call.out("y", FLOATS, codes.shape);
-    call.ready();
-    const int64_t rows = codes.shape.rows(), cols = codes.shape.last();
+    const Dequantize a(call, false);
+    const int64_t rows = a.y.shape.rows(), cols = a.y.shape.last();
     if (!rows || !cols) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(y.dtype, T, {
+    MC_FOR_FLOAT(a.y.dtype, T, {
         constexpr int EACH = 16 / sizeof(T);
-        if (y.aligned() && codes.aligned(EACH) && cols % EACH == 0)
+        if (a.y.aligned() && a.codes.aligned(EACH) && cols % EACH == 0)
             dequantize8<T, true><<<grid2(cols / EACH, rows), THREADS, 0, stream>>>(
-                codes.as<int8_t>(), scales.as<float>(), y.as<T>(), rows, cols);
+                a.codes.as<int8_t>(), a.scales.as<float>(), a.y.as<T>(), rows, cols);
         else
-            dequantize8<T, false><<<grid2(cols, rows), THREADS, 0, stream>>>(codes.as<int8_t>(), scales.as<float>(), y.as<T>(), rows, cols);
+            dequantize8<T, false><<<grid2(cols, rows), THREADS, 0, stream>>>(
+                a.codes.as<int8_t>(), a.scales.as<float>(), a.y.as<T>(), rows, cols);
     })
 }
 
-MC_KERNEL(product_int8) { run_product<Int8>(call, I8); }
+MC_KERNEL(product_int8) { run_product<Int8>(call); }

@@ -1,6 +1,8 @@
-// What NF4 and int8 codes mean (modelcenter/ops/quantize.py has the formulas), for the CPU and the CUDA kernels alike.
+// What NF4 and int8 codes mean (modelcenter/ops/quantize.py has the formulas) and what their kernels are given, for the CPU and for
+// CUDA alike. Of weights (.. cols) there are in NF4 (`four`) codes (.. cols/2), the earlier weight of a pair in the high half of a byte,
+// and a scale in fp32 for each GROUP of a row; in int8 codes (.. cols) and scales (..).
 #pragma once
-#include <cstdint>
+#include "kernel.h"
 
 namespace {
 
@@ -22,5 +24,62 @@ constexpr float LOW = 0x1.020408p-28f;  // whether or not the compiler fuses the
         0x1.b913b2p-1f
 
 constexpr uint32_t ZERO_CODE = 7;  // what the half of a last byte that no weight uses holds
+
+// ---- arguments, read in the order in which Python gives them
+
+inline mc::Shape codes_of(mc::Shape weights, bool four) {
+    if (four) weights.at[weights.rank - 1] = (weights.last() + 1) / 2;
+    return weights;
+}
+inline mc::Shape scales_of(mc::Shape weights, bool four) {
+    if (four) weights.at[weights.rank - 1] = (weights.last() + GROUP - 1) / GROUP;
+    else weights.rank--;
+    return weights;
+}
+
+struct Quantize {
+    mc::Array x, codes, scales;
+    Quantize(mc::Call& call, bool four) {
+        x = call.in("x", mc::FLOATS);
+        if (!x.shape.rank) call.refuse("x: a number; wanted a tensor");
+        codes = call.out("codes", four ? mc::U8 : mc::I8, codes_of(x.shape, four));
+        scales = call.out("scales", mc::F32, scales_of(x.shape, four));
+        call.ready();
+    }
+};
+
+struct Dequantize {
+    mc::Array codes, scales, y;
+    Dequantize(mc::Call& call, bool four) {
+        codes = call.in("codes", four ? mc::U8 : mc::I8);
+        if (!codes.shape.rank) call.refuse("codes: a number; wanted a tensor");
+        mc::Shape weights = codes.shape;
+        if (four) weights.at[weights.rank - 1] = call.integer("cols", 0, INT64_MAX / 4);
+        if (!(codes.shape == codes_of(weights, four))) call.refuse("codes: wanted (.., cols / 2), rounded up");
+        scales = call.in("scales", mc::F32, scales_of(weights, four));
+        y = call.out("y", mc::FLOATS, weights);
+        call.ready();
+    }
+};
+
+// y (n rows) = x (n cols) @ W^T + bias
+struct Product {
+    static constexpr int FEW = 8;  // rows of activations, at most
+    mc::Array x, codes, scales, bias, y;
+    int64_t n, rows, cols;
+    Product(mc::Call& call, bool four, uint32_t dtypes) {
+        x = call.in("x", dtypes);
+        if (x.shape.rank != 2 || x.shape.at[0] > FEW) call.refuse("x: wanted (n, cols), n at most %d", FEW);
+        n = x.shape.at[0], cols = x.shape.at[1];
+        codes = call.in("codes", four ? mc::U8 : mc::I8);
+        const int64_t bytes = codes_of(x.shape, four).last();
+        if (codes.shape.rank != 2 || codes.shape.at[1] != bytes) call.refuse("codes: wanted (rows, %lld)", static_cast<long long>(bytes));
+        rows = codes.shape.at[0];
+        scales = call.in("scales", mc::F32, scales_of(mc::Shape{rows, cols}, four));
+        bias = call.maybe("bias", x.dtype, mc::Shape{rows});
+        y = call.out("y", x.dtype, mc::Shape{n, rows});
+        call.ready();
+    }
+};
 
 }  // namespace

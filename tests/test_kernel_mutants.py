@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant("one-past-the-table", "embedding.cpp", """    for (int64_t i = 0; i < n; i++)
         if (at[i] < 0 || at[i] >= vocab)""", """    for (int64_t i = 0; i < n; i++)
         if (at[i] < 0 || at[i] > vocab)""", "test_embedding.py::test_an_id_outside_is_refused_on_the_cpu[40]", "Failed"),
-    Mutant("no-label-is-ignored", "cross_entropy.cpp", "constexpr int64_t IGNORE = -100;", "constexpr int64_t IGNORE = -1;",
+    Mutant("no-label-is-ignored", "cross_entropy.h", "constexpr int64_t IGNORE = -100;", "constexpr int64_t IGNORE = -1;",
            exact("cross_entropy"), "ValueError"),
     Mutant("half-of-the-z-loss", "cross_entropy.cpp", "grad * (1 + 2 * loss.z * lse[i])", "grad * (1 + loss.z * lse[i])",
            exact("cross_entropy")),
