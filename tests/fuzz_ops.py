@@ -23,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -199,6 +200,24 @@ def of_attention(rng: random.Random, device: str) -> tuple[Any, ...]:
     return q, k, v, mask, *lengths, 1 / math.sqrt(d), rng.random() < 0.5, seed, 0.0 if seed is None else rng.choice((0.1, 0.5, 1.0))
 
 
+def of_relative_attention(rng: random.Random, device: str) -> tuple[Any, ...]:
+    dtype, b, h = rng.choice(LOW), rng.choice((1, 1, 2)), rng.choice((1, 1, 2, 3))
+    s, t, d = rng.choice(SIZES[:20]), rng.choice(SIZES), rng.choice((8, 16, 24, 40, 64, 64, 80, 96, 120, 128))
+    longest_q, longest_k, lengths = s, t, [None, None]
+    if rng.random() < 0.4:
+        parts = [(rng.choice((0, 1, 8, 30, 70)), rng.choice((0, 1, 9, 64, 130))) for _ in range(rng.randrange(1, 5))]
+        b, (s, t), (longest_q, longest_k) = 1, map(sum, zip(*parts, strict=True)), map(max, zip(*parts, strict=True))
+        lengths = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in zip(*parts, strict=True)]
+    if max(s, t) >= 1 << 15:
+        raise Unfit  # a square of scores, in the reference
+    kind = torch.float32 if rng.random() < 0.95 else rng.choice(LOW)
+    bias = numbers(rng, device, kind, h, max(0, longest_q + longest_k - 1)) if rng.random() < 0.8 else None
+    seen = torch.rand(b, t, device=device) < rng.choice((0.9, 0.5, 0.0)) if rng.random() < 0.3 else None
+    seed, p = (draw(torch.device(device)), rng.choice((0.1, 0.5, 1.0))) if rng.random() < 0.4 else (None, 0.0)
+    q, k, v = (numbers(rng, device, dtype, b, n, h, d) for n in (s, t, t))
+    return q, k, v, bias, seen, *lengths, longest_q, longest_k, 1 / math.sqrt(d), rng.random() < 0.5, seed, p
+
+
 def linear(kind: str) -> Maker:
     def make(rng: random.Random, device: str) -> tuple[Any, ...]:
         cols, dtype = rng.choice(WIDTHS[1:]), rng.choice(DTYPES)
@@ -214,7 +233,8 @@ def linear(kind: str) -> Maker:
 MAKERS: dict[str, Maker] = {
     "attention": of_attention, "cross_entropy": of_cross_entropy, "dropout": of_dropout, "embedding": of_embedding,
     "linear_cross_entropy": of_linear_cross_entropy, "linear_int8": linear("int8"), "linear_nf4": linear("nf4"),
-    "rotary": of_rotary, "rms_norm": norm(False, False), "add_rms_norm": norm(False, True),
+    "relative_attention": of_relative_attention, "rotary": of_rotary,
+    "rms_norm": norm(False, False), "add_rms_norm": norm(False, True),
     "layer_norm": norm(True, False), "add_layer_norm": norm(True, True),
     **dict.fromkeys(("gelu", "gelu_tanh", "gelu_cut", "relu", "silu"), activation),
     **dict.fromkeys(("geglu", "geglu_tanh", "reglu", "swiglu"), gated),

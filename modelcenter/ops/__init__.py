@@ -9,6 +9,7 @@ from .embedding import embedding
 from .layer_norm import add_layer_norm, layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .quantize import dequantize_int8, dequantize_nf4, linear_int8, linear_nf4, quantize_int8, quantize_nf4
+from .relative_attention import relative_attention
 from .rms_norm import add_rms_norm, rms_norm
 from .rotary import rotary
 from .vocab_parallel import split, vocab_parallel_cross_entropy
@@ -17,5 +18,5 @@ __all__ = [
     "OPS", "Op", "add_layer_norm", "add_rms_norm", "attention", "cross_entropy", "dequantize_int8",
     "dequantize_nf4", "draw", "dropout", "embedding", "geglu", "geglu_tanh", "gelu", "gelu_cut", "gelu_tanh",
     "layer_norm", "linear_cross_entropy", "linear_int8", "linear_nf4", "op", "quantize_int8", "quantize_nf4",
-    "reglu", "relu", "rms_norm", "rotary", "silu", "split", "swiglu", "vocab_parallel_cross_entropy", "wide",
+    "reglu", "relative_attention", "relu", "rms_norm", "rotary", "silu", "split", "swiglu", "vocab_parallel_cross_entropy", "wide",
 ]  # fmt: skip

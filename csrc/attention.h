@@ -1,0 +1,321 @@
+// What the kernels of attention with a relative bias share (attention.cu forward, attention_backward.cu): which rows a block reads,
+// the bias, what is hidden, what is dropped.
+//
+// The bias is a function of the distance between key and query alone, a vector a head, so it is constant along the diagonals of a tile:
+// a block keeps the I + J - 1 values of its I x J tile in shared memory (`strip`), and of the 8 M N scores of a thread in a product of
+// 16 M x 8 N only 2 (2 M + N - 1) have one of their own, which is all that the loads cost.
+#pragma once
+#include "mma.h"
+#include "philox.h"
+
+namespace {
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr float LOG2E = 1.44269504088896341f;
+
+// A head of up to DIM channels, and how much of it a warp holds: 16 M rows, so that each matrix that it loads of the other side is used
+// M times, and of the other side ACROSS rows at a time. Chosen for the registers (255) and for shared memory (99 KiB at most, and up to
+// 64 channels the 64 KiB of Turing).
+template <int CHANNELS>
+struct Sizes {
+    static constexpr int DIM = CHANNELS, STRIDE = DIM + 8, TILES = DIM / 8;
+    struct Forward {
+        static constexpr int M = 2, ACROSS = DIM <= 96 ? 64 : 32;
+    };
+    struct OfKeys {  // two sums in registers
+        static constexpr int M = DIM <= 64 ? 2 : 1, ACROSS = 32;
+    };
+    struct OfQueries {
+        static constexpr int M = DIM <= 96 ? 2 : 1, ACROSS = 32;
+    };
+};
+
+// Whether the chip that is compiled for has the instructions and the shared memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+template <class T, class S>
+constexpr bool ABLE = std::is_same_v<T, fp16> && S::DIM <= 64;
+#else
+template <class T, class S>
+constexpr bool ABLE = true;
+#endif
+
+// Positions within a sequence are 32 bits: a bias has one number for each distance. Elements are counted in 64.
+struct Problem {
+    const void *q, *k, *v;
+    int64_t batch, s, t, heads, sequences, span, longest_q, longest_k;
+    int32_t dim;
+    const float* bias;  // (heads, longest_q + longest_k - 1), or null
+    const uint8_t* seen;  // (batch, t), or null
+    const int32_t *ends_q, *ends_k;
+    const int64_t* seed;  // or null
+    uint32_t threshold;
+    float kept, scale;
+    bool causal;
+
+    __host__ __device__ int64_t distances() const { return longest_q + longest_k ? longest_q + longest_k - 1 : 0; }
+};
+
+// One sequence of one head.
+struct Sequence {
+    int64_t q0, k0;  // the first of its rows in q and in k
+    int64_t row;     // of b h s, the first
+    int32_t s, t, head, dim;
+    int64_t step;    // elements from a row to the next
+    bool causal;
+
+    __device__ Sequence(const Problem& p, int64_t sequence, int64_t at_head) {
+        const int64_t batch = p.ends_q ? 0 : sequence;
+        int64_t first_q = 0, first_k = 0, last_q = p.s, last_k = p.t;
+        if (p.ends_q) {  // what the tensors do not have is cut
+            first_q = within(p.ends_q[sequence], 0, p.s), last_q = within(p.ends_q[sequence + 1], first_q, p.s);
+            first_k = within(p.ends_k[sequence], 0, p.t), last_k = within(p.ends_k[sequence + 1], first_k, p.t);
+        }
+        q0 = batch * p.s + first_q, k0 = batch * p.t + first_k;
+        row = (batch * p.heads + at_head) * p.s + first_q;
+        s = static_cast<int32_t>(last_q - first_q), t = static_cast<int32_t>(last_k - first_k);
+        head = static_cast<int32_t>(at_head), dim = p.dim, step = p.heads * p.dim, causal = p.causal;
+    }
+    static __device__ int64_t within(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+    template <class T>
+    __device__ T* queries(T* of) const {
+        return of + q0 * step + int64_t{head} * dim;
+    }
+    template <class T>
+    __device__ T* keys(T* of) const {
+        return of + k0 * step + int64_t{head} * dim;
+    }
+    // Query i sees the keys before this one: the queries are the last s of t positions.
+    __device__ int32_t limit(int32_t i) const {
+        const int32_t most = i + 1 + t - s;
+        return causal && most < t ? most : t;
+    }
+};
+
+// ---- from global to shared memory
+
+// Rows [first, first + ROWS) of a head, zeros for those past the last and for channels past `dim`.
+template <int ROWS, class S, class T>
+__device__ __forceinline__ void load_rows(T* to, const T* from, const Sequence& of, int32_t first, int32_t rows) {
+    constexpr int PACKS = S::DIM / 8;
+    const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
+    for (int at = static_cast<int>(threadIdx.x); at < ROWS * PACKS; at += THREADS) {
+        const int row = at / PACKS, channel = at % PACKS * 8;
+        const bool there = first + row < rows && channel < of.dim;
+        const T* pack = from + (there ? (int64_t{first} + row) * of.step + channel : 0);
+        T* place = to + row * S::STRIDE + channel;
+        if (aligned) {
+            copy16(reinterpret_cast<uint4*>(place), pack, there);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) place[i] = there ? pack[i] : from_float<T>(0.0f);
+        }
+    }
+}
+
+// The bias of queries [i, i + I) and keys [j, j + J): strip[key - query + I - 1].
+template <int I, int J>
+__device__ __forceinline__ void load_strip(float* strip, const Problem& p, const Sequence& of, int32_t i, int32_t j) {
+    if (!p.bias) return;  // it holds zeros
+    const int64_t first = p.longest_k - of.t + of.s - I + int64_t{j} - i, distances = p.distances();
+    for (int at = static_cast<int>(threadIdx.x); at < I + J - 1; at += THREADS) {
+        const bool there = first + at >= 0 && first + at < distances;
+        copy4(strip + at, p.bias + (there ? of.head * distances + first + at : 0), there);
+    }
+}
+
+// Numbers of rows [first, first + ROWS), zeros past the last.
+template <int ROWS>
+__device__ __forceinline__ void load_numbers(float* to, const float* from, int32_t first, int32_t rows) {
+    for (int at = static_cast<int>(threadIdx.x); at < ROWS; at += THREADS)
+        copy4(to + at, from + (first + at < rows ? first + at : 0), first + at < rows);
+}
+
+__device__ __forceinline__ void zero(float* x, int count) {
+    for (int at = static_cast<int>(threadIdx.x); at < count; at += THREADS) x[at] = 0.0f;
+}
+
+// ---- what becomes of a tile's products. This thread's element e of x[m][n] is in row 16 m + e / 2 * 8 + g and column 8 n + 2 c + e % 2.
+
+__device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
+__device__ __forceinline__ int g() { return lane() / 4; }
+__device__ __forceinline__ int c() { return lane() % 4; }
+
+template <int M, int N, class F>
+__device__ __forceinline__ void each(F f) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) f(m, n, e);
+}
+
+// Scores in units of log 2, for softmax is then a power of two: x scale + bias. Rows are queries, or KEYS: `strip` goes the other way.
+template <bool KEYS, int M, int N>
+__device__ __forceinline__ void score(float (&x)[M][N][4], const float* strip, float scale) {
+    const int first = warp() * 16 * M + g() - 2 * c();
+    const float* at = KEYS ? strip + 8 * N - 1 + first : strip + 16 * M * WARPS - 1 - first;
+    each<M, N>([&](int m, int n, int e) {
+        const int ahead = 16 * m + e / 2 * 8 - 8 * n - e % 2;
+        x[m][n][e] = x[m][n][e] * scale + at[KEYS ? ahead : -ahead] * LOG2E;
+    });
+}
+
+// Which of the keys [key, key + 8) a row of b h s keeps, as bits; key is a multiple of 8, so they are one counter.
+__device__ __forceinline__ uint32_t eight(const Problem& p, uint64_t seed, int64_t row, int32_t key) {
+    const Words words = philox((static_cast<uint64_t>(row) * p.span + key) / 8, seed);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) bits |= static_cast<uint32_t>(kept(words, i, p.threshold)) << i;
+    return bits;
+}
+
+// f(m, n, e, kept) for every element. A counter is 8 keys of one row: each lane makes one of the 32 of four blocks of 8 x 8 and the
+// others ask it for theirs. `row`: the first query of b h s, of the warp's rows or, where rows are KEYS, of the columns; `key` likewise.
+template <bool KEYS, int M, int N, class F>
+__device__ __forceinline__ void each_kept(const Problem& p, int64_t row, int32_t key, F f) {
+    if (!p.seed) return each<M, N>([&](int m, int n, int e) { f(m, n, e, true); });
+    const uint64_t seed = static_cast<uint64_t>(*p.seed);
+    constexpr int A = 2 * M;
+    static_assert(A * N % 4 == 0);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int block = 0; block < A * N; block++) {
+        const int a = KEYS ? block % A : block / N, n = KEYS ? block / A : block % N;
+        if (block % 4 == 0) {
+            const int mine = block + lane() / 8;
+            const int my_a = KEYS ? mine % A : mine / N, my_n = KEYS ? mine / A : mine % N;
+            bits = eight(p, seed, row + 8 * (KEYS ? my_n : my_a) + lane() % 8, key + 8 * (KEYS ? my_a : my_n));
+        }
+        if (KEYS) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const uint32_t all = __shfl_sync(0xFFFFFFFFu, bits, block % 4 * 8 + 2 * c() + e);
+                f(a / 2, n, a % 2 * 2 + e, (all >> g() & 1) != 0);
+            }
+        } else {
+            const uint32_t all = __shfl_sync(0xFFFFFFFFu, bits, block % 4 * 8 + g());
+#pragma unroll
+            for (int e = 0; e < 2; e++) f(a / 2, n, a % 2 * 2 + e, (all >> (2 * c() + e) & 1) != 0);
+        }
+    }
+}
+
+// ---- results: the warp's rows, times a number each, by way of its own rows of a tile that it has done with
+
+template <class S, int M, class T, class F>
+__device__ __forceinline__ void put_rows(T* to, T* tile, const float (&sums)[M][S::TILES][4], const Sequence& of, int32_t first,
+                                         int32_t rows, F factor) {
+    T* own = tile + warp() * 16 * M * S::STRIDE;
+    first += warp() * 16 * M;
+    __syncwarp();
+    each<M, S::TILES>([&](int m, int n, int e) {
+        if (e % 2) return;
+        const float times = factor(2 * m + e / 2);
+        *reinterpret_cast<uint32_t*>(own + (16 * m + e / 2 * 8 + g()) * S::STRIDE + 8 * n + 2 * c()) =
+            pack2<T>(sums[m][n][e] * times, sums[m][n][e + 1] * times);
+    });
+    __syncwarp();
+    constexpr int PACKS = S::DIM / 8;
+    for (int at = lane(); at < 16 * M * PACKS; at += 32) {
+        const int row = at / PACKS, channel = at % PACKS * 8;
+        if (first + row < rows && channel < of.dim)
+            *reinterpret_cast<uint4*>(to + (int64_t{first} + row) * of.step + channel) =
+                *reinterpret_cast<const uint4*>(own + row * S::STRIDE + channel);
+    }
+}
+
+// ---- arguments
+
+inline Problem read(Call& call, Array& q) {
+    q = call.in("q", F16 | BF16);
+    if (q.shape.rank != 4) call.refuse("q: %d dimensions; wanted 4", q.shape.rank);
+    const Array k = call.in("k", q.dtype);
+    if (k.shape.rank != 4) call.refuse("k: %d dimensions; wanted 4", k.shape.rank);
+    const Array v = call.in("v", q.dtype, k.shape);
+    Problem p{};
+    p.q = q.data, p.k = k.data, p.v = v.data;
+    p.batch = p.sequences = q.shape.at[0], p.s = q.shape.at[1], p.heads = q.shape.at[2], p.t = k.shape.at[1];
+    if (k.shape.at[0] != p.batch || k.shape.at[2] != p.heads || k.shape.at[3] != q.shape.at[3])
+        call.refuse("q and k differ in their batch, heads or head dim");
+    if (q.shape.at[3] % 8 || q.shape.at[3] > 128 || !q.shape.at[3]) call.refuse("heads of 8 to 128 channels, in eights");
+    p.dim = static_cast<int32_t>(q.shape.at[3]);
+    if (p.s >= int64_t{1} << 30 || p.t >= int64_t{1} << 30) call.refuse("a sequence has less than 2^30 positions");
+    const Array bias = call.maybe("bias", F32);
+    const Array seen = call.maybe("seen", BOOL, Shape{p.batch, p.t});
+    const Array ends_q = call.maybe("lengths_q", I32), ends_k = call.maybe("lengths_k", I32);
+    p.longest_q = call.integer("longest_q", 0, p.s), p.longest_k = call.integer("longest_k", 0, p.t);
+    if (bias && !(bias.shape == Shape{p.heads, p.distances()}))
+        call.refuse("bias: wanted (heads, longest_q + longest_k - 1), a number for each distance");
+    if (ends_q.given != ends_k.given) call.refuse("lengths_q and lengths_k go together");
+    if (ends_q) {
+        p.sequences = ends_q.shape.count() - 1;
+        if (p.batch != 1) call.refuse("packed sequences are one row; this is a batch of %lld", static_cast<long long>(p.batch));
+        if (p.sequences < 0 || !(ends_q.shape == Shape{p.sequences + 1}) || !(ends_k.shape == ends_q.shape))
+            call.refuse("lengths_q and lengths_k: one more than there are sequences, in both");
+    } else if (p.longest_q != p.s || p.longest_k != p.t) {
+        call.refuse("without lengths the longest sequences are all of q and of k");
+    }
+    p.bias = bias.as<float>(), p.seen = seen.as<uint8_t>();
+    p.ends_q = ends_q.as<int32_t>(), p.ends_k = ends_k.as<int32_t>();
+    p.scale = static_cast<float>(call.real("scale")) * LOG2E;
+    p.causal = call.flag("causal");
+    p.seed = call.maybe("seed", I64, Shape{1}).as<int64_t>();
+    const double rate = call.real("p");
+    if (!(rate >= 0 && rate <= 1)) call.refuse("p: wanted 0 to 1");
+    p.threshold = static_cast<uint32_t>(rate * 65536 + 0.5);
+    p.kept = !p.seed ? 1.0f : p.threshold >= 65536 ? 0.0f : 65536.0f / (65536 - p.threshold);
+    p.span = (p.longest_k + 127) / 128 * 128;
+    return p;
+}
+
+// Launches `kernel` with so much shared memory; what the chip cannot do is refused.
+template <class... P, class... A>
+void launch(Call& call, void (*kernel)(P...), int64_t blocks, size_t shared, A... args) {
+    int device = 0, most = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (static_cast<size_t>(most) < shared) call.refuse("%d bytes of shared memory on this chip; wanted %d", most, static_cast<int>(shared));
+    if (blocks > INT32_MAX) call.refuse("more than 2^31 blocks");
+    cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    kernel<<<static_cast<unsigned>(blocks), THREADS, shared, static_cast<cudaStream_t>(call.stream)>>>(args...);
+}
+
+// Turing multiplies fp16 alone.
+inline void check_chip(Call& call, const Array& q, const Problem& p) {
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (major < 8 && (q.dtype != F16 || p.dim > 64)) call.refuse("before compute capability 8.0: fp16 and heads of up to 64");
+}
+
+inline int64_t tiles(int64_t rows, int64_t each) { return (rows + each - 1) / each; }
+
+}  // namespace
+
+#define MC_FOR_SIZES(dim, S, ...)                              \
+    if (dim <= 48) {                                           \
+        using S = Sizes<48>;                                   \
+        __VA_ARGS__;                                           \
+    } else if (dim <= 64) {                                    \
+        using S = Sizes<64>;                                   \
+        __VA_ARGS__;                                           \
+    } else if (dim <= 80) {                                    \
+        using S = Sizes<80>;                                   \
+        __VA_ARGS__;                                           \
+    } else if (dim <= 96) {                                    \
+        using S = Sizes<96>;                                   \
+        __VA_ARGS__;                                           \
+    } else {                                                   \
+        using S = Sizes<128>;                                  \
+        __VA_ARGS__;                                           \
+    }
+#define MC_FOR_HALF(dtype, T, ...) \
+    if (dtype == mc::BF16) {       \
+        using T = bf16;            \
+        __VA_ARGS__;               \
+    } else {                       \
+        using T = fp16;            \
+        __VA_ARGS__;               \
+    }

@@ -1,0 +1,176 @@
+// Tensor cores and the way of their operands, by name: matrices of 8 x 8 out of shared memory, products of 16 x 8 x 16, and of those
+// the products of whole tiles. PTX ISA, "Matrix multiply-accumulate operations using mma instruction".
+//
+// Lane 4 g + c of a warp holds, of
+//   the left factor, 16 x 16:    rows g, g + 8, g, g + 8 in columns 2c, 2c, 2c + 8, 2c + 8, and the column after each
+//   the right factor, 16 x 8:    column g in rows 2c and 2c + 8, and the row after each
+//   the sum, 16 x 8:             row g in columns 2c, 2c + 1; row g + 8 in the same
+// so two sums side by side, rounded, are the left factor of a next product: what softmax makes of scores needs no shared memory.
+//
+// MC_EMULATED: the same on a processor (tests/emulate), element by element as PTX's tables place them.
+#pragma once
+#include "cuda.h"
+#include "ptx.h"
+
+namespace {
+
+#ifdef MC_EMULATED
+template <class T>
+uint32_t bits_of(T x) {
+    uint16_t bits;
+    static_assert(sizeof x == sizeof bits);
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+template <class T>
+float half_of(uint32_t both, int which) {
+    const auto bits = static_cast<uint16_t>(both >> 16 * which);
+    T x;
+    memcpy(&x, &bits, sizeof x);
+    return to_float(x);
+}
+#endif
+
+// Two numbers rounded, the first in the low half.
+template <class T>
+__device__ __forceinline__ uint32_t pack2(float first, float second) {
+#ifdef MC_EMULATED
+    return bits_of(from_float<T>(first)) | bits_of(from_float<T>(second)) << 16;
+#else
+    if constexpr (std::is_same_v<T, bf16>) {
+        const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+        return *reinterpret_cast<const uint32_t*>(&both);
+    } else {
+        const __half2 both = __floats2half2_rn(first, second);
+        return *reinterpret_cast<const uint32_t*>(&both);
+    }
+#endif
+}
+
+// 4 bytes into shared memory, or zeros; some time before `wait` (ptx.h)
+__device__ __forceinline__ void copy4(void* to, const void* from, bool exists) {
+#ifdef MC_EMULATED
+    emulate::copy_async(to, from, 4, exists ? 4 : 0);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from), "r"(exists ? 4 : 0) : "memory");
+#else
+    *static_cast<uint32_t*>(to) = exists ? *static_cast<const uint32_t*>(from) : 0;
+#endif
+}
+
+// Four matrices of 8 x 8; lane 8 i + r points to the 16 bytes of row r of matrix i. A lane gets two of row lane / 4, or TURNED of
+// column lane / 4, of each.
+template <bool TURNED>
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
+#ifdef MC_EMULATED
+    const uint16_t* rows[32];
+    emulate::exchange(&row, sizeof row, rows);
+    for (int i = 0; i < 4; i++) {
+        const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4 * 2;
+        if (reinterpret_cast<uintptr_t>(rows[8 * i + r]) % 16) __builtin_trap();  // as a GPU does
+        to[i] = TURNED ? rows[8 * i + c][r] | uint32_t{rows[8 * i + c + 1][r]} << 16
+                       : rows[8 * i + r][c] | uint32_t{rows[8 * i + r][c + 1]} << 16;
+    }
+    __syncwarp();  // what all have read may be written again
+#else
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    if (TURNED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(shared));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(shared));
+#endif
+}
+
+// sum += left * right. Turing has fp16 alone, and half as deep.
+template <class T>
+__device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t right1) {
+#ifdef MC_EMULATED
+    const uint32_t mine[6] = {left[0], left[1], left[2], left[3], right0, right1};
+    uint32_t all[32][6];
+    emulate::exchange(mine, sizeof mine, all);
+    for (int e = 0; e < 4; e++) {
+        const int row = threadIdx.x % 32 / 4 + e / 2 * 8, column = threadIdx.x % 4 * 2 + e % 2;
+        for (int k = 0; k < 16; k++)
+            sum[e] += half_of<T>(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) *
+                      half_of<T>(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+    }
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    if constexpr (std::is_same_v<T, bf16>)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                     : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                     : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
+#else
+    static_assert(std::is_same_v<T, fp16>, "no chip before sm_80 multiplies bf16");
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(left[0]), "r"(left[1]), "r"(right0));
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(left[2]), "r"(left[3]), "r"(right1));
+#endif
+}
+
+// ---- of those, products of tiles in shared memory, for one warp. A row of a tile is STRIDE elements long, 8 more than a multiple of
+// 16: eight rows of a matrix then lie in different banks.
+
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+// sums[m][n] += rows of a by rows of b: 16 M rows against 8 N, of DEPTH elements each
+template <class T, int DEPTH, int STRIDE, int M, int N>
+__device__ __forceinline__ void rows_by_rows(float (&sums)[M][N][4], const T* a, const T* b) {
+    static_assert(N % 2 == 0 && DEPTH % 16 == 0);
+    const T* from_a = a + lane() % 16 * STRIDE + lane() / 16 * 8;
+    const T* from_b = b + (lane() % 8 + lane() / 16 * 8) * STRIDE + lane() / 8 % 2 * 8;
+#pragma unroll
+    for (int d = 0; d < DEPTH; d += 16) {
+        uint32_t left[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) load_matrices<false>(left[m], from_a + m * 16 * STRIDE + d);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t right[4];
+            load_matrices<false>(right, from_b + n * 8 * STRIDE + d);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply<T>(sums[m][n], left[m], right[0], right[1]);
+                multiply<T>(sums[m][n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// sums += weights (16 M x 8 K, as a product left them) times the 8 K rows of b, of 8 N elements
+template <class T, int STRIDE, int M, int N, int K>
+__device__ __forceinline__ void weights_by_rows(float (&sums)[M][N][4], const float (&weights)[M][K][4], const T* b) {
+    static_assert(N % 2 == 0 && K % 2 == 0);
+    const T* from_b = b + lane() % 16 * STRIDE + lane() / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < K; k += 2) {
+        uint32_t left[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) left[m][i] = pack2<T>(weights[m][k + i / 2][i % 2 * 2], weights[m][k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t right[4];
+            load_matrices<true>(right, from_b + k * 8 * STRIDE + n * 8);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply<T>(sums[m][n], left[m], right[0], right[1]);
+                multiply<T>(sums[m][n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,158 @@
+"""Attention with a bias for each distance: softmax(q k^T scale + bias[key - query]) v, and the bias' gradient, in tiles that keep
+no score (FlashAttention-2, Dao, 2023). T5's learned buckets (Raffel et al., 2019) and ALiBi (Press et al., 2021) are such biases.
+
+Shapes: b batch, s queries, t keys, h heads, d head dim. q is b s h d, k and v are b t h d, as projections leave them. The queries
+are the last s of the t positions, and `causal` hides what lies behind each. `bias` (h by longest_q + longest_k - 1) has at key -
+query + longest_k - 1, positions so counted, what is added to that score. `seen` (b t, bool): keys that are there. `lengths_q` and
+`lengths_k` (n + 1 cumulative lengths from 0 to s and to t, int32, on the device of q) lay n sequences end to end in one row
+(b = 1): each sees itself alone; `longest_q` and `longest_k` are the longest ones' lengths, and s and t where there are no lengths.
+A row that sees nothing gives zero. With a seed, probabilities are dropped, numbered as attention.py says.
+
+On a GPU memory grows as s + t: the backward has beside the gradients one number a row and at most PARTS vectors a head. No model
+asks for this op yet: the kernels have run on a processor (tests/emulate) and on no GPU.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._op import Kernel, call, op, raw, wide
+from .attention import one
+from .dropout import draw, kept
+
+Lengths = Tensor | None
+PARTS = 256  # vectors that a head's bias gradient is first added up in: of as many blocks, however many queries there are
+ROWS = 128  # queries of a block
+TURING = 64  # channels of a head that fit into the shared memory of chips before Ampere
+
+
+def spread(bias: Tensor, s: int, t: int, longest_k: int) -> Tensor:
+    """The bias of each query and key (h s t): its row of query s - 1 - i begins i further on."""
+    if not s:
+        return bias[:, :0, None].expand(-1, 0, t)
+    return bias[:, longest_k - t : longest_k + s - 1].unfold(1, t, 1).flip(1)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
+    longest_q: int, longest_k: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+) -> Tensor:  # fmt: skip
+    ends_q = [0, q.shape[1]] if lengths_q is None else lengths_q.tolist()
+    ends_k = [0, k.shape[1]] if lengths_k is None else lengths_k.tolist()
+    span = -(-longest_k // 128) * 128
+    keep = kept(torch.Size((q.shape[0], q.shape[2], q.shape[1], span)), seed, p) if seed is not None else None
+    parts = [q[:, :0]]
+    for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        s, t = q1 - q0, k1 - k0
+        mask = None if bias is None else spread(wide(bias), s, t, longest_k)[None]
+        if seen is not None:
+            here = seen[:, None, None, k0:k1]
+            mask = here if mask is None else mask.masked_fill(~here, float("-inf"))
+        left = keep[:, :, q0:q1, :t] if keep is not None else None
+        parts.append(one(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], mask, scale, causal, left, p))
+    return torch.cat(parts, 1)
+
+
+ARGS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? seen, Tensor? lengths_q, Tensor? lengths_k, "
+    "SymInt longest_q, SymInt longest_k, float scale, bool causal, Tensor? seed, float p"
+)
+
+
+def dense(*args: Tensor | None) -> list[Tensor | None]:
+    return [a.contiguous() if a is not None else None for a in args]
+
+
+@raw(f"({ARGS}) -> (Tensor, Tensor)")
+def relative_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
+    longest_q: int, longest_k: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    given = dense(bias, seen, lengths_q, lengths_k)
+    call("relative_attention", q, k, v, *given, longest_q, longest_k, scale, causal, seed, p, out, lse)
+    return out, lse
+
+
+@raw(f"({ARGS}, Tensor out, Tensor lse, Tensor grad, bool wanted) -> (Tensor, Tensor, Tensor, Tensor)")
+def relative_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
+    longest_q: int, longest_k: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+    out: Tensor, lse: Tensor, grad: Tensor, wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the bias."""
+    q, k, v, grad = q.contiguous(), k.contiguous(), v.contiguous(), grad.contiguous()
+    given = dense(bias, seen, lengths_q, lengths_k)
+    dq, dk, dv, inner = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
+    sequences = q.shape[0] if lengths_q is None else lengths_q.shape[0] - 1
+    parts = min(PARTS, sequences * -(-longest_q // ROWS))
+    partial, dbias = None, q.new_empty((0,), dtype=torch.float32)
+    if wanted and bias is not None:
+        partial, dbias = bias.new_zeros((bias.shape[0], parts, bias.shape[1])), torch.empty_like(bias)
+    rest = (longest_q, longest_k, scale, causal, seed, p, out, lse, grad, inner)
+    found = (dq, dk, dv, parts, partial, dbias if partial is not None else None)
+    call("relative_attention_backward", q, k, v, *given, *rest, *found)
+    return dq, dk, dv, dbias
+
+
+def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    return *args, *outs, args[3] is not None and args[3].requires_grad
+
+
+def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
+    *args, out, lse, wanted = rest
+    dq, dk, dv, dbias = relative_attention_backward(*args, out, lse, grad, wanted)
+    return dq, dk, dv, dbias if wanted else None, *(None,) * 9
+
+
+def modern(index: int) -> bool:
+    """Whether a GPU multiplies bf16, as all from Ampere on."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+modern._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _op.covered
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> bool:
+    if q.dtype == torch.float32 or not (q.dtype == k.dtype == v.dtype) or (bias is not None and bias.dtype != torch.float32):
+        return False
+    d = q.shape[3]
+    fits = modern(q.get_device()) or (q.dtype == torch.float16 and d <= TURING)
+    return bool(d) and d % 8 == 0 and d <= 128 and q.shape[2] == k.shape[2] and fits
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    kind = torch.promote_types(dtype, torch.float32)
+    seed = draw(torch.device(device))
+
+    def some(b: int, s: int, t: int, h: int, d: int, biased: bool = True) -> tuple[Tensor | None, ...]:
+        q, k, v = (torch.randn(b, n, h, d, device=device, dtype=dtype) for n in (s, t, t))
+        return q, k, v, torch.randn(h, max(0, s + t - 1), device=device, dtype=kind) if biased else None
+
+    def seen(*shape: int) -> Tensor:
+        return torch.rand(shape, device=device) < 0.6
+
+    none = None, None, None
+    yield *some(1, 1, 1, 1, 8), *none, 1, 1, 1.0, False, None, 0.0
+    yield *some(2, 0, 3, 2, 8), *none, 0, 3, 1.0, False, None, 0.0
+    yield *some(2, 3, 0, 2, 8), *none, 3, 0, 1.0, False, None, 0.0
+    yield *some(2, 70, 70, 2, 16), *none, 70, 70, 0.2, True, None, 0.0
+    yield *some(1, 9, 5, 2, 40), *none, 9, 5, 0.2, True, None, 0.0  # more queries than keys: the first see nothing
+    yield *some(2, 33, 150, 2, 64), seen(2, 150), None, None, 33, 150, 0.125, False, seed, 0.1
+    yield *some(1, 140, 20, 1, 80), *none, 140, 20, 0.1, False, seed, 1.0
+    yield *some(1, 40, 131, 1, 96), *none, 40, 131, 0.1, True, seed, 0.3
+    yield *some(1, 65, 66, 1, 128, False), seen(1, 66), None, None, 65, 66, 0.1, False, None, 0.0
+    yield *some(2, 7, 9, 1, 32), torch.zeros(2, 9, dtype=torch.bool, device=device), None, None, 7, 9, 0.1, False, None, 0.0
+    lengths = ((5, 0, 1, 9, 30), (7, 2, 1, 20, 30))
+    ends_q, ends_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in lengths)
+    q, k, v, _ = some(1, 45, 60, 2, 64)
+    yield q, k, v, torch.randn(2, 59, device=device, dtype=kind), None, ends_q, ends_k, 30, 30, 0.25, False, seed, 0.2
+    yield q, k, v, torch.randn(2, 59, device=device, dtype=kind), seen(1, 60), ends_q, ends_k, 30, 30, 0.25, True, None, 0.0
+
+
+kernel = Kernel(relative_attention_forward, saved, backward, takes=takes, devices=("cuda",))
+relative_attention = op("relative_attention", reference, cases, kernel)
