@@ -422,6 +422,7 @@ def fuzz(
 
 
 def main() -> int:
+    global SIZES, WIDTHS, LENGTHS, MOST
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--device", default="cpu")
@@ -431,11 +432,12 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--compare", type=float, default=0.1)
     parser.add_argument("--large", action="store_true", help="an axis of more than 32767 or 65535 in most cases")
+    parser.add_argument("--most", type=int, default=MOST, help="elements of a tensor, without --large; at least 513")
     parser.add_argument("--verbose", action="store_true", help="say each case before it runs: for a process that is killed in one")
     o = parser.parse_args()
     assert _op.available(o.device), f"no kernels for {o.device}"
+    MOST, WIDTHS = o.most, tuple(width for width in WIDTHS if width <= o.most)
     if o.large:
-        global SIZES, WIDTHS, LENGTHS, MOST
         SIZES = WIDTHS = LENGTHS = LARGE
         MOST = 5 * max(LARGE)
     began = time.monotonic()

@@ -30,22 +30,21 @@ struct Where {
     }
 };
 
-// Where threads wait for each other: `turn` counts how often all have come.
+// Where threads wait for each other.
 struct Gate {
     Where where;
-    int come = 0, turn = 0, wanted = 0;
+    int wanted = 0, turn = 0;  // turn: how often all have come
+    std::vector<int> waiting;  // the ranks of those who have come
 };
 
 struct Meeting : Gate {
-    uint32_t lanes = 0, here = 0;
-    int bytes = 0;
-    char said[2][32][64];  // in turns: who is late still reads what was said while others say the next
+    Said said[2];  // in turns: who is late still reads what was said while others say the next
 };
 
 struct Copy {
     char* to;
     const char* from;
-    int bytes, given;
+    int bytes, given, group;
     void run() const {
         if (given) std::memcpy(to, from, given);
         std::memset(to + given, 0, bytes - given);
@@ -56,18 +55,35 @@ struct Thread {
     uint3 index;
     int number;
     Fiber* fiber = nullptr;  // null before it began
-    const Gate* gate = nullptr;  // what it waits at, since `turn`
-    int turn = 0;
+    const Gate* gate = nullptr;  // where it waits
     bool ended = false;
-    std::vector<std::vector<Copy>> copies{1};  // groups, the open one last
-    bool ready() const { return !ended && (!gate || gate->turn != turn); }
+    std::vector<Copy> copies;  // on their way
+    int groups = 0;            // closed
+};
+
+// Who waits for nothing.
+class Ready {
+public:
+    void add(int i) { words[i / 64] |= uint64_t{1} << i % 64; }
+    void remove(int i) { words[i / 64] &= ~(uint64_t{1} << i % 64); }
+    int next(int from) const {  // the first from there on, and then from the beginning; -1: none
+        uint64_t word = words[from / 64] & ~uint64_t{0} << from % 64;
+        for (int i = 0; i <= 16; i++, word = words[(from / 64 + i) % 16])
+            if (word) return (from / 64 + i) % 16 * 64 + __builtin_ctzll(word);
+        return -1;
+    }
+
+private:
+    uint64_t words[16] = {};
 };
 
 struct Block {
     const std::function<void()>* body;
-    std::vector<Thread> threads;
+    std::vector<Thread> threads;  // by rank: who comes first where several may go on
+    Ready ready;
     std::map<int, Gate> barriers;
-    std::map<std::pair<int, uint32_t>, Meeting> meetings;  // by warp and lanes
+    std::vector<Meeting> warps;                            // of all lanes
+    std::map<std::pair<int, uint32_t>, Meeting> meetings;  // of some, by warp and lanes
     std::vector<void*> known;  // shared memory that has been filled
     std::string error;
 };
@@ -86,11 +102,14 @@ std::vector<Fiber*> idle;
 }
 
 void wait(Gate& gate) {
-    if (++gate.come == gate.wanted) {
-        gate.come = 0, gate.turn++;
+    if (static_cast<int>(gate.waiting.size()) + 1 == gate.wanted) {
+        for (int rank : gate.waiting) block->ready.add(rank);
+        gate.waiting.clear(), gate.turn++;
         return;
     }
-    me->gate = &gate, me->turn = gate.turn;
+    const int rank = static_cast<int>(me - block->threads.data());
+    gate.waiting.push_back(rank), block->ready.remove(rank);
+    me->gate = &gate;
     Fiber::leave();
 }
 
@@ -107,10 +126,11 @@ void resume(Thread& thread) {
         if (idle.empty()) all.push_back(std::make_unique<Fiber>(&work)), idle.push_back(all.back().get());
         thread.fiber = idle.back(), idle.pop_back();
     }
-    thread.gate = nullptr;
     me = &thread, threadIdx = thread.index;
     thread.fiber->enter();
-    if (thread.ended) idle.push_back(thread.fiber);
+    if (!thread.ended) return;
+    idle.push_back(thread.fiber);
+    block->ready.remove(static_cast<int>(&thread - block->threads.data()));
 }
 
 std::string at_block() {
@@ -130,45 +150,34 @@ uint3 place_of(int64_t i, dim3 in) {
     return {static_cast<uint32_t>(i % in.x), static_cast<uint32_t>(i / in.x % in.y), static_cast<uint32_t>(i / in.x / in.y)};
 }
 
-// The numbers 0 to n - 1 as they shall have their turns.
-class Turns {
-public:
-    explicit Turns(int64_t n) : n(n) {
-        if (order > 1)
-            for (int64_t i = 0; i < n; i++) drawn.push_back(i);
-    }
-    void again(std::mt19937& random) {
-        for (size_t i = drawn.size(); i > 1; i--) std::swap(drawn[i - 1], drawn[random() % i]);
-    }
-    int64_t at(int64_t i) const { return order == 0 ? i : order == 1 ? n - 1 - i : drawn[i]; }
-
-private:
-    int64_t n;
-    std::vector<int64_t> drawn;
-};
+// The numbers 0 to n - 1 in the order that is wanted.
+std::vector<int64_t> ordered(int64_t n, std::mt19937& random) {
+    std::vector<int64_t> found(n);
+    for (int64_t i = 0; i < n; i++) found[i] = order == 1 ? n - 1 - i : i;
+    for (int64_t i = n; order > 1 && i > 1; i--) std::swap(found[i - 1], found[random() % i]);
+    return found;
+}
 
 void run_block(const std::function<void()>& body, std::mt19937& random) {
     const int n = static_cast<int>(blockDim.count());
     Block here;
     here.body = &body;
-    here.threads.resize(n);
-    for (int i = 0; i < n; i++) {
-        here.threads[i].number = i;
-        here.threads[i].index = place_of(i, blockDim);
-    }
+    here.threads.resize(n), here.warps.resize((n + 31) / 32);
     block = &here;
-    Turns turns(n);
+    for (int rank = 0; rank < n; rank++) {
+        Thread& thread = here.threads[rank];
+        thread.number = order == 1 ? n - 1 - rank : rank, thread.index = place_of(thread.number, blockDim);
+        here.ready.add(rank);
+    }
+    // The first that may goes on until it waits: in orders 0 and 1 one warp runs ahead of the others as far as it is let.
     for (int left = n; left && here.error.empty();) {
-        bool moved = false;
-        turns.again(random);
-        for (int i = 0; i < n && here.error.empty(); i++) {
-            Thread& thread = here.threads[turns.at(i)];
-            if (!thread.ready()) continue;
-            moved = true;
-            resume(thread);
-            left -= thread.ended;
+        const int rank = here.ready.next(order > 1 ? static_cast<int>(random() % n) : 0);
+        if (rank < 0) {
+            here.error = stuck();
+        } else {
+            resume(here.threads[rank]);
+            left -= here.threads[rank].ended;
         }
-        if (!moved && here.error.empty()) here.error = stuck();
     }
     block = nullptr, me = nullptr;
     if (!here.error.empty()) {
@@ -186,10 +195,8 @@ void run(dim3 grid, dim3 size, size_t shared, const std::function<void()>& threa
     const auto place = new (std::align_val_t{16}) char[shared];  // exactly, so that its end is seen
     const std::unique_ptr<char, void (*)(char*)> held(place, [](char* p) { operator delete[](p, std::align_val_t{16}); });
     gridDim = grid, blockDim = size, memory = place;
-    Turns turns(grid.count());
-    turns.again(random);
-    for (int64_t i = 0; i < grid.count(); i++) {
-        blockIdx = place_of(turns.at(i), grid);
+    for (int64_t i : ordered(grid.count(), random)) {
+        blockIdx = place_of(i, grid);
         std::memset(memory, 255, shared);
         run_block(thread, random);
     }
@@ -198,39 +205,47 @@ void run(dim3 grid, dim3 size, size_t shared, const std::function<void()>& threa
 void barrier(int number, int threads, const char* file, int line) {
     Gate& gate = block->barriers[number];
     const Where where{file, line};
-    if (gate.come && gate.where != where) fail("threads wait for each other at " + gate.where.text() + " and at " + where.text());
-    if (gate.come && gate.wanted != threads) fail(where.text() + ": a barrier of several numbers of threads");
+    if (!gate.waiting.empty() && gate.where != where)
+        fail("threads wait for each other at " + gate.where.text() + " and at " + where.text());
+    if (!gate.waiting.empty() && gate.wanted != threads) fail(where.text() + ": a barrier of several numbers of threads");
     gate.where = where, gate.wanted = threads;
     wait(gate);
 }
 
-void exchange(const void* mine, int bytes, void* all, uint32_t lanes, const char* file, int line) {
+const Said& exchange(const void* mine, int bytes, uint32_t lanes, const char* file, int line) {
     const Where where{file, line};
-    const int lane = me->number % 32;
-    Meeting& meeting = block->meetings[{me->number / 32, lanes}];
+    const int lane = me->number % 32, warp = me->number / 32;
+    Meeting& meeting = lanes == WHOLE ? block->warps[warp] : block->meetings[{warp, lanes}];
     if (!(lanes >> lane & 1)) fail(where.text() + ": a lane that is not one of those it wants to meet");
-    if (bytes > 64) fail(where.text() + ": more than 64 bytes");
-    if (meeting.come && meeting.where != where) fail("lanes of a warp meet at " + meeting.where.text() + " and at " + where.text());
-    meeting.where = where, meeting.wanted = __builtin_popcount(lanes);
-    const int turn = meeting.turn % 2;
-    if (!meeting.come) std::memset(meeting.said[turn], 255, sizeof meeting.said[turn]);  // what a lane says that does not meet
-    std::memcpy(meeting.said[turn][lane], mine, bytes);
+    if (bytes > static_cast<int>(sizeof(Said::lane[0]))) fail(where.text() + ": more than 64 bytes");
+    if (!meeting.waiting.empty() && meeting.where != where)
+        fail("lanes of a warp meet at " + meeting.where.text() + " and at " + where.text());
+    Said& said = meeting.said[meeting.turn % 2];
+    if (meeting.waiting.empty()) {
+        meeting.where = where, meeting.wanted = __builtin_popcount(lanes);
+        if (lanes != WHOLE) std::memset(&said, 255, sizeof said);  // what those say that do not come
+    }
+    if (bytes) std::memcpy(said.lane[lane], mine, bytes);
     wait(meeting);
-    for (int i = 0; i < 32; i++) std::memcpy(static_cast<char*>(all) + i * bytes, meeting.said[turn][i], bytes);
+    return said;
+}
+
+void exchange(const void* mine, int bytes, void* all, const char* file, int line) {
+    const Said& said = exchange(mine, bytes, WHOLE, file, line);
+    for (int i = 0; i < 32; i++) std::memcpy(static_cast<char*>(all) + i * bytes, said.lane[i], bytes);
 }
 
 void copy_async(void* to, const void* from, int bytes, int given) {
-    const Copy copy{static_cast<char*>(to), static_cast<const char*>(from), bytes, given};
+    const Copy copy{static_cast<char*>(to), static_cast<const char*>(from), bytes, given, me->groups};
     if (order == 1) copy.run();
-    else me->copies.back().push_back(copy);
+    else me->copies.push_back(copy);
 }
-void commit_async() { me->copies.emplace_back(); }
+void commit_async() { me->groups++; }
 void wait_async(int newer) {
-    auto& groups = me->copies;
-    while (static_cast<int>(groups.size()) - 1 > newer) {
-        for (const Copy& copy : groups.front()) copy.run();
-        groups.erase(groups.begin());
-    }
+    auto& copies = me->copies;
+    size_t done = 0;
+    while (done < copies.size() && copies[done].group < me->groups - newer) copies[done++].run();
+    copies.erase(copies.begin(), copies.begin() + done);
 }
 
 void* dynamic_memory() { return memory; }

@@ -1,6 +1,7 @@
 // The threads of a block: where they are, what they wait for, what they share.
 #pragma once
 #include <cstdint>
+#include <cstring>
 #include <functional>
 
 #include "vector.h"
@@ -19,8 +20,7 @@ extern "C" __attribute__((visibility("default"))) void emulate_order(int order);
 // ---- to be called by threads; `file` and `line` are the caller's
 
 void barrier(int number, int threads, const char* file = __builtin_FILE(), int line = __builtin_LINE());
-void exchange(const void* mine, int bytes, void* all, uint32_t lanes = WHOLE, const char* file = __builtin_FILE(),
-              int line = __builtin_LINE());
+void exchange(const void* mine, int bytes, void* all, const char* file = __builtin_FILE(), int line = __builtin_LINE());
 
 // cp.async, which may write at once or as late as when it is waited for: in order 1 at once, otherwise late.
 void copy_async(void* to, const void* from, int bytes, int given);
@@ -51,35 +51,40 @@ inline void __syncthreads(const char* file = __builtin_FILE(), int line = __buil
 
 namespace emulate {
 
-// f(said) with what each lane gave
-template <class T, class F>
-auto meet(uint32_t lanes, T mine, F f, const char* file, int line) {
-    T said[32];
-    exchange(&mine, sizeof mine, said, lanes, file, line);
-    return f(said);
-}
+struct Said {
+    alignas(16) char lane[32][64];
+    template <class T>
+    T of(int i) const {
+        T value;
+        std::memcpy(&value, lane[i & 31], sizeof value);
+        return value;
+    }
+};
+
+// What each of some lanes of a warp gives; to be read before the next call.
+const Said& exchange(const void* mine, int bytes, uint32_t lanes, const char* file, int line);
+
 inline uint32_t lane() { return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % 32; }
 
 }  // namespace emulate
 
 inline void __syncwarp(uint32_t lanes = emulate::WHOLE, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-    emulate::meet(lanes, 'w', [](const char*) { return 0; }, file, line);
+    emulate::exchange(nullptr, 0, lanes, file, line);
 }
 template <class T>
 T __shfl_sync(uint32_t lanes, T mine, int from, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-    return emulate::meet(lanes, mine, [=](const T* said) { return said[from & 31]; }, file, line);
+    return emulate::exchange(&mine, sizeof mine, lanes, file, line).template of<T>(from);
 }
 template <class T>
 T __shfl_xor_sync(uint32_t lanes, T mine, int hop, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-    return emulate::meet(lanes, mine, [=](const T* said) { return said[(emulate::lane() ^ hop) & 31]; }, file, line);
+    return emulate::exchange(&mine, sizeof mine, lanes, file, line).template of<T>(emulate::lane() ^ hop);
 }
 inline uint32_t __ballot_sync(uint32_t lanes, bool mine, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-    return emulate::meet(lanes, mine, [=](const bool* said) {
-        uint32_t found = 0;
-        for (int i = 0; i < 32; i++)
-            if (lanes >> i & 1) found |= uint32_t{said[i]} << i;
-        return found;
-    }, file, line);
+    const emulate::Said& said = emulate::exchange(&mine, 1, lanes, file, line);
+    uint32_t found = 0;
+    for (int i = 0; i < 32; i++)
+        if (lanes >> i & 1) found |= uint32_t{said.of<bool>(i)} << i;
+    return found;
 }
 inline bool __any_sync(uint32_t lanes, bool mine, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     return __ballot_sync(lanes, mine, file, line) != 0;

@@ -67,7 +67,7 @@ def build(folder: Path, source: Path = CSRC, flags: Sequence[str] = ("-O1",), on
     headers = b"".join(f.read_bytes() for f in [*sorted(copy.glob("*.h")), *sorted(HERE.glob("*.h"))])
 
     def compile_one(file: Path) -> Path:
-        mine = places if file.suffix == ".cu" else python if file.name == "module.cpp" else []
+        mine = places if file.suffix == ".cu" else python if file.name == "module.cpp" else ["-O2"]
         command = [cxx, *FLAGS, *flags, *defines, *mine, "-x", "c++", "-c", str(file)]
         made = folder / f"{file.stem}.o"
         digest = hashlib.sha256(" ".join(command).encode() + headers + file.read_bytes()).hexdigest()

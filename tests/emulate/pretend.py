@@ -69,6 +69,7 @@ class Orders:
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(self.kernels, name)
 
+        @torch.autocast("cpu", enabled=False)
         def call(*args: Any) -> None:
             tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
             before = [t.detach().clone() for t in tensors]
@@ -88,7 +89,7 @@ class Orders:
 
 
 def bits(t: Tensor) -> Tensor:
-    return t.detach().clone().contiguous().view(-1).view(torch.uint8)
+    return torch.cat([t.detach().reshape(-1)]).view(torch.uint8)  # one element may have any stride
 
 
 def restore(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
