@@ -413,10 +413,11 @@ def is_meta(device: str | torch.device | None) -> bool:
 
 
 def check_adapter(adapter: AdapterConfig | None, machine: str | Machine | None) -> None:
-    """Refuse what an adapter cannot be spread over."""
+    """Refuse what an adapter cannot be spread over: codes of 4 or 8 bits stay whole on every rank."""
     machine = load_machine(machine) if isinstance(machine, str) else machine
-    if adapter is not None and machine is not None and machine.ranks > 1 and adapter.quantize != "none":
-        refuse(None, "adapter.quantize", f"{adapter.quantize} on several ranks", "quantize=none, or one process")
+    if adapter is not None and machine is not None and machine.tensor_parallel > 1 and adapter.quantize != "none":
+        found = f"{adapter.quantize} with tensor_parallel={machine.tensor_parallel}"
+        refuse(None, "adapter.quantize", found, "tensor_parallel=1 (under fsdp each rank has all codes), or quantize=none")
 
 
 def spoken(model: Model, keys: Keys) -> Names:

@@ -290,14 +290,17 @@ def test_compiled_and_recomputed_blocks_are_the_eager_ones(changes: dict[str, An
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 
 
-MESHES = {"fsdp2": (2, 1), "tp2": (1, 2), "fsdp2xtp2": (2, 2)}
+MESHES: dict[str, dict[str, Any]] = {
+    "fsdp2": {"fsdp": 2}, "tp2": {"tensor_parallel": 2}, "sequence2": {"tensor_parallel": 2, "sequence_parallel": True},
+    "fsdp2xtp2": {"fsdp": 2, "tensor_parallel": 2, "recompute": True},
+}  # fmt: skip
+FEW = {"sequence2": (GPT, T5), "fsdp2xtp2": (GPT,)}
 
 
-def spread(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Path) -> None:
+def spread(rank: int, machine: mc.Machine, folders: dict[Case, str], out: Path) -> None:
     """An adapter made before the model is sharded: the same weights, outputs, gradients and files as in one process."""
-    machine = mc.Machine(device="cpu", fsdp=shape[0], tensor_parallel=shape[1], recompute=shape == (2, 2))
     for case, folder in folders.items():
-        for name in ("lora", "dora") if shape[1] == 1 else ("lora",):
+        for name in ("lora", "dora") if machine.tensor_parallel == 1 else ("lora",):
             config = lora(name=name)
             alone = disturb(mc.load(folder, task=case.task, dtype="fp64", adapter=config))
             alone.save_pretrained(out / f"{case}-{name}")
@@ -327,9 +330,29 @@ def spread(rank: int, shape: tuple[int, int], folders: dict[Case, str], out: Pat
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.slow if m == "fsdp2" else ()) for m in MESHES])
 def test_adapters_on_a_mesh_equal_one_process(mesh: str, tmp_path: Path) -> None:
-    few = MESHES[mesh] == (2, 2)
-    folders = {case: zoo.reference(case)[1] for case in ((GPT,) if few else (GPT, BERT, BLOOM, T5))}
-    spawn(MESHES[mesh][0] * MESHES[mesh][1], spread, MESHES[mesh], folders, tmp_path)
+    machine = mc.Machine(device="cpu", **MESHES[mesh])
+    folders = {case: zoo.reference(case)[1] for case in FEW.get(mesh, (GPT, BERT, BLOOM, T5))}
+    spawn(machine.ranks, spread, machine, folders, tmp_path)
+
+
+def held(rank: int, folder: str) -> None:
+    """Codes are whole on every rank, and what is trained begins as in one process. Training is among the pairs of test_pairs.py."""
+    for quantize, name in (("nf4", "lora"), ("int8", "lora"), ("nf4", "dora")):
+        config = lora(name=name, quantize=quantize)
+        one = mc.load(folder, dtype="fp32", adapter=config, seed=4)
+        for machine in (mc.Machine(device="cpu", fsdp=2), mc.Machine(device="cpu", replicate=2)):
+            many = mc.load(folder, dtype="fp32", machine=machine, adapter=config, seed=4)
+            buffers = dict(one.named_buffers())
+            assert any(n.endswith(".codes") for n in buffers)
+            for n, b in many.named_buffers():
+                assert torch.equal(b, buffers[n]), f"{n} {machine}"
+            for (n, p), q in zip(many.named_parameters(), one.parameters(), strict=True):
+                assert torch.equal(p.full_tensor() if hasattr(p, "full_tensor") else p, q), f"{n} {machine}"
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+def test_codes_are_whole_on_every_rank() -> None:
+    spawn(2, held, zoo.reference(GPT)[1])
 
 
 def too_late(rank: int, folder: str) -> None:
@@ -337,8 +360,8 @@ def too_late(rank: int, folder: str) -> None:
     for machine in (mc.Machine(device="cpu", fsdp=2), mc.Machine(device="cpu", tensor_parallel=2)):
         with pytest.raises(mc.InputError, match="sharded already; add_adapter before parallelize"):
             mc.add_adapter(mc.load(folder, machine=machine), lora())
-        with pytest.raises(mc.InputError, match=r"adapter\.quantize: nf4 on several ranks"):
-            mc.load(folder, machine=machine, adapter=lora(quantize="nf4"))
+    with pytest.raises(mc.InputError, match=r"adapter\.quantize: nf4 with tensor_parallel=2; tensor_parallel=1"):
+        mc.load(folder, machine=mc.Machine(device="cpu", tensor_parallel=2), adapter=lora(quantize="nf4"))
     with pytest.raises(mc.InputError, match=r"tensor_parallel: an adapter on DoRA"):
         mc.load(folder, machine=mc.Machine(device="cpu", tensor_parallel=2), adapter=lora(name="dora"))
     with pytest.raises(mc.InputError, match="merge in one process"):

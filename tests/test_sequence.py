@@ -10,7 +10,6 @@ from test_apply import CASES, machine_of, model_of
 from zoo import inputs, scores
 
 import modelcenter as mc
-from modelcenter.adapter.config import AdapterConfig
 from modelcenter.layers import Block
 from modelcenter.parallel.apply import join
 
@@ -59,16 +58,6 @@ def test_outputs_and_generation_are_those_of_one_process() -> None:
     spawn(2, whole)
 
 
-def refuses(rank: int) -> None:
-    config = {"layers": 1, "dim": 16, "heads": 2, "vocab": 32, "positions": 16}
-    model = mc.build("gpt2", config=config)
-    model.load_report = type(model.load_report)()
-    mc.add_adapter(model, AdapterConfig(name="lora", rank=2, targets=("q",)))
-    with pytest.raises(mc.InputError, match=r"machine\.sequence_parallel: true with an adapter; sequence_parallel=false"):
-        mc.parallelize(model, machine_of(**SPREAD))
-
-
 def test_what_it_does_not_go_with_is_refused() -> None:
     with pytest.raises(mc.InputError, match=r"sequence_parallel: true with tensor_parallel=1, which cuts nothing"):
         mc.build("gpt2", config={"layers": 1}, machine=machine_of(sequence_parallel=True))
-    spawn(2, refuses)

@@ -417,8 +417,9 @@ def test_advice_is_what_is_left_to_change() -> None:
 
 @pytest.mark.parametrize(("changes", "machine", "way"), [
     ([], {}, "adapter.name=lora with adapter.quantize=nf4 or a smaller model"),
-    ([], {"fsdp": 2}, "adapter.name=lora or a larger machine.fsdp or a smaller model"),  # nothing is quantised on several ranks
-    (["adapter.name=lora"], {"fsdp": 2}, "a larger machine.fsdp or a smaller model"),
+    ([], {"fsdp": 2}, "adapter.name=lora with adapter.quantize=nf4 or a larger machine.fsdp or a smaller model"),
+    ([], {"fsdp": 4}, "adapter.name=lora or a larger machine.fsdp or a smaller model"),  # whose shares are smaller than all codes
+    (["adapter.name=lora"], {"fsdp": 4}, "a larger machine.fsdp or a smaller model"),
     (["freeze=[embed]"], {"tensor_parallel": 2}, "a smaller model"),
 ])  # fmt: skip
 def test_advice_for_weights_is_what_the_run_would_accept(changes: list[str], machine: dict[str, int], way: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.exchange import Group
-from ..checkpoint.load import fill
+from ..checkpoint.load import fill, put
 from ..errors import nearest, refuse
 from ..layers.adapter import Adapted, adapted, current_names
 from ..layers.initial import Constant, Uniform
@@ -171,10 +171,12 @@ def first_values(model: nn.Module, seed: int) -> dict[str, Lazy]:
 
 @torch.no_grad()
 def measure(model: nn.Module) -> None:
-    """Set every magnitude to the lengths of the rows: DoRA begins as the base."""
+    """Set every magnitude to the lengths of the base's rows, where DoRA begins. Codes are whole on every rank, whatever it holds of
+    the magnitude."""
     for layer in adapted(model).values():
         if layer.magnitude is not None:
-            layer.magnitude.copy_(layer.lengths())
+            lengths = torch.linalg.vector_norm(layer.base.weight.to(layer.magnitude.dtype), dim=1)
+            put(layer.magnitude, lengths) if isinstance(layer.base, QuantizedLinear) else layer.magnitude.copy_(lengths)
 
 
 def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], group: Group | None = None) -> None:

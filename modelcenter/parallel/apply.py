@@ -21,7 +21,7 @@ from .connect import start
 from .device import LOW, device_of
 from .machine import Machine, load_machine
 from .ranks import ALONE, Ranks
-from .sequence import sequence_parallel
+from .sequence import sequence_parallel, sequence_parallel_adapter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,9 +111,10 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)
             if isinstance(part, Adapted):
+                wide, low = adapter_plan(part, style)
+                plan |= {f"{child}.{wide}": known[style](), f"{child}.{low}": styles(False)[style]()}
                 if sequence:
-                    refuse(None, "machine.sequence_parallel", "true with an adapter", "sequence_parallel=false")
-                plan |= {f"{child}.{inner}": known[style]() for inner in adapter_plan(part, style)}
+                    sequence_parallel_adapter(part, style, mesh)
             elif isinstance(part, nn.Module):
                 if style in ("vocab", "logits"):
                     pad_rows(part, ranks)
@@ -125,8 +126,8 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False
     retie(model)
 
 
-def adapter_plan(layer: Adapted, style: str) -> tuple[str, ...]:
-    """Which parts of an adapted layer are cut like it: the side of the addition that is not of low rank."""
+def adapter_plan(layer: Adapted, style: str) -> tuple[str, str]:
+    """Which parts of an adapted layer are cut like it: its base, and the side of the addition that is not of low rank."""
     if style not in ("column", "row") or layer.magnitude is not None or not isinstance(layer.base, Linear):
         what = "a quantised layer" if not isinstance(layer.base, Linear) else "a head" if layer.magnitude is None else "DoRA"
         refuse(None, "tensor_parallel", f"an adapter on {what}", "LoRA on plain layers outside the head, or tensor_parallel=1")
