@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 120  # seconds
+TIMEOUT = 240  # seconds: before pytest gives up, and after what the longest takes on a machine with ten times its work
 
 
 def spawn(ranks: int, work: Callable[..., None], *args: Any) -> None:

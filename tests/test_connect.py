@@ -171,7 +171,7 @@ def test_a_rank_that_is_there_twice() -> None:
             time.sleep(1)  # after the others
             os.environ["RANK"] = "1"
 
-    said = meeting(3, act, seconds=2.5)
+    said = meeting(3, act, seconds=5)
     assert re.match(r"environment: RANK: 1, which process \d+ on .* has too; each rank once", said[2]), said
     assert said[0].startswith("environment: WORLD_SIZE: 3, but rank 2 did not come"), said
 
