@@ -1,4 +1,4 @@
-# make venv | quickstart | check | test | test-all | fuzz | bench | bench-cpu | gpu | wheel | clean
+# make venv | quickstart | check | test | test-all | fuzz | emulate | bench | bench-cpu | gpu | wheel | clean
 # with PYTHON=python3.12 VENV=folder DIST=folder BENCH=folder JOBS=8 as you like
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -c constraints.txt
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 NEED = import sys; sys.exit("modelcenter needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)
 
-.PHONY: venv quickstart check test test-all fuzz bench bench-cpu gpu wheel clean
+.PHONY: venv quickstart check test test-all fuzz emulate bench bench-cpu gpu wheel clean
 
 venv: $(VENV)/installed
 
@@ -49,6 +49,15 @@ fuzz: venv
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 MODELCENTER_KERNELS=$$(ls build/fuzz/modelcenter/_C*) PYTHONPATH=. OMP_NUM_THREADS=2 \
 		$(BIN)/python tests/fuzz_ops.py --cases $(CASES) --seed $(SEED)
+
+# The same of CUDA's kernels without a GPU (tests/emulate), each in three orders of threads; and what every op promises.
+emulate: CASES = 2000
+emulate: venv
+	$(BIN)/python tests/emulate/build.py build/emulate --checked
+	export LD_PRELOAD="$$($(BIN)/python tests/emulate/build.py --preload)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+		MODELCENTER_KERNELS=$$(ls build/emulate/_C*) PYTHONPATH=.:tests && \
+		$(BIN)/python tests/emulate/pretend.py tests/fuzz_ops.py --cases $(CASES) --seed $(SEED) --most 2100 --compare 0.5 && \
+		$(BIN)/python -m pytest -p emulate.pretend tests/test_kernels.py -k "no_less_exact or wanted_alone or strange_gradients"
 
 # Times every op on the device that is there; the table is printed, and in $(BENCH) with a picture and the figures.
 bench: venv

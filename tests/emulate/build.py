@@ -1,9 +1,10 @@
 """modelcenter._C out of csrc/*.cu and module.cpp alone, by g++ and the headers of this folder.
 
-    python tests/emulate/build.py FOLDER [--source csrc] [--only norm,adamw] [flags of the compiler ...]
+    python tests/emulate/build.py FOLDER [--checked] [--source csrc] [--only norm,adamw] [flags of the compiler ...]
 
 prints the extension's file. What is compiled is a copy of csrc with the three things changed that C++ has no words for; what was
-made of the same bytes by the same command is taken over.
+made of the same bytes by the same command is taken over. --checked: under sanitizers, whose libraries a process has to load first:
+--preload prints them.
 """
 
 import argparse
@@ -23,6 +24,7 @@ HERE = Path(__file__).parent.resolve()
 CSRC = HERE.parent.parent / "csrc"
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w",
          "-ftrivial-auto-var-init=pattern"]  # a variable without a value has a strange one  # fmt: skip
+CHECKED = ("-O0", "-g1", "-fsanitize=address,alignment,bounds", "-fno-sanitize-recover=all")
 DEFINES = ["-DMC_EMULATED", "-DMC_CUDA", "-DMC_LEVEL=100", '-DMC_ARCHITECTURES="90"', '-DMC_VERSION="0"']
 SHARED = re.compile(r"(extern )?__shared__ ([^;]+);")
 
@@ -52,6 +54,26 @@ def version() -> str:
     return found[1]
 
 
+def included(source: Path) -> set[Path]:
+    """A file of csrc and those that it includes, directly or not."""
+    found, new = {source}, {source}
+    while new:
+        names = {name for file in new for name in re.findall(r'^#include "(.+)"$', file.read_text(), re.M)}
+        new = {source.parent / name for name in names} - found
+        found |= new
+    return found
+
+
+def compiler() -> str:
+    return os.environ.get("CXX") or shutil.which("g++") or "c++"
+
+
+def preload() -> str:
+    """What LD_PRELOAD names where an extension was built with CHECKED: Python itself knows nothing of it."""
+    names = ("libasan.so", "libstdc++.so")
+    return " ".join(subprocess.check_output([compiler(), f"-print-file-name={name}"], text=True).strip() for name in names)
+
+
 def build(folder: Path, source: Path = CSRC, flags: Sequence[str] = ("-O1",), only: Sequence[str] = ()) -> Path:
     """`only`: of these .cu files, the others being left out."""
     copy = folder / "csrc"
@@ -60,17 +82,21 @@ def build(folder: Path, source: Path = CSRC, flags: Sequence[str] = ("-O1",), on
     files = [f for f in sorted(source.iterdir()) if f.suffix == ".h" or f.name in {"module.cpp", "device.cu", *kernels}]
     for file in files:
         (copy / file.name).write_text(plain(file.read_text()))
-    cxx = os.environ.get("CXX") or shutil.which("g++") or "c++"
+    cxx = compiler()
     defines = [d.replace('MC_VERSION="0"', f'MC_VERSION="{version()}"') for d in DEFINES]
     places = ["-I", str(HERE), "-include", "cuda_runtime.h", "-D__CUDACC__"]
     python = ["-I", sysconfig.get_paths()["include"], "-I", pybind11.get_include()]
-    headers = b"".join(f.read_bytes() for f in [*sorted(copy.glob("*.h")), *sorted(HERE.glob("*.h"))])
+    ours = b"".join(f.read_bytes() for f in sorted(HERE.glob("*.h")))
 
     def compile_one(file: Path) -> Path:
-        mine = places if file.suffix == ".cu" else python if file.name == "module.cpp" else ["-O2"]
-        command = [cxx, *FLAGS, *flags, *defines, *mine, "-x", "c++", "-c", str(file)]
+        if file.name == "module.cpp":  # which the other build has checked
+            command = [cxx, *FLAGS, "-O0", *defines, *python]
+        else:
+            command = [cxx, *FLAGS, *flags, *defines, *(places if file.suffix == ".cu" else ["-O2"])]
+        command += ["-x", "c++", "-c", str(file)]
         made = folder / f"{file.stem}.o"
-        digest = hashlib.sha256(" ".join(command).encode() + headers + file.read_bytes()).hexdigest()
+        parts = b"".join(f.read_bytes() for f in sorted(included(file)))
+        digest = hashlib.sha256(" ".join([*command[:-1], file.name]).encode() + ours + parts).hexdigest()
         said = made.with_suffix(".txt")
         if not (made.exists() and said.exists() and said.read_text() == digest):
             said.unlink(missing_ok=True)
@@ -89,8 +115,14 @@ def build(folder: Path, source: Path = CSRC, flags: Sequence[str] = ("-O1",), on
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--source", type=Path, default=CSRC)
     parser.add_argument("--only", default="")
-    known, rest = parser.parse_known_args()
-    print(build(known.folder.resolve(), known.source, tuple(rest) or ("-O1",), tuple(n for n in known.only.split(",") if n)))
+    parser.add_argument("--checked", action="store_true")
+    parser.add_argument("--preload", action="store_true")
+    o, flags = parser.parse_known_args()
+    if o.preload:
+        print(preload())
+    else:
+        flags = flags or (CHECKED if o.checked else ["-O1"])
+        print(build(o.folder.resolve(), o.source, flags, [name for name in o.only.split(",") if name]))
