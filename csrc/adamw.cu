@@ -114,7 +114,8 @@ __device__ __forceinline__ float encoded(float x, float scale, float chance) {  
     const float low = floorf(FOURTH ? sqrtf(sqrtf(part)) * 255.0f : sqrtf(part) * 127.0f);
     const float below = decoded<FOURTH>(low), above = decoded<FOURTH>(low + 1);
     const float code = low + ((part - below) * 65536.0f > (above - below) * chance ? 1.0f : 0.0f);
-    return FOURTH ? (part > 0 ? fminf(fmaxf(code, 2.0f), 255.0f) : code) : fminf(code, 127.0f);
+    if (FOURTH) return part > 0 ? fminf(fmaxf(code, 2.0f), 255.0f) : code;
+    return code > 127.0f ? 127.0f : code;  // NaN, of what is not finite, stays and is stored as 0
 }
 
 // ---- the update
