@@ -194,7 +194,7 @@ REFUSED = {  # what is added to a good recipe: what is said of it
     "resume: true": "resume: true; text that is not empty",
     "resume: ''": "resume: ''; text that is not empty",
     "init: zero": "init: 'zero'; pretrained | random",
-    "objective: tags": "objective: 'tags'; chat | classify | contrastive | fim | lm | mlm | multilabel",
+    "objective: tags": "objective: 'tags'; chat | choice | classify | contrastive | coreference | fim | lm | mlm | multilabel",
     "task: mlm": "task: mlm with objective lm",
     "config: [2]": "config: [2]; a mapping",
     "model: other": "model: given on line 1 and on line 5",
@@ -232,7 +232,7 @@ def test_refused(text: str, tmp_path: Path) -> None:
         ("batch=1e3", "command line: batch: 1000.0; an integer"),
         ("optimiser.lr=1", "command line: optimiser: unknown key; did you mean 'optimizer'?"),
         ("report_to=[neptune]", "command line: report_to.0: 'neptune'; tensorboard"),
-        ("data.seqlen=4", "command line: data.seqlen: unknown key; did you mean 'seq_len'?"),
+        ("data.seqlen=4", "command line: data.seqlen: unknown key; did you mean 'data.seq_len'?"),
     ],
 )
 def test_refused_on_the_command_line(line: str, found: str, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class DataConfig:
     context_key: str = field(default="context", metadata=_is("the field of the text that holds the answer (choice, qa)"))
     question_key: str = field(default="question", metadata=_is("the field of the question (choice, qa)"))
     answers_key: str = field(
-        default="answers", metadata=_is("the field of the answers: text and answer_start (qa), text and label (choice)")
+        default="answers", metadata=_is("the field of the answers: text with answer_start, or with label (choice, qa)")
     )
     stride: int = field(default=128, metadata=_is("tokens that two windows of a context share (qa)", min=0))
     prompt_key: str | None = field(default=None, metadata=_is("the field of a prompt, read but not trained on (lm, prefix_lm)"))

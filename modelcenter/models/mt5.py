@@ -7,7 +7,7 @@ from .. import ops
 from ..checkpoint.config import Table
 from ..ops import Op
 from ..registry import Preset, Task, register
-from .t5 import ENCODER, T5, T5Config
+from .t5 import T5, T5Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,5 +38,5 @@ class MT5(T5):
     tasks = {
         "seq2seq": Task("MT5ForConditionalGeneration", T5.tasks["seq2seq"].head, T5.tasks["seq2seq"].rows),
         "backbone": Task("MT5Model"),
-        "embed": Task("MT5EncoderModel", T5.tasks["embed"].head, without=ENCODER),
+        "embed": Task("MT5EncoderModel", T5.tasks["embed"].head, without=T5.tasks["embed"].without),
     }

@@ -19,9 +19,7 @@ from ..ops import Op
 from ..registry import Model, Preset, Task, register
 
 ACTS = {"relu": ops.relu, "gated-gelu": ops.geglu_tanh, "gated-silu": ops.swiglu}
-WIDE = dict(dim=1024, head_dim=128, layers=24)
-GATED = dict(act=ops.geglu_tanh, scale=False, tie=False)
-ENCODER = ("decoder", "decoder_bias")  # what an encoder alone is without
+WIDE, GATED = dict(dim=1024, head_dim=128, layers=24), dict(act=ops.geglu_tanh, scale=False, tie=False)
 V1_1 = {  # FLAN has the same sizes
     "small": (76_961_152, dict(hidden=1024, heads=6, layers=8)),
     "base": (247_577_856, dict(dim=768, hidden=2048, heads=12, layers=12)),
@@ -87,24 +85,19 @@ class T5(Model):
         bias = partial(RelativeBias, c.heads, c.buckets, c.max_distance)
         self.embed = Embedding(c.vocab, c.dim, dropout=c.dropout)
         self.encoder = Stack((block(attn(), ffn()) for _ in range(c.layers)), norm=norm())
-        deep = c.decoder_layers or c.layers
-        self.decoder = Stack((block(attn(), ffn(), cross=attn()) for _ in range(deep)), norm=norm())
+        self.decoder = Stack((block(attn(), ffn(), cross=attn()) for _ in range(c.decoder_layers or c.layers)), norm=norm())
         self.encoder_bias, self.decoder_bias = bias(bidirectional=True), bias(bidirectional=False)
         self.dropout = Dropout(c.dropout)
 
     def body(self, batch: Batch) -> Tensor:
-        if not self.encoder_decoder:
-            return self.encoded(batch)
-        target, memory = batch.decoder, batch.decoder.memory
+        memory = batch.decoder.memory if self.encoder_decoder else None
         if memory is None:
-            memory = target.remember(self.encoded(batch))
+            memory = self.dropout(self.encoder(self.embed(batch.x), batch.view(bias=self.encoder_bias(*batch.span))))
+        if not self.encoder_decoder:
+            return memory
+        target, memory = batch.decoder, batch.decoder.remember(memory)
         view = target.view(causal=True, bias=self.decoder_bias(*target.span))
         out: Tensor = self.dropout(self.decoder(self.embed(target.x), view, target.across(memory, batch)))
-        return out
-
-    def encoded(self, batch: Batch) -> Tensor:
-        view = batch.view(bias=self.encoder_bias(*batch.span))
-        out: Tensor = self.dropout(self.encoder(self.embed(batch.x), view))
         return out
 
     presets = {
@@ -126,11 +119,10 @@ class T5(Model):
             (("lm_head", "head.out"),),
         ),
         "backbone": Task("T5Model"),
-        "embed": Task("T5EncoderModel", lambda c: EmbedHead(mean_token), without=ENCODER),  # Ni et al., 2021
+        "embed": Task("T5EncoderModel", lambda c: EmbedHead(mean_token), without=("decoder", "decoder_bias")),  # Ni et al., 2021
     }
     # a file without `shared` holds a copy of it, first an embedding: its head may be another matrix
-    aliases = dict.fromkeys((f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")), "shared.weight")
-    aliases["lm_head.weight"] = "shared.weight"
+    aliases = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"), "shared.weight")
     ignored = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # in old files; never used
 
     @staticmethod
