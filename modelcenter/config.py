@@ -13,6 +13,7 @@ import math
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -266,9 +267,7 @@ def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = Non
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]  # cls is a dataclass
     for key, value in mapping.items():
         if key not in known:
-            within = [name for name, *_ in describe(cls) if name.endswith(f".{key}")]  # `lr` for optimizer.lr
-            near = f"did you mean {within[0]!r}?" if within else nearest(key, known)
-            refuse(_origin(value, file), section + key, "unknown key", near)
+            refuse(_origin(value, file), section + key, "unknown key", near(key, cls, section))
     values: dict[str, Any] = {}
     for name, field in known.items():
         if name in mapping:
@@ -280,6 +279,18 @@ def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = Non
     except InputError as error:
         head, _, tail = str(error).rpartition("; ")
         raise type(error)(message(file, None, section + head, tail)) from None
+
+
+def near(key: str, cls: type, section: str) -> str:
+    """`did you mean data.path?`: a key as it is written in whole, of this section or of one within; or what is known here."""
+    known = {f.name: f.name for f in dataclasses.fields(cls) if f.init}
+    within = {name.rpartition(".")[2]: name for name, *_ in describe(cls) if "." in name}
+    if key in within:  # `lr` for optimizer.lr
+        return f"did you mean {section + within[key]!r}?"
+    for names in (known, within):
+        if close := get_close_matches(key, names, n=1, cutoff=0.6):
+            return f"did you mean {section + names[close[0]]!r}?"
+    return nearest(key, known)
 
 
 def convert(

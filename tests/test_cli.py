@@ -86,6 +86,13 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "good.yaml", "batch=0"), "command line: batch: 0; an integer at least 1"),
     (("train", "none.yaml"), "none.yaml: max_steps: missing, and so is num_epochs; "),
     (("evaluate", "good.yaml"), "data.eval_path: missing; "),
+    (("evaluate", "runs/absent"), "runs/absent: no such folder, and no recipe; a run's output_dir, "),
+    (("train", "finetune", "data.pth=a.txt"), "command line: data.pth: unknown key; did you mean 'data.path'?"),
+    (("train", "finetune", "pth=a.txt"), "command line: pth: unknown key; did you mean 'data.path'?"),
+    (("train", "finetune", *DATA, "machine.fdsp=2"), "command line: machine.fdsp: unknown key; did you mean 'machine.fsdp'?"),
+    (("train", "finetune", *DATA, "machine=gpu24"), "command line: machine=gpu24: a machine is no part of a recipe; --mach"),
+    (("train", "finetune", "good.yaml"), "command line: good.yaml: a file without its key; data.path=good.yaml"),
+    (("train", "finetune", *DATA, "model=good.yaml"), "good.yaml: model: a file; the folder that holds it: ."),
 ]
 GOOD = "model: gpt2\noutput_dir: out\nmax_steps: 1\ndata: {path: a.txt}\n"
 FILES = {

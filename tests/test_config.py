@@ -259,7 +259,7 @@ def test_bind_refuses(text: str) -> None:
         ("steps=x", "steps: 'x'; an integer"),
         ("inner.lr=nan", "inner.lr: 'nan'; a number above 0"),
         ("inner.lr=1e999", "inner.lr: '1e999'; a number above 0"),
-        ("inner.lrr=1", "inner.lrr: unknown key; did you mean 'lr'?"),
+        ("inner.lrr=1", "inner.lrr: unknown key; did you mean 'inner.lr'?"),
         ("iner.lr=1", "iner: unknown key; did you mean 'inner'?"),
         ("inner.betas=[0.9", "inner.betas: '[0.9'; [a number"),
         ("inner.betas=[.9, 7]", "inner.betas.1: 7; a number"),

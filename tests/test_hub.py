@@ -273,6 +273,7 @@ def test_hub_down_with_cache(server: Hub, capfd: pytest.CaptureFixture[str]) -> 
 def test_unknown_names(server: Hub) -> None:
     assert "did you mean the preset 'tiny-xl'?" in refused("tiny-lx", MissingError)
     assert "did you mean" not in refused("quite/else", MissingError)
+    assert "did you mean" not in refused("someone/tiny", MissingError), "the hub id of a preset is no mistake"
     assert "without public weights" in refused("unpublished", MissingError)
     assert "did you mean the preset 'tiny'?" in refused("tinny", MissingError, local_files_only=True)
     assert not server.fetched

@@ -130,7 +130,7 @@ def test_a_letter_too_many_or_too_few(leaf: Leaf) -> None:
         text = line(error, key.strip() if " " in key else key)
         assert "unknown key" in text
         if odd == f"{name}x" and len(name) > 3:
-            assert f"did you mean {name!r}?" in text or "did you mean '" in text
+            assert f"did you mean '{key.removesuffix('x')}'?" in text
 
 
 @pytest.mark.parametrize("leaf", ids([leaf for leaf in LEAVES if {int, float} & set(leaf.kinds)]))
@@ -231,3 +231,10 @@ def test_status_stream_and_time_of_the_command_line(tmp_path: Path) -> None:
     said = done.stderr.splitlines()
     assert len(said) == len(settings) and all(row.startswith("modelcenter: error: ") and len(row) < 320 for row in said)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_misspelt_key_of_a_section_is_named_whole() -> None:
+    for key, wanted in {"data.pth": "data.path", "pth": "data.path", "optimizer.weigth_decay": "optimizer.weight_decay"}.items():
+        with pytest.raises(InputError, match=f"{key}: unknown key; did you mean '{wanted}'") as error:
+            bind(Recipe, tree(key, 1), "r.yaml")
+        assert f"'{wanted}'" in str(error.value)

@@ -29,7 +29,7 @@ from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import loop, session
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
-from modelcenter.train.folder import WATCHING
+from modelcenter.train.folder import WATCHING, claim
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
 from modelcenter.train.prepare import prepare, resolve
@@ -721,3 +721,27 @@ def test_label_smoothing_equals_transformers(task: str) -> None:
 def test_what_cannot_be_is_refused(changes: dict[str, Any], found: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=found):
         train(recipe_of(tmp_path, **changes), MACHINE)
+
+
+@pytest.mark.parametrize("where", ["file", "file/below"])
+def test_an_output_dir_that_can_be_no_folder(where: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a result of something else")
+    with pytest.raises(InputError, match=r"file.*: output_dir: .*; a folder"), claim(tmp_path / where, recipe_of(tmp_path)):
+        pytest.fail("claimed")
+    assert (tmp_path / "file").read_text() == "a result of something else"
+
+
+@pytest.mark.parametrize("objective", ["lm", "classify", "chat", "tag", "qa", "choice", "seq2seq", "contrastive"])
+def test_a_field_that_is_not_there_is_named_before_anything_is_fetched(objective: str, tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*rest: Any, **more: Any) -> None:
+        raise AssertionError("fetched")
+
+    for name in ("find_tokenizer", "find_model"):
+        monkeypatch.setattr(f"modelcenter.train.prepare.{name}", fetch)
+    (tmp_path / "rows.jsonl").write_text('{"nothing": "of use"}\n' * 3)
+    changes = {"data.path": str(tmp_path / "rows.jsonl"), "data.eval_fraction": 0.0}
+    changes |= {"data.pair_key": "other"} if objective == "contrastive" else {}
+    recipe = recipe_of(tmp_path, objective=objective, **changes)
+    with pytest.raises(InputError, match=r"rows\.jsonl: line 1: "):
+        prepare(*resolve(recipe, MACHINE)[:1], MACHINE, torch.device("cpu"))

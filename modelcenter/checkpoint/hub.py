@@ -245,8 +245,8 @@ def _check_environment() -> None:
 
 
 def _near(name: str, presets: Mapping[str, str | None]) -> str:
-    """A hint at the preset that was meant, perhaps; nothing for one."""
-    if name in presets:
+    """A hint at the preset that was meant, perhaps; nothing for one, nor for the hub id of one."""
+    if name in presets or name in presets.values():
         return ""
     close = get_close_matches(name, presets, n=1, cutoff=0.6)
     return f"; did you mean the preset {close[0]!r}?" if close else ""

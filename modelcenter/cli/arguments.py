@@ -94,6 +94,8 @@ def check_model(name: str) -> None:
     folder = os.path.expanduser(name)
     if os.path.isdir(folder):
         check_folder(folder)
+    elif os.path.isfile(folder):
+        refuse(name, "model", "a file", f"the folder that holds it: {os.path.dirname(name) or '.'}")
 
 
 def check_new(out: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..adapter.config import AdapterConfig
-from ..config import COMMAND_LINE, bind
+from ..config import COMMAND_LINE, bind, names, packaged
 from ..errors import refuse, refuse_missing
 from .arguments import Answer, Arguments, check_model, settings, take
 from .recipe import machine_of, run_of
@@ -46,6 +46,8 @@ def evaluate(args: Arguments) -> Answer:
     elif folder is not None and any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         recipe, machine = recipe_of(folder, args)
     else:
+        if folder is not None and not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
+            refuse_missing(folder, None, "no such folder, and no recipe", "a run's output_dir, a model's folder, or a recipe")
         recipe, machine = run_of(args)
     if recipe.data.eval_path is None and not recipe.data.eval_fraction:
         refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")

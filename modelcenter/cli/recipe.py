@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import COMMAND_LINE, bind, override, to_dict
+from ..errors import refuse
 from .arguments import Arguments, take
 
 if TYPE_CHECKING:
@@ -17,6 +19,10 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     from ..train.recipe import load_recipe
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
+    if whole := [setting for setting in args.settings if setting.startswith("machine=")]:
+        refuse(COMMAND_LINE, whole[0], "a machine is no part of a recipe", f"--machine {whole[0].partition('=')[2]}")
+    if data := [name for name in args.names[1:] if Path(name).exists()]:
+        refuse(COMMAND_LINE, data[0], "a file without its key", f"data.path={data[0]}")
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
     recipe = load_recipe(name, [setting for setting in args.settings if setting not in own])
     return recipe, machine_of(args, own)

@@ -18,7 +18,8 @@ def device_of(machine: Machine) -> torch.device:
     if machine.device == "cpu" or (machine.device == "auto" and found is None):
         return torch.device("cpu")
     if found is None or machine.device not in ("auto", found.type):
-        refuse(None, "machine.device", f"{machine.device}, which torch does not find here", "device=auto or device=cpu")
+        absent = f"{machine.device}, which torch does not find here"
+        refuse(None, "machine.device", absent, "machine.device=auto or machine.device=cpu")
     return torch.device(found.type, variable("LOCAL_RANK", 0, torch.accelerator.device_count() - 1, default=0))
 
 

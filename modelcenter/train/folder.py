@@ -31,6 +31,10 @@ def claim(folder: Path, recipe: Recipe, ranks: Ranks = ALONE) -> Iterator[None]:
         return
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     check(folder, recipe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(folder, "output_dir", error.strerror or str(error), "a folder that can be made and written")
     with lock(folder):
         try:
             yield
@@ -45,6 +49,8 @@ def claim(folder: Path, recipe: Recipe, ranks: Ranks = ALONE) -> Iterator[None]:
 
 def check(folder: Path, recipe: Recipe) -> None:
     """Refuse a folder that is another run's, or that `recipe.resume` does not allow to go on with."""
+    if folder.exists() and not folder.is_dir():
+        refuse(folder, "output_dir", "a file", "a folder, or a name that is free")
     ran = [name for name in (RECIPE, "model") if (folder / name).exists()] + [path.name for path in steps(folder)]
     if recipe.resume == "never" and ran:
         refuse(folder, "output_dir", f"holds a run already ({ran[0]})", "resume=auto goes on; or another output_dir")

@@ -4,6 +4,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -103,8 +104,11 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     """Read the data, make or load the tokenizer and the model (`meta`: without its weights), and say what was found. `recipe` is
     resolved."""
     records, held_out = read_split(recipe.data)
-    tokenizer = find_tokenizer(recipe, records)
     objective = find_objective(recipe.objective)
+    for source in records.sources if isinstance(records, Mixture) else [records]:
+        if not isinstance(source, Tokens):  # a field that is not there is named before a tokenizer or weights are fetched
+            list(islice(objective.texts(source[0], recipe.data), 4))
+    tokenizer = find_tokenizer(recipe, records)
     names = objective.names(records, recipe.data)
     model = find_model(recipe, tokenizer, names, machine, torch.device("meta") if meta else device)
     if recipe.precision == "fp16" and model.wide:
