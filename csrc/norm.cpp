@@ -1,14 +1,9 @@
-// LayerNorm and RMSNorm over the last axis, each with an optional residual add and dropout before it:
-//
-//     total = residual + dropout(x)           (rounded to the residual's dtype; without a residual it is x itself)
-//     out = (total - mean) * rstd * weight + bias,  rstd = 1 / sqrt(mean((total - mean)^2) + eps)
-//
-// RMSNorm has no mean and no bias. The normalised row is (total - mean) * rstd + shift: `mean` is a first one, in fp32; the mean of
-// what is then left makes up for its rounding, which counts where a mean is large beside the deviation. `stats` holds mean, rstd
-// and shift, each for all rows. The row is in the first cache when it is read again.
+// LayerNorm and RMSNorm (norm.h has the formulas). The row is in the first cache when it is read again.
 //
 // The backward cuts the rows into as many chunks as `partial` has, whatever the number of threads, and adds the chunks' sums for
 // weight and bias in their order.
+#include "norm.h"
+
 #include "random.h"
 
 namespace {
@@ -123,74 +118,46 @@ int64_t grain(int64_t dim) { return dim < GRAIN ? GRAIN / dim : 1; }
 }  // namespace
 
 MC_KERNEL(norm) {
-    const Array x = call.in("x", FLOATS);
-    const Shape rows{x.shape.rows()}, columns{x.shape.last()};
-    const Array residual = call.maybe("residual", FLOATS, x.shape);
-    const Array weight = call.in("weight", F32, columns);
-    const Array bias = call.maybe("bias", F32, columns);
-    const double eps = call.real("eps");
-    const bool centred = call.flag("centred");
-    const Array seed = call.maybe("seed", I64, Shape{1});
-    const double p = call.real("p");
-    const Array out = call.out("out", FLOATS, x.shape);
-    const Array total = call.maybe_out("total", residual ? residual.dtype : x.dtype, x.shape);
-    const Array stats = call.out("stats", F32, Shape{3, rows.at[0]});
-    const bool adds = static_cast<bool>(residual);
-    if (adds != static_cast<bool>(total)) call.refuse("a total is written where there is a residual, and only there");
+    const Forward a(call, F32);
     call.ready();
-    const int64_t n = rows.at[0], dim = columns.at[0];
+    const int64_t n = a.rows, dim = a.dim;
     if (!dim) return;
-    const float *w = weight.as<float>(), *b = bias.as<float>();
-    float* s = stats.as<float>();
-    const Array source = total ? total : x;
-    MC_FOR_FLOAT(x.dtype, T, MC_FOR_FLOAT(source.dtype, R, MC_FOR_FLOAT(out.dtype, O,
-        mc::parallel(n, grain(dim), [=](int64_t begin, int64_t end) {
-            Drawn drawn{seed ? *seed.as<uint64_t>() : 0, Rate(p)};
+    const float *w = a.weight.as<float>(), *b = a.bias.as<float>();
+    float* s = a.stats.as<float>();
+    const Array source = a.total ? a.total : a.x;
+    MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_FLOAT(source.dtype, R, MC_FOR_FLOAT(a.out.dtype, O,
+        mc::parallel(n, grain(dim), [&](int64_t begin, int64_t end) {
+            Drawn drawn{a.seed ? *a.seed.as<uint64_t>() : 0, Rate(a.rate)};
             for (int64_t row = begin; row < end; row++) {
                 const int64_t at = row * dim;
-                if (total) add(x.as<T>() + at, residual.as<R>() + at, total.as<R>() + at, at, dim, seed ? &drawn : nullptr);
-                const Stats found = norm_row(source.as<R>() + at, w, b, out.as<O>() + at, dim, eps, centred);
+                if (a.total) add(a.x.as<T>() + at, a.residual.as<R>() + at, a.total.as<R>() + at, at, dim, a.seed ? &drawn : nullptr);
+                const Stats found = norm_row(source.as<R>() + at, w, b, a.out.as<O>() + at, dim, a.eps, a.centred);
                 s[row] = found.mean, s[n + row] = found.rstd, s[2 * n + row] = found.shift;
             }
         }))))
 }
 
-// `total`: what was normalised; `more`: the gradient that reaches it by another way. Gives `stream`, its gradient, and where
-// wanted `branch`, that of what was dropped and added.
 MC_KERNEL(norm_backward) {
-    const Array grad = call.in("grad", FLOATS);
-    const Shape columns{grad.shape.last()};
-    const Array total = call.in("total", FLOATS, grad.shape);
-    const Array more = call.maybe("more", total.dtype, grad.shape);
-    const Array weight = call.in("weight", F32, columns);
-    const Array stats = call.in("stats", F32, Shape{3, grad.shape.rows()});
-    const Array seed = call.maybe("seed", I64, Shape{1});
-    const double p = call.real("p");
-    const Array stream = call.out("stream", total.dtype, grad.shape);
-    const Array branch = call.maybe_out("branch", FLOATS, grad.shape);
-    const Array dweight = call.out("dweight", F32, columns);
-    const Array dbias = call.maybe_out("dbias", F32, columns);  // none for RMSNorm
-    const Array partial = call.inout("partial", F32);           // chunks x (1 or 2) x dim
-    const int64_t n = grad.shape.rows(), dim = columns.at[0], each_chunk = dbias ? 2 * dim : dim;
-    const int64_t chunks = partial.shape.rank ? partial.shape.at[0] : 0;
-    if (chunks < 1 || !(partial.shape == Shape{chunks, dbias ? 2 : 1, dim})) call.refuse("partial: at least a line of sums");
+    const Backward a(call, F32);
     call.ready();
+    const int64_t n = a.rows, dim = a.dim, chunks = a.lines, each_chunk = a.width;
     if (!dim) return;
-    float* sums = partial.as<float>();
-    const float *w = weight.as<float>(), *s = stats.as<float>();
-    MC_FOR_FLOAT(grad.dtype, O, MC_FOR_FLOAT(total.dtype, R,
-        mc::parallel(chunks, (grain(dim) * chunks + n) / (n + 1), [=](int64_t first, int64_t last) {
-            Drawn drawn{seed ? *seed.as<uint64_t>() : 0, Rate(p)};
+    float* sums = a.partial.as<float>();
+    const float *w = a.weight.as<float>(), *s = a.stats.as<float>();
+    MC_FOR_FLOAT(a.grad.dtype, O, MC_FOR_FLOAT(a.total.dtype, R,
+        mc::parallel(chunks, (grain(dim) * chunks + n) / (n + 1), [&](int64_t first, int64_t last) {
+            Drawn drawn{a.seed ? *a.seed.as<uint64_t>() : 0, Rate(a.rate)};
             for (int64_t chunk = first; chunk < last; chunk++) {
-                float *dw = sums + chunk * each_chunk, *db = dbias ? dw + dim : nullptr;
+                float *dw = sums + chunk * each_chunk, *db = a.dbias ? dw + dim : nullptr;
                 memset(dw, 0, each_chunk * sizeof(float));
                 for (int64_t row = chunk * n / chunks; row < (chunk + 1) * n / chunks; row++) {
                     const int64_t at = row * dim;
-                    R* to = stream.as<R>() + at;
-                    gradient_row(grad.as<O>() + at, more ? more.as<R>() + at : nullptr, total.as<R>() + at, w, to, dw, db, dim,
+                    R* to = a.stream.as<R>() + at;
+                    gradient_row(a.grad.as<O>() + at, a.more ? a.more.as<R>() + at : nullptr, a.total.as<R>() + at, w, to, dw, db, dim,
                                  Stats{s[row], s[n + row], s[2 * n + row]});
-                    if (branch) {
-                        MC_FOR_FLOAT(branch.dtype, T, add<R, T>(to, nullptr, branch.as<T>() + at, at, dim, seed ? &drawn : nullptr))
+                    if (a.branch) {
+                        MC_FOR_FLOAT(a.branch.dtype, T,
+                            add<R, T>(to, nullptr, a.branch.as<T>() + at, at, dim, a.seed ? &drawn : nullptr))
                     }
                 }
             }
@@ -204,6 +171,6 @@ MC_KERNEL(norm_backward) {
             });
         });
     };
-    reduce(sums, dweight.as<float>());
-    if (dbias) reduce(sums + dim, dbias.as<float>());
+    reduce(sums, a.dweight.as<float>());
+    if (a.dbias) reduce(sums + dim, a.dbias.as<float>());
 }

@@ -1,5 +1,4 @@
-// LayerNorm and RMSNorm over the last axis, each with an optional residual add and dropout before it: norm.cpp has the formulas. The
-// backward is in norm_backward.cu.
+// LayerNorm and RMSNorm (norm.h has the formulas). The backward is in norm_backward.cu.
 //
 // A row is a group's own and stays in its registers; so many rows are under way at once that memory never waits. Weight and bias come
 // from the first cache each time. Rows that are not aligned pass through shared memory (norm_ring.h); rows that are too long for either
@@ -334,29 +333,15 @@ void forward(const Problem& p, bool shift, cudaStream_t stream) {
 }  // namespace
 
 MC_KERNEL(norm) {
-    const Array x = call.in("x", FLOATS);
-    const Shape rows{x.shape.rows()}, columns{x.shape.last()};
-    const Array residual = call.maybe("residual", FLOATS, x.shape);
-    const Array weight = call.in("weight", FLOATS, columns);
-    const Array bias = call.maybe("bias", weight.dtype, columns);
-    const double eps = call.real("eps");
-    const bool centred = call.flag("centred");
-    const Array seed = call.maybe("seed", I64, Shape{1});
-    const double rate = call.real("p");
-    const Array out = call.out("out", FLOATS, x.shape);
-    const Array total = call.maybe_out("total", residual ? residual.dtype : x.dtype, x.shape);
-    const Array stats = call.out("stats", F32, Shape{3, rows.at[0]});
-    const bool adds = static_cast<bool>(residual);
-    if (adds != static_cast<bool>(total)) call.refuse("a total is written where there is a residual, and only there");
-    const Dtype source = residual ? residual.dtype : x.dtype;
-    if (!known(x.dtype, source, out.dtype)) call.refuse("no kernel for this mixture of dtypes");
+    const Forward a(call, FLOATS);
+    if (!known(a.x.dtype, a.residual ? a.residual.dtype : a.x.dtype, a.out.dtype)) call.refuse("no kernel for this mixture of dtypes");
     call.ready();
-    if (!rows.at[0] || !columns.at[0]) return;
+    if (!a.rows || !a.dim) return;
     Problem p{};
-    p.x = tensor(x), p.residual = tensor(residual), p.weight = tensor(weight), p.bias = tensor(bias);
-    p.out = tensor(out), p.total = tensor(total), p.stats = stats.as<float>();
-    p.eps = static_cast<float>(eps), p.centred = centred, p.alike = alike(out, total);
-    p.rows = rows.at[0], p.dim = columns.at[0];
-    set_rate(p, seed, rate);
-    forward(p, !packed(p.dim, x, residual, out, total, weight, bias), static_cast<cudaStream_t>(call.stream));
+    p.x = tensor(a.x), p.residual = tensor(a.residual), p.weight = tensor(a.weight), p.bias = tensor(a.bias);
+    p.out = tensor(a.out), p.total = tensor(a.total), p.stats = a.stats.as<float>();
+    p.eps = static_cast<float>(a.eps), p.centred = a.centred, p.alike = alike(a.out, a.total), p.rows = a.rows, p.dim = a.dim;
+    set_rate(p, a.seed, a.rate);
+    const bool shift = !packed(p.dim, a.x, a.residual, a.out, a.total, a.weight, a.bias);
+    forward(p, shift, static_cast<cudaStream_t>(call.stream));
 }

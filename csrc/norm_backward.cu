@@ -1,4 +1,4 @@
-// The gradients of LayerNorm and RMSNorm: norm.cpp has the formulas, norm_ring.h how rows are walked over.
+// The gradients of LayerNorm and RMSNorm: norm.h has the formulas, norm_ring.h how rows are walked over.
 //
 // The groups write their sums for weight and bias to lines of `partial`, which a second kernel adds up in a fixed order. Arithmetic is
 // in fp32; in half precision a difference from the mean may be rounded as one product, of which their own steps show nothing.
@@ -228,33 +228,19 @@ int64_t backward(const Problem& p, int64_t lines, bool shift, cudaStream_t strea
 }  // namespace
 
 MC_KERNEL(norm_backward) {
-    const Array grad = call.in("grad", FLOATS);
-    const Shape columns{grad.shape.last()};
-    const Array total = call.in("total", FLOATS, grad.shape);
-    const Array more = call.maybe("more", total.dtype, grad.shape);
-    const Array weight = call.in("weight", FLOATS, columns);
-    const Array stats = call.in("stats", F32, Shape{3, grad.shape.rows()});
-    const Array seed = call.maybe("seed", I64, Shape{1});
-    const double rate = call.real("p");
-    const Array stream = call.out("stream", total.dtype, grad.shape);
-    const Array branch = call.maybe_out("branch", FLOATS, grad.shape);
-    const Array dweight = call.out("dweight", weight.dtype, columns);
-    const Array dbias = call.maybe_out("dbias", weight.dtype, columns);
-    const Array partial = call.inout("partial", F32);
-    const int64_t dim = columns.at[0], lines = partial.shape.rank ? partial.shape.at[0] : 0;
-    if (!(partial.shape == Shape{lines, dbias ? 2 : 1, dim}) || lines < 1 || lines > 65535)
-        call.refuse("partial: 1 to 65535 lines of sums are wanted");
-    if (!known(branch ? branch.dtype : total.dtype, total.dtype, grad.dtype)) call.refuse("no kernel for this mixture of dtypes");
+    const Backward a(call, FLOATS);
+    if (!known(a.branch ? a.branch.dtype : a.total.dtype, a.total.dtype, a.grad.dtype))
+        call.refuse("no kernel for this mixture of dtypes");
     call.ready();
-    if (!dim) return;
+    if (!a.dim) return;
     Problem p{};
-    p.x = tensor(grad), p.normed = tensor(total), p.residual = tensor(more), p.weight = tensor(weight);
-    p.total = tensor(stream), p.out = tensor(branch), p.stats = stats.as<float>(), p.partial = partial.as<float>();
-    p.centred = static_cast<bool>(dbias), p.alike = alike(stream, branch), p.rows = grad.shape.rows(), p.dim = dim;
-    set_rate(p, seed, rate);
+    p.x = tensor(a.grad), p.normed = tensor(a.total), p.residual = tensor(a.more), p.weight = tensor(a.weight);
+    p.total = tensor(a.stream), p.out = tensor(a.branch), p.stats = a.stats.as<float>(), p.partial = a.partial.as<float>();
+    p.centred = static_cast<bool>(a.dbias), p.alike = alike(a.stream, a.branch), p.rows = a.rows, p.dim = a.dim;
+    set_rate(p, a.seed, a.rate);
     const auto on = static_cast<cudaStream_t>(call.stream);
-    const int64_t width = partial.shape.at[1] * dim;
-    const int64_t used = p.rows ? backward(p, lines, !packed(dim, grad, total, more, stream, branch), on) : 0;
-    MC_FOR_FLOAT(weight.dtype, W, norm_add_partial<W><<<static_cast<unsigned>((width + 31) / 32), dim3(32, 16), 0, on>>>(
-        p.partial, used, dim, width, dweight.as<W>(), dbias.as<W>()))
+    const bool shift = !packed(p.dim, a.grad, a.total, a.more, a.stream, a.branch);
+    const int64_t used = p.rows ? backward(p, a.lines, shift, on) : 0;
+    MC_FOR_FLOAT(a.weight.dtype, W, norm_add_partial<W><<<static_cast<unsigned>((a.width + 31) / 32), dim3(32, 16), 0, on>>>(
+        p.partial, used, p.dim, a.width, a.dweight.as<W>(), a.dbias.as<W>()))
 }

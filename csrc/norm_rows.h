@@ -1,6 +1,7 @@
 // What the kernels of LayerNorm and RMSNorm on GPUs share: their arrays, eight elements at a time, and sums over the threads of a row.
 #pragma once
 #include "cuda.h"
+#include "norm.h"
 #include "philox.h"
 #include "ptx.h"
 

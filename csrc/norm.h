@@ -1,0 +1,65 @@
+// LayerNorm and RMSNorm over the last axis, each with an optional residual add and dropout before it: what they are and what their
+// kernels are given, for the CPU and for CUDA alike.
+//
+//     total = residual + dropout(x)           (rounded to the residual's dtype; without a residual it is x itself)
+//     out = (total - mean) * rstd * weight + bias,  rstd = 1 / sqrt(mean((total - mean)^2) + eps)
+//
+// RMSNorm has no mean and no bias. The normalised row is (total - mean) * rstd + shift: `mean` is a first one, in fp32; the mean of
+// what is then left makes up for its rounding, which counts where a mean is large beside the deviation. `stats` holds mean, rstd
+// and shift, each for all rows.
+#pragma once
+#include "kernel.h"
+
+namespace {
+
+// Both are read in the order in which Python gives them; `weights`: the dtypes that a kernel takes of weight and bias, which are
+// alike.
+struct Forward {
+    mc::Array x, residual, weight, bias, seed, out, total, stats;
+    int64_t rows, dim;
+    double eps, rate;
+    bool centred;
+
+    Forward(mc::Call& call, uint32_t weights) {
+        x = call.in("x", mc::FLOATS);
+        rows = x.shape.rows(), dim = x.shape.last();
+        residual = call.maybe("residual", mc::FLOATS, x.shape);
+        weight = call.in("weight", weights, mc::Shape{dim});
+        bias = call.maybe("bias", weight.dtype, mc::Shape{dim});
+        eps = call.real("eps"), centred = call.flag("centred");
+        seed = call.maybe("seed", mc::I64, mc::Shape{1}), rate = call.real("p");
+        out = call.out("out", mc::FLOATS, x.shape);
+        total = call.maybe_out("total", residual ? residual.dtype : x.dtype, x.shape);
+        stats = call.out("stats", mc::F32, mc::Shape{3, rows});
+        if (static_cast<bool>(residual) != static_cast<bool>(total))
+            call.refuse("a total is written where there is a residual, and only there");
+    }
+};
+
+// `total`: what was normalised; `more`: the gradient that reaches it by another way. Gives `stream`, its gradient, and where wanted
+// `branch`, that of what was dropped and added; `dbias` is none for RMSNorm. `partial` is room for `lines` of sums over rows.
+struct Backward {
+    mc::Array grad, total, more, weight, stats, seed, stream, branch, dweight, dbias, partial;
+    int64_t rows, dim, lines, width;  // width: of a line, the sums for weight and bias
+    double rate;
+
+    Backward(mc::Call& call, uint32_t weights) {
+        grad = call.in("grad", mc::FLOATS);
+        rows = grad.shape.rows(), dim = grad.shape.last();
+        total = call.in("total", mc::FLOATS, grad.shape);
+        more = call.maybe("more", total.dtype, grad.shape);
+        weight = call.in("weight", weights, mc::Shape{dim});
+        stats = call.in("stats", mc::F32, mc::Shape{3, rows});
+        seed = call.maybe("seed", mc::I64, mc::Shape{1}), rate = call.real("p");
+        stream = call.out("stream", total.dtype, grad.shape);
+        branch = call.maybe_out("branch", mc::FLOATS, grad.shape);
+        dweight = call.out("dweight", weight.dtype, mc::Shape{dim});
+        dbias = call.maybe_out("dbias", weight.dtype, mc::Shape{dim});
+        partial = call.inout("partial", mc::F32);
+        lines = partial.shape.rank ? partial.shape.at[0] : 0, width = dbias ? 2 * dim : dim;
+        if (lines < 1 || lines > 65535 || !(partial.shape == mc::Shape{lines, dbias ? 2 : 1, dim}))
+            call.refuse("partial: 1 to 65535 lines of sums are wanted");
+    }
+};
+
+}  // namespace
