@@ -141,7 +141,12 @@ def fake(x: Tensor) -> bool:
 
 def plain(x: object) -> bool:
     """Whether `x` has memory of its own, or is to be treated as if it had."""
-    return type(x) in PLAIN or _rehearsing
+    return type(x) in PLAIN or (_rehearsing and not part(x))
+
+
+def part(x: object) -> bool:
+    """Whether `x` is, at a rehearsal, what one rank has of a tensor that is a DTensor in the step itself."""
+    return _rehearsing and getattr(x, "part", False)
 
 
 def unseen() -> bool:

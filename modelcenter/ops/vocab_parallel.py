@@ -6,13 +6,15 @@ a chunk of rows at a time and turned into the gradients of x and of the own rows
 the end.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import wide
+from ._op import on_gpu, part, wide
 from .cross_entropy import IGNORE
 from .linear import LOW, has_low_units
 from .linear_cross_entropy import rows_of_a_chunk
@@ -20,6 +22,8 @@ from .linear_cross_entropy import rows_of_a_chunk
 
 def split(weight: Tensor) -> bool:
     """Whether processes have rows of `weight` each, and all of them the same number."""
+    if part(weight):
+        return True
     cut: Any = weight
     places: Any = getattr(cut, "placements", ())
     return len(places) == 1 and places[0].is_shard(0) and len(cut) % cut.device_mesh.size() == 0
@@ -32,29 +36,33 @@ def vocab_parallel_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None,
     linear_cross_entropy in all else: a label that is neither a word nor `IGNORE` is a ValueError on the CPU and a loss of NaN
     elsewhere."""
     parts: Any = weight, bias
-    own, shift = (None if p is None else p.to_local(grad_placements=p.placements) for p in parts)
+    alone, device = part(weight), x.device.type
+    own, shift = (p if p is None or alone else p.to_local(grad_placements=p.placements) for p in parts)
     assert own is not None
-    mesh, device = parts[0].device_mesh, x.device.type
+    mesh = None if alone else parts[0].device_mesh
     kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x.dtype
-    if x.device.type == "cpu":
-        known = (labels == IGNORE) | ((labels >= 0) & (labels < vocab))
-        if not bool(known.all()):
-            raise ValueError(f"linear_cross_entropy: label {int(labels[~known][0])} of a vocabulary of {vocab}")
+    if not on_gpu(x):
+        unknown = (labels != IGNORE) & ((labels < 0) | (labels >= vocab))
+        if bool(unknown.any()):
+            raise ValueError(f"linear_cross_entropy: label {int(labels[unknown][0])} of a vocabulary of {vocab}")
         if kind in LOW and not has_low_units(kind):
             kind = torch.float32
-    options = (mesh.get_group(), mesh.get_local_rank() * len(own), vocab, scale, smoothing, z, kind, torch.is_grad_enabled())
+    group, first = (None, 0) if mesh is None else (mesh.get_group(), mesh.get_local_rank() * len(own))
+    options = (group, first, vocab, scale, smoothing, z, kind, torch.is_grad_enabled())
     loss: Tensor = Split.apply(x, own, shift, labels, options)  # type: ignore[no-untyped-call]  # torch has no types there
     return loss
 
 
 class Split(torch.autograd.Function):
-    """On plain tensors: this process's rows of the weight begin at word `first`."""
+    """On plain tensors: this process's rows of the weight begin at word `first`. Without a `group` nothing is exchanged: at a
+    rehearsal there is one process."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: tuple[Any, ...]) -> Tensor:
         import torch.distributed as dist
 
         group, first, vocab, scale, smoothing, z, kind, wanted = options
+        reduce: Callable[..., Any] = partial(dist.all_reduce, group=group) if group is not None else lambda *_: None
         words = min(max(vocab - first, 0), len(weight))  # the other rows pad the vocabulary
         of_x, of_weight, of_bias = (wanted and needed for needed in ctx.needs_input_grad[:3])
         total = wide(x.new_zeros(()))
@@ -66,20 +74,20 @@ class Split(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             for start in range(0, len(x), chunk):
                 rows = slice(start, start + chunk)
-                part, label = x[rows].to(kind), labels[rows]
-                logits = F.linear(part, w).to(total.dtype) * scale
+                some, label = x[rows].to(kind), labels[rows]
+                logits = F.linear(some, w).to(total.dtype) * scale
                 if bias is not None:
                     logits += bias
                 logits[:, words:] = float("-inf")
                 top = logits.amax(1)
-                dist.all_reduce(top, dist.ReduceOp.MAX, group)
+                reduce(top, dist.ReduceOp.MAX)
                 at = label - first
                 mine = (at >= 0) & (at < words)
                 at = torch.where(mine, at, 0)[:, None]
                 hit = torch.where(mine, logits.gather(1, at)[:, 0], 0)
                 whole = logits[:, :words].sum(1) if smoothing else torch.zeros_like(top)
-                sums = torch.stack(((logits - top[:, None]).exp().sum(1), hit, whole))
-                dist.all_reduce(sums, group=group)
+                sums = torch.stack(((logits - top[:, None]).exp_().sum(1), hit, whole))
+                reduce(sums)
                 lse = top + sums[0].log()
                 loss = lse - (1 - smoothing) * sums[1] - smoothing / vocab * sums[2] + z * lse.square()
                 loss = loss.masked_fill((label < 0) | (label >= vocab), float("nan")).masked_fill(label == IGNORE, 0)
@@ -94,16 +102,16 @@ class Split(torch.autograd.Function):
                 if dx is not None:
                     dx[rows] = (low @ w).to(dx.dtype) * (scale / up)
                 if dweight is not None:
-                    dweight.add_((low.t() @ part).to(dweight.dtype), alpha=scale / up)
+                    dweight.add_((low.t() @ some).to(dweight.dtype), alpha=scale / up)
                 if dbias is not None:
                     dbias.add_(grad.sum(0), alpha=1 / up)
             if dx is not None:
-                dist.all_reduce(dx, group=group)
+                reduce(dx)
         ctx.save_for_backward(dx, dweight, dbias)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = [None if part is None else (part * grad).to(kind) for part, kind in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        found = [None if g is None else (g * grad).to(kind) for g, kind in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return *found, None, None

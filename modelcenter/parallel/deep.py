@@ -23,8 +23,10 @@ class Deep:
 
     parts: Sequence[tuple[int, Rehearsal]]
 
-    def peak(self, factors: Mapping[Kind, float] | None = None) -> Counter[Kind]:
-        """The bytes of each kind at the moment with most, where each kind counts `factors` times (1, if it is not named)."""
+    def peak(self, factors: Mapping[Kind, float] | None = None, gathered: Callable[[str], float] = lambda phase: 0.0
+             ) -> Counter[Kind]:
+        """The bytes of each kind at the moment with most, where each kind counts `factors` times (1, if it is not named), and what
+        is `gathered` in its phase is there too."""
         of = [(factors or {}).get(kind, 1.0) for kind in SEEN]
 
         def most(moments: Sequence[tuple[int, ...]]) -> list[float]:
@@ -36,9 +38,9 @@ class Deep:
             if len(self.parts) > 1 and phase.endswith("between"):
                 continue  # linear from the first to the last
             each = [(times, most(part.moments[phase])) for times, part in self.parts]
-            found.append([sum(times * row[i] for times, row in each) for i in range(len(SEEN))])
+            found.append([*(sum(times * row[i] for times, row in each) for i in range(len(SEEN))), gathered(phase)])
         best = max(found, key=sum)
-        return Counter({kind: round(x) for kind, x in zip(SEEN, best, strict=True) if x})
+        return Counter({kind: round(x) for kind, x in zip((*SEEN, "gathered"), best, strict=True) if x})
 
     def work(self, update: bool = False) -> Counter[Work]:
         total: Counter[Work] = Counter()

@@ -1,10 +1,10 @@
 """What a step costs in a layout: memory by kind on each rank, seconds, and what they are spent on.
 
 Memory. On one rank the rehearsed step is all there is. With weights shared out, of n ranks each holds 1 / n of weights, gradients
-and optimizer; the rehearsal is of a model whose weights have come in the low precision, and what has come is added: the outermost
-layers' weights for as long as a pass lasts, two blocks (one computes, the next is on its way) and one block's gradients, in the low
-precision and as they are summed. ZeRO (Rajbhandari et al., 2020) 1 and 2 keep all that came until the step ends, and ZeRO 1 its
-gradients, if there are several micro-batches.
+and optimizer; the rehearsal is of a model whose weights have come in the low precision, and what has come is added to each moment:
+the outermost layers' weights for as long as a pass lasts, while blocks are at work two blocks (one computes, the next is on its
+way) and in their backward one block's gradients, in the low precision and as they are summed. ZeRO (Rajbhandari et al., 2020) 1 and
+2 keep all that came until the step ends, and ZeRO 1 its gradients, if there are several micro-batches.
 
 Time. Every call takes the longer of its arithmetic and its bytes at the chip's rates; the host's calls are summed beside that, and
 the slower of the two counts. Collectives of weights and gradients cost what of them is not hidden behind computing, sums over
@@ -171,7 +171,7 @@ class Costs:
         forwards = ceil(mine / rows) if forwards is None else forwards
         shared = machine.shares > 1
         step = self.rehearsed(tp, machine.recompute, rows, forwards, shared)
-        parts = self.shared_memory(machine, step, forwards) if shared else self.peak(step, ()).copy()
+        parts = self.shared_memory(machine, step, forwards) if shared else self.peak(step).copy()
         if job.gpu or job.device.type != "cpu":
             parts["fragments"] = int(FRAGMENTS * sum(parts.values()))
         spent = dict(self.update(machine))
@@ -194,12 +194,19 @@ class Costs:
         ratio = (self.low or self.own).itemsize / self.own.itemsize
         kept = machine.zero == 1 and forwards > 1
         grows = 0.0 if kept else 1 / ratio / n
-        parts = self.peak(step, (("weights", 0.0), ("optimizer", 0.0), ("gradients", grows))).copy()
+        there = (whole if machine.zero < 3 else outside) * ratio
+        come = there if machine.zero < 3 else (outside + min(2 * block, whole - outside)) * ratio
+        sent = max(block, outside) * (1 + ratio) * last["gradients"] / max(1, whole)
+
+        def gathered(phase: str) -> float:
+            """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own."""
+            kind, _, of_a_block = phase.partition(" ")
+            return there if kind in ("before", "head") else come + sent * (kind == "backward" and bool(of_a_block))
+
+        factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": grows}
+        parts = step.peak(factors, gathered)
         if forwards > 1 and not kept:
             parts["gradients"] = ceil(last["gradients"] / n)  # those of the micro-batches before
-        come = whole if machine.zero < 3 else outside + min(2 * block, whole - outside)
-        trained = last["gradients"] / max(1, whole)
-        parts["gathered"] = round(come * ratio + max(block, outside) * (1 + ratio) * trained)
         if kept:
             parts["gradients"] = last["gradients"]
         parts["weights"] = ceil(last["weights"] / n)
@@ -233,8 +240,8 @@ class Costs:
         return sum(work.flops * count for work, count in step.work().items())
 
     @staticmethod
-    def peak_of(step: Deep, factors: tuple[tuple[Kind, float], ...]) -> Counter[Kind]:
-        return step.peak(dict(factors))
+    def peak_of(step: Deep) -> Counter[Kind]:
+        return step.peak()
 
     def seconds_of(self, step: Deep, tp: int, compiled: bool = False, update: bool = False) -> dict[str, float]:
         """Seconds of calls: of arithmetic, of bytes, of sums over tensor-parallel ranks, of a host that is behind."""

@@ -41,8 +41,8 @@ class Rehearsal:
 
 
 def sum_up(model: nn.Module, tally: Tally) -> None:
-    """Count the sums over tensor-parallel ranks: what a layer cut by rows returns, and the gradient of what one cut by columns was
-    given."""
+    """Make and count the sums over tensor-parallel ranks: what a layer cut by rows returns, and the gradient of what one cut by
+    columns was given."""
 
     def count(tensor: Tensor) -> None:
         tally.work[Work("sum", named(tensor), 0, tensor.numel() * tensor.itemsize)] += 1
@@ -51,14 +51,31 @@ def sum_up(model: nn.Module, tally: Tally) -> None:
         if args[0].requires_grad:
             count(args[0])
 
+    def returned(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        count(out)
+        return Sum.apply(out)  # type: ignore[no-untyped-call, no-any-return]  # torch has no types there
+
     for module, child, style in tables(model):
         part = getattr(module, child)
         if isinstance(part, nn.Module) and style in ("row", "vocab"):
-            part.register_forward_hook(lambda _, args, out: count(out))
+            part.register_forward_hook(returned)
         elif isinstance(part, nn.Module) and style == "column":
             part.register_forward_pre_hook(given)
         elif style == "logits":
             module.register_forward_pre_hook(given)  # the loss is formed where the logits are: no hook on the layer itself
+
+
+class Sum(torch.autograd.Function):
+    """A tensor of its own, which selective recompute keeps beside the summand; its gradient is the summand's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", "none"))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def mark(model: nn.Module, tally: Tally) -> None:

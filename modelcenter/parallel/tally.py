@@ -164,7 +164,8 @@ class Tally(FakeTensorMode):
         self.work[Work("attention", named(q), int(flops * (2.5 if back else 1) * (0.5 if causal else 1)), size)] += 1
 
 
-NOTHING = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::lift_fresh", "aten::resize_"}
+NOTHING = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::lift_fresh", "aten::resize_",
+           "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"}  # sums are counted by themselves
 PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten.bmm: 0, torch.ops.aten.baddbmm: 1}  # where a matrix is
 
 

@@ -38,6 +38,7 @@ def twin(model: nn.Module, device: torch.device, fake: FakeTensorMode, *, keep: 
             stride = tensor.stride() if shape == tensor.shape else torch.empty(shape, device="meta").stride()
             new = torch.empty_strided(shape, stride, dtype=kind, device=device)
             memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            memo[id(tensor)].part = id(tensor) in cut
     for i, stack in enumerate(m for m in model.modules() if isinstance(m, Stack)):
         if i in kept:
             memo[id(stack.blocks)] = nn.ModuleList(copy.deepcopy(kept[i], memo))
