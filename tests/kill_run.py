@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300)
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # settings may stand behind the options
     families()
     torch.set_num_threads(1)
     loop.plot_loss = lambda folder: "not drawn"  # half a second each time

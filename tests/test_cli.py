@@ -86,6 +86,7 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "good.yaml", "batch=0"), "command line: batch: 0; an integer at least 1"),
     (("train", "none.yaml"), "none.yaml: max_steps: missing, and so is num_epochs; "),
     (("evaluate", "good.yaml"), "data.eval_path: missing; "),
+    (("evaluate", "m", "--lm-eval", "piqa", "--machine", "node8"), "lm_eval: with a machine, or under torchrun; one process"),
     (("evaluate", "runs/absent"), "runs/absent: no such folder, and no recipe; a run's output_dir, "),
     (("train", "finetune", "data.pth=a.txt"), "command line: data.pth: unknown key; did you mean 'data.path'?"),
     (("train", "finetune", "pth=a.txt"), "command line: pth: unknown key; did you mean 'data.path'?"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..adapter.config import AdapterConfig
 from ..config import COMMAND_LINE, bind, names, packaged
 from ..errors import refuse, refuse_missing
+from ..parallel.variable import variable
 from .arguments import Answer, Arguments, check_model, settings, take
 from .recipe import machine_of, run_of
 
@@ -26,9 +27,12 @@ def evaluate(args: Arguments) -> Answer:
 
     RUN is the output folder of a run: its recipe, its trained model, its evaluation data. MODEL is a folder that transformers,
     peft or this package has saved. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the
-    files in lm_eval_path. On the ranks of --machine M the numbers are those of one process. Nothing is written.
+    files in lm_eval_path, answered by one process. Else on the ranks of --machine M the numbers are those of one. Nothing is
+    written.
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
+        if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
+            refuse(None, "lm_eval", "with a machine, or under torchrun", "one process, with device=cuda for a GPU")
         return examined(settings(Examination, args, ["model"]))
     if suite := [setting.partition("=")[2] for setting in args.settings if setting.startswith("suite=")]:
         (folder_name,) = take(replace(args, settings=[s for s in args.settings if not s.startswith("suite=")]), ["FOLDER"])
