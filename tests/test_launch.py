@@ -187,3 +187,63 @@ def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path, capfd: An
 )
 def test_who_failed_first(status: list[int | None], rank: int | None) -> None:
     assert launch.culprit(status) == rank
+
+
+def agent(node: int, port: int, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+    """torchrun on one of two nodes, which has one rank; a session of its own, so that what it leaves can be ended."""
+    how = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "20", "--monitor-interval", "0.1", "--rdzv-backend", "c10d",
+           "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "1", "--rdzv-conf",
+           f"is_host={int(node == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"]  # fmt: skip
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
+    with (folder / f"{node}.err").open("ab") as err:
+        command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", "modelcenter", *arguments]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)
+
+
+def worker(node: subprocess.Popen[bytes]) -> int:
+    """The rank that an agent has started, by its process number."""
+    while not (children := Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()):
+        time.sleep(0.02)
+    return int(children[0])
+
+
+KILLS = 4  # of ranks, the first before any step; every other one after that is an agent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_elastic_agents_and_their_ranks_are_killed(tmp_path: Path) -> None:
+    """Under torchrun a run whose ranks are killed, on either node, before the first step and after new states, and one of whose
+    agents is killed and started again, ends with the weights of a run that nobody touched, to the bit."""
+    places = [tmp_path / name for name in ("alone", "elastic")]
+    changes = {**ENDLESS, "max_steps": 120, "save_steps": 15, "save_total_limit": 2, "schedule.name": "constant"}
+    for place in places:
+        place.mkdir()
+    assert main(command(places[0], **changes)) == 0
+    arguments, port, out = command(places[1], **changes), free_port(), places[1] / "out"
+    nodes = [agent(node, port, places[1], arguments) for node in range(2)]
+    try:
+        os.kill(worker(nodes[1]), signal.SIGKILL)
+        killed = 1
+        for moment in range(1, KILLS):
+            newest = max((int(path.name[5:]) for path in out.glob("step-*")), default=0)
+            while max((int(path.name[5:]) for path in out.glob("step-*")), default=0) <= newest:  # what came before is not lost
+                assert all(node.poll() is None for node in nodes), (places[1] / "0.err").read_text()[-3000:]
+                time.sleep(0.01)
+            if moment % 2:
+                victim = worker(nodes[moment // 2 % 2])
+            else:
+                victim = nodes[1].pid
+            os.kill(victim, signal.SIGKILL)
+            killed += 1
+            if moment % 2 == 0:
+                nodes[1].wait()
+                nodes[1] = agent(1, port, places[1], arguments)
+        assert [node.wait(300) for node in nodes] == [0, 0], (places[1] / "0.err").read_text()[-3000:]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert killed == KILLS and "resumed from" in (places[1] / "0.err").read_text()
+    for name in ("model.safetensors", "config.json"):
+        assert (out / "model" / name).read_bytes() == (places[0] / "out" / "model" / name).read_bytes()
