@@ -267,7 +267,7 @@ MC_KERNEL(relative_attention_backward) {
     const Array partial = call.maybe_out("partial", F32, Shape{p.heads, to.parts, p.distances()});
     const Array dbias = call.maybe_out("dbias", F32, Shape{p.heads, p.distances()});
     call.ready();
-    if (partial.given != dbias.given || (dbias && !p.bias)) call.refuse("partial and dbias go together, and with a bias");
+    if (partial.given != dbias.given || (dbias && dbias.shape.count() && !p.bias)) call.refuse("partial and dbias go together, and with a bias");
     if (!out.aligned() || !dq.aligned() || !dk.aligned() || !dv.aligned()) call.refuse("out, dq, dk or dv: not aligned to 16 bytes");
     check_chip(call, q, p);
     to.grad = grad.data, to.lse = lse.as<float>(), to.inner = inner.as<float>();

@@ -23,7 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 from unittest import mock
 
@@ -272,7 +272,7 @@ def of_op(name: str, rng: random.Random, device: str, compared: bool) -> list[An
     wants = [rng.random() < 0.8 for _ in range(12)]
     args = each(MAKERS[name](rng, device), lay)
     args = tuple(a.requires_grad_(w) if isinstance(a, Tensor) and a.is_floating_point() else a
-                 for a, w in zip(args, wants[: len(args)], strict=True))  # fmt: skip
+                 for a, w in zip(args, cycle(wants), strict=False))  # fmt: skip
     assert op.kernel is not None
     autocast = rng.random() < 0.1
     if op.kernel.takes is not None and not autocast and not op.kernel.takes(*args):
