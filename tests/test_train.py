@@ -588,9 +588,10 @@ def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
     changes = {"objective": objective, "model": model, "config": config, "tokenizer": tokenizer, "save_steps": None}
     pairs |= {"data.stride": 2} if objective == "qa" else {}
     changes |= {**pairs, **({"data.chat_template": "plain", "data.seq_len": 32} if objective == "chat" else {})}
-    run = train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl"), "max_steps": 4}), MACHINE)
+    changes |= {"batch": 36, "micro_batch": 36, "logging_steps": 1, "optimizer.lr": 3e-3}  # all in each step: losses of one thing
+    run = train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl"), "max_steps": 8}), MACHINE)
     losses = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
-    assert losses[-1] < losses[0]
+    assert min(losses[-3:]) < losses[0]  # one step may be too long
     assert run.metrics["loss"] > 0 and measure in run.metrics and run.metrics["skipped"] == 0
     task = find_objective(objective).task
     assert mc.load(str(tmp_path / "out" / "model"), task=task).load_report.new == []
