@@ -25,7 +25,6 @@ class Mutant:
     new: str
     only: str
     error: str
-    seed: int = 0
 
 
 ORDER = "depends on the order of threads"
@@ -35,28 +34,16 @@ BOUNDS = "AddressSanitizer|runtime error: index"
 MUTANTS = (
     Mutant("sums-read-before-all-are-written", "activation.cu",
            "[column(j)] = sums[j];\n    __syncthreads();", "[column(j)] = sums[j];", "silu", ORDER),
-    Mutant("next-row-writes-what-is-still-read", "quantize.cu",
-           "__syncthreads();  // all have read before the next row writes", "", "quantize_int8", ORDER),
     Mutant("one-board-for-all-sums", "norm_rows.h", "    turn ^= 1;\n", "", "layer_norm", ORDER),
-    Mutant("neighbours-not-waited-for", "norm_ring.h",
-           "        if (SHIFT) group_barrier<true>();", "        //", "add_rms_norm", f"{ORDER}|{WRONG}"),
     Mutant("a-row-used-while-it-is-on-its-way", "norm_ring.h",
            "wait(p.stages - 2);", "wait(p.stages - 1);", "rms_norm", f"{ORDER}|{WRONG}"),
     Mutant("a-barrier-for-one-lane", "cross_entropy.cu", "    if (t % 32 == 0) parts[t / 32] = row;\n    __syncthreads();",
            "    if (t % 32 == 0) {\n        parts[t / 32] = row;\n        __syncthreads();\n    }", "cross_entropy", "in vain: "),
     Mutant("wrong-lane", "norm.cu", "s.mean = from_lane(found, 1);", "s.mean = from_lane(found, 2);", "layer_norm", WRONG),
-    Mutant("half-of-a-warp", "cross_entropy.cu", "for (int lane = 16; lane; lane /= 2)\n        row",
-           "for (int lane = 8; lane; lane /= 2)\n        row", "cross_entropy", WRONG),
-    Mutant("the-tensor-before", "adamw.cu", "table[low + mine].first <= piece", "table[low + mine].first < piece", "adamw",
-           f"{BOUNDS}|AssertionError"),
     Mutant("a-column-too-many", "embedding.cu", "dim - column < 8 ? static_cast<int>(dim - column) : 8;\n            Pack",
            "dim - column < 7 ? static_cast<int>(dim - column) : 8;\n            Pack", "embedding", BOUNDS),
-    Mutant("packs-of-what-is-not-aligned", "rotary.cu", "cos.aligned() && sin.aligned() && d % 8 == 0",
-           "cos.aligned() && d % 8 == 0", "rotary", "misaligned address"),
     Mutant("shared-memory-too-small", "norm_backward.cu",
            "__shared__ float sums[16][33];", "__shared__ float sums[15][33];", "rms_norm", BOUNDS),
-    Mutant("sums-that-begin-anywhere", "embedding.cu",
-           "    float sums[8] = {};\n    bool whole", "    float sums[8];\n    bool whole", "embedding", WRONG),
 )
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
@@ -66,13 +53,13 @@ pytestmark = [needs_compiler, pytest.mark.timeout(900)]
 
 def python(kernels: Path, *arguments: str, loaded: str = "") -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "MODELCENTER_KERNELS": str(kernels), "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1",
-           "LD_PRELOAD": loaded, "ASAN_OPTIONS": "detect_leaks=0"}  # fmt: skip
+           "LD_PRELOAD": loaded, "MODELCENTER_EMULATE": "1 228", "ASAN_OPTIONS": "detect_leaks=0"}  # fmt: skip
     return subprocess.run([sys.executable, *arguments], cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=800)
 
 
-def fuzzed(kernels: Path, only: str, cases: int, loaded: str = "", seed: int = 0) -> subprocess.CompletedProcess[str]:
+def fuzzed(kernels: Path, only: str, cases: int, loaded: str = "") -> subprocess.CompletedProcess[str]:
     return python(kernels, "tests/emulate/pretend.py", "tests/fuzz_ops.py", "--only", only, "--cases", str(cases), "--compare", "1",
-                  "--most", "2100", "--seed", str(seed), loaded=loaded)  # fmt: skip
+                  "--most", "600", loaded=loaded)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +104,6 @@ def test_mutant(mutant: Mutant, checked: Path, tmp_path: Path) -> None:
     before = file.read_text()
     assert before.count(mutant.old) == 1, "what it changes has changed"
     file.write_text(before.replace(mutant.old, mutant.new))
-    done = fuzzed(build(folder, source, CHECKED), mutant.only, 150, preload(), mutant.seed)
+    done = fuzzed(build(folder, source, CHECKED), mutant.only, 100, preload())
     said = done.stdout + done.stderr
     assert done.returncode != 0 and re.search(mutant.error, said), said[-3000:]
