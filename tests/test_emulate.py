@@ -42,6 +42,11 @@ MUTANTS = (
     Mutant("wrong-lane", "norm.cu", "s.mean = from_lane(found, 1);", "s.mean = from_lane(found, 2);", "layer_norm", WRONG),
     Mutant("a-column-too-many", "embedding.cu", "dim - column < 8 ? static_cast<int>(dim - column) : 8;\n            Pack",
            "dim - column < 7 ? static_cast<int>(dim - column) : 8;\n            Pack", "embedding", BOUNDS),
+    Mutant("rows-computed-with-on-their-way", "attention.cu", "load(step + 1), wait(1);", "load(step + 1), wait(2);",
+           "relative_attention", f"{ORDER}|{WRONG}"),
+    Mutant("sums-of-earlier-keys-not-rescaled", "attention.cu", "total[r] *= less;", "", "relative_attention", WRONG),
+    Mutant("diagonals-added-up-too-early", "attention_backward.cu",
+           "    __syncthreads();\n                if (vector) add", "if (vector) add", "relative_attention", ORDER),
     Mutant("shared-memory-too-small", "norm_backward.cu",
            "__shared__ float sums[16][33];", "__shared__ float sums[15][33];", "rms_norm", BOUNDS),
 )

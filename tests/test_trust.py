@@ -218,7 +218,7 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "output_dir is the root": ({"output_dir": "/"}, "output_dir: /, the root of all files; a folder for this run alone"),
     "output_dir is the root, spelt out": ({"output_dir": "/.././"}, "output_dir: /.././, the root of all files"),
     "output_dir is a file": ({"output_dir": "a.txt"}, "a.txt: "),
-    "output_dir under a file": ({"output_dir": "a.txt/x"}, "a.txt/x: Not a directory"),
+    "output_dir under a file": ({"output_dir": "a.txt/x"}, "a.txt/x: output_dir: Not a directory"),
     "output_dir holds a model": ({"output_dir": "theirs"}, "theirs: output_dir: holds a model that no run of it made"),
     "output_dir holds a run": ({"output_dir": "ran", "resume": "never"}, "ran: output_dir: holds a run already"),
     "another recipe": ({"output_dir": "ran", "resume": "auto", "seed": "7"}, "recipe.yaml: "),
