@@ -92,6 +92,32 @@ def test_every_kernel(checked: Path) -> None:
     assert done.returncode == 0 and "none wrong" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+FEW_BLOCKS = """
+from emulate.pretend import pretend
+pretend()
+import importlib
+import torch
+attention = importlib.import_module("modelcenter.ops.relative_attention")
+torch.manual_seed(0)
+q, k, v, grad = (torch.randn(3, 150, 2, 16).bfloat16() for _ in range(4))
+args = q, k, v, torch.randn(2, 299), None, None, None, 150, 150, 0.25, True, None, 0.0
+out, lse = attention.relative_attention_forward(*args)
+found = []
+for attention.PARTS in (1, 4, 256):
+    found.append(attention.relative_attention_backward(*args, out, lse, grad, True))
+for some in found[:-1]:
+    assert all(torch.equal(a, b) for a, b in zip(some[:3], found[-1]))
+    torch.testing.assert_close(some[3], found[-1][3], rtol=1e-4, atol=1e-4)
+"""
+
+
+@slow
+def test_a_block_adds_up_the_bias_of_several_tiles(tmp_path: Path) -> None:
+    """As it does where there are more of them than PARTS, which random cases are too small for."""
+    done = python(build(tmp_path, CSRC, only=("attention", "attention_backward")), "-c", FEW_BLOCKS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 @slow
 def test_the_contract(checked: Path) -> None:
     done = python(made(checked), "-m", "pytest", "-q", "-p", "emulate.pretend", "-p", "no:cacheprovider", "tests/test_kernels.py",
