@@ -115,15 +115,15 @@ def remedies(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator
     """What needs less memory than `e`, and what of it comes at which speed."""
     if e.rows > 1:
         rows = next(n for n in range(e.rows // 2, 0, -1) if e.rows * e.forwards % n == 0)
-        yield f"micro_batch={rows}", costs.estimate(e.machine, rows)
+        yield f"micro_batch={rows}", costs.exact(e.machine, rows)
     for how in RECOMPUTES[RECOMPUTES.index(e.machine.recompute) + 1 :]:
-        yield f"machine.recompute={how}", costs.estimate(replace(e.machine, recompute=how), e.rows)
+        yield f"machine.recompute={how}", costs.exact(replace(e.machine, recompute=how), e.rows)
     m = e.machine
     if m.fsdp > 1 and m.zero < 3:
-        yield "machine.zero=3", costs.estimate(replace(m, zero=3), e.rows)
+        yield "machine.zero=3", costs.exact(replace(m, zero=3), e.rows)
     for name, other in others.items():
-        yield name, other.estimate(m, e.rows)
+        yield name, other.exact(m, e.rows)
     double = replace(m, fsdp=2 * m.fsdp)
     if double.shares <= costs.job.rows:
         rows = min(e.rows, ceil(costs.job.rows / double.shares))
-        yield f"twice the devices, machine.fsdp={double.fsdp}", costs.estimate(double, rows)
+        yield f"twice the devices, machine.fsdp={double.fsdp}", costs.exact(double, rows)
