@@ -92,7 +92,7 @@ def relative_attention_backward(
     parts = min(PARTS, sequences * -(-longest_q // ROWS))
     partial, dbias = None, q.new_empty((0,), dtype=torch.float32)
     if wanted and bias is not None:
-        partial, dbias = bias.new_zeros((bias.shape[0], parts, bias.shape[1])), torch.empty_like(bias)
+        partial, dbias = bias.new_zeros((bias.shape[0], parts, bias.shape[1])), bias.new_empty(bias.shape)
     rest = (longest_q, longest_k, scale, causal, seed, p, out, lse, grad, inner)
     found = (dq, dk, dv, parts, partial, dbias if partial is not None else None)
     call("relative_attention_backward", q, k, v, *given, *rest, *found)
