@@ -86,6 +86,7 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, int
             __syncthreads();
         }
         wait(0);
+        __syncthreads();  // where no key is seen, the queries may still be on their way to where the result goes
 
         float part[2 * M];
 #pragma unroll

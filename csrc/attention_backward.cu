@@ -231,6 +231,7 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                 if (vector) add_diagonals<L>(vector, folds, p, of, i0, j0);  // before the next barrier, behind which they are new
             }
             wait(0);
+            __syncthreads();  // where no key is seen, the queries may still be on their way to where the result goes
             const float scale = p.scale / LOG2E;
             put_rows<S, M>(of.queries(static_cast<T*>(to.dq)), qs, dq, of, i0, of.s, [&](int) { return scale; });
             __syncthreads();
