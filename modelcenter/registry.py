@@ -193,7 +193,7 @@ class Model(nn.Module):
     generate = generate_tokens  # type: ignore[has-type]  # mypy meets the decorated function in an import cycle
 
     def get_input_embeddings(self) -> nn.Embedding:
-        return self.get_submodule("embed.tokens")  # type: ignore[return-value]
+        return self.get_submodule("embed.tokens")  # type: ignore[return-value]  # an embedding
 
     def resize_token_embeddings(self, vocab: int, *, seed: int = 0) -> nn.Embedding:
         """Grow or shrink the vocabulary; new rows are drawn like new weights, the others keep their values."""
@@ -448,7 +448,7 @@ def place(model: Model, device: str | torch.device | None, machine: str | Machin
         like = hasattr(t, "placements")  # a DTensor; of others `empty_like` imports torch's compiler first
         return torch.empty_like(t, device=home) if like else torch.empty(t.shape, dtype=t.dtype, device=home)
 
-    model._apply(stored)  # type: ignore[no-untyped-call]
+    model._apply(stored)  # type: ignore[no-untyped-call]  # torch has no types there
     model.tie()
 
 

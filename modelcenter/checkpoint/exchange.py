@@ -170,6 +170,7 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
             chunk = buffer.moved(max((run.at + run.size for run in mine), default=0))
             give = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
             take = [list(todo.blocks(runs, group.rank)) for runs in turn]
+            # a default, so that it is this turn's chunk; for mypy it has no type
             group.trade(give, take, lambda b, chunk=chunk: rows_of(chunk, b.run)[b.region], store, device)  # type: ignore[misc]
             beat()
     group.agree(failure, device)
@@ -217,6 +218,7 @@ def write(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str,
             chunk = host if device.type == "cpu" else torch.empty_like(host, device=device)
             give = [list(todo.blocks(runs, group.rank)) for runs in turn]
             take = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
+            # a default, so that it is this turn's chunk; for mypy it has no type
             group.trade(give, take, load, lambda b, v, chunk=chunk: rows_of(chunk, b.run)[b.region].copy_(v), device)  # type: ignore[misc]
             if chunk is not host:
                 host.copy_(chunk)

@@ -75,5 +75,5 @@ def zeros_like(parameter: Tensor, dtype: torch.dtype, block: int = 1) -> Tensor:
 
     shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
     strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]  # a DTensor, as was asked above
     return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=strides)

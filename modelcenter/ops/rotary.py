@@ -70,7 +70,7 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if not fits or not x.is_contiguous() or (x.requires_grad and x.is_leaf) or cos.requires_grad or sin.requires_grad:
         out: Tensor = rotary(x, cos, sin, interleaved)
     else:
-        out = InPlace.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+        out = InPlace.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]  # torch has no types there
     return out
 
 

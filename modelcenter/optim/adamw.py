@@ -166,7 +166,7 @@ def scales_of(p: Tensor) -> Tensor:
 def local(x: Tensor) -> Tensor:
     """What of a tensor is in this process's memory."""
     while type(x) not in PLAIN and not fake(x):
-        x = x.wait() if hasattr(x, "wait") else x.to_local()  # type: ignore[attr-defined]
+        x = x.wait() if hasattr(x, "wait") else x.to_local()  # type: ignore[attr-defined]  # a DTensor's
     return x
 
 
@@ -174,7 +174,7 @@ def gradient(p: Tensor) -> Tensor | None:
     """The gradient of `p`, in parts as `p` is: what has been used in several ways may be whole, or a sum that was not made yet."""
     placements = getattr(p, "placements", None)
     if p.grad is not None and placements is not None and p.grad.placements != placements:  # type: ignore[attr-defined]
-        p.grad = p.grad.redistribute(placements=placements)  # type: ignore[attr-defined]
+        p.grad = p.grad.redistribute(placements=placements)  # type: ignore[attr-defined]  # a DTensor's
     return p.grad
 
 

@@ -70,7 +70,7 @@ class Muon(AdamW):
 
     def moved(self, p: Tensor, momentum: float) -> Tensor:
         """Nesterov's momentum of this rank's part, the gradient taken in."""
-        state, g = self.state[p], local(p.grad).to(p.dtype)  # type: ignore[arg-type]
+        state, g = self.state[p], local(p.grad).to(p.dtype)  # type: ignore[arg-type]  # one without a gradient is left out before
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         m = local(state["momentum_buffer"]).lerp_(g, 1 - momentum)

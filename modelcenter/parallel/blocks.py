@@ -40,7 +40,7 @@ def recompute(model: nn.Module, how: Recompute) -> None:
         return
     for block in blocks(model):
         run = selected if how == "selective" else whole
-        block.forward = partial(run, block.forward)  # type: ignore[method-assign]
+        block.forward = partial(run, block.forward)  # type: ignore[method-assign]  # of this one block
 
 
 # Functions of ours, not partials of torch's: torch's compiler looks into a frame of ours alone, and without one compiles nothing.

@@ -44,7 +44,7 @@ class Gather:
     ranks: Ranks
 
     def __call__(self, rows: Tensor) -> Tensor:
-        out: Tensor = Gathered.apply(rows, self.ranks)  # type: ignore[no-untyped-call]
+        out: Tensor = Gathered.apply(rows, self.ranks)  # type: ignore[no-untyped-call]  # torch has no types there
         return out
 
     def __deepcopy__(self, memo: Any) -> Callable[[Tensor], Tensor]:

@@ -223,7 +223,7 @@ class Costs:
         for times, part in deep.parts:
             moment = max(part.moments["update"], key=sum)
             for kind, size in zip(("weights", "optimizer", "gradients"), moment[:3], strict=True):
-                found[kind] += times * size  # type: ignore[index]
+                found[kind] += times * size  # type: ignore[index]  # the names of Kind
         return found
 
     def update_of(self, tp: int) -> Deep:

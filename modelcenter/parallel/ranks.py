@@ -74,7 +74,7 @@ class Ranks:
     def cuts(self, tensor: "Tensor") -> set[str]:
         """The dimensions of the mesh along which a tensor of the model is in parts; along the others each rank has the same."""
         placements = getattr(tensor, "placements", ())
-        names = tensor.device_mesh.mesh_dim_names if placements else ()  # type: ignore[attr-defined]
+        names = tensor.device_mesh.mesh_dim_names if placements else ()  # type: ignore[attr-defined]  # a DTensor's
         return {name for name, place in zip(names or (), placements, strict=True) if not place.is_replicate()}
 
     def copies(self, tensor: "Tensor") -> int:

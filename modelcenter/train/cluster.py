@@ -115,10 +115,11 @@ exit "$status"
 POD = f"""\
 # SIGTERM is handed on: the run finishes its step and saves. One that stopped so, on whichever node, is not done ({STOPPED}).
 trap 'kill -TERM "$!"' TERM
-"$@" > /tmp/answer &
+answer=$(mktemp)
+"$@" > "$answer" &
 until wait "$!"; status=$?; ! kill -0 "$!" 2> /dev/null; do :; done
-cat /tmp/answer
-if grep -q '"stopped": true' /tmp/answer; then exit {STOPPED}; fi
+cat "$answer"
+if grep -q '"stopped": true' "$answer"; then exit {STOPPED}; fi
 exit "$status"
 """
 

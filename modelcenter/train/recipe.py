@@ -272,5 +272,5 @@ def _put(ours: dict[str, Any], alias: str, key: str, value: Any, file: str | Pat
 
 def _get(tree: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None  # type: ignore[assignment]
+        tree = tree.get(part) if isinstance(tree, Mapping) else None  # type: ignore[assignment]  # of any kind
     return tree

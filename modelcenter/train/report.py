@@ -150,7 +150,7 @@ class Reports:
         values = {f"{'eval' if key.startswith(('eval_', 'best_')) else 'train'}/{key}": float(value) for key, value in row.items()
                   if key != "step" and isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
         for name, service in list(self.open.items()):
-            self.attempt(name, lambda service=service: service.write(row["step"], values))  # type: ignore[misc]
+            self.attempt(name, lambda service=service: service.write(row["step"], values))  # type: ignore[misc]  # bound at once
 
     def flush(self) -> None:
         for name, service in list(self.open.items()):

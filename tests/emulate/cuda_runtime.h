@@ -21,7 +21,7 @@
 // So ldmatrix, for one, is: every lane gives its address by `exchange`, then reads of the rows what is its own; mma.sync: every
 // lane gives its fragments, then sums up what is its own of the product. __CUDACC__ is defined, __CUDA_ARCH__ is not.
 //
-//     file=$(python tests/emulate/build.py /tmp/emulated --only attention)
+//     file=$(python tests/emulate/build.py build/emulated --only attention)
 //     MODELCENTER_KERNELS=$file python tests/emulate/pretend.py tests/fuzz_ops.py --cases 100 --only attention
 //     MODELCENTER_KERNELS=$file PYTHONPATH=.:tests pytest -p emulate.pretend tests/test_kernels.py -k attention
 #pragma once
