@@ -129,4 +129,4 @@ def test_slopes_of_every_published_size(heads: int, dtype: torch.dtype) -> None:
     theirs = build_alibi_tensor(torch.ones(1, 300, dtype=torch.long), heads, dtype)
     # their powers in fp32 are off by the last bits, which may round to the next bf16
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(ALiBi(heads)(300, torch.zeros((), dtype=dtype))[0], theirs, rtol=rtol, atol=0)
+    torch.testing.assert_close(ALiBi(heads)(1, 300, torch.zeros((), dtype=dtype))[0], theirs, rtol=rtol, atol=0)

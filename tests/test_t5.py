@@ -61,14 +61,14 @@ def test_buckets_are_theirs_at_every_distance(buckets: int, distance: int, bidir
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_every_bucket_is_trained_the_last_one_too(bidirectional: bool) -> None:
     bias = RelativeBias(2, 32, 128, bidirectional=bidirectional)
-    bias(200, 200).sum().backward()
+    bias(200, 200).spread().sum().backward()
     trained = bias.table.weight.grad.ne(0).all(1)
     assert trained.sum() == (31 if bidirectional else 32) and trained[-1]  # nothing is at distance 0 to the right
 
 
 def test_the_bias_of_the_last_queries_is_the_end_of_the_whole() -> None:
     bias = RelativeBias(2, 8, 10, bidirectional=False)
-    assert torch.equal(bias(3, 9), bias(9, 9)[:, :, -3:])
+    assert torch.equal(bias(3, 9).spread(), bias(9, 9).spread()[:, :, -3:])
 
 
 def test_steps_with_a_cache_equal_one_forward() -> None:

@@ -18,7 +18,7 @@ from ..errors import refuse
 from ..ops.cross_entropy import IGNORE
 from .block import Block
 from .cache import Cache
-from .position import Angles
+from .position import Angles, Distances
 from .view import Packing, View, merge
 
 
@@ -85,8 +85,13 @@ class Batch:
         spans = [torch.arange(q.stop - q.start, device=self.x.device) for q, _ in self.packing.spans()]
         return torch.cat(spans)[None]
 
-    def view(self, *, causal: bool = False, bias: Tensor | None = None, angles: Angles | None = None) -> View:
+    def view(self, *, causal: bool = False, bias: Tensor | Distances | None = None, angles: Angles | None = None) -> View:
         """Self-attention over these tokens; `bias` (1|b h s|1 t) of the longest sequence where they are packed."""
+        if isinstance(bias, Distances):
+            if bias.served and not (causal and self.context is not None):
+                ends = None if self.packing is None else self.packing.ends(self.x.device)
+                return View(None, causal, self.packing, angles, cache=self.cache, distances=bias, seen=self.mask, ends=ends)
+            bias = bias.spread()
         merged = partial(merge, *self.span, self.x.device, causal=causal, bias=bias)
         if self.packing is None:
             mask, rule = merged(real=self.mask, context=self.context if causal else None)

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops import relative_attention
+from ..ops._op import PLAIN, wide
+from ..ops.relative_attention import spread
 from ..ops.rotary import rotary_
 from .embedding import read
 from .rope import Plain
@@ -46,6 +49,28 @@ class Rotary(nn.Module):
         return Angles(angle.cos() * factor, angle.sin() * factor, self.interleaved)
 
 
+@dataclass(frozen=True)
+class Distances:
+    """A bias for each key - query: `vector` (h by queries + keys - 1), from the key furthest behind on; at least fp32. `served`: a
+    kernel takes it as it is."""
+
+    vector: Tensor
+    queries: int
+    keys: int
+    served: bool
+
+    def spread(self) -> Tensor:
+        """The bias (1 h s t) of the last `queries` of `keys` positions."""
+        return spread(self.vector, self.queries, self.keys, self.keys)[None].contiguous()  # once, and not in every layer
+
+
+def served(like: Tensor) -> bool:
+    """Whether attention in the precision of `like`, or autocast's, has a kernel for distances."""
+    device = like.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
+    return kind in (torch.float16, torch.bfloat16) and type(like) in PLAIN and relative_attention.fast(like)
+
+
 class RelativeBias(nn.Module):
     """T5's learned bias per head over log-spaced buckets of the key-query distance. Raffel et al., 2019, section 2.1."""
 
@@ -56,11 +81,11 @@ class RelativeBias(nn.Module):
         self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
         self.table = nn.Embedding(buckets, heads)
 
-    def forward(self, queries: int, keys: int) -> Tensor:
-        """The bias (1 h s t) of the last `queries` of `keys` positions."""
-        at = torch.arange(keys, device=self.table.weight.device)
-        bias = read(self.table, self.bucket(at[None, :] - at[keys - queries :, None]))
-        return bias.permute(2, 0, 1)[None].contiguous()  # once, and not in every layer
+    def forward(self, queries: int, keys: int) -> Distances:
+        """The bias of the last `queries` of `keys` positions."""
+        distance = torch.arange(1 - keys, queries, device=self.table.weight.device)
+        vector = read(self.table, self.bucket(distance)).t()
+        return Distances(wide(vector).contiguous(), queries, keys, served(self.table.weight))
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each key - query distance: half of them exact, the others growing with the logarithm."""
@@ -94,8 +119,8 @@ class SegmentBias(RelativeBias):
 
 
 class ALiBi(nn.Module):
-    """A fixed slope per head times the key's position. Press et al., 2021: equal to slope x distance, because a softmax
-    does not see what is constant along a row; so the bias needs one row, not s of them."""
+    """A fixed slope per head times the distance. Press et al., 2021. As a mask it is the slope times the key's position, because a
+    softmax does not see what is constant along a row; so that needs one row, not s of them."""
 
     tp = {"slopes": "heads"}
 
@@ -111,8 +136,11 @@ class ALiBi(nn.Module):
         slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)]
         return torch.tensor(slopes, device="cpu")
 
-    def forward(self, keys: int, like: Tensor) -> Tensor:
-        """The bias (1 h 1 t), on the device and in the dtype of `like`."""
+    def forward(self, queries: int, keys: int, like: Tensor) -> Tensor | Distances:
+        """The bias of the last `queries` of `keys` positions, on the device of `like`: as a mask (1 h 1 t) in its dtype."""
         kind = torch.promote_types(like.dtype, torch.float32)
+        if served(like):
+            distance = torch.arange(1 - keys, queries, device=like.device, dtype=kind)
+            return Distances(self.slopes.to(like.device, kind)[:, None] * distance, queries, keys, True)
         at = torch.arange(keys, device=like.device, dtype=kind)
         return (self.slopes.to(like.device, kind)[:, None] * at)[None, :, None, :].to(like.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from .cache import Cache
-from .position import Angles
+from .position import Angles, Distances
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Packing:
     def spans(self) -> list[tuple[slice, slice]]:
         """The queries and the keys of each sequence."""
         return [(slice(*self.q[i : i + 2]), slice(*self.k[i : i + 2])) for i in range(len(self.q) - 1)]
+
+    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The same two on a device."""
+        q, k = (torch.tensor(lengths, dtype=torch.int32, device=device) for lengths in (self.q, self.k))
+        return q, k
 
     @property
     def longest(self) -> int:
@@ -46,9 +51,14 @@ class View:
     angles: Angles | None = None
     memory: Tensor | None = None  # b t d: cross-attention reads its keys and values here
     cache: Cache | None = None
+    distances: Distances | None = None  # a bias in place of a mask, for a kernel of its own
+    seen: Tensor | None = None  # b t: with it, the keys that are there
+    ends: tuple[Tensor, Tensor] | None = None  # with it, the packing's lengths on the device
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """softmax(q k^T scale + mask) v, each of shape b h s|t d. Rows that see nothing give zero. Vaswani et al., 2017."""
+        if self.distances is not None:
+            return self.by_distance(self.distances, q, k, v, scale, dropout)
         mask = self.mask
         if not isinstance(mask, Sequence):
             if self.tiles_pay(q, k, v, dropout):
@@ -68,6 +78,15 @@ class View:
             q_, k_, v_ = q[:, :, at], k[:, :, seen], v[:, :, seen]
             parts.append(F.scaled_dot_product_attention(q_, k_, v_, part, dropout, self.causal, scale=scale, enable_gqa=grouped))
         return torch.cat(parts, 2)
+
+    def by_distance(self, bias: Distances, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+        """The same with a bias that no mask is made of."""
+        seed = ops.draw(q.device) if dropout else None
+        scale = q.size(-1) ** -0.5 if scale is None else scale
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        given = (bias.vector, self.seen, *(self.ends or (None, None)), bias.queries, bias.keys)
+        out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
+        return out.transpose(1, 2)
 
     def tiled(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """The same by our own kernel, which reads and writes b s h d, as the projections around it do: no copies."""

@@ -70,8 +70,7 @@ class BLOOM(Model):
 
     def body(self, batch: Batch) -> Tensor:
         x = self.embed(batch.x)
-        _, keys = batch.span
-        out: Tensor = self.decoder(x, batch.view(causal=True, bias=self.alibi(keys, like=x)))
+        out: Tensor = self.decoder(x, batch.view(causal=True, bias=self.alibi(*batch.span, like=x)))
         return out
 
     presets = {

@@ -1,0 +1,41 @@
+"""Models whose bias is a function of the distance, by the op that makes no mask of it: the logits and gradients of transformers."""
+
+import pytest
+import torch
+from test_zoo import FIRST, compare
+from torch import Tensor
+from zoo import Case, pair
+
+from modelcenter.layers import position
+from modelcenter.layers.view import View
+
+CASES = [case for case in FIRST if str(case).split("-")[0] in ("t5", "mt5", "bloom")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_by_distance(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, real = [], View.by_distance
+
+    def counted(self: View, *args: object) -> Tensor:
+        calls.append(args)
+        return real(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(View, "by_distance", counted)
+    monkeypatch.setattr(position, "served", lambda like: True)
+    for side in ("none", "right", "left"):
+        if not case.excused(f"padding-{side}"):
+            compare(case, torch.float64, side)
+    assert calls
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_packed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of the road that makes a mask."""
+    _, ours = pair(case)
+    ids, ends = torch.randint(3, 30, (1, 12)), torch.tensor([0, 5, 12])
+    args = {"input_ids": ids, "cu_seq_lens_q": ends, **({"decoder_input_ids": ids.flip(1)} if case.seq2seq else {})}
+    wanted = ours(**args)
+    monkeypatch.setattr(position, "served", lambda like: True)
+    found = ours(**args)
+    key = "logits" if "logits" in wanted else "last_hidden_state"
+    torch.testing.assert_close(found[key], wanted[key], rtol=1e-10, atol=1e-10)
