@@ -54,14 +54,14 @@ __device__ __forceinline__ void commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// until no more than `newer` groups of copies are on their way
+// until no more than `newer` groups of copies are on their way; for 0 those of no group yet as well
 __device__ __forceinline__ void wait(int newer) {
 #ifdef MC_EMULATED
     emulate::wait_async(newer < 3 ? newer : 0);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     if (newer == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
     else if (newer == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else asm volatile("cp.async.wait_group 0;" ::: "memory");
+    else asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
