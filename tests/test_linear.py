@@ -1,12 +1,23 @@
-"""The linear layer on a CPU without units for low precision, and on a GPU: the values and gradients of F.linear, rounded once."""
+"""The linear layer on a CPU without units for low precision, and on a GPU: the values and gradients of F.linear, rounded once; and
+several products of one input, whose gradient is formed without additions."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from modelcenter.layers import Linear
+from modelcenter import ops
+from modelcenter.layers import Attention, Batch, GatedFFN, Linear, PreNorm, RMSNorm, Rotary, View
+from modelcenter.layers.linear import together
+from modelcenter.layers.rope import PLAIN
 from modelcenter.ops import linear as module
+from modelcenter.parallel.blocks import recompute
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +79,216 @@ def test_the_bias_can_be_left_out() -> None:
     torch.testing.assert_close(layer(x, bias=False) + layer.bias, layer(x))
 
 
+# ---- several products of one input
+
+WIDTHS = (7, 5, 3)
+Many = Sequence[Tensor | None]
+
+
+def separate(x: Tensor, weights: Sequence[Tensor], biases: Many) -> tuple[Tensor, ...]:
+    return tuple(map(partial(F.linear, x), weights, biases))
+
+
+def one_op(x: Tensor, weights: Sequence[Tensor], biases: Many) -> tuple[Tensor, ...]:
+    """As on a GPU."""
+    out: tuple[Tensor, ...] = module.Summed.apply(x, x.dtype, *weights, *biases)
+    return out
+
+
+def several(dtype: torch.dtype, shape: tuple[int, ...] = (2, 4, 6)) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """An input, weights, biases, the gradients of the products."""
+    source = torch.Generator().manual_seed(0)
+    shapes = shape, *((n, 6) for n in WIDTHS), *((n,) for n in WIDTHS), *((*shape[:-1], n) for n in WIDTHS)
+    x, *rest = (torch.randn(s, generator=source, dtype=torch.float64).to(dtype) for s in shapes)
+    return x, rest[:3], rest[3:6], rest[6:]
+
+
+@pytest.mark.parametrize("used", ["001", "010", "100", "011", "101", "110", "111"])
+def test_whatever_is_used_frozen_or_left_out(used: str) -> None:
+    """Exactly torch's gradients, and None where torch has None."""
+    for wants_x, wants, bias in product((False, True), product((False, True), repeat=3), ("none", "frozen", "trained", "mixed")):
+        if not wants_x and not any(wants) and bias in ("none", "frozen"):
+            continue
+        results = []
+        for function in (one_op, separate):
+            x, weights, biases, grads = several(torch.float64)
+            x.requires_grad_(wants_x)
+            for w, wanted in zip(weights, wants, strict=True):
+                w.requires_grad_(wanted)
+            for i, b in enumerate(biases):
+                b.requires_grad_(bias == "trained" or (bias == "mixed" and i == 1))
+            given = [None if bias == "none" or (bias == "mixed" and i == 0) else b for i, b in enumerate(biases)]
+            outs = function(x, weights, given)
+            ends = [(o, g) for o, g, use in zip(outs, grads, used, strict=True) if use == "1" and o.requires_grad]
+            if ends:
+                torch.autograd.backward([out for out, _ in ends], [g for _, g in ends])
+            results.append([*outs, *(t.grad for t in (x, *weights, *biases))])
+        for found, expected in zip(*results, strict=True):
+            assert (found is None) == (expected is None), (wants_x, wants, bias)
+            if found is not None:
+                torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_their_gradients_have_gradients() -> None:
+    x, weights, biases, _ = several(torch.float64, (2, 6))
+    leaves = [t.requires_grad_() for t in (x, *weights, *biases)]
+    assert torch.autograd.gradcheck(lambda x, *rest: one_op(x, rest[:3], rest[3:]), leaves)
+    assert torch.autograd.gradgradcheck(lambda x, *rest: one_op(x, rest[:3], rest[3:]), leaves)
+
+
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
+def test_the_sum_is_rounded_no_more_than_by_additions(of_x: torch.dtype) -> None:
+    x, weights, biases, grads = several(torch.bfloat16, (64, 6))
+    errors = []
+    for function in (one_op, separate):
+        leaf = x.to(of_x).requires_grad_()
+        low = leaf.to(torch.bfloat16) if function is separate else leaf
+        if function is one_op:
+            outs = module.Summed.apply(low, torch.bfloat16, *weights, *biases)
+        else:
+            outs = separate(low, weights, biases)
+        torch.autograd.backward(outs, grads)
+        exact = sum(g.double() @ w.double() for g, w in zip(grads, weights, strict=True))
+        assert leaf.grad.dtype == of_x
+        errors.append((leaf.grad.double() - exact).norm() / exact.norm())
+    assert errors[0] <= errors[1]
+
+
+def test_an_empty_input() -> None:
+    x, weights, biases, _ = several(torch.float64, (0, 4, 6))
+    leaves = [t.requires_grad_() for t in (x, *weights, *biases)]
+    outs = one_op(x, weights, biases)
+    assert [tuple(out.shape) for out in outs] == [(0, 4, n) for n in WIDTHS]
+    torch.autograd.backward(outs, [torch.zeros_like(out) for out in outs])
+    assert all(t.grad.shape == t.shape and not t.grad.any() for t in leaves)
+
+
+@pytest.mark.parametrize(("wants_x", "wants_weight", "kept"), [(True, True, "x w w w"), (True, False, "w w w"), (False, True, "x")])
+def test_only_what_the_backward_reads_is_kept(wants_x: bool, wants_weight: bool, kept: str) -> None:
+    x, weights, biases, _ = several(torch.float64)
+    x.requires_grad_(wants_x)
+    weights[1].requires_grad_(wants_weight)
+    seen: list[str] = []
+
+    def pack(t: Tensor) -> Tensor:
+        seen.append("x" if t.shape == x.shape else "w")
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        one_op(x, weights, biases)
+    assert " ".join(seen) == kept
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What is done on a GPU, done here; how many products each op was of."""
+    sizes: list[int] = []
+
+    def low(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
+        sizes.append(len(weights))
+        return x.dtype if torch.is_grad_enabled() else None
+
+    monkeypatch.setattr(module, "low_dtype", lambda x: None)
+    monkeypatch.setattr(module, "trained_low", low)
+    return sizes
+
+
+def layer_of(kind: str, dim: int = 32) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A layer, and what it is called with beside its input."""
+    torch.manual_seed(0)
+    batch = Batch(torch.zeros(2, 8, dim))
+    view = batch.view(causal=True, angles=Rotary(8, PLAIN)(batch.at, torch.float32))
+    ffn = GatedFFN(dim, 48, ops.swiglu)
+    attn = Attention(dim, 4, kv_heads=2)
+    made: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
+        "ffn": (ffn, ()), "attention": (attn, (view,)), "across": (attn, (View(memory=torch.randn(2, 5, dim).requires_grad_()),)),
+        "block": (PreNorm(lambda: RMSNorm(dim, 1e-5), attn, ffn), (view,)),
+    }  # fmt: skip
+    return made[kind]
+
+
+def gradients(layer: nn.Module, rest: tuple[Any, ...], x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    out = layer(x, *rest)
+    wanted = [x, *layer.parameters(), *(v.memory for v in rest if v.memory is not None)]
+    return [out.detach(), *torch.autograd.grad(out, wanted, torch.linspace(-1, 1, out.numel()).view(out.shape).to(out))]
+
+
+class Additions(TorchDispatchMode):
+    """How many tensors of a shape are added: by us, or by autograd, which says so to nobody else."""
+
+    def __init__(self, shape: Sequence[int]):
+        super().__init__()
+        self.shape, self.seen = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+def additions(layer: nn.Module, rest: tuple[Any, ...], x: Tensor) -> int:
+    with Additions(x.shape) as counted:
+        gradients(layer, rest, x)
+    return counted.seen
+
+
+def of_one_input(device: str, dtype: torch.dtype) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Tensor, int]]:
+    """Layers, and the additions that must be: a block's to the residual stream, forward and backward."""
+    for kind, must in (("ffn", 0), ("attention", 0), ("block", 2)):
+        layer, rest = layer_of(kind)
+        yield kind, layer.to(device, dtype), rest, torch.randn(2, 8, 32).to(device, dtype), must
+
+
+def test_layers_with_several_products_of_one_input(as_on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, sizes in (("ffn", [2, 1]), ("attention", [3, 1]), ("across", [1, 2, 1]), ("block", [3, 1, 2, 1])):
+        layer, rest = layer_of(kind)
+        x = torch.randn(2, 8, 32)
+        as_on_gpu.clear()
+        found = gradients(layer, rest, x)
+        assert as_on_gpu == sizes
+        with monkeypatch.context() as m:
+            m.setattr(module, "trained_low", lambda x, weights: None)
+            expected = gradients(layer, rest, x)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_no_additions_of_activations(as_on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, layer, rest, x, must in of_one_input("cpu", torch.float32):
+        assert additions(layer, rest, x) == must, kind
+        with monkeypatch.context() as m:
+            m.setattr(module, "trained_low", lambda x, weights: None)
+            assert additions(layer, rest, x) > must, kind
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_recompute_of_several_products(as_on_gpu: list[int], how: Any) -> None:
+    layer, rest = layer_of("block")
+    x = torch.randn(2, 8, 32)
+    plain = gradients(layer, rest, x)
+    again = nn.ModuleList([layer])
+    recompute(again, how)
+    for found, expected in zip(gradients(layer, rest, x), plain, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_layer_that_is_watched_is_called_by_itself(as_on_gpu: list[int]) -> None:
+    x, layers = torch.randn(3, 6), [Linear(6, n) for n in WIDTHS]
+    seen: list[Tensor] = []
+    layers[1].register_forward_hook(lambda layer, args, out: seen.append(out))
+    outs = together(x, *layers)
+    assert as_on_gpu == [1, 1, 1] and seen[0] is outs[1]
+
+
+def test_what_a_hook_has_seen_is_not_rotated_under_it(as_on_gpu: list[int]) -> None:
+    layer, rest = layer_of("attention")
+    seen: list[Tensor] = []
+    layer.k.register_forward_hook(lambda layer, args, out: seen.append(out))
+    x = torch.randn(2, 8, 32)
+    layer(x, *rest)
+    torch.testing.assert_close(seen[0], F.linear(x, layer.k.weight, layer.k.bias))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,10 +307,13 @@ def test_on_a_gpu(low: torch.dtype, dtype: torch.dtype, bias: bool) -> None:
         results.append([out, x.grad, w.grad, *([b.grad] if bias else [])])
     ours, theirs, again = results
     assert all(torch.equal(p, q) for p, q in zip(ours, again, strict=True))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert torch.equal(ours[0], theirs[0]) and (dtype == torch.float32 or torch.equal(ours[1], theirs[1]))
     g = g.double().view(-1, 72)
-    rounded = x.detach().to(low).double().view(-1, 96)
-    for found, other, true in zip(ours[2:], theirs[2:], (g.t() @ rounded, g.sum(0)), strict=False):
+    rounded, w = x.detach().to(low).double().view(-1, 96), w.detach().to(low).double()
+    exact = (g @ w).view(x.shape), g.t() @ rounded, g.sum(0)
+    for found, other, true in zip(ours[1:], theirs[1:], exact, strict=False):
+        if found is ours[1] and dtype == torch.bfloat16:
+            continue
         assert found.dtype == torch.float32
         off, torchs = ((t.double() - true).norm() / true.norm() for t in (found, other))
         assert off < max(torchs / 10, 1e-6)
@@ -104,6 +328,55 @@ def test_on_a_gpu_weights_in_low_precision_and_frozen_ones() -> None:
     for found, expected in zip((x, w, b), other, strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=2e-2, atol=1e-2)
     frozen = w.detach()
-    assert module.trained_low(x, frozen) is None
+    assert module.trained_low(x, (frozen,)) is None
     with torch.no_grad():
-        assert module.trained_low(x, w) is None
+        assert module.trained_low(x, (w,)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # the backward's thread of its first product
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
+def test_several_products_on_a_gpu(of_x: torch.dtype, autocast: bool) -> None:
+    """torch's values to the bit; gradients as near the truth as torch's, twice the same; one of the products is not used."""
+    if not autocast and of_x == torch.float32:
+        return
+    torch.manual_seed(0)
+    shapes = (3, 2000, 96), (72, 96), (40, 96), (48, 96), (72,), (48,)
+    made = [torch.randn(s, device="cuda", dtype=of_x if i == 0 or not autocast else torch.float32) for i, s in enumerate(shapes)]
+    grads = [torch.randn(3, 2000, n, device="cuda").bfloat16() for n in (72, 40)]
+    runs = []
+    for function in (module.linears, separate, module.linears):
+        x, *rest = leaves_ = [t.clone().requires_grad_() for t in made]
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            outs = function(x, rest[:3], (rest[3], None, rest[4]))
+        torch.autograd.backward(outs[:2], grads)
+        runs.append([*outs, *(t.grad for t in leaves_)])
+    ours, theirs, again = runs
+    for p, q in zip(ours, again, strict=True):
+        assert p is q is None or torch.equal(p, q)
+    assert all(torch.equal(p, q) for p, q in zip(ours[:3], theirs[:3], strict=True))
+    (g, h), low = (t.double().view(-1, t.size(-1)) for t in grads), [t.bfloat16().double() for t in made]
+    flat = low[0].view(-1, 96)
+    exact = (g @ low[1] + h @ low[2]).view(3, 2000, 96), g.t() @ flat, h.t() @ flat, None, g.sum(0), None
+    for found, other, true, leaf in zip(ours[3:], theirs[3:], exact, made, strict=True):
+        assert (found is None) == (true is None)
+        if found is not None:
+            assert found.dtype == leaf.dtype
+            off, torchs = ((t.double() - true).norm() / true.norm() for t in (found, other))
+            assert off <= torchs * 1.05
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+def test_no_additions_of_activations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, layer, rest, x, must in of_one_input("cuda", torch.bfloat16):
+        view = tuple(View(causal=True) for _ in rest)
+        found = gradients(layer, view, x)
+        assert all(torch.equal(p, q) for p, q in zip(found, gradients(layer, view, x), strict=True)), kind
+        assert additions(layer, view, x) == must, kind
+        with monkeypatch.context() as m:
+            m.setattr(module, "trained_low", lambda x, weights: None)
+            for ours, theirs in zip(found, gradients(layer, view, x), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=2e-2)
+            assert additions(layer, view, x) > must, kind

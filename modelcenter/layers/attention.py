@@ -5,7 +5,7 @@ Head counts are read off the tensors, never stored, so a tensor-parallel shard n
 
 from torch import Tensor, nn
 
-from .linear import Linear, alone
+from .linear import Linear, alone, together
 from .position import Angles
 from .view import View
 
@@ -37,28 +37,32 @@ class Attention(nn.Module):
         self.o = Linear(heads * self.head_dim, dim, bias=bias if out_bias is None else out_bias)
 
     def forward(self, x: Tensor, view: View) -> Tensor:
-        q = self.heads(self.q, x, view.angles)
-        k, v = self.pair(x, view)
+        q, k, v = self.project(x, view)
         out = view.attend(q, k, v, self.scale, self.dropout if self.training else 0.0)
         merged: Tensor = self.o(out.transpose(1, 2).flatten(2))  # b h s d -> b s (h d)
         return merged
 
-    def pair(self, x: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """Keys and values (b h t d): of x and what the cache holds before it, or of the memory, projected once."""
-        cache, source = view.cache, x if view.memory is None else view.memory
-        if cache is not None and view.memory is not None and self in cache.across:
-            return cache.across[self]
-        k, v = self.heads(self.k, source, view.angles), self.heads(self.v, source, None)
-        if cache is None:
-            return k, v
+    def project(self, x: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (b h s d), keys and values (b h t d): of x after what the cache holds, or of the memory, projected once."""
+        cache = view.cache
         if view.memory is None:
-            return cache.extend(self, k, v)
-        cache.across[self] = (k, v)
-        return k, v
+            q, k, v = self.heads(x, view.angles, self.q, self.k, self.v)
+            return q, *((k, v) if cache is None else cache.extend(self, k, v))
+        (q,) = self.heads(x, view.angles, self.q)
+        if cache is not None and self in cache.across:
+            return q, *cache.across[self]
+        k, v = self.heads(view.memory, view.angles, self.k, self.v)
+        if cache is not None:
+            cache.across[self] = (k, v)
+        return q, k, v
 
-    def heads(self, projection: nn.Module, x: Tensor, angles: Angles | None) -> Tensor:
-        """The projection's heads (b h s d), rotated where they are: before they are transposed, and in place if nobody sees it."""
-        apart: Tensor = projection(x).unflatten(-1, (-1, self.head_dim))  # b s (h d) -> b s h d
-        if angles is not None:
-            apart = angles.rotate(apart, spare=alone(projection))
-        return apart.transpose(1, 2)
+    def heads(self, x: Tensor, angles: Angles | None, *projections: nn.Module) -> list[Tensor]:
+        """Each projection's heads (b h s d), those of queries and keys rotated: before they are transposed, and in place if nobody
+        sees it."""
+        heads = []
+        for projection, made in zip(projections, together(x, *projections), strict=True):
+            apart = made.unflatten(-1, (-1, self.head_dim))  # b s (h d) -> b s h d
+            if angles is not None and projection is not self.v:
+                apart = angles.rotate(apart, spare=alone(projection))
+            heads.append(apart.transpose(1, 2))
+        return heads

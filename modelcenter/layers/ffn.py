@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from ..ops import Op
 from .dropout import Dropout
-from .linear import Linear, activated
+from .linear import Linear, activated, together
 
 
 class FFN(nn.Module):
@@ -38,5 +38,6 @@ class GatedFFN(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.dropout(self.act(self.gate(x), self.up(x))))
+        gate, up = together(x, self.gate, self.up)
+        out: Tensor = self.down(self.dropout(self.act(gate, up)))
         return out

@@ -1,9 +1,11 @@
 """A matrix product with an optional bias."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from ..ops import Op
-from ..ops.linear import linear
+from ..ops.linear import linear, linears
 
 
 class Linear(nn.Linear):
@@ -11,6 +13,13 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         return linear(x, self.weight, self.bias if bias else None)
+
+
+def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """layer(x) of each: one op, whose gradient is formed for less, where the layers are nothing but themselves."""
+    if all(map(alone, layers)):
+        return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # type: ignore[misc]  # of `Linear`
+    return [layer(x) for layer in layers]
 
 
 def activated(act: Op, layer: nn.Module, x: Tensor) -> Tensor:

@@ -7,9 +7,13 @@ a better result, because the weights of a mixed-precision run are then not round
 On a GPU the product is torch's, and the gradients of weight and bias are formed by products whose sums leave them in the
 parameter's own dtype: in fp32 under autocast, neither rounded on the way nor cast in a pass of their own. torch adds up the rows of
 a bias' gradient at a third of the memory's rate, a product with ones at all of it (16384 x 1600, one H200: 41 and 18 microseconds).
+
+The gradient of what several weights are multiplied with is a sum of products. Each is added to the sum as it is formed, which reads
+the sum once more; an addition of its own would read two tensors and write a third.
 """
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -39,24 +43,30 @@ def low_dtype(x: Tensor) -> torch.dtype | None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (.. in), weight (out in), bias (out): .. out, in the dtype F.linear would give, autocast included."""
-    if not (plain(x) and plain(weight)) or torch.compiler.is_compiling() or transformed():
-        return F.linear(x, weight, bias)
-    out: Tensor
+    return linears(x, (weight,), (bias,))[0]
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """`linear` of x by each weight and its bias. On a GPU it is one op, and the gradient of x is added up within the products."""
+    if not all(map(plain, (x, *weights))) or torch.compiler.is_compiling() or transformed():
+        return tuple(map(partial(F.linear, x), weights, biases))
     if (low := low_dtype(x)) is not None:
-        out = Wide.apply(x, weight, bias, low)  # type: ignore[no-untyped-call]  # torch has no types there
-    elif (low := trained_low(x, weight)) is not None:
-        out = Summed.apply(x, weight, bias, low)  # type: ignore[no-untyped-call]  # nor there
-    else:
-        out = F.linear(x, weight, bias)
-    return out
+        return tuple(Wide.apply(x, w, b, low) for w, b in zip(weights, biases, strict=True))  # type: ignore[no-untyped-call]
+    if (low := trained_low(x, weights)) is not None:
+        out: tuple[Tensor, ...] = Summed.apply(x, low, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no types there
+        return out
+    return tuple(map(partial(F.linear, x), weights, biases))
 
 
-def trained_low(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The low precision of a product on a GPU whose weight will have a gradient; None for any other."""
-    if not (x.is_cuda and torch.is_grad_enabled() and weight.requires_grad):
+def trained_low(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
+    """The low precision of products on a GPU if a weight will have a gradient, or x one of several products; else None."""
+    if not (x.is_cuda and torch.is_grad_enabled()):
         return None
-    low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype if x.dtype == weight.dtype else None
-    return low if low in LOW and torch.float64 not in (x.dtype, weight.dtype) else None
+    if not any(w.requires_grad for w in weights) and not (len(weights) > 1 and x.requires_grad):
+        return None
+    kinds = {x.dtype, *(w.dtype for w in weights)}
+    low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype if len(kinds) == 1 else None
+    return low if low in LOW and torch.float64 not in kinds else None
 
 
 class Wide(torch.autograd.Function):
@@ -82,27 +92,53 @@ class Wide(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """The product in low precision, as torch has it, with gradients of weight and bias in the parameters' own."""
+    """Products of x in low precision, as torch has them; each gradient is in the dtype of what it is of."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: torch.dtype) -> Tensor:
-        ctx.kinds = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        x, weight = x.to(low), weight.to(low)
-        ctx.save_for_backward(x, weight)
-        with torch.autocast("cuda", enabled=False):
-            return F.linear(x, weight, None if bias is None else bias.to(low))
+    def forward(ctx: Any, x: Tensor, low: torch.dtype, *factors: Tensor | None) -> tuple[Tensor, ...]:
+        """`factors`: the weights, then as many biases."""
+        ctx.shape, ctx.kinds = x.shape, (x.dtype, None, *(None if f is None else f.dtype for f in factors))
+        x, factors, n = x.to(low), tuple(None if f is None else f.to(low) for f in factors), len(factors) // 2
+        of_x, _, *of_factors = ctx.needs_input_grad
+        ctx.save_for_backward(x if any(of_factors[:n]) else None, *(f if of_x else None for f in factors[:n]))
+        ctx.set_materialize_grads(False)  # a product of no use adds nothing
+        with torch.autocast(x.device.type, enabled=False):
+            return tuple(map(partial(F.linear, x), factors[:n], factors[n:]))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.kinds
-        g = grad.reshape(-1, grad.size(-1))
-        dx = (g @ weight).to(of_x).view(x.shape) if ctx.needs_input_grad[0] else None
-        dweight = product(g.t(), x.reshape(-1, x.size(-1)), of_weight) if ctx.needs_input_grad[1] else None
-        dbias = product(g.new_ones(1, len(g)), g, torch.float32)[0].to(of_bias) if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        found: list[Tensor | None] = [None] * len(ctx.kinds)
+        gs = [(i, g.reshape(-1, g.size(-1))) for i, g in enumerate(grads) if g is not None]
+        if ctx.needs_input_grad[0] and gs:
+            found[0] = summed([(g, weights[i]) for i, g in gs], ctx.kinds[0]).view(ctx.shape)
+        for i, g in gs:
+            weight, bias = 2 + i, 2 + len(grads) + i
+            if ctx.needs_input_grad[weight]:
+                found[weight] = summed([(g.t(), x.reshape(-1, x.size(-1)))], ctx.kinds[weight])
+            if ctx.needs_input_grad[bias]:
+                wide = torch.promote_types(g.dtype, torch.float32)
+                found[bias] = summed([(g.new_ones(1, len(g)), g)], wide)[0].to(ctx.kinds[bias])
+        return tuple(found)
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b (n m) as `dtype`, theirs or fp32."""
-    return a @ b if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)
+def summed(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+    """The sum of a @ b (n m) over the pairs, formed in their dtype or in fp32."""
+    if torch.is_grad_enabled():  # a graph of it is wanted, which a product into a given tensor does not have
+        return reduce(torch.add, ((a @ b).to(dtype) for a, b in pairs))
+    (a, b), *_ = pairs
+    out = a.new_empty(len(a), b.size(1), dtype=dtype if dtype == torch.float32 else a.dtype)
+    for i, (a, b) in enumerate(pairs):
+        multiply(out, a, b, float(i > 0))
+    return out.to(dtype)
+
+
+def multiply(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float = 1.0) -> None:
+    """out = out * beta + a @ b * alpha. Autocast has no part in products into a given tensor."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+    elif on_gpu(out):
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
+    else:
+        part = torch.addmm(out.new_empty(out.shape, dtype=a.dtype), a, b, beta=0.0, alpha=alpha)
+        out.copy_(part) if beta == 0 else out.add_(part)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._op import OPS, Kernel, Op, call, look, on_gpu, raw, real, unseen
 from .cross_entropy import IGNORE, cross_entropy, summed
-from .linear import LOW, has_low_units
+from .linear import LOW, has_low_units, multiply
 
 CHUNK = 1024  # rows of logits that the reference holds at a time: 1024 x 50257 in fp32 are 206 MB
 X, WEIGHT, BIAS = 1, 2, 4  # bits of `grads`
@@ -131,17 +131,6 @@ def even_pieces(vocab: int) -> list[slice]:
 def aligned(x: Tensor) -> Tensor:
     """`x`, or a copy of it that begins where the matrix units want it: on a GPU a misaligned one costs five times the product."""
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
-
-
-def multiply(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
-    """out = out * beta + a @ b * alpha. Autocast has no part in products into a given tensor."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
-    elif on_gpu(out):
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
-    else:
-        part = torch.addmm(out.new_empty(out.shape, dtype=a.dtype), a, b, beta=0.0, alpha=alpha)
-        out.copy_(part) if beta == 0 else out.add_(part)
 
 
 @raw("(Tensor x, Tensor factor) -> Tensor")
