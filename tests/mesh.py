@@ -1,4 +1,8 @@
-"""Several processes on gloo in under a second: forked from a parent that has imported torch, joined through a file."""
+"""Several processes on gloo in under a second: forked from a parent that has imported torch, joined through a file.
+
+With MODELCENTER_TEST_DEVICE=cuda the same tests run on GPUs and NCCL, a rank each; a process in which CUDA may have started cannot
+be forked, so these are started anew and import torch themselves.
+"""
 
 import multiprocessing
 import os
@@ -11,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+DEVICE: Any = os.environ.get("MODELCENTER_TEST_DEVICE", "cpu")
 TIMEOUT = 240  # seconds: before pytest gives up, and after what the longest takes on a machine with ten times its work
 
 
 def spawn(ranks: int, work: Callable[..., None], *args: Any) -> None:
     """Run `work(rank, *args)` in `ranks` processes; the first error of any rank, with its traceback, is raised here."""
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context("fork" if DEVICE == "cpu" else "spawn")
     with tempfile.TemporaryDirectory() as folder:
         ends = [context.Pipe(duplex=False) for _ in range(ranks)]
         jobs = [
@@ -44,7 +49,10 @@ def enter(rank: int, ranks: int, folder: str, pipe: Any, work: Callable[..., Non
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
                       MASTER_ADDR="localhost", MASTER_PORT="0")  # fmt: skip
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        if DEVICE != "cpu":
+            torch.accelerator.set_device_index(rank)
+        backend = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{dist.get_default_backend_for_device(DEVICE)}"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
         work(rank, *args)
         dist.barrier()
         dist.destroy_process_group()

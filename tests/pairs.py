@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mesh import spawn
+from mesh import DEVICE, spawn
 from torch import Tensor
 
 import modelcenter as mc
@@ -81,7 +81,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def machine_of(changes: dict[str, Any]) -> Machine:
-    return Machine(device="cpu", threads=1, **changes)
+    return Machine(device=DEVICE, threads=1, **changes)
 
 
 def train(folder: str, machine: Machine | None, ranks: Ranks, beside: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
@@ -90,7 +90,8 @@ def train(folder: str, machine: Machine | None, ranks: Ranks, beside: dict[str, 
     exact = precision == "fp32" and (adapter is None or adapter.quantize == "none")
     model = mc.load(folder, dtype="fp64" if exact else "fp32", machine=machine, precision=precision, adapter=adapter, config=SIZES)
     optimizer = build_optimizer(model.train(), OptimizerConfig(lr=1e-2, **beside.get("optimizer", {})), ranks)
-    ids = torch.randint(41, (4, 9), generator=torch.Generator().manual_seed(3))
+    device = torch.device("cpu" if machine is None else DEVICE)
+    ids = torch.randint(41, (4, 9), generator=torch.Generator().manual_seed(3)).to(device)
     rows = [ids[k : k + 1] for k in range(4)][ranks.share :: ranks.shares]
     micro = beside.get("micro", len(rows))
     parts = [torch.cat(rows[k : k + micro]) for k in range(0, len(rows), micro)]
@@ -98,7 +99,7 @@ def train(folder: str, machine: Machine | None, ranks: Ranks, beside: dict[str, 
     (targets,) = ranks.sum(sum(count_targets(batch, "lm") for batch in batches))
     losses, scale = [], 2.0**10 if precision == "fp16" else 1.0
     for _ in range(3):
-        loss, _ = accumulate(model, batches, "lm", partial(autocast, precision, torch.device("cpu")), scale, int(targets), ranks)
+        loss, _ = accumulate(model, batches, "lm", partial(autocast, precision, device), scale, int(targets), ranks)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         update(model, optimizer, loss, 1e-2, 0.1, scale, squares)
         losses.append(loss)
@@ -107,7 +108,7 @@ def train(folder: str, machine: Machine | None, ranks: Ranks, beside: dict[str, 
 
 def full(x: Any) -> Tensor:
     whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole
+    return whole.cpu()
 
 
 def verdict(folder: str, pair: tuple[str, str]) -> str:
@@ -153,8 +154,9 @@ def tried(some: list[tuple[str, str]]) -> dict[str, str]:
         sizes = {pair: machine_of((merged(pair) or ({}, {}))[0]).ranks for pair in some}
         for ranks in sorted(set(sizes.values())):
             mine = [pair for pair in some if sizes[pair] == ranks]
-            for k in range(0, len(mine), 8):  # a spawn has a time in which to end
-                spawn(ranks, work, str(folder), mine[k : k + 8], out)
+            size = 8 if DEVICE == "cpu" else 50  # a spawn has a time in which to end
+            for k in range(0, len(mine), size):
+                spawn(ranks, work, str(folder), mine[k : k + size], out)
                 found |= json.loads(out.read_text())
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mesh import spawn
+from mesh import DEVICE, spawn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,11 +35,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 
 
 def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
 def machine_of(**changes: Any) -> mc.Machine:
-    return mc.Machine(device="cpu", threads=1, **changes)
+    return mc.Machine(device=DEVICE, threads=1, **changes)
 
 
 def model_of(case: Case, machine: mc.Machine | None, dtype: torch.dtype = torch.float64, precision: str | None = None,
@@ -68,10 +68,11 @@ def steps_of(model: Any, case: Case, ranks: Ranks, micro: int, precision: str = 
     """The loss and, of the first step, all gradients; at the end all weights."""
     optimizer = build_optimizer(model, OptimizerConfig(name="adamw", lr=1e-2, weight_decay=0.1))
     task = "seq2seq" if case.seq2seq else "lm"
-    batches = batches_of(case, ranks.share, ranks.shares, micro)
+    device = torch.device("cpu" if ranks is ALONE else DEVICE)
+    batches = [{key: value.to(device) for key, value in b.items()} for b in batches_of(case, ranks.share, ranks.shares, micro)]
     (targets,) = ranks.sum(sum(count_targets(b, task) for b in batches))
     for _ in range(STEPS):
-        loss, _ = accumulate(model, batches, task, lambda: autocast(precision, CPU), scale, int(targets), ranks)
+        loss, _ = accumulate(model, batches, task, lambda: autocast(precision, device), scale, int(targets), ranks)
         grads = {name: full(p.grad.detach()).clone() / scale for name, p in model.named_parameters()}
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         norm = update(model, optimizer, loss, 1e-2, 0.1, scale, squares)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from mesh import spawn
+from mesh import DEVICE, spawn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from zoo import Case, cases, inputs, scores, tiny, weighted
@@ -31,7 +31,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
 @contextmanager
@@ -51,6 +51,10 @@ def counted() -> Iterator[list[int]]:
         os.preadv = before
 
 
+def there(args: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(DEVICE) for name, value in args.items()}
+
+
 def draw(case: Case, machine: mc.Machine | None) -> mc.Model:
     """A model with initial weights, loud enough to compare."""
     config = tiny(case.kind)
@@ -65,14 +69,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 
 
 def work(rank: int, changes: dict[str, Any], folders: dict[Case, str], out: Path) -> None:
-    machine = mc.Machine(device="cpu", **changes)
+    machine = mc.Machine(device=DEVICE, **changes)
     for case in CASES:
         alone, spread = draw(case, None), draw(case, machine)
         for name in alone.shapes:
             whole = full(spread.get_parameter(name).detach())[tuple(slice(0, n) for n in alone.shapes[name])]
             assert torch.equal(whole, alone.get_parameter(name)), f"{case} {name}: initial weights depend on the mesh"
         args = inputs(case)
-        wanted, found = scores(alone(**args)), scores(spread(**args))
+        wanted, found = scores(alone(**args)), scores(spread(**there(args))).cpu()
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, case=case: f"{case}: {m}")
         everything = torch.ones(wanted.shape[:2], dtype=torch.bool)
         weighted(wanted, everything).backward()
@@ -107,12 +111,13 @@ def odd(rank: int) -> None:
     case = next(c for c in CASES if c.kind == "gpt2")
     config = {"vocab": 101, "positions": 32, "dim": 32, "heads": 4, "layers": 1}
     alone = mc.build("gpt2", config=config, dtype="fp64").eval()
-    spread = mc.build("gpt2", config=config, dtype="fp64", machine=mc.Machine(device="cpu", tensor_parallel=2)).eval()
+    spread = mc.build("gpt2", config=config, dtype="fp64", machine=mc.Machine(device=DEVICE, tensor_parallel=2)).eval()
     ids = inputs(case)["input_ids"] % 101
-    assert spread.get_input_embeddings().weight.shape[0] == 102 and spread(ids).logits.shape[-1] == 101
-    torch.testing.assert_close(spread(ids).logits, alone(ids).logits, rtol=1e-10, atol=1e-10)
+    here = ids.to(DEVICE)
+    assert spread.get_input_embeddings().weight.shape[0] == 102 and spread(here).logits.shape[-1] == 101
+    torch.testing.assert_close(spread(here).logits.cpu(), alone(ids).logits, rtol=1e-10, atol=1e-10)
     spread.train()
-    spread(ids, labels=ids).loss.backward()
+    spread(here, labels=here).loss.backward()
     grad = full(spread.get_input_embeddings().weight.grad)
     assert not grad[101:].any(), "the row that pads the vocabulary learns"
     with pytest.raises(mc.InputError, match="1 heads"):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from mesh import spawn
+from mesh import DEVICE, spawn
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -52,11 +52,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 
 
 def machine_of(shape: tuple[int, int]) -> mc.Machine:
-    return mc.Machine(device="cpu", threads=1, fsdp=shape[0], tensor_parallel=shape[1])
+    return mc.Machine(device=DEVICE, threads=1, fsdp=shape[0], tensor_parallel=shape[1])
 
 
 def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
 class Rows:
@@ -101,6 +101,7 @@ GPT = {"layers": 2, "dim": 16, "heads": 2, "positions": 16, "vocab": 41, **STILL
 BERT = {"layers": 1, "dim": 16, "hidden": 32, "heads": 2, "positions": 16, "vocab": 41, "dropout": 0.0, "attn_dropout": 0.0}
 T5 = {"layers": 1, "decoder_layers": 1, "dim": 16, "hidden": 32, "heads": 2, "head_dim": 8, "vocab": 41, "dropout": 0.0}
 LORA = AdapterConfig(name="lora", rank=2, targets=("all-linear",))
+BASE = "MODELCENTER_TEST_BASE"  # the environment's: the folder of a pretrained model
 
 
 def gpt(machine: mc.Machine | None) -> Any:
@@ -117,8 +118,10 @@ def t5(machine: mc.Machine | None) -> Any:
 
 
 def lora(machine: mc.Machine | None) -> Any:
-    case = next(case for case in cases(all_tasks=False, all_variants=False) if case.kind == "gpt2")
-    return mc.load(zoo.reference(case)[1], dtype="fp64", machine=machine, adapter=LORA, seed=3, config=STILL)
+    if BASE not in os.environ:  # made in the parent: all ranks read one folder
+        case = next(case for case in cases(all_tasks=False, all_variants=False) if case.kind == "gpt2")
+        os.environ[BASE] = zoo.reference(case)[1]
+    return mc.load(os.environ[BASE], dtype="fp64", machine=machine, adapter=LORA, seed=3, config=STILL)
 
 
 CASES: dict[str, tuple[Callable[..., Any], str, Callable[[list[Any]], Any]]] = {
@@ -137,7 +140,9 @@ def steps_of(case: str, machine: mc.Machine | None, ranks: Ranks, batch: int, mi
     model = make(machine).train()
     optimizer = build_optimizer(model, OptimizerConfig(name="lion" if case == "lion" else "adamw", lr=1e-2, weight_decay=0.1))
     loader = Loader(Rows(collate, task), collate, batch, 1, ranks.share, ranks.shares)
-    for (_, batches), _ in zip(loader.steps(micro_batch=micro), range(STEPS), strict=False):
+    device = "cpu" if ranks is ALONE else DEVICE
+    for (_, micros), _ in zip(loader.steps(micro_batch=micro), range(STEPS), strict=False):
+        batches = [{key: value.to(device) if isinstance(value, Tensor) else value for key, value in b.items()} for b in micros]
         (targets,) = ranks.sum(sum(count_targets(b, task) for b in batches))
         loss, _ = accumulate(model, batches, task, targets=int(targets), ranks=ranks)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)

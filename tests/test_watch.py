@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch._dynamo  # imported where a model is sharded: here once, and not in each rank
 import torch.distributed.fsdp  # noqa: F401
-from mesh import enter, spawn
+from mesh import DEVICE, enter, spawn
 from test_launch import ENDLESS, command, once_it_steps, one_thread  # noqa: F401
 from test_ranks import machine_of, run_of
 
@@ -30,7 +30,7 @@ from modelcenter.parallel.ranks import ALONE
 from modelcenter.train import launch, loop
 from modelcenter.train.loop import train
 
-TIMEOUT = 2.0  # seconds without progress
+TIMEOUT = 2.0 if DEVICE == "cpu" else 10.0  # seconds without progress
 LATE = 60.0  # seconds in which everybody is gone after that, however busy this machine is
 
 
@@ -245,14 +245,14 @@ def slow_disk(rank: int, recipe: Any, later: bool) -> None:
     def write_hashed(path: Path, chunks: Any) -> Any:
         def slowly() -> Any:
             for n, chunk in enumerate(chunks):
-                time.sleep(0.2 if rank == 0 and n < 12 and path.name.startswith("optimizer") else 0)
+                time.sleep(TIMEOUT / 10 if rank == 0 and n < 12 and path.name.startswith("optimizer") else 0)
                 yield chunk
 
         begun.append(time.monotonic())
         return real(path, slowly())
 
     state.write_hashed = write_hashed
-    run = train(recipe, Machine(device="cpu", threads=1, fsdp=2, timeout=TIMEOUT, async_save=later))
+    run = train(recipe, Machine(device=DEVICE, threads=1, fsdp=2, timeout=TIMEOUT, async_save=later))
     assert run.step == recipe.max_steps and time.monotonic() - begun[0] > TIMEOUT
     assert len(list(Path(recipe.output_dir).glob("step-*"))) == 1
 
