@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ops import machine as about
+from plan import noisy
 from step import Case, ceiling, flops, profile, seconds
 from torch import nn
 from train import Step, batch_of
@@ -47,7 +48,7 @@ def ours(preset: str, config: dict[str, Any], batch: Batch, options: argparse.Na
         zero=options.zero,
         compile="compile" in kind,
     )
-    model: Any = mc.build(preset, task="lm", config=config, machine=where, precision="bf16").train()
+    model: Any = noisy(mc.build(preset, task="lm", config=config, device="meta"), where, "bf16", batch["labels"].device)
     ranks, optimizer = join(where), build_optimizer(model, OptimizerConfig())
     compute, targets = partial(autocast, "bf16", batch["labels"].device), batch["labels"].numel() * ranks.shares
 

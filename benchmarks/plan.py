@@ -1,12 +1,16 @@
-"""Predictions against measurements: memory at the peak and seconds of a step, written down before each is measured.
+"""Predictions against measurements: memory at the peak and seconds of a step, written down before any of it is measured.
 
-    python benchmarks/plan.py [--quick] [--steps 8] [--out DIR]                    # one device
-    torchrun --nproc-per-node 4 benchmarks/plan.py [--steps 8] [--out DIR]         # layouts of so many
+    python benchmarks/plan.py --list                                    # the points
+    python benchmarks/plan.py --predict [--gpus 1,2] [--device h200] --out DIR      # on any machine
+    python benchmarks/plan.py [--gpus 1,2] [--minutes 9] --out DIR      # those that are not measured yet, on the GPUs here
+    python benchmarks/plan.py --report --out DIR                        # what came of the predictions
 
-All predictions come first, in plan.jsonl with the time they were made; then every point runs what `modelcenter train` runs of a
-step: forward, backward, clip, update. No calibration from past runs is used. Memory is the allocator's peak (on a CPU the
-profiler's record of allocations), beside what is foreseen without the allowance for fragments; time is the median of the steps
-after two.
+The points below were written down before they were run, and nothing is fitted to them. A prediction, once in DIR/said-K.json, is
+never made again, and DIR/point-K.json is what its point took. Points of one GPU run side by side, on each GPU one after the other;
+those of several follow, each started anew with the rest if one brings its processes down. What runs is what `modelcenter train`
+runs of a step: forward, backward, clip, update, on random ids. No calibration from past runs is used. Memory is the most that any
+rank's allocator held (on a CPU the profiler's record of allocations), beside what is foreseen without the allowance for fragments;
+time is the median of the steps after two. `--tiny`: the points with tiny models, on CPU ranks.
 """
 
 import argparse
@@ -15,8 +19,13 @@ import gc
 import json
 import os
 import statistics
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,117 +33,219 @@ from typing import Any, NamedTuple
 import torch
 
 import modelcenter as mc
+from modelcenter.checkpoint.load import fill
+from modelcenter.layers.initial import Normal, initial
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
-from modelcenter.parallel.chips import CHIPS, chip_here
-from modelcenter.parallel.layout import Costs, Job
+from modelcenter.parallel.chips import CHIPS, chip_here, chip_named
+from modelcenter.parallel.layout import Costs
+from modelcenter.parallel.layout import Job as Planned
 from modelcenter.parallel.machine import Machine
+from modelcenter.registry import place
 from modelcenter.train.step import accumulate, autocast, update
 
-LIMIT = 330  # seconds after which no further point is begun
+MEMORY, TIME, CHOICE = 0.08, 0.15, 0.05  # how far off a prediction may be; how much slower than the best one tried the choice
+SILENCE = 60  # seconds after which a process that has not finished a point is ended
 
 
-class Point(NamedTuple):
-    """`rows` a micro-batch of `length` tokens, `forwards` of them a step on each rank."""
+class Job(NamedTuple):
+    """What is trained: `batch` sequences of `length` a step over all ranks. Points of one job differ in their layout alone."""
 
     name: str
     task: str
-    config: dict[str, Any]
-    rows: int
+    batch: int
     length: int
-    forwards: int = 1
-    degrees: dict[str, Any] = {}  # of the machine
+    config: dict[str, Any] = {}
     precision: str = "bf16"
 
 
-TINY = {"layers": 6, "dim": 128, "heads": 4, "vocab": 2000}
-SMALL = [  # for a CPU, to see that it works
-    Point("gpt2", "lm", TINY, 4, 64), Point("gpt2", "lm", TINY, 4, 64, 2, {"recompute": "full"}, "fp32"),
-    Point("bert-base-uncased", "mlm", {**TINY, "hidden": 512}, 4, 64, precision="fp32"),
-]  # fmt: skip
-ONE = [
-    Point("gpt2", "lm", {}, 16, 1024), Point("gpt2-xl", "lm", {}, 8, 1024),
-    Point("gpt2-xl", "lm", {}, 16, 1024, 1, {"recompute": "full"}),
-    Point("gpt2-medium", "lm", {}, 8, 1024, 4), Point("bert-large-uncased", "mlm", {}, 64, 512),
-    Point("bert-large-uncased", "mlm", {}, 32, 512, 1, {"recompute": "selective"}), Point("t5-large", "seq2seq", {}, 16, 512),
-    Point("llama-3.2-1b", "lm", {}, 4, 2048), Point("llama-3.2-3b", "lm", {}, 2, 4096, 1, {"recompute": "selective"}),
-    Point("bloom-560m", "lm", {}, 8, 1024), Point("gpt2-medium", "lm", {}, 8, 1024, precision="fp32"),
-]  # fmt: skip
-WIDE = {"layers": 10}  # a quarter of 13B, of the same blocks
+class Point(NamedTuple):
+    number: int
+    gpus: int
+    job: Job
+    rows: int  # of a micro-batch
+    degrees: dict[str, Any]  # of the machine, and recompute
 
 
-def several(size: int) -> list[Point]:
-    """Layouts of so many ranks."""
-    stages = ((3, 1), (3, 2), (2, 2), (1, 2))
-    points = [Point("gpt2-13b", "lm", WIDE, 8, 512, m, {"fsdp": size, "zero": zero}) for zero, m in stages]
-    points += [Point("gpt2-xl", "lm", {}, 8, 1024, 1, {"replicate": size}),
-               Point("gpt2-13b", "lm", WIDE, 16, 512, 1, {"fsdp": size, "recompute": "full"}),
-               Point("gpt2-13b", "lm", WIDE, 8, 512, 1, {"tensor_parallel": size})]
-    if size == 4:
-        points += [Point("gpt2-13b", "lm", WIDE, 8, 512, 1, {"tensor_parallel": 2, "fsdp": 2}),
-                   Point("llama-3.2-3b", "lm", {}, 2, 2048, 1, {"replicate": 2, "fsdp": 2})]
-    return points
+def tp(n: int, fsdp: int = 1, **more: Any) -> dict[str, Any]:
+    return {"tensor_parallel": n, **({"fsdp": fsdp} if fsdp > 1 else {}), **more}
 
 
-def batch_of(point: Point, rows: int, vocab: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"fsdp": 2, "zero": stage, **more}
+
+
+FULL, SELECTIVE, COPIES = {"recompute": "full"}, {"recompute": "selective"}, {"replicate": 2}
+TENTH = {"layers": 10}  # a quarter of the 13B, of the same blocks
+WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
+    1: [
+        (Job("gpt2-xl", "lm", 16, 1024), [(16, {}), (8, {}), (4, {}), (16, FULL), (16, SELECTIVE)]),
+        (Job("gpt2-medium", "lm", 32, 1024), [(32, {}), (8, {})]),
+        (Job("gpt2-medium", "lm", 8, 1024, precision="fp32"), [(8, {})]),
+        (Job("gpt2-large", "lm", 32, 512), [(32, {}), (16, {})]),
+        (Job("bert-large-uncased", "mlm", 64, 512), [(64, {}), (32, SELECTIVE), (64, FULL)]),
+        (Job("t5-large", "seq2seq", 16, 512), [(16, {}), (16, FULL)]),
+        (Job("t5-v1_1-base", "seq2seq", 32, 512), [(32, {})]),
+        (Job("llama-3.2-1b", "lm", 8, 2048), [(4, {}), (8, FULL), (8, SELECTIVE)]),
+        (Job("llama-3.2-3b", "lm", 2, 4096), [(2, SELECTIVE), (1, {})]),
+        (Job("bloom-560m", "lm", 8, 1024), [(8, {})]),
+        (Job("bloom-1b7", "lm", 8, 1024), [(8, {})]),
+        (Job("cpm-ant-10b", "lm", 8, 512, {"layers": 12}), [(8, {})]),
+        (Job("gpt2-13b", "lm", 2, 512, {"layers": 24}), [(2, FULL)]),  # 7.8 G parameters: about all there is
+    ],
+    2: [
+        (Job("gpt2-13b", "lm", 32, 512, TENTH),
+         [(16, zero(3)), (16, zero(2)), (8, zero(1)), (32, tp(2)), (8, zero(3)), (8, zero(2)), (16, zero(3, **FULL)), (16, tp(2))]),
+        (Job("gpt2-xl", "lm", 16, 1024), [(8, COPIES), (8, zero(3)), (4, zero(1))]),
+        (Job("gpt2-large", "lm", 32, 512), [(16, COPIES), (32, tp(2))]),
+        (Job("llama-3.2-1b", "lm", 8, 2048), [(4, zero(3, **SELECTIVE)), (8, tp(2)), (4, COPIES)]),
+        (Job("t5-large", "seq2seq", 32, 512), [(16, zero(3)), (16, COPIES)]),
+        (Job("bert-large-uncased", "mlm", 128, 512), [(64, COPIES), (64, zero(3))]),
+        (Job("llama-3.2-3b", "lm", 4, 2048), [(2, zero(3)), (4, tp(2))]),
+        (Job("bloom-560m", "lm", 16, 1024), [(8, COPIES)]),
+    ],
+    4: [
+        (Job("gpt2-13b", "lm", 64, 512, {"layers": 20}),
+         [(16, {"fsdp": 4}), (8, {"fsdp": 4}), (8, {"fsdp": 4, "zero": 2}), (16, {"fsdp": 4, **FULL}), (16, tp(2, 2)),
+          (16, tp(4))]),
+        (Job("llama-3.2-3b", "lm", 16, 2048), [(4, {"fsdp": 4}), (2, {"replicate": 2, "fsdp": 2}), (4, tp(2, 2))]),
+        (Job("bloom-7b1", "lm", 16, 1024), [(4, {"fsdp": 4})]),
+    ],
+    8: [
+        (Job("gpt2-13b", "lm", 256, 512), [(32, {"fsdp": 8, **SELECTIVE}), (16, {"fsdp": 8, "zero": 2}), (16, tp(2, 4))]),
+        (Job("llama-3.1-8b", "lm", 16, 8192), [(1, {"fsdp": 8}), (2, {"fsdp": 8, **FULL})]),
+    ],
+}  # fmt: skip
+SMALL = {"layers": 4, "dim": 128, "heads": 4, "vocab": 2000}
+WIDE = {**SMALL, "hidden": 512}
+TINY = {  # of each family, for CPU ranks
+    "gpt": WIDE, "bert": WIDE, "t5": {**SMALL, "decoder_layers": 4, "head_dim": 32, "hidden": 256},
+    "llama": {**SMALL, "kv_heads": 4, "hidden": 256}, "bloom": SMALL, "cpm": {**SMALL, "head_dim": 32, "hidden": 256},
+}  # fmt: skip
+
+
+def points(tiny: bool) -> list[Point]:
+    found: list[Point] = []
+    for gpus, jobs in WANTED.items():
+        for job, layouts in jobs:
+            if tiny:
+                family = next(family for family in TINY if job.name.startswith(family))
+                job = job._replace(config=TINY[family], batch=min(job.batch, 8 * gpus), length=64)
+            for rows, degrees in layouts:
+                found.append(Point(len(found) + 1, gpus, job, min(rows, job.batch // shares(degrees)), degrees))
+    return found
+
+
+def shares(degrees: dict[str, Any]) -> int:
+    return int(degrees.get("fsdp", 1) * degrees.get("replicate", 1))
+
+
+def words(point: Point) -> str:
+    layout = ", ".join(f"{key} {value}" for key, value in point.degrees.items()) or "-"
+    deep = f" of {point.job.config['layers']} layers" if "layers" in point.job.config else ""
+    return (f"| {point.number} | {point.gpus} | {point.job.name}{deep} | {layout} | {point.rows} of {point.job.batch} x "
+            f"{point.job.length} {point.job.precision} |")  # fmt: skip
+
+
+def batch_of(job: Job, rows: int, vocab: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Random ids; of masked models 15 % are targets."""
-    ids = torch.randint(5, vocab, (rows, point.length), device=device)
-    if point.task == "mlm":
+    ids = torch.randint(5, vocab, (rows, job.length), device=device)
+    if job.task == "mlm":
         return {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape, device=device) < 0.15, ids, -100)}
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat()
+
+
+# ------------------------------------------------------------------------------------------------------------ foreseen
 
 
 def adamw(model: Any) -> tuple[Any, None]:
     return build_optimizer(model, OptimizerConfig()), None
 
 
-def machine_of(point: Point, device: torch.device) -> Machine:
-    kind: Any = device.type
-    return Machine(device=kind, **point.degrees)
+def predict(point: Point, name: str | None, out: Path) -> None:
+    """What is foreseen on the device here, or on that of that name."""
+    device = torch.device("cuda" if torch.cuda.is_available() and name is None else "cpu")
+    chip = (chip_named(name) if name is not None else chip_here(device)) or CHIPS["h200"]
+    job, machine = point.job, Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
+    model = mc.build(job.name, task=job.task, config=job.config, device="meta")
+    tokens, vocab = job.length * (2 if job.task == "seq2seq" else 1), int(model.config.vocab)
+    planned = Planned(model, lambda rows: batch_of(job, rows, vocab), adamw, partial(autocast, job.precision, device), device,
+                      job.precision, job.batch, tokens, 0.15 if job.task == "mlm" else 1.0, gpu=name is not None)
+    e = Costs(planned, chip).exact(machine, point.rows)
+    said = {"device": chip.name, "bytes": e.need - e.parts.get("fragments", 0), "fits": e.fits, "seconds": e.seconds,
+            "parts": dict(e.parts), "spent": dict(e.spent), "bottleneck": e.bottleneck, "made": now()}  # fmt: skip
+    (out / f"said-{point.number}.json").write_text(json.dumps(said))
 
 
-def predict(point: Point, device: torch.device) -> dict[str, Any]:
-    """What is foreseen."""
-    model = mc.build(point.name, task=point.task, config=point.config, device="meta")
-    machine, vocab = machine_of(point, device), int(model.config.vocab)
-    tokens = point.length * (2 if point.task == "seq2seq" else 1)
-    job = Job(model, lambda rows: batch_of(point, rows, vocab), adamw, partial(autocast, point.precision, device), device,
-              point.precision, point.rows * point.forwards * machine.shares, tokens, 0.15 if point.task == "mlm" else 1.0)
-    e = Costs(job, chip_here(device) or CHIPS["h200"]).exact(machine, point.rows)
-    return {**point._asdict(), "bytes": e.need - e.parts.get("fragments", 0), "seconds": e.seconds, "spent": dict(e.spent),
-            "bottleneck": e.bottleneck, "tokens": tokens * point.rows * point.forwards * machine.shares,
-            "made": datetime.datetime.now(datetime.UTC).isoformat()}  # fmt: skip
+def foresee(some: Sequence[Point], out: Path, name: str | None, jobs: int) -> None:
+    """Have a prediction of each point in `out`."""
+    new = [point for point in some if not (out / f"said-{point.number}.json").exists()]
+    if jobs == 1:
+        for point in new:
+            predict(point, name, out)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        for _ in pool.map(predict, new, [name] * len(new), [out] * len(new)):
+            pass
 
 
-def measure(point: Point, device: torch.device, steps: int) -> tuple[int, float]:
-    """Bytes at the peak of this rank, seconds of a step."""
-    machine = machine_of(point, device)
-    ranks = join(machine)
-    model = mc.build(point.name, task=point.task, config=point.config, machine=machine, precision=point.precision).train()
+# ------------------------------------------------------------------------------------------------------------ measured
+
+
+@dataclass(frozen=True)
+class Noise(Normal):
+    """As loud, and drawn where it is wanted: what is timed depends on no value."""
+
+    device: torch.device
+
+    def __getitem__(self, region: tuple[slice, ...]) -> torch.Tensor:
+        return torch.empty([r.stop - r.start for r in region], device=self.device).normal_(0.0, self.std)
+
+
+def noisy(model: Any, machine: Machine, precision: str, device: torch.device) -> Any:
+    """A model of the meta device, placed, with first values that no recipe would draw so fast."""
+    place(model, device, machine, precision)
+    first: dict[str, Any] = initial(model, model.shapes, 0, model.init_std)
+    fill(model, {n: Noise(s.shape, s.std, 0, n, device) if isinstance(s, Normal) else s for n, s in first.items()})
+    return model.train()
+
+
+def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
+    """Bytes at the peak of the fullest rank, seconds of a step."""
+    cuda = device.type == "cuda"
+    job, machine = point.job, Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
+    plain = mc.build(job.name, task=job.task, config=job.config, device="meta")
+    ranks, model = join(machine), noisy(plain, machine, job.precision, device)
     optimizer: Any = build_optimizer(model, OptimizerConfig())
-    vocab: Any = model.config
-    batches = [batch_of(point, point.rows, int(vocab.vocab), device.type) for _ in range(point.forwards)]
-    compute, times = partial(autocast, point.precision, device), []
+    forwards = -(-job.batch // (point.rows * machine.shares))
+    batches = [batch_of(job, point.rows, int(model.config.vocab), device.type) for _ in range(forwards)]
+    compute, times = partial(autocast, job.precision, device), []
 
     def step() -> None:
-        loss, _ = accumulate(model, batches, point.task, compute, targets=point.rows * point.length * machine.shares, ranks=ranks)
+        loss, _ = accumulate(model, batches, job.task, compute, targets=job.batch * job.length, ranks=ranks)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         update(model, optimizer, loss, 1e-5, 1.0, 1.0, squares)
 
     for number in range(steps + 2):
-        if device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            if number == 1:  # the first step of all makes what lasts
+                torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         step()
-        if device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-        if number == 2 and sum(times) > 60:
-            break
-    most = torch.cuda.max_memory_allocated() if device.type == "cuda" else recorded(step, model, optimizer, batches)
-    return most, statistics.median(times[2:] or times)
+    most = torch.cuda.max_memory_allocated() if cuda else recorded(step, model, optimizer, batches)
+    most = max(int(said) for said in ranks.agree(str(most)))
+    name = torch.cuda.get_device_name() if cuda else "CPU"
+    return {"bytes": most, "seconds": statistics.median(times[2:]), "times": times, "device": name, "torch": torch.__version__,
+            "at": now()}  # fmt: skip
 
 
 def recorded(step: Any, model: Any, optimizer: Any, batches: list[Any]) -> int:
@@ -142,71 +253,182 @@ def recorded(step: Any, model: Any, optimizer: Any, batches: list[Any]) -> int:
     kept = [*model.parameters(), *model.buffers(), *(v for s in optimizer.state.values() for v in s.values()),
             *(t for one in batches for t in one.values())]  # fmt: skip
     storages = [(t.to_local() if hasattr(t, "to_local") else t).untyped_storage() for t in kept if isinstance(t, torch.Tensor)]
-    now = most = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    held = most = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
         step()
     events: Any = found.profiler
     for event in sorted((e for e in events.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
+        held += event.nbytes()
+        most = max(most, held)
     return most
 
 
-def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The table."""
-    yield "| model | layout | batch | GB foreseen | measured | error | s foreseen | measured | error | bound by |"
-    yield "|---|---|---|---:|---:|---:|---:|---:|---:|---|"
-    for row in rows:
-        layout = ", ".join(f"{key} {value}" for key, value in row["degrees"].items()) or "-"
-        size = f"{row['rows']} x {row['forwards']} x {row['length']} {row['precision']}"
-        if "error" in row:
-            foreseen = f"{row['bytes'] / 1e9:.3g} | {row['error']} | | {row['seconds']:.3g}"
-            yield f"| {row['name']} | {layout} | {size} | {foreseen} | | | |"
+def work(some: Sequence[Point], out: Path, steps: int) -> None:
+    """Measure points, in each of their processes. Whatever ends one, a file says that it was begun."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    first = os.environ.get("RANK", "0") == "0"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for point in some:
+        file = out / f"point-{point.number}.json"
+        if first:
+            file.write_text(json.dumps({"error": "its process ended"}))
+        try:
+            found = measure(point, steps, device)
+        except mc.InputError as error:
+            found = {"error": str(error)}
+        except torch.OutOfMemoryError:
+            found = {"error": "out of memory"}
+            if point.gpus > 1:  # the others wait for this rank: their launcher ends them
+                file.write_text(json.dumps(found))
+                os._exit(1)
+        if first:
+            file.write_text(json.dumps(found))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def lane(some: Sequence[Point], out: Path, until: float, more: Sequence[str], place: dict[str, str]) -> None:
+    """Have points measured by one process, or one a rank, started again with those left as often as it ends."""
+    while left := [point for point in some if not (out / f"point-{point.number}.json").exists()]:
+        if time.monotonic() > until:
+            return
+        gpus, numbers = left[0].gpus, ",".join(str(point.number) for point in left)
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
+        words_ = [sys.executable, *run, __file__, "--here", "--points", numbers, "--out", str(out), *more]
+        with (out / f"log-{left[0].number}.txt").open("wb") as log:
+            process = subprocess.Popen(words_, stdout=log, stderr=log, env={**os.environ, **place})
+        files, seen, moved = [out / f"point-{point.number}.json" for point in left], 0, time.monotonic()
+        while process.poll() is None:
+            time.sleep(0.2)
+            stamps = sum(file.stat().st_mtime_ns for file in files if file.exists())
+            if stamps != seen:
+                seen, moved = stamps, time.monotonic()
+            if time.monotonic() > min(until, moved + SILENCE):
+                process.terminate()  # which a launcher hands on to its ranks
+                try:
+                    process.wait(40)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        begun = [file for file in files if file.exists()]
+        if time.monotonic() > until:  # what was under way is for the next time
+            for file in begun:
+                if "process ended" in file.read_text():
+                    file.unlink()
+        elif not begun:
+            files[0].write_text(json.dumps({"error": f"not begun: {log.name}"}))
+
+
+def each(some: Sequence[Point], out: Path, until: float, more: Sequence[str]) -> None:
+    """Measure the points: of one GPU on all of them at once, then of more; each number of GPUs has its share of the time. What is
+    said not to fit comes last."""
+    here = max(1, torch.cuda.device_count())
+    counts = sorted({point.gpus for point in some})
+    turns = {gpus: sum(point.gpus == gpus for point in some) / (here if gpus == 1 else 1) for gpus in counts}
+    for k, gpus in enumerate(counts):
+        end = time.monotonic() + (until - time.monotonic()) * turns[gpus] / sum(turns[n] for n in counts[k:])
+        mine = sorted((p for p in some if p.gpus == gpus), key=lambda p: not said_of(out, p)["fits"])
+        if gpus > 1 or here == 1:
+            lane(mine, out, end, more, {})
             continue
-        memory, speed = row["bytes"] / row["real_bytes"] - 1, row["seconds"] / row["real_seconds"] - 1
-        yield (f"| {row['name']} | {layout} | {size} | {row['bytes'] / 1e9:.3g} | {row['real_bytes'] / 1e9:.3g} | {memory:+.1%} | "
-               f"{row['seconds']:.3g} | {row['real_seconds']:.3g} | {speed:+.1%} | {row['bottleneck']} |")  # fmt: skip
+        lanes = [threading.Thread(target=lane, args=(mine[n::here], out, end, more, {"CUDA_VISIBLE_DEVICES": str(n)}))
+                 for n in range(here)]  # fmt: skip
+        for one in lanes:
+            one.start()
+        for one in lanes:
+            one.join()
+
+
+# ------------------------------------------------------------------------------------------------------------ compared
+
+
+def said_of(out: Path, point: Point) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / f"said-{point.number}.json").read_text())
+    return found
+
+
+def read(out: Path, point: Point) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """What was foreseen and what was found; None where there is nothing."""
+    said, real = (out / f"{what}-{point.number}.json" for what in ("said", "point"))
+    return said_of(out, point) if said.exists() else None, json.loads(real.read_text()) if real.exists() else None
+
+
+def table(some: Sequence[Point], out: Path) -> Iterator[str]:
+    yield "| point | GPUs | model | layout | batch | fits | GB said | measured | error | s said | measured | error | bound by |"
+    yield "|---:|---:|---|---|---|---|---:|---:|---:|---:|---:|---:|---|"
+    for point in some:
+        said, real = read(out, point)
+        if said is None:
+            continue
+        foreseen = f"{words(point)} {'yes' if said['fits'] else 'no'} | {said['bytes'] / 1e9:.3g}"
+        if real is None or "error" in real:
+            yield f"{foreseen} | {real['error'] if real else '-'} | | {said['seconds']:.3g} | | | {said['bottleneck']} |"
+            continue
+        memory, speed = said["bytes"] / real["bytes"] - 1, said["seconds"] / real["seconds"] - 1
+        yield (f"{foreseen} | {real['bytes'] / 1e9:.3g} | {memory:+.1%} | {said['seconds']:.3g} | {real['seconds']:.3g} | "
+               f"{speed:+.1%} | {said['bottleneck']} |")  # fmt: skip
+
+
+def compare(some: Sequence[Point], out: Path) -> Iterator[str]:
+    """What was asked of the predictions, and how many keep it."""
+    pairs = [(point, *read(out, point)) for point in some]
+    ran = [(point, said, real) for point, said, real in pairs if said is not None and real is not None]
+    ended = [(point, said, real) for point, said, real in ran if "error" not in real]
+    late = sum(said["made"] > real["at"] for _, said, real in ended)
+    yield f"{len(some)} points, {len(ran)} tried, {len(ended)} measured" + (f", {late} PREDICTED AFTER IT" if late else "")
+    short = [(said, point) for point, said, real in ran if real.get("error") == "out of memory"]
+    false = [point.number for said, point in short if said["fits"]]
+    yield f"false `fits`: {len(false)} {false or ''}; rightly too big: {len(short) - len(false)}"
+    for key, bound in (("bytes", MEMORY), ("seconds", TIME)):
+        off = {point.number: said[key] / real[key] - 1 for point, said, real in ended}
+        bad = {number: f"{x:+.0%}" for number, x in off.items() if abs(x) > bound}
+        yield f"{key} within {bound:.0%}: {len(off) - len(bad)} of {len(off)} {bad or ''}"
+    groups: dict[Any, list[tuple[float, float]]] = {}
+    for point, said, real in ended:
+        groups.setdefault((point.gpus, point.job.name, str(point.job)), []).append((said["seconds"], real["seconds"]))
+    several = {key: found for key, found in groups.items() if len(found) > 1}
+    lost = {key[:2]: min(found)[1] / min(real for _, real in found) - 1 for key, found in several.items()}
+    bad = {f"{name} on {gpus}": f"{x:+.0%}" for (gpus, name), x in lost.items() if x > CHOICE}
+    yield f"chosen within {CHOICE:.0%} of the best tried: {len(lost) - len(bad)} of {len(lost)} jobs {bad or ''}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny models, whatever the device")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--only", default="", help="points whose model's name holds this")
+    parser.add_argument("--list", action="store_true", help="the points")
+    parser.add_argument("--predict", action="store_true", help="write predictions down and measure nothing")
+    parser.add_argument("--report", action="store_true", help="compare what there is")
+    parser.add_argument("--gpus", default="", help="points of so many alone: 1,2; default: what the GPUs here suffice for")
+    parser.add_argument("--device", help="predict for a device that is not here: h200, h100 ...")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that predict")
+    parser.add_argument("--minutes", type=float, default=9.0, help="in which to end")
+    parser.add_argument("--steps", type=int, default=4, help="that are timed, after two")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--points", default="", help="these alone")
+    parser.add_argument("--here", action="store_true", help="measure in this process, one of as many as the points have ranks")
     parser.add_argument("--out", type=Path, default=Path("."))
     options = parser.parse_args()
-    began, size = time.perf_counter(), int(os.environ.get("WORLD_SIZE", "1"))
-    first = os.environ.get("RANK", "0") == "0"
-    small = options.quick or not torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    points = several(size) if size > 1 else ONE
-    if small:
-        points = [point._replace(degrees={"fsdp": size}) if size > 1 else point for point in SMALL]
-    points = [point for point in points if options.only in point.name]
-    rows = [predict(point, device) for point in points]
+    until = time.monotonic() + 60 * options.minutes
+    gpus = {int(n) for n in options.gpus.split(",") if n} or set(range(1, 1 + max(1, torch.cuda.device_count())))
+    numbers = {int(n) for n in options.points.split(",") if n}
+    everything = points(options.tiny)
+    some = [p for p in everything if p.number in numbers or (not numbers and p.gpus in gpus)]
     options.out.mkdir(parents=True, exist_ok=True)
-    if first:
-        (options.out / "plan.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        print(f"{len(rows)} predictions in {options.out / 'plan.jsonl'} after {time.perf_counter() - began:.0f} s", flush=True)
-    for point, row in zip(points, rows, strict=True):
-        if size == 1 and time.perf_counter() - began > LIMIT:
-            row["error"] = "no time left"
-            continue
-        try:
-            row["real_bytes"], row["real_seconds"] = measure(point, device, options.steps)
-        except torch.OutOfMemoryError:
-            row["error"] = "out of memory"
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        if first:
-            print(list(lines([row]))[-1], flush=True)
-    if first:
-        (options.out / "plan.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        text = "\n".join([f"# Foreseen and measured, {size} x {name}, torch {torch.__version__}", "", *lines(rows), ""])
+    if options.list:
+        print("\n".join(words(point) for point in everything))
+    elif options.predict:
+        foresee(some, options.out, options.device, options.jobs)
+        print(f"{len(some)} predictions in {options.out}", flush=True)
+    elif options.here:
+        order = [int(n) for n in options.points.split(",")]
+        work(sorted(some, key=lambda point: order.index(point.number)), options.out, options.steps)
+    else:
+        if not options.report:
+            # predictions are a process of their own: they take memory of a GPU while it lasts
+            subprocess.run([sys.executable, __file__, "--predict", *sys.argv[1:]], check=True)
+            more = ["--steps", str(options.steps), *(["--tiny"] if options.tiny else [])]
+            each(some, options.out, until, more)
+        text = "\n".join([*table(some, options.out), "", *compare(some, options.out), ""])
         (options.out / "plan.md").write_text(text)
         print(text)
 
