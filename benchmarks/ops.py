@@ -322,17 +322,20 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
                 directions=("forward", "backward") if tokens > 64 else ("forward",), **floor,
             )  # fmt: skip
 
-    # AdamW: the gradients' norm, clip, update and cast. Half: bf16 parameters and gradients with an fp32 master
+    # AdamW: the gradients' norm, clip, update and cast. Half: bf16 parameters and gradients, with an fp32 master or without
     count = 1_000_000_000 if gpu else 32_000_000
-    for half, moments in ((True, "fp32"), (True, "bf16"), (True, "int8"), (False, "fp32")):
+    for half, master, moments in ((True, True, "fp32"), (True, True, "bf16"), (True, True, "int8"), (True, False, "bf16"),
+                                  (True, False, "int8"), (False, False, "fp32")):  # fmt: skip
         if not gpu and half != (dtype == torch.bfloat16):
             continue
         each_moment = {"fp32": 4, "bf16": 2, "int8": 1}[moments]
-        moved = count * (8 + 4 * each_moment + (2 * 2 + 2 if half else 2 * 4))
-        name = "bf16 + master" if half else "fp32"
+        wide = master or not half
+        moved = count * ((8 if wide else 4) + 4 * each_moment + (2 * 2 if half else 2 * 4) + 2 * master)
+        name = "fp32" if not half else "bf16 + master" if master else "bf16"
         yield Bench(
             "adamw", f"{count / 1e6:.0f} M, {name}, {moments} moments, clip", tuple, (moved, 0),
-            {"torch": partial(torch_adamw, count, device, half)}, ours=partial(our_adamw, count, device, half, moments),
+            {"torch": partial(torch_adamw, count, device, half, master)},
+            ours=partial(our_adamw, count, device, half, master, moments),
             directions=("step",), quick=moments != "int8" and (half or not gpu),
         )  # fmt: skip
 
@@ -344,14 +347,14 @@ def shapes_of(count: int) -> list[tuple[int, ...]]:
     return [*[(4096, 4096)] * matrices, (left,), *vectors]
 
 
-def our_adamw(count: int, device: str, half: bool, moments: str) -> Function:
+def our_adamw(count: int, device: str, half: bool, master: bool, moments: str) -> Function:
     from modelcenter.optim.adamw import AdamW
 
     dtype = torch.bfloat16 if half else torch.float32
     params = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes_of(count)]
     for p in params:
         p.grad = torch.randn_like(p)
-    optimizer = AdamW(params, lr=1e-4, moments=moments, master=half)
+    optimizer = AdamW(params, lr=1e-4, moments=moments, master=master)
 
     def step() -> None:
         optimizer.step(clip=optimizer.clip(1.0))
@@ -359,21 +362,23 @@ def our_adamw(count: int, device: str, half: bool, moments: str) -> Function:
     return step
 
 
-def torch_adamw(count: int, device: str, half: bool) -> Function:
-    """The same in torch's passes: gradients to fp32, clip, fused update, parameters to bf16; its moments are fp32."""
-    params = [torch.randn(shape, device=device).requires_grad_() for shape in shapes_of(count)]
+def torch_adamw(count: int, device: str, half: bool, master: bool) -> Function:
+    """The same in torch's passes: with a master gradients to fp32, clip, fused update, parameters to bf16. Its moments are of the
+    parameters' dtype, fp32 beside a master."""
+    dtype = torch.bfloat16 if half and not master else torch.float32
+    params = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes_of(count)]
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
-    copies = [p.detach().bfloat16() for p in params] if half else []
+    copies = [p.detach().bfloat16() for p in params] if master else []
     grads = [torch.randn_like(copy) for copy in copies]
 
     def step() -> None:
-        if half:
+        if master:
             torch._foreach_copy_([p.grad for p in params], grads)
         torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
         optimizer.step()
-        if half:
+        if master:
             torch._foreach_copy_(copies, [p.detach() for p in params])
 
     return step

@@ -16,6 +16,11 @@ MC_INLINE vf square_root(vf x) {
 #endif
 }
 
+struct Plain {
+    MC_INLINE vf root(vf x) const { return square_root(x); }
+    MC_INLINE vf ratio(vf a, vf b) const { return a / b; }
+};
+
 }  // namespace
 
 #include "adamw.h"
@@ -82,16 +87,15 @@ void update_some(const Item& item, int64_t begin, int64_t end, float factor, con
     const G* const g = static_cast<const G*>(item.g);
     M *const m = static_cast<M*>(item.m), *const v = static_cast<M*>(item.v);
     for (int64_t block = begin; block < end; block += 4 * LANES) {  // begin is a multiple of CHUNK
-        vu random[4] = {}, other[4] = {};
-        if (STOCHASTIC && sizeof(M) == 2) draw_words(random, block / 64, item.key);
-        if (STOCHASTIC && sizeof(P) == 2) draw_words(other, block / 64, item.key ^ OTHER);
+        vu random[4] = {};
+        if (STOCHASTIC && (sizeof(M) == 2 || sizeof(P) == 2)) draw_words(random, block / 64, item.key);
         const auto some = [&](int k, int n) {
             const int64_t i = block + k * LANES;
             vf x = load_n(p + i, n), y = load_n(m + i, n), z = load_n(v + i, n);
-            update(x, y, z, load_n(g + i, n), factor, c, item);
-            put<STOCHASTIC>(p + i, x, other[k] & 0xFFFFu, n);
-            put<STOCHASTIC>(m + i, y, random[k] & 0xFFFFu, n);
-            put<STOCHASTIC>(v + i, z, random[k] >> 16, n);
+            update(x, y, z, load_n(g + i, n), factor, c, item, Plain{});
+            put<STOCHASTIC>(p + i, x, bits_of_p(random[k]), n);
+            put<STOCHASTIC>(m + i, y, bits_of_m(random[k]), n);
+            put<STOCHASTIC>(v + i, z, bits_of_v(random[k]), n);
             if (sizeof(P) == 4) put_copy(item.copy, i, x, half, n);
         };
         const int64_t left = end - block;
@@ -132,7 +136,7 @@ MC_INLINE vf encoded(vf x, float scale, vf chance) {  // the code's magnitude
     const vf low = __builtin_convertvector(__builtin_convertvector(high, vi), vf);  // none is negative
     const vf below = decoded<FOURTH>(low), above = decoded<FOURTH>(low + 1.0f);
     const vf code = (part - below) * 65536.0f > (above - below) * chance ? low + 1.0f : low;
-    if constexpr (FOURTH) return part > 0.0f ? vmin(vmax(code, all(2.0f)), all(255.0f)) : code;
+    if constexpr (FOURTH) return x > 0.0f ? vmin(vmax(code, all(2.0f)), all(255.0f)) : code;
     return vmin(code, all(127.0f));
 }
 
@@ -147,19 +151,16 @@ void update_coded(const Item& item, int64_t begin, int64_t end, float factor, co
         float& v_scale = item.v_scale[block / BLOCK8];
         const int here = static_cast<int>(end - block < BLOCK8 ? end - block : BLOCK8);
         const auto lanes = [=](int k) { return here - k * LANES < LANES ? here - k * LANES : LANES; };
-        vu random[SHARED] = {}, other[SHARED] = {};
-        for (int k = 0; k < SHARED; k += 4) {
-            if (STOCHASTIC) draw_words(random + k, (block + k * LANES) / 64, item.key);
-            if (STOCHASTIC && sizeof(P) == 2) draw_words(other + k, (block + k * LANES) / 64, item.key ^ OTHER);
-        }
+        vu random[SHARED] = {};
+        for (int k = 0; STOCHASTIC && k < SHARED; k += 4) draw_words(random + k, (block + k * LANES) / 64, item.key);
         vf ys[SHARED], zs[SHARED], top{}, top_squared{};
         for (int k = 0; lanes(k) > 0 && k < SHARED; k++) {
             const int64_t i = block + k * LANES;
             const int n = lanes(k);
             const vf code = load_codes<vb>(m + i, n), size = decoded<false>(vabs(code)) * m_scale;
             vf x = load_n(p + i, n), y = code < 0.0f ? -size : size, z = decoded<true>(load_codes<vub>(v + i, n)) * v_scale;
-            update(x, y, z, load_n(g + i, n), factor, c, item);
-            put<STOCHASTIC>(p + i, x, other[k] & 0xFFFFu, n);
+            update(x, y, z, load_n(g + i, n), factor, c, item, Plain{});
+            put<STOCHASTIC>(p + i, x, bits_of_p(random[k]), n);
             if (sizeof(P) == 4) put_copy(item.copy, i, x, half, n);
             top = vmax(top, vabs(y)), top_squared = vmax(top_squared, z);
             ys[k] = y, zs[k] = z;
@@ -170,9 +171,9 @@ void update_coded(const Item& item, int64_t begin, int64_t end, float factor, co
         };
         for (int k = 0; lanes(k) > 0 && k < SHARED; k++) {
             const int64_t i = block + k * LANES;
-            const vf code = encoded<false>(ys[k], m_scale, chance(random[k] & 0xFFFFu));
+            const vf code = encoded<false>(ys[k], m_scale, chance(bits_of_m(random[k])));
             store_codes<vb>(m + i, ys[k] < 0.0f ? -code : code, lanes(k));
-            store_codes<vub>(v + i, encoded<true>(zs[k], v_scale, chance(random[k] >> 16)), lanes(k));
+            store_codes<vub>(v + i, encoded<true>(zs[k], v_scale, chance(bits_of_v(random[k]))), lanes(k));
         }
     }
 }

@@ -2,13 +2,8 @@
 // tensors goes to the device as arguments of small launches, so nothing on the host has to outlive the call and nothing waits. A
 // block takes a chunk and finds its tensor in the table; the order of every sum is fixed.
 #include "cuda.h"
+#include "exact.h"
 #include "philox.h"
-
-namespace {
-
-MC_BOTH float square_root(float x) { return sqrtf(x); }
-
-}  // namespace
 
 #include "adamw.h"
 
@@ -60,62 +55,165 @@ __device__ __forceinline__ const Item& find(const Item* table, int64_t count, in
     return table[low];
 }
 
-// ---- four elements of one thread, moved at once where all arrays of the item are aligned to that
+// ---- four elements of one thread as 32-bit words, moved at once where all arrays of the item are aligned to that
 
 template <class T>
-struct alignas(4 * sizeof(T)) Four {
-    T at[4];
+struct Four {
+    uint32_t words[sizeof(T)];
 };
 template <class T>
-__device__ __forceinline__ Four<T> load4(const T* p, bool vector, int count) {
-    if (vector && count == 4) return *reinterpret_cast<const Four<T>*>(p);
+using Word = typename std::conditional<sizeof(T) == 4, uint32_t, typename std::conditional<sizeof(T) == 2, uint16_t, uint8_t>::type>::type;
+
+template <class T>
+__device__ __forceinline__ Four<T> load4(const T* p) {
+    if constexpr (sizeof(T) == 4) {
+        const uint4 found = *reinterpret_cast<const uint4*>(p);
+        return {{found.x, found.y, found.z, found.w}};
+    } else if constexpr (sizeof(T) == 2) {
+        const uint2 found = *reinterpret_cast<const uint2*>(p);
+        return {{found.x, found.y}};
+    } else {
+        return {{*reinterpret_cast<const uint32_t*>(p)}};
+    }
+}
+template <class T>
+__device__ __forceinline__ void store4(T* p, const Four<T>& four) {
+    const uint32_t* const w = four.words;
+    // an assignment would be taken apart
+    if constexpr (sizeof(T) == 4) __stwb(reinterpret_cast<uint4*>(p), make_uint4(w[0], w[1], w[2], w[3]));
+    else if constexpr (sizeof(T) == 2) __stwb(reinterpret_cast<uint2*>(p), make_uint2(w[0], w[1]));
+    else __stwb(reinterpret_cast<uint32_t*>(p), w[0]);
+}
+// Those of the four that there are, one by one.
+template <class T>
+__device__ __forceinline__ Four<T> load_some(const T* p, int count) {
     Four<T> four{};
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (i < count) four.at[i] = p[i];
+    for (int k = 0; k < 4; k++)
+        if (k < count)
+            four.words[k * sizeof(T) / 4] |= uint32_t{reinterpret_cast<const Word<T>*>(p)[k]} << (k * sizeof(T) % 4 * 8);
     return four;
 }
 template <class T>
-__device__ __forceinline__ void store4(T* p, const Four<T>& four, bool vector, int count) {
-    if (vector && count == 4) {
-        *reinterpret_cast<Four<T>*>(p) = four;
-        return;
-    }
+__device__ __forceinline__ void store_some(T* p, const Four<T>& four, int count) {
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (i < count) p[i] = four.at[i];
+    for (int k = 0; k < 4; k++)
+        if (k < count) reinterpret_cast<Word<T>*>(p)[k] = static_cast<Word<T>>(four.words[k * sizeof(T) / 4] >> (k * sizeof(T) % 4 * 8));
 }
 template <class T>
 __device__ __forceinline__ bool fits(const void* p) {
     return reinterpret_cast<uintptr_t>(p) % (4 * sizeof(T)) == 0;
 }
 
-// ---- roundings, as in optim/adamw.py
-
-__device__ __forceinline__ bf16 round_at_random(float x, uint32_t random) {
-    const uint32_t u = __float_as_uint(x);
-    return __ushort_as_bfloat16(static_cast<unsigned short>(x != x ? u >> 16 | 0x40u : (u + random) >> 16));
+__device__ __forceinline__ float number(const Four<float>& four, int k) { return __uint_as_float(four.words[k]); }
+__device__ __forceinline__ float number(const Four<bf16>& four, int k) {
+    return __uint_as_float(k % 2 ? four.words[k / 2] & 0xFFFF0000u : four.words[k / 2] << 16);
 }
+__device__ __forceinline__ float number(const Four<fp16>& four, int k) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(four.words[k / 2] >> (k % 2 * 16))));
+}
+
+// To the nearest.
+__device__ __forceinline__ uint32_t bits16(bf16 x) { return __bfloat16_as_ushort(x); }
+__device__ __forceinline__ uint32_t bits16(fp16 x) { return __half_as_ushort(x); }
 template <class T>
-__device__ __forceinline__ T rounded(float x, uint32_t random, bool stochastic) {
+__device__ __forceinline__ Four<T> nearest(const float x[4]) {
+    Four<T> four;
+#pragma unroll
+    for (int k = 0; k < 4; k += 4 / sizeof(T)) {
+        if constexpr (sizeof(T) == 4) four.words[k] = __float_as_uint(x[k]);
+        else four.words[k / 2] = bits16(from_float<T>(x[k])) | bits16(from_float<T>(x[k + 1])) << 16;
+    }
+    return four;
+}
+// Up or down, as 16 random bits have it, as in optim/adamw.py; a NaN has none but its highest places.
+template <class T>
+__device__ __forceinline__ Four<T> rounded(const float x[4], const uint32_t random[4], bool stochastic) {
     if constexpr (sizeof(T) == 2)
-        if (stochastic) return round_at_random(x, random);
-    return from_float<T>(x);
+        if (stochastic) {
+            Four<T> four;
+#pragma unroll
+            for (int k = 0; k < 4; k += 2)
+                four.words[k / 2] = __byte_perm(__float_as_uint(x[k]) + random[k], __float_as_uint(x[k + 1]) + random[k + 1], 0x7632);
+            return four;
+        }
+    return nearest<T>(x);
+}
+
+// Whether `update` of these numbers never leaves what Quick's functions say of themselves, but for NaN.
+__device__ __forceinline__ bool quick_enough(const Numbers& c, const Item& item) {
+    return c.eps >= 0x1p-57f && c.eps <= 0x1p40f && item.root <= 0x1p12f;
+}
+
+// ---- 8-bit moments
+
+__device__ __forceinline__ float byte_of(uint32_t word, int k) {  // 2^23 and the byte
+    return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540u + k));
+}
+__device__ __forceinline__ float number(const Four<int8_t>& four, int k) {
+    return byte_of(four.words[0] ^ 0x80808080u, k) - 8388736.0f;
+}
+__device__ __forceinline__ float number(const Four<uint8_t>& four, int k) { return byte_of(four.words[0], k) - 8388608.0f; }
+// Whole numbers from -128 to 255 as bytes.
+__device__ __forceinline__ uint32_t bytes_of(const float x[4]) {
+    uint32_t words[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) words[k] = __float_as_uint(x[k] + 12582912.0f);  // 3 * 2^22
+    return __byte_perm(__byte_perm(words[0], words[1], 0x0040), __byte_perm(words[2], words[3], 0x0040), 0x5410);
 }
 
 template <bool FOURTH>
-__device__ __forceinline__ float decoded(float code) {
+__device__ __forceinline__ float decoded(float code) {  // with its sign
     const float x = code * (FOURTH ? static_cast<float>(1.0 / 255) : static_cast<float>(1.0 / 127));
-    return FOURTH ? (x * x) * (x * x) : x * x;
+    return FOURTH ? (x * x) * (x * x) : x * fabsf(x);
 }
-template <bool FOURTH>
-__device__ __forceinline__ float encoded(float x, float scale, float chance) {  // the code's magnitude
-    const float part = scale > 0 ? fabsf(x) / scale : 0.0f;
-    const float low = floorf(FOURTH ? sqrtf(sqrtf(part)) * 255.0f : sqrtf(part) * 127.0f);
-    const float below = decoded<FOURTH>(low), above = decoded<FOURTH>(low + 1);
-    const float code = low + ((part - below) * 65536.0f > (above - below) * chance ? 1.0f : 0.0f);
-    if (FOURTH) return part > 0 ? fminf(fmaxf(code, 2.0f), 255.0f) : code;
-    return code > 127.0f ? 127.0f : code;  // NaN, of what is not finite, stays and is stored as 0
+// The code's magnitude. `part`: that of x in the scale.
+template <bool FOURTH, class Exact>
+__device__ __forceinline__ float encoded(float x, float part, float chance, const Exact& exact) {
+    const float root = exact.root(part), high = FOURTH ? exact.root(root) * 255.0f : root * 127.0f;
+    const float low = __fadd_rd(high, 8388608.0f) - 8388608.0f;  // rounded down to a whole number
+    const float below = decoded<FOURTH>(low), above = decoded<FOURTH>(low + 1.0f);
+    const float code = (part - below) * 65536.0f > (above - below) * chance ? low + 1.0f : low;
+    if (FOURTH) return x > 0 ? fminf(fmaxf(code, 2.0f), 255.0f) : code;
+    return code > 127.0f ? 127.0f : code;
+}
+// Four codes of each moment; the scales are the largest magnitudes of the warp.
+__device__ __forceinline__ uint32_t warp_max(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(0xFFFFFFFFu, x);
+#else
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, lane));
+    return x;
+#endif
+}
+template <bool FOURTH, class T>
+__device__ __forceinline__ float encode(Four<T>& codes, const float x[4], const float chance[4]) {
+    float top = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) top = fmaxf(top, fabsf(x[k]));
+    uint32_t bits = __float_as_uint(top);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if (x[k] != x[k]) bits = 0x7FC00000u;
+    const float scale = __uint_as_float(warp_max(bits));  // the order of what has no sign is that of its bits; NaN is above all
+    float found[4];
+    if (scale == 0 || (scale >= 0x1p-64f && scale <= 0x1p40f)) {
+        const float lifted = scale * 0x1p64f, inverse = scale > 0 ? Quick::inverse(lifted) : 0.0f;
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            found[k] = encoded<FOURTH>(x[k], Quick::divided(fabsf(x[k]) * 0x1p64f, lifted, inverse), chance[k], Quick());
+    } else {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float code = encoded<FOURTH>(x[k], fabsf(x[k]) / scale, chance[k], Plain());
+            found[k] = code == code ? code : 0.0f;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) found[k] = FOURTH ? found[k] : copysignf(found[k], x[k]);
+    codes.words[0] = bytes_of(found);
+    return scale;
 }
 
 // ---- the update
@@ -131,10 +229,10 @@ struct Elements {  // four of one thread, as they are stored
 };
 
 template <class P, class G, class M>
-__global__ void __launch_bounds__(THREADS, sizeof(P) == 4 && sizeof(M) > 1 ? 4 : 3)
+__global__ void __launch_bounds__(THREADS, 4)
     update_all(const Item* table, int64_t count, const float* clip, const Numbers c, bool half_copy) {
     using V = typename Elements<P, G, M>::V;
-    constexpr bool CODED = sizeof(M) == 1;
+    constexpr bool CODED = sizeof(M) == 1, DRAWN = sizeof(M) < 4 || sizeof(P) < 4;
     const float factor = clip[1];
     if (factor != factor) return;
     const Item item = find(table, count, blockIdx.x);
@@ -144,72 +242,86 @@ __global__ void __launch_bounds__(THREADS, sizeof(P) == 4 && sizeof(M) > 1 ? 4 :
     const G* const g = static_cast<const G*>(item.g) + begin;
     M* const m = static_cast<M*>(item.m) + begin;
     V* const v = static_cast<V*>(item.v) + begin;
-    uint16_t* const copy = item.copy ? static_cast<uint16_t*>(item.copy) + begin : nullptr;
-    const bool vector = fits<P>(p) && fits<G>(g) && fits<M>(m) && fits<V>(v) && fits<uint16_t>(copy);
+    bf16* const copy = item.copy ? static_cast<bf16*>(item.copy) + begin : nullptr;  // or fp16
+    const bool vector = fits<P>(p) && fits<G>(g) && fits<M>(m) && fits<V>(v) && fits<bf16>(copy);
+    const bool quick = quick_enough(c, item);
     // The four elements of a thread from i on; a warp's 128 are those that share the scale of an 8-bit moment.
     const auto read = [&](int i) {
         Elements<P, G, M> e;
-        const int some = n - i < 4 ? n - i : 4;
-        e.p = load4(p + i, vector, some), e.g = load4(g + i, vector, some);
-        e.m = load4(m + i, vector, some), e.v = load4(v + i, vector, some);
-        if (CODED && i < n) e.m_scale = item.m_scale[(begin + i) / BLOCK8], e.v_scale = item.v_scale[(begin + i) / BLOCK8];
+        const int some = n - i;
+        if (vector && some >= 4) {
+            e.p = load4(p + i), e.g = load4(g + i), e.m = load4(m + i), e.v = load4(v + i);
+        } else {
+            e.p = load_some(p + i, some), e.g = load_some(g + i, some);
+            e.m = load_some(m + i, some), e.v = load_some(v + i, some);
+        }
+        e.m_scale = CODED && some > 0 ? item.m_scale[(begin + i) / BLOCK8] : 0.0f;
+        e.v_scale = CODED && some > 0 ? item.v_scale[(begin + i) / BLOCK8] : 0.0f;
         return e;
     };
     const auto write = [&](int i, Elements<P, G, M>& e) {
-        const int some = n - i < 4 ? n - i : 4;
-        Words random{}, other{};
-        if (CODED || (c.stochastic && sizeof(M) == 2)) random = philox((begin + i) / 4, item.key);
-        if (c.stochastic && sizeof(P) == 2) other = philox((begin + i) / 4, item.key ^ OTHER);
-        Four<uint16_t> halves;
-        float ys[4], zs[4];
+        float xs[4], ys[4], zs[4];
+        const auto compute = [&](const auto& exact) {
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            float x = to_float(e.p.at[k]);
-            if constexpr (CODED) {
-                const float code = static_cast<float>(e.m.at[k]), size = decoded<false>(fabsf(code)) * e.m_scale;
-                ys[k] = code < 0 ? -size : size;
-                zs[k] = decoded<true>(static_cast<float>(e.v.at[k])) * e.v_scale;
-            } else {
-                ys[k] = to_float(e.m.at[k]), zs[k] = to_float(e.v.at[k]);
+            for (int k = 0; k < 4; k++) {
+                xs[k] = number(e.p, k), ys[k] = number(e.m, k), zs[k] = number(e.v, k);
+                if (CODED) ys[k] = decoded<false>(ys[k]) * e.m_scale, zs[k] = decoded<true>(zs[k]) * e.v_scale;
+                update(xs[k], ys[k], zs[k], number(e.g, k), factor, c, item, exact);
             }
-            update(x, ys[k], zs[k], to_float(e.g.at[k]), factor, c, item);
-            e.p.at[k] = rounded<P>(x, other.w[k] & 0xFFFFu, c.stochastic);
-            halves.at[k] = half_copy ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+        };
+        compute(Quick());
+        float least = fabsf(xs[0]), nothing = 0;  // of a larger one no ratio that is denormal changes a place
+#pragma unroll
+        for (int k = 0; k < 4; k++) least = fminf(least, fabsf(xs[k])), nothing = __fmaf_rn(xs[k], 0.0f, nothing);
+        if (!(quick && least >= 0x1p-99f && nothing == 0)) {
+            compute(Plain());
+#pragma unroll
+            for (int k = 0; k < 4; k++)  // NaNs that may be added to
+                for (float* x : {xs + k, ys + k, zs + k}) *x = *x != *x ? __uint_as_float(0x7FC00000u) : *x;
         }
+        Words random{};
+        if (DRAWN && c.stochastic) random = philox(static_cast<uint64_t>(begin) / 4 | static_cast<uint32_t>(i) / 4, item.key);
+        uint32_t of_p[4], of_m[4], of_v[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            of_p[k] = bits_of_p(random.w[k]), of_m[k] = bits_of_m(random.w[k]), of_v[k] = bits_of_v(random.w[k]);
+        const int some = n - i;
         if constexpr (CODED) {
-            float top = 0, top_squared = 0;
+            float below[4], above[4];  // chances
 #pragma unroll
-            for (int k = 0; k < 4; k++)
-                if (k < some) top = fmaxf(top, fabsf(ys[k])), top_squared = fmaxf(top_squared, zs[k]);
-            top = warp_max(top), top_squared = warp_max(top_squared);
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float low = c.stochastic ? static_cast<float>(random.w[k] & 0xFFFFu) + 0.5f : 32768.0f;
-                const float high = c.stochastic ? static_cast<float>(random.w[k] >> 16) + 0.5f : 32768.0f;
-                const int code = static_cast<int>(encoded<false>(ys[k], top, low));
-                e.m.at[k] = static_cast<M>(ys[k] < 0 ? -code : code);
-                e.v.at[k] = static_cast<V>(static_cast<int>(encoded<true>(zs[k], top_squared, high)));
+            for (int k = 0; k < 4; k++) {  // 2^23 and the bits, or a half
+                below[k] = c.stochastic ? __uint_as_float(0x4B000000u | of_m[k]) - 8388607.5f : 32768.0f;
+                above[k] = c.stochastic ? __uint_as_float(0x4B000000u | of_v[k]) - 8388607.5f : 32768.0f;
             }
-            if (threadIdx.x % 32 == 0 && i < n)
-                item.m_scale[(begin + i) / BLOCK8] = top, item.v_scale[(begin + i) / BLOCK8] = top_squared;
+            const float m_scale = encode<false>(e.m, ys, below), v_scale = encode<true>(e.v, zs, above);
+            if (threadIdx.x % 32 == 0 && some > 0)
+                item.m_scale[(begin + i) / BLOCK8] = m_scale, item.v_scale[(begin + i) / BLOCK8] = v_scale;
         } else {
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                e.m.at[k] = rounded<M>(ys[k], random.w[k] & 0xFFFFu, c.stochastic);
-                e.v.at[k] = rounded<V>(zs[k], random.w[k] >> 16, c.stochastic);
-            }
+            e.m = rounded<M>(ys, of_m, c.stochastic), e.v = rounded<V>(zs, of_v, c.stochastic);
         }
-        store4(p + i, e.p, vector, some);
-        store4(m + i, e.m, vector, some);
-        store4(v + i, e.v, vector, some);
-        if (copy) store4(copy + i, halves, vector, some);
+        e.p = rounded<P>(xs, of_p, c.stochastic);
+        Four<bf16> halves{};
+        if (sizeof(P) == 4 && copy) {
+            const Four<fp16> fp16s = nearest<fp16>(xs);
+            halves = nearest<bf16>(xs);
+            if (half_copy) halves.words[0] = fp16s.words[0], halves.words[1] = fp16s.words[1];
+        }
+        if (vector && some >= 4) {
+            store4(p + i, e.p), store4(m + i, e.m), store4(v + i, e.v);
+            if (sizeof(P) == 4 && copy) store4(copy + i, halves);
+        } else {
+            store_some(p + i, e.p, some), store_some(m + i, e.m, some), store_some(v + i, e.v, some);
+            if (sizeof(P) == 4 && copy) store_some(copy + i, halves, some);
+        }
     };
-    const int lanes = threadIdx.x % 32 * 4;  // the loop runs for whole warps, which the 8-bit scales need
-    for (int warp = threadIdx.x / 32 * 128; warp < n; warp += 2 * 4 * THREADS) {
-        const int i = warp + lanes, j = i + 4 * THREADS;
-        Elements<P, G, M> first = read(i), second = read(j);
-        write(i, first);
-        if (warp + 4 * THREADS < n) write(j, second);
+    const int lane = threadIdx.x % 32 * 4;  // the loop runs for whole warps, which the 8-bit scales need
+    int warp = threadIdx.x / 32 * 128;
+    if (warp >= n) return;
+    Elements<P, G, M> e = read(warp + lane);
+    for (; warp < n; warp += 4 * THREADS) {
+        const Elements<P, G, M> next = warp + 4 * THREADS < n ? read(warp + 4 * THREADS + lane) : e;  // on their way meanwhile
+        write(warp + lane, e);
+        e = next;
     }
 }
 

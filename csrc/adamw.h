@@ -123,7 +123,15 @@ MC_BOTH void tick(Item& item, const Numbers& c, int64_t index) {
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     item.key = z ^ (z >> 31);
 }
-constexpr uint64_t OTHER = 0x6A09E667F3BCC908u;  // a parameter that is rounded takes the bits of key ^ OTHER
+
+// The 16 random bits of m, p and v out of an element's 32, word e % 4 of counter e / 4: p's overlap with both of the others', its upper
+// eight with the lower ones of v, so that no two of the three are rounded alike.
+template <class U>
+MC_BOTH U bits_of_m(U word) { return word & 0xFFFFu; }
+template <class U>
+MC_BOTH U bits_of_p(U word) { return (word >> 8) & 0xFFFFu; }
+template <class U>
+MC_BOTH U bits_of_v(U word) { return word >> 16; }
 
 // What to do with a gradient whose squares add up to `totals`: clip[0] is its norm, times `scale` where there is one, and clip[1] the
 // factor that unscales and clips it (max_norm 0: never), or NaN where anything is not finite: then the step is left out.
@@ -138,14 +146,15 @@ MC_BOTH void verdict(float* clip, const double* totals, int64_t n, const float* 
     clip[1] = norm - norm == 0 && factor - factor == 0 ? factor : NAN;
 }
 
-// The update of one element, or of a vector of them. `g` is as it was stored; `factor` unscales and clips it.
-template <class F>
-MC_BOTH void update(F& p, F& m, F& v, F g, float factor, const Numbers& c, const Item& item) {
+// The update of one element, or of a vector of them. `g` is as it was stored; `factor` unscales and clips it; `exact` has roots and
+// ratios, to the last bit.
+template <class F, class Exact>
+MC_BOTH void update(F& p, F& m, F& v, F g, float factor, const Numbers& c, const Item& item, const Exact& exact) {
     g = g * factor;
     p = p * c.keep;
     m = m + (g - m) * c.rise1;
     v = v * c.keep2 + (g * g) * c.rise2;
-    p = p - (m * item.size) / (square_root(v) * item.root + c.eps);
+    p = p - exact.ratio(m * item.size, exact.root(v) * item.root + c.eps);
 }
 
 }  // namespace

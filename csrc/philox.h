@@ -17,6 +17,14 @@ struct Words {
     uint32_t w[4];
 };
 
+MC_BOTH uint32_t high_product(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __umulhi(a, b);  // of 64 bits nvcc makes more
+#else
+    return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+#endif
+}
+
 MC_BOTH Words philox(uint64_t counter, uint64_t seed) {
     uint32_t a = static_cast<uint32_t>(counter), b = static_cast<uint32_t>(counter >> 32), c = 0, d = 0;
     uint32_t k = static_cast<uint32_t>(seed), l = static_cast<uint32_t>(seed >> 32);
@@ -24,9 +32,10 @@ MC_BOTH Words philox(uint64_t counter, uint64_t seed) {
 #pragma unroll
 #endif
     for (int round = 0; round < 7; round++) {
-        const uint64_t p = uint64_t{0xD2511F53u} * a, q = uint64_t{0xCD9E8D57u} * c;
-        a = static_cast<uint32_t>(q >> 32) ^ b ^ k, b = static_cast<uint32_t>(q);
-        c = static_cast<uint32_t>(p >> 32) ^ d ^ l, d = static_cast<uint32_t>(p);
+        const uint32_t p = high_product(0xD2511F53u, a), q = high_product(0xCD9E8D57u, c);
+        const uint32_t low = 0xD2511F53u * a;
+        a = q ^ b ^ k, b = 0xCD9E8D57u * c;
+        c = p ^ d ^ l, d = low;
         k += 0x9E3779B9u, l += 0xBB67AE85u;
     }
     return {{a, b, c, d}};

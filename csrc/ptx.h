@@ -6,7 +6,7 @@
 
 namespace {
 
-// 2^x and 1 / x, 2 units in the last place off; where the result is denormal they say zero
+// 2^x, 1 / x and 1 / sqrt(x), 2 units in the last place off; where the result is denormal they say zero
 __device__ __forceinline__ float quick_exp2(float x) {
 #ifdef MC_EMULATED
     return emulate::flushed(exp2f(emulate::flushed(x)));
@@ -22,6 +22,15 @@ __device__ __forceinline__ float quick_inverse(float x) {
 #else
     float out;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+#endif
+}
+__device__ __forceinline__ float quick_inverse_root(float x) {
+#ifdef MC_EMULATED
+    return 1.0f / sqrtf(emulate::flushed(x));
+#else
+    float out;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 #endif
 }

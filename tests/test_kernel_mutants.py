@@ -39,7 +39,7 @@ def bitwise(dtype: str, options: str, moments: str = "bf16") -> str:
 
 DECAY = "    p = p * c.keep;\n"
 MOMENTS = "    m = m + (g - m) * c.rise1;\n    v = v * c.keep2 + (g * g) * c.rise2;\n"
-STEP = "    p = p - (m * item.size) / (square_root(v) * item.root + c.eps);\n"
+STEP = "    p = p - exact.ratio(m * item.size, exact.root(v) * item.root + c.eps);\n"
 
 MUTANTS = (
     Mutant("norm-forgets-the-mean-of-the-gradient", "norm.cpp", "level = dbias ? sum(found.second) / n : 0.0f;",

@@ -225,10 +225,11 @@ def reference(row: tuple[Any, ...], factor: Tensor, group: dict[str, Any], numbe
     step += 1
     t, (beta1, beta2), lr = float(step), group["betas"], float(group["lr"])
     wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-    random = other = None
+    of_m = of_p = of_v = None
     if group["stochastic"] and (torch.bfloat16 in (p.dtype, m.dtype) or m_scale is not None):
         key = mix(group["seed"], number, int(t))
-        random, other = (bits(2 * p.numel(), signed(k, p.device)).view(-1, 2).to(torch.int32) for k in (key, key ^ OTHER))
+        of_m, of_v = bits(2 * p.numel(), signed(key, p.device)).view(-1, 2).to(torch.int32).unbind(1)
+        of_p = of_m >> 8 | (of_v & 0xFF) << 8  # csrc/adamw.h
     moments = {"exp_avg": m, "exp_avg_sq": v, "exp_avg_scale": m_scale, "exp_avg_sq_scale": v_scale}
     g = g.to(wide) * factor.to(wide)
     x = p.to(wide) * (1 - lr * group["weight_decay"])
@@ -237,14 +238,11 @@ def reference(row: tuple[Any, ...], factor: Tensor, group: dict[str, Any], numbe
     z = z * beta2 + (g * g) * (1 - beta2)
     size, root = (torch.tensor(n, dtype=wide, device=p.device) for n in (lr / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)))
     x = x - (y * size) / (exact_root(z) * root + group["eps"])
-    store(p, x, None if other is None else other[:, 0])
-    narrow(moments, "exp_avg", y, None if random is None else random[:, 0])
-    narrow(moments, "exp_avg_sq", z, None if random is None else random[:, 1])
+    store(p, x, of_p)
+    narrow(moments, "exp_avg", y, of_m)
+    narrow(moments, "exp_avg_sq", z, of_v)
     if copy is not None:
         copy.copy_(x)
-
-
-OTHER = 0x6A09E667F3BCC908  # csrc/adamw.h
 
 
 def mix(seed: int, number: int, step: int) -> int:
@@ -307,5 +305,5 @@ def narrow(state: dict[str, Any], name: str, x: Tensor, random: Tensor | None = 
     chance = 32768.0 if random is None else random.flatten() + 0.5
     code = low + ((part - below) * 65536 > (above - below) * chance)
     code = code.clamp(max=255 if fourth else 127)
-    code = torch.where(part > 0, code.clamp(min=2), code) if fourth else torch.where(x.flatten() < 0, -code, code)
+    code = torch.where(x.flatten() > 0, code.clamp(min=2), code) if fourth else torch.where(x.flatten() < 0, -code, code)
     codes.copy_(code.view(codes.shape))

@@ -35,6 +35,12 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rd(float a, float b) {
+    const double exact = double{a} + b;  // of what is not too far apart
+    const float x = static_cast<float>(exact);
+    return x > exact ? std::nextafter(x, -INFINITY) : x;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline int32_t __float2int_rn(float x) {
     return x != x ? 0 : x >= 0x1p31f ? INT32_MAX : x < -0x1p31f ? INT32_MIN : static_cast<int32_t>(std::nearbyint(x));

@@ -22,6 +22,11 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+template <class T>
+void __stwb(T* p, T x) {
+    *p = x;
+}
+
 struct dim3 {
     uint32_t x, y, z;
     constexpr dim3(uint32_t x = 1, uint32_t y = 1, uint32_t z = 1) : x(x), y(y), z(z) {}
