@@ -282,6 +282,8 @@ MUTANTS = (
            "test_data_packing.py::test_gradients_are_those_of_the_same_sequences_padded[cpmant-rows]"),
     Mutant("packed-row-too-long", "data/packing.py", "place = bisect_left(rooms, length)", "place = bisect_left(rooms, length - 1)",
            "test_data_packing.py::test_every_sequence_stands_in_one_bin[lm];test_data_packing.py::test_every_sequence_stands_in_one_bin[seq2seq]"),
+    Mutant("pairs-not-refused-by-their-record", "data/encode.py", "                with self.naming(record):\n                    ids, segments",
+           "                if True:\n                    ids, segments", "test_data_objective.py::test_pairs_are_encoded_many_at_a_time_and_told_apart[12]"),
     Mutant("last-texts-not-encoded", "data/encode.py", "    if some:\n        yield some\n", "",
            "test_data_objective.py::test_texts_are_encoded_many_at_a_time_and_told_apart[12]"),
     Mutant("a-forwards-loss-by-the-steps-targets", "train/step.py", "losses[-1] * (each / max(1, count_targets(batch, task)))", "losses[-1]",

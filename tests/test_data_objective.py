@@ -403,6 +403,30 @@ def test_texts_are_encoded_many_at_a_time_and_told_apart(portion: int, monkeypat
         make_examples("lm", rows(*({"text": text} for text in texts)), CharTokenizer.train(["onetwfxhrs "]), DataConfig())
 
 
+@pytest.mark.parametrize("portion", [1, 12, 1 << 20])
+def test_pairs_are_encoded_many_at_a_time_and_told_apart(portion: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "PORTION", portion)
+    both = [("one fox", "two"), ("two", ""), ("foxes jump", "foxes")]
+    fields = [{"a": first, "b": second, "label": label} for label, (first, second) in enumerate(both)]
+    texts = [f"{row['a']} {row['b']}" for row in fields]
+    tokenizer, calls = train_tokenizer(texts, 300, "roberta"), []
+    encode_pairs = tokenizer.encode_pairs
+    monkeypatch.setattr(tokenizer, "encode_pairs", lambda pairs, limit: calls.append(len(pairs)) or encode_pairs(pairs, limit))
+    wanted = [tokenizer.encode_pair(str(row["a"]), str(row["b"]), 8)[0] for row in fields]
+    calls.clear()
+    pairs = DataConfig(text_key="a", pair_key="b", seq_len=8)
+    found: Any = make_examples("classify", rows(*fields), tokenizer, pairs, names=("x", "y", "z"))
+    assert [(list(ids), label) for ids, _, label in (found.at(0, k) for k in range(3))] == list(zip(wanted, range(3), strict=True))
+    assert calls == {1: [1, 1, 1, 1], 12: [2, 1, 1], 1 << 20: [3, 1]}[portion]  # and one to see whether there are segments
+    texts = DataConfig(source_key="a", target_key="b", seq_len=8)
+    found = make_examples("seq2seq", rows(*fields), tokenizer, texts)
+    assert [[list(ids) for ids in found.at(0, k)] for k in range(3)] == [
+        [tokenizer.encode_pair(str(row["a"]), None, 8)[0], [*tokenizer.encode(str(row["b"]), False), tokenizer.eos_id]]
+        for row in fields]
+    with pytest.raises(InputError, match=r"line 3: character 6, 'j' is not in the vocabulary"):
+        make_examples("classify", rows(*fields), CharTokenizer.train(["onetwfxs "]), pairs, names=("x", "y", "z"))
+
+
 def test_a_character_that_training_lacked_is_named_by_file_and_offset() -> None:
     tokenizer = CharTokenizer.train(["abc"])
     with pytest.raises(InputError, match=r"e.txt: character 102: 'Z' is not in the vocabulary"):

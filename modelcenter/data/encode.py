@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
 from modelcenter.errors import refuse
 
+Row = TypeVar("Row", tuple[Record, str], tuple[Record, str, str | None])
 PORTION = 1 << 20  # characters that are encoded at a time: enough for all cores, little beside what a process holds anyway
 
 
@@ -50,17 +51,21 @@ class Reader:
             found = f"{where}{e.character!r}{'' if self.train else ' of the evaluation data'} is not in the vocabulary"
             record.refuse(found, "a character of the training text is wanted", e.offset)
 
-    def encode_pair(self, record: Record, first: str, second: str | None, limit: int) -> tuple[list[int], list[int]]:
-        """The ids and the segments of one text or two, with the template, `limit` at most."""
-        ids, segments = self.tokenizer.encode_pair(first, second, limit)
-        if not self.holds(ids):
-            self.encode(record, first)
-            self.encode(record, second or "")
-        if not ids:
-            record.refuse("no token in its text", "a text is wanted")
-        if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
-            refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones is wanted")
-        return ids, segments
+    def encode_pairs(self, pairs: Iterable[tuple[Record, str, str | None]], limit: int) -> Iterator[tuple[list[int], list[int]]]:
+        """The ids and the segments of one text or two of each, with the template, `limit` at most; a megabyte of them at a time."""
+        for some in portions(pairs):
+            found = self.tokenizer.encode_pairs([(first, second) for _, first, second in some], limit)
+            for record, first, second in some:
+                with self.naming(record):
+                    ids, segments = next(found)
+                if not self.holds(ids):
+                    self.encode(record, first)
+                    self.encode(record, second or "")
+                if not ids:
+                    record.refuse("no token in its text", "a text is wanted")
+                if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
+                    refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones is wanted")
+                yield ids, segments
 
     def holds(self, ids: list[int]) -> bool:
         """Whether the model has all of `ids`."""
@@ -97,12 +102,12 @@ class Reader:
                 yield [*around[0], *ids, *around[1]]
 
 
-def portions(texts: Iterable[tuple[Record, str]]) -> Iterator[list[tuple[Record, str]]]:
-    """The texts in lists of `PORTION` characters, about."""
-    some, size = list[tuple[Record, str]](), 0
-    for record, text in texts:
-        some.append((record, text))
-        size += len(text)
+def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows in lists of `PORTION` characters, about."""
+    some, size = list[Row](), 0
+    for row in rows:
+        some.append(row)
+        size += sum(len(text) for text in row[1:] if text is not None)
         if size >= PORTION:
             yield some
             some, size = [], 0

@@ -133,13 +133,21 @@ class Tokenizer:
 
         The longer of the two loses its end first, as with transformers' truncation=True.
         """
+        return next(self.encode_pairs([(first, second)], limit))
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]], limit: int | None = None
+                     ) -> Iterator[tuple[list[int], list[int]]]:
+        """The same of each pair. All cores cut the texts, and each text once: a passage may stand in hundreds of pairs."""
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair if text is not None))
+        cut = dict(zip(texts, self.raw.encode_batch_fast(texts, add_special_tokens=False), strict=True))
         if limit is not None:
             self.raw.enable_truncation(limit)
         try:
-            encoding = self.raw.encode(first, second)
+            found = [self.raw.post_process(cut[first], None if second is None else cut[second]) for first, second in pairs]
         finally:
             self.raw.no_truncation()
-        return encoding.ids, encoding.type_ids
+        for encoding in found:
+            yield encoding.ids, encoding.type_ids
 
     def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
         """The ids of words with the template's special tokens, `limit` at most, and of each the number of its word (None: of none).
@@ -234,10 +242,11 @@ class CharTokenizer(Tokenizer):
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         return map(self.encode, texts)
 
-    def encode_pair(self, first: str, second: str | None = None, limit: int | None = None
-                    ) -> tuple[list[int], list[int]]:
-        ids = (self.encode(first) + self.encode(second or ""))[:limit]
-        return ids, [0] * len(ids)
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]], limit: int | None = None
+                     ) -> Iterator[tuple[list[int], list[int]]]:
+        for first, second in pairs:
+            ids = (self.encode(first) + self.encode(second or ""))[:limit]
+            yield ids, [0] * len(ids)
 
     def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
         ids = [(i, n) for n, word in enumerate(words) for i in self.encode(word)][:limit]
@@ -285,10 +294,11 @@ class ForeignTokenizer(Tokenizer):
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         return (self.encode(text, special=False) for text in texts)
 
-    def encode_pair(self, first: str, second: str | None = None, limit: int | None = None
-                    ) -> tuple[list[int], list[int]]:
-        out = self.foreign(first, second, return_token_type_ids=True, truncation=limit is not None, max_length=limit)
-        return out["input_ids"], out["token_type_ids"]
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]], limit: int | None = None
+                     ) -> Iterator[tuple[list[int], list[int]]]:
+        for first, second in pairs:
+            out = self.foreign(first, second, return_token_type_ids=True, truncation=limit is not None, max_length=limit)
+            yield out["input_ids"], out["token_type_ids"]
 
     def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
         refuse(self.name, "objective", "tag with a tokenizer that does not say which word a token is of", "another tokenizer")

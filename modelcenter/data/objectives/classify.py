@@ -112,13 +112,18 @@ class Labelled:
         self.names, self.fill, self.size = tuple(names), filler(read.tokenizer), data.seq_len
         self.ids, self.segments, self.labels = Ragged(), Ragged(), self.holder()
         paired = False
-        for record in records:
-            for first, second, label in self.rows(record, data):
-                ids, segments = read.encode_pair(record, first, second, data.seq_len)
-                self.ids.append(ids)
-                self.segments.append(segments)
-                self.labels.append(label)
-                paired |= second is not None
+
+        def texts() -> Iterator[tuple[Record, str, str | None]]:
+            nonlocal paired
+            for record in records:
+                for first, second, label in self.rows(record, data):
+                    self.labels.append(label)
+                    paired |= second is not None
+                    yield record, first, second
+
+        for ids, segments in read.encode_pairs(texts(), data.seq_len):
+            self.ids.append(ids)
+            self.segments.append(segments)
         self.lengths = np.diff(self.ids.bounds)
         # Decided once, so that every batch has the same keys; families without segments get none to refuse.
         self.segmented = paired and any(read.tokenizer.encode_pair("a", "a")[1])

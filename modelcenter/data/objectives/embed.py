@@ -79,14 +79,18 @@ class Texts:
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.fill, self.ids, self.scores = filler(read.tokenizer), Ragged(), array("d")
         self.many = 0  # texts of a row
-        for record in records:
-            texts = texts_of_row(record, data)
-            self.many = self.many or len(texts)
-            if len(texts) != self.many:
-                record.refuse(f"{len(texts) - 2} negatives where the first record has {self.many - 2}", "as many for each")
-            for text in texts:
-                self.ids.append(read.encode_pair(record, text, None, data.seq_len)[0])
-            self.scores.append(self.score(record, data))
+
+        def rows() -> Iterator[tuple[Record, str, None]]:
+            for record in records:
+                texts = texts_of_row(record, data)
+                self.many = self.many or len(texts)
+                if len(texts) != self.many:
+                    record.refuse(f"{len(texts) - 2} negatives where the first record has {self.many - 2}", "as many for each")
+                self.scores.append(self.score(record, data))
+                yield from ((record, text, None) for text in texts)
+
+        for ids, _ in read.encode_pairs(rows(), data.seq_len):
+            self.ids.append(ids)
         self.size = self.many * data.seq_len
         self.lengths = np.diff(self.ids.bounds).reshape(-1, self.many).sum(1)
 

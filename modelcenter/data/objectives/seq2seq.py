@@ -43,10 +43,9 @@ class Pairs(Sequences):
             refuse(read.tokenizer.name, "objective", "seq2seq with a tokenizer without an end of text", "one is wanted")
         self.fill, self.sources, self.targets = filler(read.tokenizer), Ragged(), Ragged()
         wide, long = data.seq_len, data.target_len or data.seq_len
-        for record in records:
-            source = data.source_prefix + record.text(data.source_key, "data.source_key")
-            target = read.encode(record, record.text(data.target_key, "data.target_key"))
-            ids, _ = read.encode_pair(record, source, None, wide)
+        sources = ((r, data.source_prefix + r.text(data.source_key, "data.source_key"), None) for r in records)
+        targets = ((r, r.text(data.target_key, "data.target_key")) for r in records)
+        for (ids, _), (_, target) in zip(read.encode_pairs(sources, wide), read.encode_all(targets), strict=True):
             if ids[-1:] != read.eos:
                 ids = ids[: wide - 1] + read.eos
             self.sources.append(ids)
