@@ -38,6 +38,7 @@ LEVELS = {  # MC_LEVEL: the flags of an instruction set; module.cpp asks the pro
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall",
          "-Wno-psabi", "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized",
          f"-ffile-prefix-map={ROOT}=."]  # fmt: skip
+WARPGROUPS = ("attention", "attention_backward")  # have code for sm_90a, whose instructions no other chip has, in place of sm_90
 EXACT = {"adamw": (["-ffp-contract=off"], ["-fmad=false"])}  # agree with their reference to the last bit: no a * b + c in one
 
 
@@ -81,14 +82,18 @@ def present() -> set[str]:
     return {line.strip().replace(".", "") for line in said.splitlines() if re.fullmatch(r"\d+\.\d", line.strip())}
 
 
-def gencode(archs: list[str]) -> list[str]:
+def gencode(archs: list[str], warpgroups: bool = False) -> list[str]:
     """Machine code for each architecture, out of two translations to PTX: one before and one from sm_80 on, which the kernels tell
-    apart. Translating for each alone takes three times as long. Later chips compile the last PTX."""
+    apart. Translating for each alone takes three times as long; `warpgroups`: sm_90 has one. Later chips compile the last PTX."""
     targets = []
     for virtual, group in (("75", [a for a in archs if int(a) < 80]), ("80", [a for a in archs if int(a) >= 80])):
-        if group:
-            codes = [f"sm_{arch}" for arch in group] + ([f"compute_{virtual}"] if group[-1] == archs[-1] else [])
+        codes = [f"sm_{arch}" for arch in group if not (warpgroups and arch == "90")]
+        if group and group[-1] == archs[-1]:
+            codes.append(f"compute_{virtual}")
+        if codes:
             targets.append(f"-gencode=arch=compute_{virtual},code=[{','.join(codes)}]")
+    if warpgroups and "90" in archs:
+        targets.append("-gencode=arch=compute_90a,code=sm_90a")
     return targets
 
 
@@ -147,16 +152,17 @@ class BuildExtension(build_ext):
                     command = [*cxx, *FLAGS, *flags, *exact, f"-DMC_LEVEL={level}", *extra, "-c"]
                     steps.append((source, command, temp / f"{source.stem}.{level}.o"))
         if nvcc and runtime:
-            targets = gencode(archs)
             names = f'-DMC_ARCHITECTURES="{" ".join(archs)}"'
             flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DMC_LEVEL=100"]
-            command = [nvcc, *flags, *targets, names, *shlex.split(os.environ.get("NVCCFLAGS", "")), "-c"]
+            command = [nvcc, *flags, names, *shlex.split(os.environ.get("NVCCFLAGS", ""))]
             for source in sorted(CSRC.glob("*.cu")):
                 exact = EXACT.get(source.stem, ([], []))[1]
                 # nvcc puts a number of the process into file names and a digest of the source's folder into symbols
                 fixed = ["-objtemp", "-Xcudafe", f"--orig_src_path_name,csrc/{source.name}"]
                 same = fixed if "SOURCE_DATE_EPOCH" in os.environ else []
-                steps.append((source, [*command[:-1], *exact, *same, "-c"], temp / f"{source.stem}.cu.o"))
+                groups = source.stem in WARPGROUPS
+                targets = [*gencode(archs, groups), *(["-DMC_HOPPER"] if groups and "90" in archs else [])]
+                steps.append((source, [*command, *targets, *exact, *same, "-c"], temp / f"{source.stem}.cu.o"))
 
         steps.sort(key=lambda step: (step[0].suffix != ".cu", -step[0].stat().st_size))  # the longest are not left for the end
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:

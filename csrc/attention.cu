@@ -2,28 +2,29 @@
 // (FlashAttention-2, Dao, 2023). ops/relative_attention.py says what it means.
 //
 // A block takes 16 M queries a warp and goes through the keys, ACROSS at a time, of which the next are on their way while these are
-// computed with; a row's largest score and sum so far stay in registers. Kept for the backward is one number a row, the logarithm of
+// computed with. A row's sum and the score that its powers are relative to stay in registers: the largest so far, until one is larger by
+// more than SLACK, so that what was added up is seldom multiplied again (powers of up to 2^SLACK lose nothing). Kept for the backward is one number a row, the logarithm of
 // the sum of its powers: infinite where a row sees nothing, so that its probabilities are zero when they are computed again.
 #include "attention.h"
 
 namespace {
 
+constexpr float SLACK = 8.0f;
+
 template <class S>
-struct Layout : S::Forward {  // of shared memory, in bytes
-    using S::Forward::M, S::Forward::ACROSS;
-    static constexpr int ROWS = 16 * M * WARPS, STRIP = ROWS + ACROSS;
-    static constexpr size_t Q = size_t{2} * ROWS * S::STRIDE, K = size_t{2} * ACROSS * S::STRIDE, BYTES = Q + 4 * K + 2 * 4 * STRIP;
+struct Layout : Block<S, typename S::Forward> {  // of shared memory, in bytes
+    using B = Block<S, typename S::Forward>;
+    static constexpr size_t BYTES = S::ALIGN - 16 + B::OWN + 4 * B::OTHER + 2 * sizeof(float) * B::STRIP;
 };
 
 template <class T, class S>
 __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, int64_t block, int64_t tiles_of_one) {
     using L = Layout<S>;
-    constexpr int M = L::M, N = L::ACROSS / 8;
+    constexpr int M = L::M, N = L::N;
     extern __shared__ uint4 memory[];
-    char* const bytes = reinterpret_cast<char*>(memory);
-    T* const q = reinterpret_cast<T*>(bytes);
-    T *const ks = q + L::ROWS * S::STRIDE, *const vs = ks + 2 * L::ACROSS * S::STRIDE;  // two of each: one is computed with
-    float* const strips = reinterpret_cast<float*>(bytes + L::Q + 4 * L::K);
+    T* const q = reinterpret_cast<T*>(aligned<S::ALIGN>(memory));
+    T *const ks = q + S::elements(L::ROWS), *const vs = ks + 2 * S::elements(L::ACROSS);  // two of each: one is computed with
+    float* const strips = reinterpret_cast<float*>(vs + 2 * S::elements(L::ACROSS));
 
     const int64_t pair = block / tiles_of_one;
     const Sequence of(p, pair / p.heads, pair % p.heads);
@@ -33,60 +34,70 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, int
         const int32_t end = of.limit(last - 1), steps = end > 0 ? (end + L::ACROSS - 1) / L::ACROSS : 0;
         const T *const k = of.keys(static_cast<const T*>(p.k)), *const v = of.keys(static_cast<const T*>(p.v));
         const auto load = [&](int32_t step) {
-            const int32_t j0 = step * L::ACROSS, at = step % 2 * L::ACROSS * S::STRIDE;
-            load_rows<L::ACROSS, S>(ks + at, k, of, j0, end);
-            load_rows<L::ACROSS, S>(vs + at, v, of, j0, end);
-            load_strip<L::ROWS, L::ACROSS>(strips + step % 2 * L::STRIP, p, of, i0, j0);
+            const int32_t j0 = step * L::ACROSS, at = step % 2 * S::elements(L::ACROSS);
+            load_rows<L::ACROSS, L::THREADS, S>(ks + at, k, of, j0, end);
+            load_rows<L::ACROSS, L::THREADS, S>(vs + at, v, of, j0, end);
+            load_strip<L::ROWS, L::ACROSS, L::THREADS>(strips + step % 2 * L::STRIP, p, of, i0, j0);
             commit();
         };
 
-        float sums[M][S::TILES][4] = {}, top[2 * M], total[2 * M] = {};
+        float sums[M][S::TILES][4] = {}, top[2 * M] = {}, total[2 * M] = {}, most[2 * M];
 #pragma unroll
-        for (int r = 0; r < 2 * M; r++) top[r] = -INFINITY;
+        for (int r = 0; r < 2 * M; r++) most[r] = -INFINITY;  // what a score may be, relative to `top`: nothing before the first one
         if (!p.bias) zero(strips, 2 * L::STRIP);
-        load_rows<L::ROWS, S>(q, of.queries(static_cast<const T*>(p.q)), of, i0, of.s);
+        load_rows<L::ROWS, L::THREADS, S>(q, of.queries(static_cast<const T*>(p.q)), of, i0, of.s);
         if (steps) load(0);
         for (int32_t step = 0; step < steps; step++) {
-            if (step + 1 < steps) load(step + 1), wait(1);
-            else wait(0);
-            __syncthreads();
-            const int32_t j0 = step * L::ACROSS, at = step % 2 * L::ACROSS * S::STRIDE;
-            float x[M][N][4] = {};
-            rows_by_rows<T, S::DIM, S::STRIDE>(x, q + warp() * 16 * M * S::STRIDE, ks + at);
-            score<false>(x, strips + step % 2 * L::STRIP, p.scale);
+            wait(0);
+            S::arrived();
+            __syncthreads();  // these keys are there, and nobody is still at those before, in whose place the next ones go
+            const int32_t j0 = step * L::ACROSS, at = step % 2 * S::elements(L::ACROSS);
+            float x[M][N][4];
+            S::template rows_by_rows<T>(x, q, ks + at);
+            if (step + 1 < steps) load(step + 1);
+            S::finish(x);
+            score<false, L::ROWS>(x, strips + step % 2 * L::STRIP, p.scale, [&](int m, int, int e) { return top[2 * m + e / 2]; });
             if (p.seen || j0 + L::ACROSS > of.limit(i0))
                 each<M, N>([&](int m, int n, int e) {
                     const int32_t i = i0 + warp() * 16 * M + 16 * m + e / 2 * 8 + g(), j = j0 + 8 * n + 2 * c() + e % 2;
                     if (j >= of.limit(i) || (p.seen && !p.seen[of.k0 + j])) x[m][n][e] = -INFINITY;
                 });
+            float high[2 * M];
+            bool above = false;
 #pragma unroll
             for (int r = 0; r < 2 * M; r++) {
-                float high = top[r];
+                high[r] = -INFINITY;
 #pragma unroll
-                for (int n = 0; n < N; n++) high = fmaxf(high, fmaxf(x[r / 2][n][r % 2 * 2], x[r / 2][n][r % 2 * 2 + 1]));
-                high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, 1));
-                high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, 2));
-                const float base = high == -INFINITY ? 0.0f : high, less = quick_exp2(top[r] - base);
-                top[r] = high, total[r] *= less;
-#pragma unroll
-                for (int n = 0; n < S::TILES; n++) sums[r / 2][n][r % 2 * 2] *= less, sums[r / 2][n][r % 2 * 2 + 1] *= less;
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int e = r % 2 * 2; e < r % 2 * 2 + 2; e++) {
-                        x[r / 2][n][e] = quick_exp2(x[r / 2][n][e] - base);
-                        total[r] += x[r / 2][n][e];
-                    }
+                for (int n = 0; n < N; n++) high[r] = fmaxf(high[r], fmaxf(x[r / 2][n][r % 2 * 2], x[r / 2][n][r % 2 * 2 + 1]));
+                above |= high[r] > most[r];
             }
+            if (__any_sync(0xFFFFFFFFu, above)) {
+#pragma unroll
+                for (int r = 0; r < 2 * M; r++) {
+                    high[r] = fmaxf(high[r], __shfl_xor_sync(0xFFFFFFFFu, high[r], 1));
+                    high[r] = fmaxf(high[r], __shfl_xor_sync(0xFFFFFFFFu, high[r], 2));
+                    const float more = high[r] > most[r] ? high[r] : 0.0f, less = most[r] == SLACK ? quick_exp2(-more) : 1.0f;
+                    if (high[r] > most[r]) most[r] = SLACK;
+                    top[r] += more, total[r] *= less;
+#pragma unroll
+                    for (int n = 0; n < S::TILES; n++) sums[r / 2][n][r % 2 * 2] *= less, sums[r / 2][n][r % 2 * 2 + 1] *= less;
+#pragma unroll
+                    for (int n = 0; n < N; n++) x[r / 2][n][r % 2 * 2] -= more, x[r / 2][n][r % 2 * 2 + 1] -= more;
+                }
+            }
+            each<M, N>([&](int m, int n, int e) {
+                x[m][n][e] = quick_exp2(x[m][n][e]);
+                total[2 * m + e / 2] += x[m][n][e];
+            });
             if (p.seed)
                 each_kept<false, M, N>(p, of.row + i0 + warp() * 16 * M, j0, [&](int m, int n, int e, bool keep) {
                     x[m][n][e] = keep ? x[m][n][e] : 0.0f;
                 });
-            weights_by_rows<T, S::STRIDE>(sums, x, vs + at);
-            __syncthreads();
+            S::template weights_by_rows<T>(sums, x, vs + at);
+            S::finish(sums);
         }
         wait(0);
-        __syncthreads();  // where no key is seen, the queries may still be on their way to where the result goes
+        __syncthreads();  // nobody is still at the queries, nor are they on their way where no key is seen: the result goes there
 
         float part[2 * M];
 #pragma unroll
@@ -103,7 +114,7 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, int
 }
 
 template <class T, class S>
-__global__ __launch_bounds__(THREADS) void forward(const Problem p, T* out, float* lse, int64_t tiles_of_one) {
+__global__ __launch_bounds__(Layout<S>::THREADS, Layout<S>::BLOCKS) void forward(const Problem p, T* out, float* lse, int64_t tiles_of_one) {
     if constexpr (ABLE<T, S>) attend<T, S>(p, out, lse, blockIdx.x, tiles_of_one);
 }
 
@@ -116,10 +127,10 @@ MC_KERNEL(relative_attention) {
     const Array lse = call.out("lse", F32, Shape{p.batch, p.heads, p.s});
     call.ready();
     if (!out.aligned()) call.refuse("out: not aligned to 16 bytes");
-    check_chip(call, q, p);
+    const int chip = check_chip(call, q, p);
     if (!p.sequences || !p.heads || !p.longest_q) return;
-    MC_FOR_HALF(q.dtype, T, MC_FOR_SIZES(p.dim, S, {
+    MC_FOR_HALF(q.dtype, T, MC_FOR_SIZES(chip, p.dim, S, {
         const int64_t each = tiles(p.longest_q, Layout<S>::ROWS);
-        launch(call, forward<T, S>, p.sequences * p.heads * each, Layout<S>::BYTES, p, out.as<T>(), lse.as<float>(), each);
+        launch<Layout<S>>(call, forward<T, S>, p.sequences * p.heads * each, p, out.as<T>(), lse.as<float>(), each);
     }))
 }

@@ -5,37 +5,57 @@
 // a block keeps the I + J - 1 values of its I x J tile in shared memory (`strip`), and of the 8 M N scores of a thread in a product of
 // 16 M x 8 N only 2 (2 M + N - 1) have one of their own, which is all that the loads cost.
 #pragma once
-#include "mma.h"
 #include "philox.h"
+#include "wgmma.h"
 
 namespace {
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr float LOG2E = 1.44269504088896341f;
 
-// A head of up to DIM channels, and how much of it a warp holds: 16 M rows, so that each matrix that it loads of the other side is used
-// M times, and of the other side ACROSS rows at a time. Chosen for the registers (255) and for shared memory (99 KiB at most, and up to
-// 64 channels the 64 KiB of Turing).
+// How a head of up to DIM channels lies in shared memory and is multiplied, and how much of it a block takes: WARPS warps of 16 M rows
+// each, so that each matrix that it loads of the other side is used M times, and of the other side ACROSS rows at a time. Chosen for
+// the registers (65,536 among the threads of BLOCKS blocks, 255 a thread) and for shared memory (99 KiB at most, and up to 64 channels
+// the 64 KiB of Turing).
 template <int CHANNELS>
-struct Sizes {
-    static constexpr int DIM = CHANNELS, STRIDE = DIM + 8, TILES = DIM / 8;
+struct Warps : Padded<CHANNELS> {
+    using Padded<CHANNELS>::DIM;
     struct Forward {
-        static constexpr int M = 2, ACROSS = DIM <= 96 ? 64 : 32;
+        static constexpr int WARPS = 4, M = 2, ACROSS = DIM <= 96 ? 64 : 32, BLOCKS = 1;
     };
     struct OfKeys {  // two sums in registers
-        static constexpr int M = DIM <= 64 ? 2 : 1, ACROSS = 32;
+        static constexpr int WARPS = 4, M = DIM <= 64 ? 2 : 1, ACROSS = 32, BLOCKS = 1;
     };
     struct OfQueries {
-        static constexpr int M = DIM <= 96 ? 2 : 1, ACROSS = 32;
+        static constexpr int WARPS = 4, M = DIM <= 96 ? 2 : 1, ACROSS = 32, BLOCKS = 1;
     };
 };
 
-// Whether the chip that is compiled for has the instructions and the shared memory.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+// The same of up to 64 channels by Hopper's warpgroups, of which a block has one: several blocks that wait for nothing in common keep
+// a multiprocessor busier than two warpgroups that share their keys (one H200, T5-large's forward: 120 and 124 microseconds).
+struct Groups : Swizzled {
+    struct Forward {
+        static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = 4;
+    };
+    struct OfKeys {
+        static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = 3;
+    };
+    using OfQueries = OfKeys;
+};
+
+// Of those a block's: L is one of the three.
+template <class S, class L>
+struct Block : L {
+    static constexpr int THREADS = 32 * L::WARPS, N = L::ACROSS / 8, ROWS = 16 * L::M * L::WARPS, STRIP = ROWS + L::ACROSS;
+    static constexpr size_t OWN = sizeof(uint16_t) * S::elements(ROWS), OTHER = sizeof(uint16_t) * S::elements(L::ACROSS);
+};
+
+// Whether the chip that is compiled for has the instructions and the shared memory, and nothing better.
 template <class T, class S>
-constexpr bool ABLE = std::is_same_v<T, fp16> && S::DIM <= 64;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool ABLE = std::is_same_v<S, Groups> || (S::DIM > Groups::DIM);
+#elif defined(__CUDA_ARCH__)
+constexpr bool ABLE = !std::is_same_v<S, Groups> && (__CUDA_ARCH__ >= 800 || (std::is_same_v<T, fp16> && S::DIM <= 64));
 #else
-template <class T, class S>
 constexpr bool ABLE = true;
 #endif
 
@@ -94,45 +114,66 @@ struct Sequence {
 
 // ---- from global to shared memory
 
-// Rows [first, first + ROWS) of a head, zeros for those past the last and for channels past `dim`.
-template <int ROWS, class S, class T>
+// Rows [first, first + ROWS) of a head, zeros for those past the last and for channels past `dim`. A thread's rows are a fixed number
+// apart where THREADS allow it: few instructions a copy matter, for the tensor cores leave time for little else.
+template <int ROWS, int THREADS, class S, class T>
 __device__ __forceinline__ void load_rows(T* to, const T* from, const Sequence& of, int32_t first, int32_t rows) {
-    constexpr int PACKS = S::DIM / 8;
-    const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
-    for (int at = static_cast<int>(threadIdx.x); at < ROWS * PACKS; at += THREADS) {
-        const int row = at / PACKS, channel = at % PACKS * 8;
-        const bool there = first + row < rows && channel < of.dim;
-        const T* pack = from + (there ? (int64_t{first} + row) * of.step + channel : 0);
-        T* place = to + row * S::STRIDE + channel;
-        if (aligned) {
-            copy16(reinterpret_cast<uint4*>(place), pack, there);
-        } else {
+    constexpr int PACKS = S::DIM / 8, HOP = THREADS / PACKS;
+    if constexpr (THREADS % PACKS == 0 && ROWS % HOP == 0 && HOP % 8 == 0) {
+        const int row = static_cast<int>(threadIdx.x) / PACKS, channel = static_cast<int>(threadIdx.x) % PACKS * 8;
+        const T* pack = from + (int64_t{first} + row) * of.step + channel;
+        const int32_t there = channel < of.dim ? rows - first - row : 0;
+        T* const place = to + S::place(row, channel);
 #pragma unroll
-            for (int i = 0; i < 8; i++) place[i] = there ? pack[i] : from_float<T>(0.0f);
+        for (int i = 0; i < ROWS; i += HOP)
+            copy16(reinterpret_cast<uint4*>(place + S::elements(i)), pack + i * of.step, i < there);
+    } else {
+        for (int at = static_cast<int>(threadIdx.x); at < ROWS * PACKS; at += THREADS) {
+            const int row = at / PACKS, channel = at % PACKS * 8;
+            const bool there = first + row < rows && channel < of.dim;
+            copy16(reinterpret_cast<uint4*>(to + S::place(row, channel)), from + (there ? (int64_t{first} + row) * of.step + channel : 0), there);
         }
     }
 }
 
 // The bias of queries [i, i + I) and keys [j, j + J): strip[key - query + I - 1].
-template <int I, int J>
+template <int I, int J, int THREADS>
 __device__ __forceinline__ void load_strip(float* strip, const Problem& p, const Sequence& of, int32_t i, int32_t j) {
     if (!p.bias) return;  // it holds zeros
-    const int64_t first = p.longest_k - of.t + of.s - I + int64_t{j} - i, distances = p.distances();
-    for (int at = static_cast<int>(threadIdx.x); at < I + J - 1; at += THREADS) {
-        const bool there = first + at >= 0 && first + at < distances;
-        copy4(strip + at, p.bias + (there ? of.head * distances + first + at : 0), there);
+    const auto distances = static_cast<uint32_t>(p.distances());
+    const auto first = static_cast<int32_t>(p.longest_k - of.t + of.s - I) + j - i;
+    const float* const bias = p.bias + int64_t{of.head} * distances;
+#pragma unroll
+    for (int hop = 0; hop < I + J - 1; hop += THREADS) {
+        const int at = hop + static_cast<int>(threadIdx.x);
+        const auto from = static_cast<uint32_t>(first + at);
+        if (at < I + J - 1) copy4(strip + at, bias + (from < distances ? from : 0), from < distances);
     }
 }
 
 // Numbers of rows [first, first + ROWS), zeros past the last.
-template <int ROWS>
+template <int ROWS, int THREADS>
 __device__ __forceinline__ void load_numbers(float* to, const float* from, int32_t first, int32_t rows) {
-    for (int at = static_cast<int>(threadIdx.x); at < ROWS; at += THREADS)
-        copy4(to + at, from + (first + at < rows ? first + at : 0), first + at < rows);
+#pragma unroll
+    for (int hop = 0; hop < ROWS; hop += THREADS) {
+        const int at = hop + static_cast<int>(threadIdx.x);
+        if (at < ROWS) copy4(to + at, from + (first + at < rows ? first + at : 0), first + at < rows);
+    }
+}
+
+// Shared memory from a multiple of BYTES on
+template <int BYTES>
+__device__ __forceinline__ char* aligned(uint4* memory) {
+#ifdef MC_EMULATED
+    const auto at = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(memory));
+#else
+    const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+#endif
+    return reinterpret_cast<char*>(memory) + (BYTES - at % BYTES) % BYTES;
 }
 
 __device__ __forceinline__ void zero(float* x, int count) {
-    for (int at = static_cast<int>(threadIdx.x); at < count; at += THREADS) x[at] = 0.0f;
+    for (int at = static_cast<int>(threadIdx.x); at < count; at += static_cast<int>(blockDim.x)) x[at] = 0.0f;
 }
 
 // ---- what becomes of a tile's products. This thread's element e of x[m][n] is in row 16 m + e / 2 * 8 + g and column 8 n + 2 c + e % 2.
@@ -151,14 +192,15 @@ __device__ __forceinline__ void each(F f) {
             for (int e = 0; e < 4; e++) f(m, n, e);
 }
 
-// Scores in units of log 2, for softmax is then a power of two: x scale + bias. Rows are queries, or KEYS: `strip` goes the other way.
-template <bool KEYS, int M, int N>
-__device__ __forceinline__ void score(float (&x)[M][N][4], const float* strip, float scale) {
+// Scores in units of log 2, for softmax is then a power of two, less what `base` says: x scale + bias - base(m, n, e). Rows are queries,
+// or KEYS: `strip` goes the other way.
+template <bool KEYS, int ROWS, int M, int N, class F>
+__device__ __forceinline__ void score(float (&x)[M][N][4], const float* strip, float scale, F base) {
     const int first = warp() * 16 * M + g() - 2 * c();
-    const float* at = KEYS ? strip + 8 * N - 1 + first : strip + 16 * M * WARPS - 1 - first;
+    const float* at = KEYS ? strip + 8 * N - 1 + first : strip + ROWS - 1 - first;
     each<M, N>([&](int m, int n, int e) {
         const int ahead = 16 * m + e / 2 * 8 - 8 * n - e % 2;
-        x[m][n][e] = x[m][n][e] * scale + at[KEYS ? ahead : -ahead] * LOG2E;
+        x[m][n][e] = fmaf(x[m][n][e], scale, fmaf(at[KEYS ? ahead : -ahead], LOG2E, -base(m, n, e)));
     });
 }
 
@@ -207,22 +249,21 @@ __device__ __forceinline__ void each_kept(const Problem& p, int64_t row, int32_t
 template <class S, int M, class T, class F>
 __device__ __forceinline__ void put_rows(T* to, T* tile, const float (&sums)[M][S::TILES][4], const Sequence& of, int32_t first,
                                          int32_t rows, F factor) {
-    T* own = tile + warp() * 16 * M * S::STRIDE;
-    first += warp() * 16 * M;
+    const int own = warp() * 16 * M;
     __syncwarp();
     each<M, S::TILES>([&](int m, int n, int e) {
         if (e % 2) return;
         const float times = factor(2 * m + e / 2);
-        *reinterpret_cast<uint32_t*>(own + (16 * m + e / 2 * 8 + g()) * S::STRIDE + 8 * n + 2 * c()) =
+        *reinterpret_cast<uint32_t*>(tile + S::place(own + 16 * m + e / 2 * 8 + g(), 8 * n + 2 * c())) =
             pack2<T>(sums[m][n][e] * times, sums[m][n][e + 1] * times);
     });
     __syncwarp();
     constexpr int PACKS = S::DIM / 8;
     for (int at = lane(); at < 16 * M * PACKS; at += 32) {
-        const int row = at / PACKS, channel = at % PACKS * 8;
+        const int row = own + at / PACKS, channel = at % PACKS * 8;
         if (first + row < rows && channel < of.dim)
             *reinterpret_cast<uint4*>(to + (int64_t{first} + row) * of.step + channel) =
-                *reinterpret_cast<const uint4*>(own + row * S::STRIDE + channel);
+                *reinterpret_cast<const uint4*>(tile + S::place(row, channel));
     }
 }
 
@@ -235,6 +276,7 @@ inline Problem read(Call& call, Array& q) {
     if (k.shape.rank != 4) call.refuse("k: %d dimensions; wanted 4", k.shape.rank);
     const Array v = call.in("v", q.dtype, k.shape);
     Problem p{};
+    if (!q.aligned() || !k.aligned() || !v.aligned()) call.refuse("q, k or v: not aligned to 16 bytes");
     p.q = q.data, p.k = k.data, p.v = v.data;
     p.batch = p.sequences = q.shape.at[0], p.s = q.shape.at[1], p.heads = q.shape.at[2], p.t = k.shape.at[1];
     if (k.shape.at[0] != p.batch || k.shape.at[2] != p.heads || k.shape.at[3] != q.shape.at[3])
@@ -271,44 +313,55 @@ inline Problem read(Call& call, Array& q) {
 }
 
 // Launches `kernel` with so much shared memory; what the chip cannot do is refused.
-template <class... P, class... A>
-void launch(Call& call, void (*kernel)(P...), int64_t blocks, size_t shared, A... args) {
+template <class L, class... P, class... A>
+void launch(Call& call, void (*kernel)(P...), int64_t blocks, A... args) {
+    constexpr size_t shared = L::BYTES;
     int device = 0, most = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (static_cast<size_t>(most) < shared) call.refuse("%d bytes of shared memory on this chip; wanted %d", most, static_cast<int>(shared));
     if (blocks > INT32_MAX) call.refuse("more than 2^31 blocks");
     cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    kernel<<<static_cast<unsigned>(blocks), THREADS, shared, static_cast<cudaStream_t>(call.stream)>>>(args...);
+    kernel<<<static_cast<unsigned>(blocks), L::THREADS, shared, static_cast<cudaStream_t>(call.stream)>>>(args...);
 }
 
-// Turing multiplies fp16 alone.
-inline void check_chip(Call& call, const Array& q, const Problem& p) {
-    int device = 0, major = 0;
+// Turing multiplies fp16 alone. The first two digits of a chip's number: 9.0 is 90.
+inline int check_chip(Call& call, const Array& q, const Problem& p) {
+    int device = 0, major = 0, minor = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     if (major < 8 && (q.dtype != F16 || p.dim > 64)) call.refuse("before compute capability 8.0: fp16 and heads of up to 64");
+    return 10 * major + minor;
 }
 
 inline int64_t tiles(int64_t rows, int64_t each) { return (rows + each - 1) / each; }
 
 }  // namespace
 
-#define MC_FOR_SIZES(dim, S, ...)                              \
-    if (dim <= 48) {                                           \
-        using S = Sizes<48>;                                   \
+#ifdef MC_HOPPER  // there is code for sm_90a
+constexpr int HOPPER = 90;
+#else
+constexpr int HOPPER = -1;
+#endif
+#define MC_FOR_SIZES(chip, dim, S, ...)                        \
+    if (chip == HOPPER && dim <= Groups::DIM) {                \
+        using S = Groups;                                      \
+        __VA_ARGS__;                                           \
+    } else if (dim <= 48) {                                    \
+        using S = Warps<48>;                                   \
         __VA_ARGS__;                                           \
     } else if (dim <= 64) {                                    \
-        using S = Sizes<64>;                                   \
+        using S = Warps<64>;                                   \
         __VA_ARGS__;                                           \
     } else if (dim <= 80) {                                    \
-        using S = Sizes<80>;                                   \
+        using S = Warps<80>;                                   \
         __VA_ARGS__;                                           \
     } else if (dim <= 96) {                                    \
-        using S = Sizes<96>;                                   \
+        using S = Warps<96>;                                   \
         __VA_ARGS__;                                           \
     } else {                                                   \
-        using S = Sizes<128>;                                  \
+        using S = Warps<128>;                                  \
         __VA_ARGS__;                                           \
     }
 #define MC_FOR_HALF(dtype, T, ...) \

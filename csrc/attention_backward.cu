@@ -16,6 +16,8 @@
 
 namespace {
 
+constexpr int THREADS = 128;  // of what is no product
+
 // D, and nothing else: sum(dO * O) of every row of b s h, laid out b h s. 16 lanes a row.
 template <class T>
 __global__ __launch_bounds__(THREADS) void inner_of(const T* out, const T* grad, float* inner, int64_t rows, int64_t s, int64_t heads, int dim) {
@@ -25,7 +27,7 @@ __global__ __launch_bounds__(THREADS) void inner_of(const T* out, const T* grad,
     if (row < rows && channel < dim) {
         const int64_t at = row * dim + channel;
         const Pack<T> a = load8<true>(out + at);
-        const Pack<T> b = reinterpret_cast<uintptr_t>(grad) % 16 ? load8<false>(grad + at) : load8<true>(grad + at);
+        const Pack<T> b = load8<true>(grad + at);
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += to_float(a.at[i]) * to_float(b.at[i]);
     }
@@ -45,21 +47,19 @@ struct Gradients {
 // ---- dK and dV
 
 template <class S>
-struct KeysLayout : S::OfKeys {
-    using S::OfKeys::M, S::OfKeys::ACROSS;
-    static constexpr int ROWS = 16 * M * WARPS, STRIP = ROWS + ACROSS;
-    static constexpr size_t K = size_t{2} * ROWS * S::STRIDE, Q = size_t{2} * ACROSS * S::STRIDE;
-    static constexpr size_t BYTES = 2 * K + 4 * Q + 2 * 4 * (STRIP + 2 * ACROSS);
+struct KeysLayout : Block<S, typename S::OfKeys> {
+    using B = Block<S, typename S::OfKeys>;
+    static constexpr size_t BYTES = S::ALIGN - 16 + 2 * B::OWN + 4 * B::OTHER + 2 * sizeof(float) * (B::STRIP + 2 * B::ACROSS);
 };
 
 template <class T, class S>
 __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& to, int64_t block, int64_t tiles_of_one) {
     using L = KeysLayout<S>;
-    constexpr int M = L::M, N = L::ACROSS / 8;
+    constexpr int M = L::M, N = L::N;
     extern __shared__ uint4 memory[];
-    T *const ks = reinterpret_cast<T*>(memory), *const vs = ks + L::ROWS * S::STRIDE;
-    T *const qs = vs + L::ROWS * S::STRIDE, *const grads = qs + 2 * L::ACROSS * S::STRIDE;  // two of each
-    float* const strips = reinterpret_cast<float*>(grads + 2 * L::ACROSS * S::STRIDE);
+    T *const ks = reinterpret_cast<T*>(aligned<S::ALIGN>(memory)), *const vs = ks + S::elements(L::ROWS);
+    T *const qs = vs + S::elements(L::ROWS), *const grads = qs + 2 * S::elements(L::ACROSS);  // two of each
+    float* const strips = reinterpret_cast<float*>(grads + 2 * S::elements(L::ACROSS));
     float *const lses = strips + 2 * L::STRIP, *const inners = lses + 2 * L::ACROSS;
 
     const int64_t pair = block / tiles_of_one;
@@ -70,46 +70,48 @@ __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& 
         const int32_t blind = of.causal ? j0 - (of.t - of.s) : 0;  // queries before this one see none of these keys
         const int32_t first = blind > 0 ? blind / L::ACROSS : 0, steps = (of.s + L::ACROSS - 1) / L::ACROSS;
         const auto load = [&](int32_t step) {
-            const int32_t i0 = step * L::ACROSS, at = step % 2 * L::ACROSS * S::STRIDE;
-            load_rows<L::ACROSS, S>(qs + at, q, of, i0, of.s);
-            load_rows<L::ACROSS, S>(grads + at, grad, of, i0, of.s);
-            load_strip<L::ACROSS, L::ROWS>(strips + step % 2 * L::STRIP, p, of, i0, j0);
-            load_numbers<L::ACROSS>(lses + step % 2 * L::ACROSS, to.lse + of.row, i0, of.s);
-            load_numbers<L::ACROSS>(inners + step % 2 * L::ACROSS, to.inner + of.row, i0, of.s);
+            const int32_t i0 = step * L::ACROSS, at = step % 2 * S::elements(L::ACROSS);
+            load_rows<L::ACROSS, L::THREADS, S>(qs + at, q, of, i0, of.s);
+            load_rows<L::ACROSS, L::THREADS, S>(grads + at, grad, of, i0, of.s);
+            load_strip<L::ACROSS, L::ROWS, L::THREADS>(strips + step % 2 * L::STRIP, p, of, i0, j0);
+            load_numbers<L::ACROSS, L::THREADS>(lses + step % 2 * L::ACROSS, to.lse + of.row, i0, of.s);
+            load_numbers<L::ACROSS, L::THREADS>(inners + step % 2 * L::ACROSS, to.inner + of.row, i0, of.s);
             commit();
         };
 
         float dk[M][S::TILES][4] = {}, dv[M][S::TILES][4] = {};
         if (!p.bias) zero(strips, 2 * L::STRIP);
-        load_rows<L::ROWS, S>(ks, of.keys(static_cast<const T*>(p.k)), of, j0, of.t);
-        load_rows<L::ROWS, S>(vs, of.keys(static_cast<const T*>(p.v)), of, j0, of.t);
+        load_rows<L::ROWS, L::THREADS, S>(ks, of.keys(static_cast<const T*>(p.k)), of, j0, of.t);
+        load_rows<L::ROWS, L::THREADS, S>(vs, of.keys(static_cast<const T*>(p.v)), of, j0, of.t);
         if (first < steps) load(first);
         for (int32_t step = first; step < steps; step++) {
-            if (step + 1 < steps) load(step + 1), wait(1);
-            else wait(0);
-            __syncthreads();
-            const int32_t i0 = step * L::ACROSS, at = step % 2 * L::ACROSS * S::STRIDE;
+            wait(0);
+            S::arrived();
+            __syncthreads();  // these queries are there, and nobody is still at those before, in whose place the next ones go
+            if (step + 1 < steps) load(step + 1);
+            const int32_t i0 = step * L::ACROSS, at = step % 2 * S::elements(L::ACROSS);
             const float *const lse = lses + step % 2 * L::ACROSS + 2 * c(), *const inner = inners + step % 2 * L::ACROSS + 2 * c();
-            float x[M][N][4] = {}, y[M][N][4] = {};
-            rows_by_rows<T, S::DIM, S::STRIDE>(x, ks + warp() * 16 * M * S::STRIDE, qs + at);
-            rows_by_rows<T, S::DIM, S::STRIDE>(y, vs + warp() * 16 * M * S::STRIDE, grads + at);
-            score<true>(x, strips + step % 2 * L::STRIP, p.scale);
+            float x[M][N][4], y[M][N][4];
+            S::template rows_by_rows<T>(x, ks, qs + at);
+            S::template rows_by_rows<T>(y, vs, grads + at);
+            S::finish(x, y);
+            score<true, L::ROWS>(x, strips + step % 2 * L::STRIP, p.scale, [&](int, int n, int e) { return lse[8 * n + e % 2]; });
             if (p.seen || i0 + L::ACROSS > of.s || j0 + L::ROWS > of.limit(i0))
                 each<M, N>([&](int m, int n, int e) {
                     const int32_t j = j0 + warp() * 16 * M + 16 * m + e / 2 * 8 + g(), i = i0 + 8 * n + 2 * c() + e % 2;
                     if (i >= of.s || j >= of.limit(i) || (p.seen && !p.seen[of.k0 + j])) x[m][n][e] = -INFINITY;
                 });
             each_kept<true, M, N>(p, of.row + i0, j0 + warp() * 16 * M, [&](int m, int n, int e, bool keep) {
-                const float weight = quick_exp2(x[m][n][e] - lse[8 * n + e % 2]);
+                const float weight = quick_exp2(x[m][n][e]);
                 y[m][n][e] = weight * ((keep ? y[m][n][e] * p.kept : 0.0f) - inner[8 * n + e % 2]);
                 x[m][n][e] = keep ? weight : 0.0f;
             });
-            weights_by_rows<T, S::STRIDE>(dv, x, grads + at);
-            weights_by_rows<T, S::STRIDE>(dk, y, qs + at);
-            __syncthreads();
+            S::template weights_by_rows<T>(dv, x, grads + at);
+            S::template weights_by_rows<T>(dk, y, qs + at);
+            S::finish(dv, dk);
         }
         wait(0);
-        __syncthreads();
+        __syncthreads();  // as in the forward
         const float scale = p.scale / LOG2E;
         put_rows<S, M>(of.keys(static_cast<T*>(to.dk)), ks, dk, of, j0, of.t, [&](int) { return scale; });
         put_rows<S, M>(of.keys(static_cast<T*>(to.dv)), vs, dv, of, j0, of.t, [&](int) { return p.kept; });
@@ -118,21 +120,20 @@ __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& 
 }
 
 template <class T, class S>
-__global__ __launch_bounds__(THREADS) void of_keys(const Problem p, const Gradients to, int64_t tiles_of_one) {
+__global__ __launch_bounds__(KeysLayout<S>::THREADS, KeysLayout<S>::BLOCKS) void of_keys(const Problem p, const Gradients to, int64_t tiles_of_one) {
     if constexpr (ABLE<T, S>) of_keys_body<T, S>(p, to, blockIdx.x, tiles_of_one);
 }
 
 // ---- dQ and the bias
 
 template <class S>
-struct QueriesLayout : S::OfQueries {
-    using S::OfQueries::M, S::OfQueries::ACROSS;
-    static constexpr int N = ACROSS / 8, ROWS = 16 * M * WARPS, STRIP = ROWS + ACROSS;
-    static constexpr int SLOTS = 2 * M + N - 1;  // diagonals of 8 x 8 blocks in a warp's 16 M x 8 N
-    static constexpr int FOLD = 8 * SLOTS + 12;  // 4 modulo 16: what a warp stores at once lies in different banks
+struct QueriesLayout : Block<S, typename S::OfQueries> {
+    using B = Block<S, typename S::OfQueries>;
+    static constexpr int SLOTS = 2 * B::M + B::N - 1;  // diagonals of 8 x 8 blocks in a warp's 16 M x 8 N
+    // 4 modulo 16: what a warp stores at once lies in different banks. The last 12 are zeros, also as what is left of the next row.
+    static constexpr int FOLD = 8 * SLOTS + 12;
     static_assert(FOLD % 16 == 4);
-    static constexpr size_t Q = size_t{2} * ROWS * S::STRIDE, K = size_t{2} * ACROSS * S::STRIDE;
-    static constexpr size_t BYTES = 2 * Q + 4 * K + 4 * (2 * STRIP + WARPS * 8 * FOLD);
+    static constexpr size_t BYTES = S::ALIGN - 16 + 2 * B::OWN + 4 * B::OTHER + sizeof(float) * (2 * B::STRIP + B::WARPS * 8 * FOLD);
 };
 
 // Adds up a warp's dS along diagonals as far as one thread can: fold[r][x], r = 2 c + e % 2 a column modulo 8, has what lies at
@@ -155,19 +156,22 @@ __device__ __forceinline__ void store_diagonals(float* fold, const float (&x)[M]
 // Of all warps, to the vector: of queries [i, i + I) and keys [j, j + J).
 template <class L>
 __device__ __forceinline__ void add_diagonals(float* vector, const float* folds, const Problem& p, const Sequence& of, int32_t i, int32_t j) {
-    const int64_t first = p.longest_k - of.t + of.s - L::ROWS + int64_t{j} - i, distances = p.distances();
-    for (int at = static_cast<int>(threadIdx.x); at < L::ROWS + L::ACROSS - 1; at += THREADS) {
-        if (first + at < 0 || first + at >= distances) continue;
-        float sum = vector[first + at];
+    const auto first = static_cast<int32_t>(p.longest_k - of.t + of.s - L::ROWS) + j - i;
+    const auto distances = static_cast<uint32_t>(p.distances());
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const int own = at - 16 * L::M * (WARPS - 1 - w);
+    for (int hop = 0; hop < L::ROWS + L::ACROSS - 1; hop += L::THREADS) {
+        const int at = hop + static_cast<int>(threadIdx.x);
+        const auto distance = static_cast<uint32_t>(first + at);
+        if (at >= L::ROWS + L::ACROSS - 1 || distance >= distances) continue;
+        float sum = vector[distance];
+#pragma unroll
+        for (int w = 0; w < L::WARPS; w++) {
+            const int own = at - 16 * L::M * (L::WARPS - 1 - w);
             if (own < 0 || own >= 16 * L::M + L::ACROSS - 1) continue;
 #pragma unroll
-            for (int r = 0; r < 8; r++)
-                if (own >= r && own - r < 8 * L::SLOTS) sum += folds[(w * 8 + r) * L::FOLD + own - r];
+            for (int r = 0; r < 8; r++) sum += folds[(w * 8 + r) * L::FOLD + own - r];
         }
-        vector[first + at] = sum;
+        vector[distance] = sum;
     }
 }
 
@@ -176,10 +180,11 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
     using L = QueriesLayout<S>;
     constexpr int M = L::M, N = L::N;
     extern __shared__ uint4 memory[];
-    T *const qs = reinterpret_cast<T*>(memory), *const grads = qs + L::ROWS * S::STRIDE;
-    T *const ks = grads + L::ROWS * S::STRIDE, *const vs = ks + 2 * L::ACROSS * S::STRIDE;  // two of each
-    float* const strips = reinterpret_cast<float*>(vs + 2 * L::ACROSS * S::STRIDE);
+    T *const qs = reinterpret_cast<T*>(aligned<S::ALIGN>(memory)), *const grads = qs + S::elements(L::ROWS);
+    T *const ks = grads + S::elements(L::ROWS), *const vs = ks + 2 * S::elements(L::ACROSS);  // two of each
+    float* const strips = reinterpret_cast<float*>(vs + 2 * S::elements(L::ACROSS));
     float* const folds = strips + 2 * L::STRIP;
+    zero(folds, L::WARPS * 8 * L::FOLD);
 
     const int64_t head = block / to.parts, part = block % to.parts;
     float* const vector = to.partial ? to.partial + (head * to.parts + part) * p.distances() : nullptr;
@@ -190,10 +195,10 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
             const int32_t end = of.limit(last - 1), steps = end > 0 ? (end + L::ACROSS - 1) / L::ACROSS : 0;
             const T *const k = of.keys(static_cast<const T*>(p.k)), *const v = of.keys(static_cast<const T*>(p.v));
             const auto load = [&](int32_t step) {
-                const int32_t j0 = step * L::ACROSS, at = step % 2 * L::ACROSS * S::STRIDE;
-                load_rows<L::ACROSS, S>(ks + at, k, of, j0, end);
-                load_rows<L::ACROSS, S>(vs + at, v, of, j0, end);
-                load_strip<L::ROWS, L::ACROSS>(strips + step % 2 * L::STRIP, p, of, i0, j0);
+                const int32_t j0 = step * L::ACROSS, at = step % 2 * S::elements(L::ACROSS);
+                load_rows<L::ACROSS, L::THREADS, S>(ks + at, k, of, j0, end);
+                load_rows<L::ACROSS, L::THREADS, S>(vs + at, v, of, j0, end);
+                load_strip<L::ROWS, L::ACROSS, L::THREADS>(strips + step % 2 * L::STRIP, p, of, i0, j0);
                 commit();
             };
 
@@ -204,18 +209,20 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                 lse[r] = i < of.s ? to.lse[of.row + i] : INFINITY, inner[r] = i < of.s ? to.inner[of.row + i] : 0.0f;
             }
             if (!p.bias) zero(strips, 2 * L::STRIP);
-            load_rows<L::ROWS, S>(qs, of.queries(static_cast<const T*>(p.q)), of, i0, of.s);
-            load_rows<L::ROWS, S>(grads, of.queries(static_cast<const T*>(to.grad)), of, i0, of.s);
+            load_rows<L::ROWS, L::THREADS, S>(qs, of.queries(static_cast<const T*>(p.q)), of, i0, of.s);
+            load_rows<L::ROWS, L::THREADS, S>(grads, of.queries(static_cast<const T*>(to.grad)), of, i0, of.s);
             if (steps) load(0);
             for (int32_t step = 0; step < steps; step++) {
-                if (step + 1 < steps) load(step + 1), wait(1);
-                else wait(0);
-                __syncthreads();
-                const int32_t j0 = step * L::ACROSS, at = step % 2 * L::ACROSS * S::STRIDE;
-                float x[M][N][4] = {}, y[M][N][4] = {};
-                rows_by_rows<T, S::DIM, S::STRIDE>(x, qs + warp() * 16 * M * S::STRIDE, ks + at);
-                rows_by_rows<T, S::DIM, S::STRIDE>(y, grads + warp() * 16 * M * S::STRIDE, vs + at);
-                score<false>(x, strips + step % 2 * L::STRIP, p.scale);
+                wait(0);
+                S::arrived();
+                __syncthreads();  // these keys are there, and nobody is still at those before, in whose place the next ones go
+                const int32_t j0 = step * L::ACROSS, at = step % 2 * S::elements(L::ACROSS);
+                float x[M][N][4], y[M][N][4];
+                S::template rows_by_rows<T>(x, qs, ks + at);
+                S::template rows_by_rows<T>(y, grads, vs + at);
+                if (step + 1 < steps) load(step + 1);
+                S::finish(x, y);
+                score<false, L::ROWS>(x, strips + step % 2 * L::STRIP, p.scale, [&](int m, int, int e) { return lse[2 * m + e / 2]; });
                 if (p.seen || j0 + L::ACROSS > of.limit(i0))
                     each<M, N>([&](int m, int n, int e) {
                         const int32_t i = i0 + warp() * 16 * M + 16 * m + e / 2 * 8 + g(), j = j0 + 8 * n + 2 * c() + e % 2;
@@ -223,15 +230,18 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                     });
                 each_kept<false, M, N>(p, of.row + i0 + warp() * 16 * M, j0, [&](int m, int n, int e, bool keep) {
                     const int r = 2 * m + e / 2;
-                    x[m][n][e] = quick_exp2(x[m][n][e] - lse[r]) * ((keep ? y[m][n][e] * p.kept : 0.0f) - inner[r]);
+                    x[m][n][e] = quick_exp2(x[m][n][e]) * ((keep ? y[m][n][e] * p.kept : 0.0f) - inner[r]);
                 });
-                if (vector) store_diagonals<M, N, L::FOLD>(folds + warp() * 8 * L::FOLD, x);
-                weights_by_rows<T, S::STRIDE>(dq, x, ks + at);
-                __syncthreads();
-                if (vector) add_diagonals<L>(vector, folds, p, of, i0, j0);  // before the next barrier, behind which they are new
+                S::template weights_by_rows<T>(dq, x, ks + at);
+                if (vector) {
+                    store_diagonals<M, N, L::FOLD>(folds + warp() * 8 * L::FOLD, x);
+                    __syncthreads();
+                    add_diagonals<L>(vector, folds, p, of, i0, j0);  // before the next barrier, behind which they are new
+                }
+                S::finish(dq);
             }
             wait(0);
-            __syncthreads();  // where no key is seen, the queries may still be on their way to where the result goes
+            __syncthreads();  // as in the forward
             const float scale = p.scale / LOG2E;
             put_rows<S, M>(of.queries(static_cast<T*>(to.dq)), qs, dq, of, i0, of.s, [&](int) { return scale; });
             __syncthreads();
@@ -240,7 +250,7 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
 }
 
 template <class T, class S>
-__global__ __launch_bounds__(THREADS) void of_queries(const Problem p, const Gradients to, int64_t tiles_of_one) {
+__global__ __launch_bounds__(QueriesLayout<S>::THREADS, QueriesLayout<S>::BLOCKS) void of_queries(const Problem p, const Gradients to, int64_t tiles_of_one) {
     if constexpr (ABLE<T, S>) of_queries_body<T, S>(p, to, blockIdx.x, tiles_of_one);
 }
 
@@ -269,8 +279,9 @@ MC_KERNEL(relative_attention_backward) {
     const Array dbias = call.maybe_out("dbias", F32, Shape{p.heads, p.distances()});
     call.ready();
     if (partial.given != dbias.given || (dbias && dbias.shape.count() && !p.bias)) call.refuse("partial and dbias go together, and with a bias");
-    if (!out.aligned() || !dq.aligned() || !dk.aligned() || !dv.aligned()) call.refuse("out, dq, dk or dv: not aligned to 16 bytes");
-    check_chip(call, q, p);
+    if (!out.aligned() || !grad.aligned() || !dq.aligned() || !dk.aligned() || !dv.aligned())
+        call.refuse("out, grad, dq, dk or dv: not aligned to 16 bytes");
+    const int chip = check_chip(call, q, p);
     to.grad = grad.data, to.lse = lse.as<float>(), to.inner = inner.as<float>();
     to.dq = dq.data, to.dk = dk.data, to.dv = dv.data, to.partial = partial.as<float>();
     const auto stream = static_cast<cudaStream_t>(call.stream);
@@ -279,13 +290,13 @@ MC_KERNEL(relative_attention_backward) {
         if (count)
             inner_of<T><<<static_cast<unsigned>(tiles(count, THREADS / 16)), THREADS, 0, stream>>>(
                 out.as<T>(), grad.as<T>(), inner.as<float>(), count, p.s, p.heads, p.dim);
-        MC_FOR_SIZES(p.dim, S, {
+        MC_FOR_SIZES(chip, p.dim, S, {
             const int64_t by_keys = tiles(p.longest_k, KeysLayout<S>::ROWS), by_queries = tiles(p.longest_q, QueriesLayout<S>::ROWS);
             if (!partial) to.parts = p.sequences * by_queries;
             if (p.sequences && p.heads && by_keys)
-                launch(call, of_keys<T, S>, p.sequences * p.heads * by_keys, KeysLayout<S>::BYTES, p, to, by_keys);
+                launch<KeysLayout<S>>(call, of_keys<T, S>, p.sequences * p.heads * by_keys, p, to, by_keys);
             if (p.heads && to.parts && by_queries)
-                launch(call, of_queries<T, S>, p.heads * to.parts, QueriesLayout<S>::BYTES, p, to, by_queries);
+                launch<QueriesLayout<S>>(call, of_queries<T, S>, p.heads * to.parts, p, to, by_queries);
         })
     })
     if (dbias && p.heads && p.distances())

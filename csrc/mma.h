@@ -119,58 +119,76 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&left)
 #endif
 }
 
-// ---- of those, products of tiles in shared memory, for one warp. A row of a tile is STRIDE elements long, 8 more than a multiple of
-// 16: eight rows of a matrix then lie in different banks.
-
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-// sums[m][n] += rows of a by rows of b: 16 M rows against 8 N, of DEPTH elements each
-template <class T, int DEPTH, int STRIDE, int M, int N>
-__device__ __forceinline__ void rows_by_rows(float (&sums)[M][N][4], const T* a, const T* b) {
-    static_assert(N % 2 == 0 && DEPTH % 16 == 0);
-    const T* from_a = a + lane() % 16 * STRIDE + lane() / 16 * 8;
-    const T* from_b = b + (lane() % 8 + lane() / 16 * 8) * STRIDE + lane() / 8 % 2 * 8;
-#pragma unroll
-    for (int d = 0; d < DEPTH; d += 16) {
-        uint32_t left[M][4];
-#pragma unroll
-        for (int m = 0; m < M; m++) load_matrices<false>(left[m], from_a + m * 16 * STRIDE + d);
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            uint32_t right[4];
-            load_matrices<false>(right, from_b + n * 8 * STRIDE + d);
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                multiply<T>(sums[m][n], left[m], right[0], right[1]);
-                multiply<T>(sums[m][n + 1], left[m], right[2], right[3]);
-            }
-        }
-    }
-}
+// ---- of those, products of tiles in shared memory. Rows of DIM numbers, 8 more than a multiple of 16 apart: eight rows of a matrix
+// then lie in different banks.
+template <int CHANNELS>
+struct Padded {
+    static constexpr int DIM = CHANNELS, TILES = DIM / 8, STRIDE = DIM + 8, ALIGN = 16;
+    static __host__ __device__ constexpr int elements(int rows) { return rows * STRIDE; }
+    static __host__ __device__ constexpr int place(int row, int channel) { return row * STRIDE + channel; }
+    static __device__ __forceinline__ void arrived() {}
 
-// sums += weights (16 M x 8 K, as a product left them) times the 8 K rows of b, of 8 N elements
-template <class T, int STRIDE, int M, int N, int K>
-__device__ __forceinline__ void weights_by_rows(float (&sums)[M][N][4], const float (&weights)[M][K][4], const T* b) {
-    static_assert(N % 2 == 0 && K % 2 == 0);
-    const T* from_b = b + lane() % 16 * STRIDE + lane() / 16 * 8;
-#pragma unroll
-    for (int k = 0; k < K; k += 2) {
-        uint32_t left[M][4];
+    // sums = rows of a (16 M a warp) by 8 N rows of b; there after `finish`
+    template <class T, int M, int N>
+    static __device__ __forceinline__ void rows_by_rows(float (&sums)[M][N][4], const T* a, const T* b) {
+        static_assert(N % 2 == 0 && DIM % 16 == 0);
+        const T* from_a = a + (static_cast<int>(threadIdx.x) / 32 * 16 * M + lane() % 16) * STRIDE + lane() / 16 * 8;
+        const T* from_b = b + (lane() % 8 + lane() / 16 * 8) * STRIDE + lane() / 8 % 2 * 8;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) left[m][i] = pack2<T>(weights[m][k + i / 2][i % 2 * 2], weights[m][k + i / 2][i % 2 * 2 + 1]);
+            for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            uint32_t right[4];
-            load_matrices<true>(right, from_b + k * 8 * STRIDE + n * 8);
+                for (int e = 0; e < 4; e++) sums[m][n][e] = 0.0f;
 #pragma unroll
-            for (int m = 0; m < M; m++) {
-                multiply<T>(sums[m][n], left[m], right[0], right[1]);
-                multiply<T>(sums[m][n + 1], left[m], right[2], right[3]);
+        for (int d = 0; d < DIM; d += 16) {
+            uint32_t left[M][4];
+#pragma unroll
+            for (int m = 0; m < M; m++) load_matrices<false>(left[m], from_a + m * 16 * STRIDE + d);
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                uint32_t right[4];
+                load_matrices<false>(right, from_b + n * 8 * STRIDE + d);
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    multiply<T>(sums[m][n], left[m], right[0], right[1]);
+                    multiply<T>(sums[m][n + 1], left[m], right[2], right[3]);
+                }
             }
         }
     }
-}
+
+    // sums += weights (16 M x 8 K a warp, as a product left them) times 8 K rows of b; there after `finish`
+    template <class T, int M, int K>
+    static __device__ __forceinline__ void weights_by_rows(float (&sums)[M][TILES][4], const float (&weights)[M][K][4], const T* b) {
+        static_assert(TILES % 2 == 0 && K % 2 == 0);
+        const T* from_b = b + lane() % 16 * STRIDE + lane() / 16 * 8;
+#pragma unroll
+        for (int k = 0; k < K; k += 2) {
+            uint32_t left[M][4];
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    left[m][i] = pack2<T>(weights[m][k + i / 2][i % 2 * 2], weights[m][k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+            for (int n = 0; n < TILES; n += 2) {
+                uint32_t right[4];
+                load_matrices<true>(right, from_b + k * 8 * STRIDE + n * 8);
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    multiply<T>(sums[m][n], left[m], right[0], right[1]);
+                    multiply<T>(sums[m][n + 1], left[m], right[2], right[3]);
+                }
+            }
+        }
+    }
+
+    // until all products are there, as they always are
+    template <class... F>
+    static __device__ __forceinline__ void finish(F&...) {}
+};
 
 }  // namespace

@@ -99,6 +99,8 @@ def test_every_gpu_since_turing_is_reached(setup: dict[str, Any]) -> None:
     assert {reach(chip, setup["ARCHITECTURES"]) for chip in every} == {"kernels built for it"}
     assert setup["gencode"](["75", "80", "90"]) == ["-gencode=arch=compute_75,code=[sm_75]",
                                                     "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]"]  # fmt: skip
+    assert setup["gencode"](["80", "90"], True) == ["-gencode=arch=compute_80,code=[sm_80,compute_80]",
+                                                     "-gencode=arch=compute_90a,code=sm_90a"]  # fmt: skip
     assert setup["gencode"](["75"]) == ["-gencode=arch=compute_75,code=[sm_75,compute_75]"]
 
 

@@ -8,8 +8,7 @@ query + longest_k - 1, positions so counted, what is added to that score. `seen`
 (b = 1): each sees itself alone; `longest_q` and `longest_k` are the longest ones' lengths, and s and t where there are no lengths.
 A row that sees nothing gives zero. With a seed, probabilities are dropped, numbered as attention.py says.
 
-On a GPU memory grows as s + t: the backward has beside the gradients one number a row and at most PARTS vectors a head. No model
-asks for this op yet: the kernels have run on a processor (tests/emulate) and on no GPU.
+On a GPU memory grows as s + t: the backward has beside the gradients one number a row and at most PARTS vectors a head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,12 +65,17 @@ def dense(*args: Tensor | None) -> list[Tensor | None]:
     return [a.contiguous() if a is not None else None for a in args]
 
 
+def packs(*args: Tensor) -> list[Tensor]:
+    """As the kernels read them, 16 bytes at a time."""
+    return [a if a.data_ptr() % 16 == 0 else a.clone() for a in (a.contiguous() for a in args)]
+
+
 @raw(f"({ARGS}) -> (Tensor, Tensor)")
 def relative_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
     longest_q: int, longest_k: int, scale: float, causal: bool, seed: Tensor | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q, k, v = packs(q, k, v)
     out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     given = dense(bias, seen, lengths_q, lengths_k)
     call("relative_attention", q, k, v, *given, longest_q, longest_k, scale, causal, seed, p, out, lse)
@@ -85,7 +89,7 @@ def relative_attention_backward(
     out: Tensor, lse: Tensor, grad: Tensor, wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the bias."""
-    q, k, v, grad = q.contiguous(), k.contiguous(), v.contiguous(), grad.contiguous()
+    q, k, v, grad = packs(q, k, v, grad)
     given = dense(bias, seen, lengths_q, lengths_k)
     dq, dk, dv, inner = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
     sequences = q.shape[0] if lengths_q is None else lengths_q.shape[0] - 1

@@ -25,7 +25,7 @@ CSRC = HERE.parent.parent / "csrc"
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w",
          "-ftrivial-auto-var-init=pattern"]  # a variable without a value has a strange one  # fmt: skip
 CHECKED = ("-O0", "-g1", "-fsanitize=address,alignment,bounds", "-fno-sanitize-recover=all")
-DEFINES = ["-DMC_EMULATED", "-DMC_CUDA", "-DMC_LEVEL=100", '-DMC_ARCHITECTURES="90"', '-DMC_VERSION="0"']
+DEFINES = ["-DMC_EMULATED", "-DMC_CUDA", "-DMC_HOPPER", "-DMC_LEVEL=100", '-DMC_ARCHITECTURES="90"', '-DMC_VERSION="0"']
 SHARED = re.compile(r"(extern )?__shared__ ([^;]+);")
 
 

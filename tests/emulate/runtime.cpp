@@ -31,7 +31,8 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaDeviceGetAttribute(int32_t* value, cudaDeviceAttr which, int32_t) {
     *value = which == cudaDevAttrMultiProcessorCount ? chip.multiprocessors
-             : which == cudaDevAttrComputeCapabilityMajor ? 9
+             : which == cudaDevAttrComputeCapabilityMajor ? (chip.shared >= 228 ? 9 : 8)
+             : which == cudaDevAttrComputeCapabilityMinor ? 0
              : (chip.shared - (which == cudaDevAttrMaxSharedMemoryPerBlockOptin)) * 1024;
     return cudaSuccess;
 }

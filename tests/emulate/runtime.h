@@ -11,7 +11,8 @@ enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount,
     cudaDevAttrMaxSharedMemoryPerMultiprocessor,
     cudaDevAttrMaxSharedMemoryPerBlockOptin,
-    cudaDevAttrComputeCapabilityMajor
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrComputeCapabilityMinor
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 struct cudaFuncAttributes {
@@ -20,7 +21,8 @@ struct cudaFuncAttributes {
 
 cudaError_t cudaGetLastError();  // of launches since it was last asked
 const char* cudaGetErrorString(cudaError_t error);
-// Multiprocessors and their shared memory in KB are MODELCENTER_EMULATE's two numbers: "3 228" where there are none. Few
+// Multiprocessors and their shared memory in KB are MODELCENTER_EMULATE's two numbers: "3 228" where there are none; with
+// 228 it is a Hopper, with less an Ampere. Few
 // multiprocessors have few blocks, so that small arrays are enough for a loop with a grid stride to go round.
 cudaError_t cudaDeviceGetAttribute(int32_t* value, cudaDeviceAttr which, int32_t device);
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute which, int32_t value);
