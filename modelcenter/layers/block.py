@@ -41,7 +41,8 @@ class PreNorm(Block):
 
     def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
         dtype = factors(x)
-        h = self.attn(self.attn_norm(x, dtype), view)
+        h, x = self.attn_norm.beside(x, dtype)
+        h = self.attn(h, view)
         if self.cross is not None and self.cross_norm is not None:
             h, x = self.cross_norm.add(h, x, self.dropout, dtype)
             h = self.cross(h, cross)
@@ -68,7 +69,7 @@ class Parallel(PreNorm):
         del self.ffn_norm
 
     def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
-        h = self.attn_norm(x, factors(x))
+        h, x = self.attn_norm.beside(x, factors(x))
         return self.dropout.add(self.ffn(h), self.dropout.add(self.attn(h, view), x))
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops._norm import beside
 from .dropout import Dropout
 
 
@@ -21,6 +22,10 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out: Tensor = ops.layer_norm(x, self.weight, self.bias, self.eps, dtype)
         return out
+
+    def beside(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The norm of x, and x for whoever adds to it."""
+        return beside(ops.layer_norm, x, self.weight, self.bias, self.eps, dtype)
 
     def add(self, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x), and that sum."""
@@ -39,6 +44,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out: Tensor = ops.rms_norm(x, self.weight, self.eps, dtype)
         return out
+
+    def beside(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The norm of x, and x for whoever adds to it."""
+        return beside(ops.rms_norm, x, self.weight, None, self.eps, dtype)
 
     def add(self, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x), and that sum."""

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ._op import call, raw
+from ._op import Op, call, plain, raw, unseen
 from .dropout import draw, dropout
 
 ROWS, CHUNKS = 32, 64  # on the CPU: rows of a partial sum for weight and bias, and how many sums at most
@@ -100,6 +101,39 @@ def backward(
     found = norm_backward(grad, total, more, weight, stats, centred, seed, p, None if same else branch)
     stream, apart, dweight, dbias = found
     return stream if same else apart, stream, dweight, dbias if centred else None
+
+
+def beside(
+    norm: Op, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """The norm of x, and x for whoever adds to the stream: to autograd a tensor of its own, so that the kernel adds its gradient to
+    the norm's, and no pass over both does."""
+    fits = plain(x) and plain(weight) and unseen() and norm.fast(x) and takes(x, x, weight, bias, dtype)
+    if not fits or not torch.is_grad_enabled() or not x.requires_grad:
+        return norm(x, weight, *(() if bias is None else (bias,)), eps, dtype), x
+    out: tuple[Tensor, Tensor] = Beside.apply(x, weight, bias, eps, dtype)  # type: ignore[no-untyped-call]  # torch has no types there
+    return out
+
+
+class Beside(torch.autograd.Function):
+    """A norm and what it is of, which lies where it lay."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        out, _, stats = forward(x, None, weight, bias, eps, None, 0.0, dtype)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.centred = bias is not None
+        ctx.set_materialize_grads(False)
+        return out, x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, stats = ctx.saved_tensors
+        _, dx, dweight, dbias = backward(grad, more, x, weight, stats, ctx.centred, None, 0.0, x.dtype)
+        return dx, dweight, dbias, None, None
 
 
 def cases(device: str, dtype: torch.dtype, biased: bool) -> Iterator[tuple[Any, ...]]:
