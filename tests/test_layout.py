@@ -160,6 +160,19 @@ def test_an_update_moves_28_bytes_a_parameter() -> None:
     assert moved and whole == pytest.approx((28 + 4) * count, rel=0.05)
 
 
+@pytest.mark.parametrize(("change", "rows"), [({}, 4), ({"layers": 2}, 1)])
+def test_one_process_has_its_update_from_the_rehearsal_of_its_step(change: dict[str, int], rows: int) -> None:
+    """Which is then the update that ranks rehearse by itself."""
+    costs = Costs(job_of(gpt(**change), 4), CHIPS["h200"])
+    found = costs.exact(Machine(), rows)
+    assert not any(key[0] == "update" for key in costs.known)
+    step, alone = costs.rehearsed(1, "none", rows, 4 // rows, False), costs.update_of(1)
+    first, second = ({w: n for w, n in deep.work(update=True).items() if w.bytes} for deep in (step, alone))
+    assert first == second and first
+    wanted = sum(costs.update(Machine()).values()) + (4 // rows) * sum(costs.timed(step, 1).values())
+    assert found.seconds == pytest.approx(wanted, rel=0.01)
+
+
 def test_collectives_are_what_rings_take() -> None:
     chip = replace(CHIPS["h200"], link=100e9, wire=10e9, latency=0.0, node=8)
     costs = Costs(job_of(gpt(), 8), chip)

@@ -174,7 +174,7 @@ class Costs:
         parts = self.shared_memory(machine, step, forwards) if shared else self.peak(step).copy()
         if job.gpu or job.device.type != "cpu":
             parts["fragments"] = int(FRAGMENTS * sum(parts.values()))
-        spent = dict(self.update(machine))
+        spent = dict(self.update(machine) if shared else self.timed(step, tp, update=True))  # which was rehearsed with its step
         one = self.timed(step, tp, machine.compile)
         for what, seconds in one.items():
             spent[what] += forwards * seconds
