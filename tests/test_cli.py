@@ -89,6 +89,7 @@ REFUSED = [  # the command, how its one line goes on
     (("evaluate", "m", "--lm-eval", "piqa", "--machine", "node8"), "lm_eval: with a machine, or under torchrun; one process"),
     (("evaluate", "runs/absent"), "runs/absent: no such folder, and no recipe; a run's output_dir, "),
     (("train", "finetune", "data.pth=a.txt"), "command line: data.pth: unknown key; did you mean 'data.path'?"),
+    (("train", "finetune", *DATA, "leraning_rate=1"), "command line: leraning_rate: unknown key; did you mean 'learning_rate'?"),
     (("train", "finetune", "pth=a.txt"), "command line: pth: unknown key; did you mean 'data.path'?"),
     (("train", "finetune", *DATA, "machine.fdsp=2"), "command line: machine.fdsp: unknown key; did you mean 'machine.fsdp'?"),
     (("train", "finetune", *DATA, "machine=gpu24"), "command line: machine=gpu24: a machine is no part of a recipe; --mach"),

@@ -8,6 +8,7 @@ spellings in one place is refused. On the command line either spelling wins over
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -216,7 +217,12 @@ def settle(tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | 
 
 def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
     """`tree` with its aliases replaced; what one of them says only in part is completed from `base`."""
-    ours = {key: value for key, value in tree.items() if key not in ALIASES and key not in PARTIAL}
+    known = (*ALIASES, *PARTIAL)
+    ours = {key: value for key, value in tree.items() if key not in known}
+    sections = {setting.name for setting in fields(Recipe)}
+    for key in ours:  # one that is nearer to an alias than `bind` would find it to be to our own
+        if key not in sections and (close := get_close_matches(str(key), known, n=1, cutoff=0.85)):
+            refuse(file, str(key), "unknown key", f"did you mean {close[0]!r}?")
     for alias, key in ALIASES.items():
         if alias in tree:
             ours = _put(ours, alias, key, tree[alias], file)
