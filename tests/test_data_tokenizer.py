@@ -199,6 +199,11 @@ def test_bad_specifications(spec: str, said: str) -> None:
         open_tokenizer(spec, TEXTS)
 
 
+def test_a_models_folder_that_is_not_there() -> None:
+    with pytest.raises(MissingError, match=r"\./none: model: no such folder; an existing folder, a preset or a hub id is wanted"):
+        load_tokenizer("./none", {"gpt2": "openai-community/gpt2"})
+
+
 def test_a_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(MissingError, match="nobody/nothing: offline, and nobody/nothing is not in the cache; unset HF"):

@@ -462,6 +462,8 @@ def _from_transformers(folder: Path) -> Tokenizer:
 def _fetch(name: str, presets: Mapping[str, str | None]) -> Path:
     """The folder of a hub id's tokenizer files."""
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        if presets:  # it is the model's
+            refuse_missing(name, "model", "no such folder", "an existing folder, a preset or a hub id is wanted")
         refuse_missing(name, "tokenizer", "no such folder", "a folder, a hub id, char or bpe:8000 is wanted")
     return fetch(name, FILES, presets)
 
