@@ -349,7 +349,6 @@ def load(
             refuse(path, "adapter", "the folder holds one", "merge it first (modelcenter merge), or load it as it is")
         name, adapter = saved.base, saved.config
         path = hub.resolve(name, local_files_only=local_files_only, presets={n: preset.hub for n, (_, preset) in known.items()})
-    check_adapter(adapter, machine)
     if task == "auto" and str(name) in known and path != Path(name):
         task = known[str(name)][1].task or task
     with Folder(path) as folder:
@@ -377,6 +376,7 @@ def load(
         sources = {**sources, **initial(model, new, seed, model.init_std)}
         own: dict[str, Lazy] = {}
         if adapter is not None:
+            check_adapter(model, adapter, machine)
 
             def ready(name: str, layer: Linear) -> None:  # whole for as long as its codes are made
                 if is_meta(device):
@@ -412,12 +412,13 @@ def is_meta(device: str | torch.device | None) -> bool:
     return device is not None and torch.device(device).type == "meta"
 
 
-def check_adapter(adapter: AdapterConfig | None, machine: str | Machine | None) -> None:
-    """Refuse what an adapter cannot be spread over: codes of 4 or 8 bits stay whole on every rank."""
+def check_adapter(model: Model, adapter: AdapterConfig, machine: str | Machine | None) -> None:
+    """Refuse codes of 4 or 8 bits that the machine's ranks cannot share out, before any weight is read."""
     machine = load_machine(machine) if isinstance(machine, str) else machine
-    if adapter is not None and machine is not None and machine.tensor_parallel > 1 and adapter.quantize != "none":
-        found = f"{adapter.quantize} with tensor_parallel={machine.tensor_parallel}"
-        refuse(None, "adapter.quantize", found, "tensor_parallel=1 (under fsdp each rank has all codes), or quantize=none")
+    if machine is not None and machine.tensor_parallel > 1 and adapter.quantize != "none":
+        from .parallel.adapted import check_codes
+
+        check_codes(model, adapter.quantize, machine.tensor_parallel)
 
 
 def spoken(model: Model, keys: Keys) -> Names:

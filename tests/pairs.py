@@ -50,6 +50,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "adafactor": {"with": {"optimizer": {"name": "adafactor"}}},
 }
 STILL = {"dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
+WIDE = {"layers": 1, "dim": 128, "heads": 2, "positions": 16, "vocab": 41, **STILL}  # groups of codes for two ranks
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "positions": 16, "vocab": 41, **STILL}
 
 
@@ -84,11 +85,12 @@ def machine_of(changes: dict[str, Any]) -> Machine:
     return Machine(device=DEVICE, threads=1, **changes)
 
 
-def train(folder: str, machine: Machine | None, ranks: Ranks, beside: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def train(folder: str, sizes: dict[str, Any], machine: Machine | None, ranks: Ranks,
+          beside: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of three steps and the weights after them."""
     precision, adapter = beside.get("precision", "fp32"), beside.get("adapter")
     exact = precision == "fp32" and (adapter is None or adapter.quantize == "none")
-    model = mc.load(folder, dtype="fp64" if exact else "fp32", machine=machine, precision=precision, adapter=adapter, config=SIZES)
+    model = mc.load(folder, dtype="fp64" if exact else "fp32", machine=machine, precision=precision, adapter=adapter, config=sizes)
     optimizer = build_optimizer(model.train(), OptimizerConfig(lr=1e-2, **beside.get("optimizer", {})), ranks)
     device = torch.device("cpu" if machine is None else DEVICE)
     ids = torch.randint(41, (4, 9), generator=torch.Generator().manual_seed(3)).to(device)
@@ -111,13 +113,14 @@ def full(x: Any) -> Tensor:
     return whole.cpu()
 
 
-def verdict(folder: str, pair: tuple[str, str]) -> str:
+def verdict(folders: tuple[str, str], pair: tuple[str, str]) -> str:
     """`EQUAL`, or the text of the refusal; an AssertionError says what differs."""
     changes, beside = merged(pair) or ({}, {})
     machine = machine_of(changes)
-    wanted, weights = train(folder, None, ALONE, {key: value for key, value in beside.items() if key != "micro"})
+    which = (folders[1], WIDE) if "QLoRA" in pair else (folders[0], SIZES)
+    wanted, weights = train(*which, None, ALONE, {key: value for key, value in beside.items() if key != "micro"})
     try:
-        losses, found = train(folder, machine, join(machine), beside)
+        losses, found = train(*which, machine, join(machine), beside)
     except mc.InputError as refusal:
         return str(refusal)
     assert not machine.compile or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, f"{pair}: nothing was compiled"
@@ -133,14 +136,14 @@ def verdict(folder: str, pair: tuple[str, str]) -> str:
     return EQUAL
 
 
-def work(rank: int, folder: str, some: list[tuple[str, str]], out: Path) -> None:
+def work(rank: int, folders: tuple[str, str], some: list[tuple[str, str]], out: Path) -> None:
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]  # inductor has tests elsewhere
     logging.getLogger("torch._logging").setLevel(logging.ERROR)  # its advice for who writes what is computed again
     said = {}
     for pair in some:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        said[" x ".join(pair)] = verdict(folder, pair)
+        said[" x ".join(pair)] = verdict(folders, pair)
     if rank == 0:
         out.write_text(json.dumps(said))
 
@@ -149,14 +152,15 @@ def tried(some: list[tuple[str, str]]) -> dict[str, str]:
     """What came of each pair, each on as many ranks as it has."""
     found = {}
     with tempfile.TemporaryDirectory() as name:
-        folder, out = Path(name) / "model", Path(name) / "said.json"
-        mc.build("gpt2", config=SIZES, seed=3).save_pretrained(folder)
+        folders, out = (str(Path(name) / "model"), str(Path(name) / "wide")), Path(name) / "said.json"
+        for folder, config in zip(folders, (SIZES, WIDE), strict=True):
+            mc.build("gpt2", config=config, seed=3).save_pretrained(folder)
         sizes = {pair: machine_of((merged(pair) or ({}, {}))[0]).ranks for pair in some}
         for ranks in sorted(set(sizes.values())):
             mine = [pair for pair in some if sizes[pair] == ranks]
             size = 8 if DEVICE == "cpu" else 50  # a spawn has a time in which to end
             for k in range(0, len(mine), size):
-                spawn(ranks, work, str(folder), mine[k : k + size], out)
+                spawn(ranks, work, folders, mine[k : k + size], out)
                 found |= json.loads(out.read_text())
     return found
 
@@ -165,7 +169,8 @@ HEAD = """# What goes together on several ranks
 
 Made by `python tests/pairs.py`, which trains a tiny GPT on one process and on the ranks that a pair asks for; a test tries it
 again. `=`: the same losses and weights, to rounding. A number: refused, before a weight is allocated, with the text below. A
-blank: both are about one key.
+blank: both are about one key. Sizes must divide, or are refused by name: heads among the tensor_parallel ranks, and where QLoRA's
+4-bit weights are cut by columns, groups of 64 of them.
 
 """
 
@@ -184,7 +189,8 @@ def table(found: dict[str, str]) -> str:
                 said = str(notes.index(said) + 1)
             cells.append(said)
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return HEAD + "\n".join(lines) + "\n\n" + "\n".join(f"{k}. `{note}`" for k, note in enumerate(notes, 1)) + "\n"
+    told = "\n".join(f"{k}. `{note}`" for k, note in enumerate(notes, 1)) or "None of these is refused."
+    return HEAD + "\n".join(lines) + "\n\n" + told + "\n"
 
 
 if __name__ == "__main__":

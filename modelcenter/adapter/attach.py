@@ -157,8 +157,10 @@ def trained_whole(model: "Model", config: AdapterConfig) -> Iterator[str]:
 
 
 def first_values(model: nn.Module, seed: int) -> dict[str, Lazy]:
-    """Where the first values of adapters come from, by name: `a` uniform within 1 / sqrt(in), as in peft, and the rest zero."""
-    mine = {f"{name}." for name in adapted(model)}
+    """Where the first values of adapters come from, by name: `a` uniform within 1 / sqrt(in), as in peft, magnitudes over codes,
+    which are whole yet, the lengths of their rows, and the rest zero."""
+    layers = adapted(model)
+    mine = {f"{name}." for name in layers}
     out: dict[str, Lazy] = {}
     for name, p in model.named_parameters():
         shape: Shape = tuple(p.shape)
@@ -166,17 +168,19 @@ def first_values(model: nn.Module, seed: int) -> dict[str, Lazy]:
             out[name] = Uniform(shape, shape[1] ** -0.5, seed, name)
         elif name.removesuffix("b.weight") in mine or name.removesuffix("magnitude") in mine:
             out[name] = Constant(shape, 0.0)
+    for name, layer in layers.items():
+        if layer.magnitude is not None and isinstance(layer.base, QuantizedLinear):
+            out[f"{name}.magnitude"] = torch.linalg.vector_norm(layer.base.weight.to(layer.magnitude.dtype), dim=1)
     return out
 
 
 @torch.no_grad()
 def measure(model: nn.Module) -> None:
-    """Set every magnitude to the lengths of the base's rows, where DoRA begins. Codes are whole on every rank, whatever it holds of
-    the magnitude."""
+    """Set every magnitude to the lengths of the base's rows, where DoRA begins; of bases in codes `first_values` has them."""
     for layer in adapted(model).values():
-        if layer.magnitude is not None:
-            lengths = torch.linalg.vector_norm(layer.base.weight.to(layer.magnitude.dtype), dim=1)
-            put(layer.magnitude, lengths) if isinstance(layer.base, QuantizedLinear) else layer.magnitude.copy_(lengths)
+        if layer.magnitude is not None and isinstance(layer.base, Linear):
+            lengths: Any = torch.linalg.vector_norm(layer.base.weight.to(layer.magnitude.dtype), dim=1)
+            put(layer.magnitude, lengths.full_tensor() if hasattr(lengths, "full_tensor") else lengths)
 
 
 def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], group: Group | None = None) -> None:

@@ -1,5 +1,6 @@
 """A frozen linear layer with a trained addition of low rank. Hu et al., 2021, "LoRA"; Liu et al., 2024, "DoRA"."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class Adapted(nn.Module):
     """
 
     magnitude: nn.Parameter | None
+    joined: Callable[[Tensor], Tensor] | None = None  # of the lengths of parts of rows those of whole rows (parallel/adapted.py)
 
     def __init__(self, base: Linear | QuantizedLinear, rank: int, scale: float, *, a: Linear | None = None, dropout: float = 0.0,
                  dora: bool = False):
@@ -41,20 +43,21 @@ class Adapted(nn.Module):
         if self.training and self.dropout.p:
             plain = self.base(x, bias=False)
         else:
-            plain = out - self.base.bias if bias and self.base.bias is not None else out
-        factor = (self.magnitude / self.lengths()).to(out.dtype)
+            plain = out - local(self.base.bias) if bias and self.base.bias is not None else out
+        factor = (local(self.magnitude) / self.lengths()).to(out.dtype)
         return out.add((factor - 1) * plain + factor * change)
 
     @torch.no_grad()
     def summed(self) -> Tensor:
-        """W + scale b a (out in), in the adapter's dtype."""
-        return self.base.weight.to(self.b.weight.dtype).add(self.b.weight @ self.a.weight, alpha=self.scale)
+        """W + scale b a (out in), in the adapter's dtype; of a tensor-parallel rank its part of it."""
+        w, b, a = (local(layer.weight) for layer in (self.base, self.b, self.a))
+        return w.to(b.dtype).add(b @ a, alpha=self.scale)
 
     @torch.no_grad()
     def lengths(self) -> Tensor:
         """Of the rows of W + scale b a (out)."""
         lengths: Tensor = torch.linalg.vector_norm(self.summed(), dim=1)
-        return lengths
+        return lengths if self.joined is None else self.joined(lengths)
 
     @torch.no_grad()
     def merged(self) -> Linear:
@@ -76,6 +79,12 @@ class Adapted(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rank={self.a.out_features}, scale={self.scale:g}, dora={self.magnitude is not None}"
+
+
+def local(x: Any) -> Tensor:
+    """This rank's part of a DTensor, with its gradient."""
+    found: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return found
 
 
 def adapted(model: nn.Module) -> dict[str, Adapted]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ class QuantizedLinear(nn.Module, ABC):
 
     codes: Tensor
     scales: Tensor
+    given: Callable[[Tensor], Tensor] | None = None  # what becomes of an input (parallel/adapted.py)
+    summed: Callable[[Tensor], Tensor] | None = None  # and of a product that is a part of a sum
 
     def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, in_features: int, dtype: torch.dtype):
         super().__init__()
@@ -66,7 +68,15 @@ class QuantizedLinear(nn.Module, ABC):
         """x (.. in): .. out, in the dtype of x, or autocast's."""
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return self.product(x, self.bias if bias else None)
+        x = x if self.given is None else self.given(x)
+        own: Any = self.bias if bias else None
+        if self.summed is None:
+            return self.product(x, own.to_local() if hasattr(own, "to_local") else own)
+        out = self.summed(self.product(x, None))
+        if own is None:
+            return out
+        own = own.to(out.dtype)
+        return out + (own if hasattr(out, "to_local") else own.to_local())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scales = self.scales

@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import refuse
-from ..layers import Adapted, Attention, Linear
+from ..layers import Adapted, Attention, QuantizedLinear
+from .adapted import cut_adapted, cut_codes
 from .blocks import blocks, fit_blocks
 from .check import check
 from .connect import start
 from .device import LOW, device_of
 from .machine import Machine, load_machine
 from .ranks import ALONE, Ranks
-from .sequence import sequence_parallel, sequence_parallel_adapter
+from .sequence import sequence_parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,10 +112,9 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)
             if isinstance(part, Adapted):
-                wide, low = adapter_plan(part, style)
-                plan |= {f"{child}.{wide}": known[style](), f"{child}.{low}": styles(False)[style]()}
-                if sequence:
-                    sequence_parallel_adapter(part, style, mesh)
+                plan |= {f"{child}.{name}": how for name, how in cut_adapted(part, style, mesh, sequence, styles).items()}
+            elif isinstance(part, QuantizedLinear):
+                cut_codes(part, style, mesh, sequence)
             elif isinstance(part, nn.Module):
                 if style in ("vocab", "logits"):
                     pad_rows(part, ranks)
@@ -124,14 +124,6 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False
         if plan:
             parallelize_module(module, mesh, plan)
     retie(model)
-
-
-def adapter_plan(layer: Adapted, style: str) -> tuple[str, str]:
-    """Which parts of an adapted layer are cut like it: its base, and the side of the addition that is not of low rank."""
-    if style not in ("column", "row") or layer.magnitude is not None or not isinstance(layer.base, Linear):
-        what = "a quantised layer" if not isinstance(layer.base, Linear) else "a head" if layer.magnitude is None else "DoRA"
-        refuse(None, "tensor_parallel", f"an adapter on {what}", "LoRA on plain layers outside the head, or tensor_parallel=1")
-    return ("base", "b") if style == "column" else ("base", "a")
 
 
 def pad_rows(module: nn.Module, ranks: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import Adapted, Block, LayerNorm, RMSNorm, Stack
+from ..layers import Block, LayerNorm, RMSNorm, Stack
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,22 +62,6 @@ def sequence_parallel(model: nn.Module, mesh: "DeviceMesh") -> None:
                 if layer is not None:
                     layer.register_forward_pre_hook(gather)
                     layer.register_forward_hook(scatter)
-
-
-def sequence_parallel_adapter(layer: Adapted, style: str, mesh: "DeviceMesh") -> None:
-    """Of an adapted layer: what is of low rank is whole on every rank, as are the weights on that side of it."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    def local(a: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(x.to_local() if isinstance(x, DTensor) else x for x in args)
-
-    def whole(b: nn.Module, args: Any, out: Tensor) -> Any:
-        return DTensor.from_local(out, mesh, [Replicate()], run_check=False)
-
-    if style == "column":  # the gathered sequence comes, and parts of what `b` makes of it are added to parts
-        layer.a.register_forward_pre_hook(local)
-    else:  # a sum over ranks is added to one that the stack has yet to form
-        layer.b.register_forward_hook(whole)
 
 
 def norms(stack: nn.Module) -> Iterator[nn.Module]:

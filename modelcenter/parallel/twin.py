@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..layers import Adapted, Stack
+from ..layers import Adapted, QuantizedLinear, Stack
 from .blocks import blocks
 
 CUT = {"column": 0, "logits": 0, "vocab": 0, "row": 1, "heads": 1}  # the dimension of a weight that the words of `tp` tables cut
@@ -45,6 +45,10 @@ def twin(model: nn.Module, device: torch.device, fake: FakeTensorMode, *, keep: 
     other = copy.deepcopy(model, memo)
     for block in blocks(other):
         vars(block).pop("forward", None)  # what the model recomputes is no matter of the twin's
+    for module, child, style in tables(other) if ranks > 1 else ():
+        part = getattr(module, child)
+        if style == "row" and isinstance(part, QuantizedLinear):
+            part.in_features //= ranks
     return other
 
 
@@ -55,7 +59,8 @@ def shards(model: nn.Module, ranks: int) -> Iterator[tuple[int, torch.Size]]:
         if isinstance(part, Tensor):
             yield id(part), torch.Size((ceil(part.size(0) / ranks), *part.shape[1:]))
             continue
-        for p in part.parameters(recurse=False):
+        codes = (part.codes, part.scales) if isinstance(part, QuantizedLinear) else ()
+        for p in (*part.parameters(recurse=False), *codes):
             if p.dim() > CUT[style]:
                 yield id(p), torch.Size(ceil(n / ranks) if i == CUT[style] else n for i, n in enumerate(p.shape))
 
@@ -66,6 +71,7 @@ def tables(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)
             if isinstance(part, Adapted):
-                yield from ((part, inner, style) for inner in ("base", "b" if style == "column" else "a"))
+                inside = ("base", "b", "magnitude") if style == "column" else ("base", "a")
+                yield from ((part, inner, style) for inner in inside if getattr(part, inner) is not None)
             elif part is not None:
                 yield module, child, style

@@ -7,7 +7,6 @@ from typing import Self
 from ..config import bind, override, to_dict
 from ..errors import InputError, refuse
 from ..parallel.machine import Machine
-from ..registry import check_adapter
 from .prepare import check_ranks
 from .recipe import Recipe
 
@@ -79,7 +78,6 @@ def accepted(recipe: Recipe, machine: Machine, *settings: str) -> bool:
         other = bind(Machine, wanted.pop("machine"), section="machine.")
         made = bind(Recipe, wanted)
         check_ranks(made, other)
-        check_adapter(made.adapter, other)
     except InputError:
         return False
     return True

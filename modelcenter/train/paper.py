@@ -10,7 +10,7 @@ import torch
 from ..data.objective import find_objective
 from ..errors import InputError, nearest, refuse
 from ..layers import Adapted
-from ..parallel.apply import adapter_plan
+from ..parallel.adapted import check_adapted
 from ..parallel.chips import Chip, chip_here, chip_named
 from ..parallel.device import count_of, device_of
 from ..parallel.layout import Costs, Job
@@ -73,9 +73,10 @@ def runnable(recipe: Recipe, model: Any) -> Callable[[Machine], bool]:
     def allowed(machine: Machine) -> bool:
         try:
             check_ranks(recipe, machine)
-            check_adapter(recipe.adapter if recipe.adapter.name != "none" else None, machine)
+            if recipe.adapter.name != "none":
+                check_adapter(model, recipe.adapter, machine)
             for part, style in cut if machine.tensor_parallel > 1 else ():
-                adapter_plan(part, style)
+                check_adapted(part, style)
         except InputError:
             return False
         return True
