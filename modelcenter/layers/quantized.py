@@ -73,10 +73,10 @@ class QuantizedLinear(nn.Module, ABC):
         if self.summed is None:
             return self.product(x, own.to_local() if hasattr(own, "to_local") else own)
         out = self.summed(self.product(x, None))
-        if own is None:
-            return out
-        own = own.to(out.dtype)
-        return out + (own if hasattr(out, "to_local") else own.to_local())
+        if own is not None:
+            own = own.to(out.dtype)
+            out = out + (own if hasattr(out, "to_local") else own.to_local())
+        return out
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scales = self.scales
