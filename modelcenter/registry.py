@@ -25,9 +25,10 @@ from .checkpoint.exchange import Group, neighbours
 from .checkpoint.folder import Folder
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions, save_model
+from .checkpoint.sentence import otherwise
 from .errors import nearest, refuse
 from .generate.run import generate as generate_tokens
-from .layers import Batch, Cache, Head, LMHead, Output
+from .layers import Batch, Cache, EmbedHead, Head, LMHead, Output
 from .layers.adapter import current_names
 from .layers.initial import initial
 from .layers.linear import Linear
@@ -366,6 +367,9 @@ def load(
         check_task(cls, task)
         full, untied = untie(cls, full, folder, task)
         model = skeleton(cls, full, task, dtype_of(folder) if dtype == "auto" else as_dtype(dtype))
+        if isinstance(model.head, EmbedHead):
+            for said in otherwise(path, model.head.pooling):
+                warnings.warn(f"{path}: {said}", stacklevel=2)
         other = [f"{row[0].replace('{}', '*')}*" for t, head in cls.tasks.items() if t != task for row in head.rows]
         other += [f"{row[0].replace('{}', '*')}*" for row in cls.names(full) if part_of(row[1]) in cls.tasks[task].without]
         sources, model.load_report = match(

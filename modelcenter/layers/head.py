@@ -226,6 +226,11 @@ class EmbedHead(Head):
         super().__init__()
         self.pick, self.pooler = pick, pooler
 
+    @property
+    def pooling(self) -> str:
+        """Of the tokens' vectors: mean, or last."""
+        return "mean" if self.pick is mean_token else "last"
+
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         out = Output(embeddings=nn.functional.normalize(self.pick(x, batch), dim=-1), last_hidden_state=x)
         if self.pooler is not None:
