@@ -193,7 +193,7 @@ class Costs:
         whole, outside, block = self.weights(tp)
         ratio = (self.low or self.own).itemsize / self.own.itemsize
         kept = machine.zero == 1 and forwards > 1
-        grows = 0.0 if kept else 1 / ratio / n
+        grows = 1 / ratio / n if forwards == 1 else 0.0  # those of micro-batches before are there all the while
         there = (whole if machine.zero < 3 else outside) * ratio
         come = there if machine.zero < 3 else (outside + min(2 * block, whole - outside)) * ratio
         sent = max(block, outside) * (1 + ratio) * last["gradients"] / max(1, whole)
