@@ -52,6 +52,7 @@ MUTANTS = (
            "test_quantize.py::test_kernels_and_references_agree_to_the_bit[torch.float32-nf4-cpu]"),
     Mutant("truncated-not-rounded", "adamw.cpp", "nan : (u + random) >> 16", "nan : u >> 16", bitwise("bfloat16", "plain")),
     Mutant("decay-after-the-update", "adamw.h", DECAY + MOMENTS + STEP, MOMENTS + STEP + DECAY, bitwise("float32", "nearest")),
+    Mutant("bits-of-m-for-the-parameter", "adamw.h", "(word >> 8) & 0xFFFFu", "word & 0xFFFFu", bitwise("bfloat16", "plain")),
     Mutant("scale-of-the-last-sixteen", "adamw.cpp", "top = vmax(top, vabs(y)),", "top = vabs(y),",
            bitwise("float32", "plain", "int8")),
     Mutant("wrong-lane-of-philox", "dropout.cpp", "random + i, threshold", "random + (i ^ 16), threshold", exact("dropout")),
