@@ -56,7 +56,7 @@ def ours(preset: str, config: dict[str, Any], batch: Batch, options: argparse.Na
         loss, _ = accumulate(model, [batch], "lm", compute, targets=targets, ranks=ranks)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         update(model, optimizer, loss, 1e-4, 1.0, squares=squares)
-        return loss
+        return float(loss)
 
     return model, step
 

@@ -56,7 +56,7 @@ def our_step(model: Any, batch: dict[str, torch.Tensor], task: str, precision: s
     def step() -> float:
         loss, _ = accumulate(model, [batch], task, compute)
         update(model, optimizer, loss, 5e-5, 1.0)
-        return loss
+        return float(loss)
 
     return step
 

@@ -104,7 +104,7 @@ def train(folder: str, sizes: dict[str, Any], machine: Machine | None, ranks: Ra
         loss, _ = accumulate(model, batches, "lm", partial(autocast, precision, device), scale, int(targets), ranks)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         update(model, optimizer, loss, 1e-2, 0.1, scale, squares)
-        losses.append(loss)
+        losses.append(float(loss))
     return losses, {n: full(p.detach()).double() for n, p in model.named_parameters() if p.requires_grad}
 
 

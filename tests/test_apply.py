@@ -76,7 +76,7 @@ def steps_of(model: Any, case: Case, ranks: Ranks, micro: int, precision: str = 
         grads = {name: full(p.grad.detach()).clone() / scale for name, p in model.named_parameters()}
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         norm = update(model, optimizer, loss, 1e-2, 0.1, scale, squares)
-        yield loss, norm, grads
+        yield float(loss), norm, grads
     yield {name: full(p.detach()) for name, p in model.named_parameters()}
 
 

@@ -57,7 +57,7 @@ def steps_of(machine: mc.Machine | None, ranks: Ranks, batch: int, micro: int | 
         (targets,) = ranks.sum(sum(count_targets(b, "contrastive") for b in batches))
         loss, _ = accumulate(model, batches, "contrastive", targets=int(targets), ranks=ranks)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
-        yield loss, update(model, optimizer, loss, 1e-2, 0.0, 1.0, squares)
+        yield float(loss), update(model, optimizer, loss, 1e-2, 0.0, 1.0, squares)
     yield evaluate(model, [mine.gather(range(4))], "contrastive"), {n: full(p.detach()) for n, p in model.named_parameters()}
 
 

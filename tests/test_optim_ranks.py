@@ -66,7 +66,7 @@ class Run:
             (targets,) = self.ranks.sum(sum(count_targets(b, self.task) for b in batches))
             loss, _ = accumulate(self.model, batches, self.task, targets=int(targets), ranks=self.ranks)
             squares, loss = self.ranks.verdict(self.optimizer.squares(self.ranks.copies), loss)
-            yield loss, update(self.model, self.optimizer, loss, LR, 0.0, 1.0, squares)
+            yield float(loss), update(self.model, self.optimizer, loss, LR, 0.0, 1.0, squares)
 
     def found(self) -> dict[str, torch.Tensor]:
         return {name: full(p.detach()).clone() for name, p in self.model.named_parameters()}

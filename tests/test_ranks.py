@@ -147,7 +147,7 @@ def steps_of(case: str, machine: mc.Machine | None, ranks: Ranks, batch: int, mi
         loss, _ = accumulate(model, batches, task, targets=int(targets), ranks=ranks)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         norm = update(model, optimizer, loss, 1e-2, 0.1, 1.0, squares)
-        yield loss, norm
+        yield float(loss), norm
     yield {name: full(p.detach()) for name, p in model.named_parameters()}
 
 
@@ -350,7 +350,7 @@ def trouble(rank: int, recipe: Any) -> None:
             before.append([p.detach().to_local().clone() for p in model.parameters()])
         if rank == 1 and count[0] == 6:
             os.kill(os.getpid(), signal.SIGTERM)
-        return (math.nan if rank == 1 and count[0] == 3 else loss), targets
+        return (loss * math.nan if rank == 1 and count[0] == 3 else loss), targets
 
     def write_group(*rest: Any) -> Any:
         if rank == 1 and count[0] == 4:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import Kernel, call, op, raw, wide
+from ._op import Kernel, call, fake, op, raw, wide
 from .attention import one
 from .dropout import draw, kept
 
@@ -67,7 +67,7 @@ def dense(*args: Tensor | None) -> list[Tensor | None]:
 
 def packs(*args: Tensor) -> list[Tensor]:
     """As the kernels read them, 16 bytes at a time."""
-    return [a if a.data_ptr() % 16 == 0 else a.clone() for a in (a.contiguous() for a in args)]
+    return [a if fake(a) or a.data_ptr() % 16 == 0 else a.clone() for a in (a.contiguous() for a in args)]
 
 
 @raw(f"({ARGS}) -> (Tensor, Tensor)")

@@ -106,7 +106,7 @@ class Ranks:
             sharded.set_requires_all_reduce(last)
             sharded.set_reshard_after_backward(last or self.zero == 3)
 
-    def verdict(self, squares: "Tensor", loss: float) -> "tuple[Tensor, float]":
+    def verdict(self, squares: "Tensor", loss: "Tensor") -> "tuple[Tensor, Tensor]":
         """The sum of the squares (float64, 1; `AdamW.squares` by `copies`) and the mean of the losses: what is not finite on one
         rank is finite on none, so that all do the same."""
         if self.mesh is None:
@@ -114,9 +114,9 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        both = torch.cat((squares, squares.new_tensor([loss / self.size])))
+        both = torch.cat((squares, loss.to(squares).view(1) / self.size))
         dist.all_reduce(both)
-        return both[:1], float(both[1])
+        return both[:1], both[1]
 
     def added(self, parts: "Sequence[Tensor]", of: "Sequence[Tensor]") -> "list[Tensor]":
         """Each of `parts`, which is what this rank's part of one of the parameters `of` adds to a sum, summed over all of it."""

@@ -102,10 +102,11 @@ class Session:
         if asked:  # one rank, and so all
             return None
         told = self.progress.forward if not self.progress.steps else None
-        loss, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks, told)
-        squares, loss = ranks.verdict(self.optimizer.squares(ranks.copies), loss)
+        found, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks, told)
+        squares, found = ranks.verdict(self.optimizer.squares(ranks.copies), found)
         lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, self.setup.steps)
-        norm = update(self.model, self.optimizer, loss, lr, recipe.max_grad_norm, at.scale.value, squares)
+        norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, at.scale.value, squares)
+        loss = float(found)
         overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
         if self.ema is not None and math.isfinite(norm):
             self.ema.update()

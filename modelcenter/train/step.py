@@ -25,9 +25,10 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
                compute: Callable[[], AbstractContextManager[Any]] = nullcontext, scale: float = 1.0, targets: int | None = None,
-               ranks: Ranks = ALONE, told: Callable[[int, int, Tensor], None] | None = None) -> tuple[float, int]:
+               ranks: Ranks = ALONE, told: Callable[[int, int, Tensor], None] | None = None) -> tuple[Tensor, int]:
     """Add to the gradients those of the mean loss over all target tokens of `batches`, times `scale`, whichever way these are
-    cut; the loss and the number of targets. Without any target the loss is 0 and the gradients are zeros.
+    cut; the loss (float64, on the device, which nobody has waited for) and the number of targets. Without any target the loss is 0
+    and the gradients are zeros.
 
     On several ranks `batches` are this one's share and `targets` those of all; the gradients are formed when it returns, and the
     loss is the mean over the ranks of what each returns. `told` hears of each of them: its number, how many there are, and
@@ -35,30 +36,31 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     device = next(model.parameters()).device
     targets = sum(count_targets(batch, task) for batch in batches) if targets is None else targets
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
-    losses = []
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for number, batch in enumerate(batches, 1):
         ranks.reduce(model, number == len(batches))
         with compute():
             loss = model(**on_device(batch, device), num_items_in_batch=each).loss
         (loss if scale == 1 else loss * scale).backward()
-        losses.append(loss.detach())  # read at the end: each read waits for the device
+        total = total + loss.detach().to(total)
         beat(step=True)
         if told is not None:
-            told(number, len(batches), losses[-1] * (each / max(1, count_targets(batch, task))))
-    return sum(map(float, losses)), targets
+            told(number, len(batches), loss.detach() * (each / max(1, count_targets(batch, task))))
+    return total, targets
 
 
-def update(model: nn.Module, optimizer: AdamW | Clipped, loss: float, lr: float, max_norm: float,
+def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, lr: float, max_norm: float,
            scale: float = 1.0, squares: Tensor | None = None) -> float:
     """Divide the gradients by `scale`, clip them to `max_norm` (0: never), step at the rate `lr` and drop them; their norm before
     clipping. Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed. `squares`: the sum
-    of the squared gradients of all ranks, where there are several."""
-    norm = math.nan
-    if math.isfinite(loss):
-        set_lr(optimizer, lr)
-        unscale = None if scale == 1 else torch.tensor(1 / scale, device=next(model.parameters()).device)
-        clip = optimizer.clip(max_norm, unscale, squares)
-        optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
-        norm = float(clip[0])
+    of the squared gradients of all ranks, where there are several.
+
+    The device is waited for at the end alone: while it still forms the gradients, what follows them is prepared."""
+    set_lr(optimizer, lr)
+    unscale = None if scale == 1 else torch.tensor(1 / scale, device=next(model.parameters()).device)
+    squares = optimizer.squares() if squares is None else squares
+    clip = optimizer.clip(max_norm, unscale, squares + 0 * torch.as_tensor(loss, device=squares.device))  # 0 x NaN, 0 x inf: NaN
+    optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
+    norm = float(clip[0])
     optimizer.zero_grad(set_to_none=True)
     return norm if math.isfinite(norm) else math.nan
