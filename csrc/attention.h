@@ -344,18 +344,13 @@ constexpr int HOPPER = 90;
 #else
 constexpr int HOPPER = -1;
 #endif
+// Few sizes, for each is compiled six times: smaller heads are filled up with zeros.
 #define MC_FOR_SIZES(chip, dim, S, ...)                        \
     if (chip == HOPPER && dim <= Groups::DIM) {                \
         using S = Groups;                                      \
         __VA_ARGS__;                                           \
-    } else if (dim <= 48) {                                    \
-        using S = Warps<48>;                                   \
-        __VA_ARGS__;                                           \
     } else if (dim <= 64) {                                    \
         using S = Warps<64>;                                   \
-        __VA_ARGS__;                                           \
-    } else if (dim <= 80) {                                    \
-        using S = Warps<80>;                                   \
         __VA_ARGS__;                                           \
     } else if (dim <= 96) {                                    \
         using S = Warps<96>;                                   \

@@ -53,15 +53,18 @@ slow = pytest.mark.slow
 pytestmark = [needs_compiler, pytest.mark.timeout(900)]
 
 
-def python(kernels: Path, *arguments: str, loaded: str = "") -> subprocess.CompletedProcess[str]:
+HOPPER, AMPERE = 228, 164  # KB of shared memory, by which the emulator knows the chip
+
+
+def python(kernels: Path, *arguments: str, loaded: str = "", chip: int = HOPPER) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "MODELCENTER_KERNELS": str(kernels), "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1",
-           "LD_PRELOAD": loaded, "MODELCENTER_EMULATE": "1 228", "ASAN_OPTIONS": "detect_leaks=0"}  # fmt: skip
+           "LD_PRELOAD": loaded, "MODELCENTER_EMULATE": f"1 {chip}", "ASAN_OPTIONS": "detect_leaks=0"}  # fmt: skip
     return subprocess.run([sys.executable, *arguments], cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=800)
 
 
-def fuzzed(kernels: Path, only: str, cases: int, loaded: str = "") -> subprocess.CompletedProcess[str]:
+def fuzzed(kernels: Path, only: str, cases: int, loaded: str = "", chip: int = HOPPER) -> subprocess.CompletedProcess[str]:
     return python(kernels, "tests/emulate/pretend.py", "tests/fuzz_ops.py", "--only", only, "--cases", str(cases), "--compare", "1",
-                  "--most", "600", loaded=loaded)  # fmt: skip
+                  "--most", "600", loaded=loaded, chip=chip)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +115,13 @@ for some in found[:-1]:
 @slow
 def test_attention_over_several_tiles(tmp_path: Path) -> None:
     """Of keys, and a block adds up the bias' gradient of several of queries, where those are more than PARTS: random cases are too
-    small for either."""
-    done = python(build(tmp_path, CSRC, only=("attention", "attention_backward")), "-c", LONG)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    small for either. By warpgroups and by warps; random cases of the latter, which `test_every_kernel` has only of large heads."""
+    kernels = build(tmp_path, CSRC, only=("attention", "attention_backward"))
+    for chip in (HOPPER, AMPERE):
+        done = python(kernels, "-c", LONG, chip=chip)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = fuzzed(kernels, "relative_attention", 40, chip=AMPERE)
+    assert done.returncode == 0 and "none wrong" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @slow
