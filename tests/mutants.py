@@ -507,9 +507,9 @@ MUTANTS = (
            "test_guard.py::test_five_bad_steps_go_back_and_on_past_their_data"),
     Mutant("abandoned-states-kept", "train/guard.py", "    remove_states(folder, after=then.step)\n", "",
            "test_guard.py::test_a_run_that_goes_back_is_interrupted_without_a_trace[stops1]"),
-    Mutant("clipping-skipped", "train/step.py", "optimizer.clip(max_norm, unscale, squares)", "optimizer.clip(0.0, unscale, squares)",
+    Mutant("clipping-skipped", "train/step.py", "optimizer.clip(max_norm, unscale, squares +", "optimizer.clip(0.0, unscale, squares +",
            "test_train.py::test_clipping_scales_the_gradient_to_the_norm"),
-    Mutant("scale-not-divided-out", "train/step.py", "optimizer.clip(max_norm, unscale, squares)", "optimizer.clip(max_norm, None, squares)",
+    Mutant("scale-not-divided-out", "train/step.py", "optimizer.clip(max_norm, unscale, squares +", "optimizer.clip(max_norm, None, squares +",
            "test_loss_scale.py::test_every_optimizer_divides_by_the_scale[lion-0.002];"
            "test_loss_scale.py::test_the_scale_is_that_of_torch[usual]"),
     Mutant("scale-kept-after-an-overflow", "optim/loss_scale.py", "self.value, self.steady = self.value / 2, 0", "self.steady = 0",
