@@ -69,13 +69,14 @@ def test_the_input_lies_where_it_lay() -> None:
 
 
 @each_norm
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", [PreNorm, Parallel])
-def test_blocks_add_no_gradients_of_the_stream(kind: Any, block: Any, met: list[bool]) -> None:
+def test_blocks_add_no_gradients_of_the_stream_on_a_gpu(kind: Any, device: str, block: Any, met: list[bool]) -> None:
     torch.manual_seed(0)
-    made = block(lambda: kind(32, 1e-5), Attention(32, 4), FFN(32, 64, ops.relu))
-    x = torch.randn(2, 5, 32, requires_grad=True)
+    made = block(lambda: kind(32, 1e-5), Attention(32, 4), FFN(32, 64, ops.relu)).to(device)
+    x = torch.randn(2, 5, 32, device=device, requires_grad=True)
     made(x, Batch(x).view(causal=True)).sum().backward()
-    assert met == [True] * (1 if block is Parallel else 2)
+    assert met == ([device == "cuda"] if block is Parallel else [True, device == "cuda"])
 
 
 @each_norm
