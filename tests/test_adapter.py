@@ -329,7 +329,7 @@ def spread(rank: int, machine: mc.Machine, folders: dict[Case, str], out: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.slow if m == "fsdp2" else ()) for m in MESHES])
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.slow if m in ("fsdp2", "tp2") else ()) for m in MESHES])
 def test_adapters_on_a_mesh_equal_one_process(mesh: str, tmp_path: Path) -> None:
     machine = mc.Machine(device="cpu", **MESHES[mesh])
     folders = {case: zoo.reference(case)[1] for case in FEW.get(mesh, (GPT, BERT, BLOOM, T5))}
