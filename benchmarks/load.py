@@ -53,6 +53,7 @@ def write_folder(folder: Path, family: str, gb: float, shard: str) -> int:
     one, two = (built(preset, {**config, "layers": n}) for n in (1, 2))
     layers = max(1, round((gb * 1e9 - 2 * (2 * size_of(one) - size_of(two))) / (2 * (size_of(two) - size_of(one)))))
     model = built(preset, {**config, "layers": layers})
+    # ignored: names stand where tensors would
     shapes = {name: (theirs, shape) for theirs, shape, name in model.table.save({n: n for n in model.shapes}, model.shapes)}  # type: ignore[arg-type]
     noise = torch.randn(2**20).mul_(0.02).bfloat16()
 

@@ -171,6 +171,7 @@ def predict(point: Point, name: str | None, out: Path) -> None:
     """What is foreseen on the device here, or on that of that name."""
     device = torch.device("cuda" if torch.cuda.is_available() and name is None else "cpu")
     chip = (chip_named(name) if name is not None else chip_here(device)) or CHIPS["h200"]
+    # ignored: degrees are numbers, by the names of Machine
     job, machine = point.job, Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
     model = mc.build(job.name, task=job.task, config=job.config, device="meta")
     tokens, vocab = job.length * (2 if job.task == "seq2seq" else 1), int(model.config.vocab)
@@ -218,6 +219,7 @@ def noisy(model: Any, machine: Machine, precision: str, device: torch.device) ->
 def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
     """Bytes at the peak of the fullest rank, seconds of a step."""
     cuda = device.type == "cuda"
+    # ignored: degrees are numbers, by the names of Machine
     job, machine = point.job, Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
     plain = mc.build(job.name, task=job.task, config=job.config, device="meta")
     ranks, model = join(machine), noisy(plain, machine, job.precision, device)

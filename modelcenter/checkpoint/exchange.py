@@ -171,6 +171,7 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
             give = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
             take = [list(todo.blocks(runs, group.rank)) for runs in turn]
             # a default, so that it is this turn's chunk; for mypy it has no type
+            # ignored: mypy infers no lambda with a default
             group.trade(give, take, lambda b, chunk=chunk: rows_of(chunk, b.run)[b.region], store, device)  # type: ignore[misc]
             beat()
     group.agree(failure, device)
@@ -219,6 +220,7 @@ def write(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str,
             give = [list(todo.blocks(runs, group.rank)) for runs in turn]
             take = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
             # a default, so that it is this turn's chunk; for mypy it has no type
+            # ignored: mypy infers no lambda with a default
             group.trade(give, take, load, lambda b, v, chunk=chunk: rows_of(chunk, b.run)[b.region].copy_(v), device)  # type: ignore[misc]
             if chunk is not host:
                 host.copy_(chunk)

@@ -51,6 +51,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     if not all(map(plain, (x, *weights))) or torch.compiler.is_compiling() or transformed():
         return tuple(map(partial(F.linear, x), weights, biases))
     if (low := low_dtype(x)) is not None:
+        # ignored: torch has no types for apply
         return tuple(Wide.apply(x, w, b, low) for w, b in zip(weights, biases, strict=True))  # type: ignore[no-untyped-call]
     if (low := trained_low(x, weights)) is not None:
         out: tuple[Tensor, ...] = Summed.apply(x, low, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no types there

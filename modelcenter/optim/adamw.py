@@ -173,6 +173,7 @@ def local(x: Tensor) -> Tensor:
 def gradient(p: Tensor) -> Tensor | None:
     """The gradient of `p`, in parts as `p` is: what has been used in several ways may be whole, or a sum that was not made yet."""
     placements = getattr(p, "placements", None)
+    # ignored: a DTensor has placements
     if p.grad is not None and placements is not None and p.grad.placements != placements:  # type: ignore[attr-defined]
         p.grad = p.grad.redistribute(placements=placements)  # type: ignore[attr-defined]  # a DTensor's
     return p.grad

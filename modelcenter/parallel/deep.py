@@ -56,6 +56,7 @@ class Deep:
 def rehearse_deep(model: nn.Module, how: Callable[..., Rehearsal]) -> Deep:
     """What `how(model, keep=...)` finds, from rehearsals of a few blocks of each stack where these are alike."""
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    # ignored: a ModuleList is iterated as modules
     deep = [i for i, stack in enumerate(stacks) if len(stack.blocks) > AHEAD + 1 and alike(list(stack.blocks)[1:-1])]  # type: ignore[arg-type]
     if not deep:
         return Deep([(1, how(model, keep={}))])

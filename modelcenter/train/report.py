@@ -143,6 +143,7 @@ class Reports:
     def __init__(self, names: Iterable[str], about: About, say: Callable[[str], None]) -> None:
         self.say, self.open = say, dict[str, Service]()
         for name in names:
+            # ignored: mypy infers no lambda with a default
             self.attempt(name, lambda name=name: self.open.update({name: SERVICES[name](about)}))  # type: ignore[misc]
 
     def write(self, row: Mapping[str, Any]) -> None:
