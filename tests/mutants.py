@@ -589,6 +589,8 @@ MUTANTS = (
            "test_layout.py::test_collectives_are_what_rings_take"),
     Mutant("ratios-of-ratios", "train/calibrate.py", 'ratio = foreseen["uncalibrated"]', 'ratio = foreseen["tokens_per_second"]',
            "test_calibrate.py::test_a_prediction_learns_from_runs"),
+    Mutant("a-new-head-not-rehearsed", "train/fit.py", "out.load_report = model.load_report", "out.load_report = type(model.load_report)()",
+           "test_plan.py::test_ranks_have_a_verdict_on_an_adapter[head]"),
     Mutant("plan-of-this-batch", "train/fit.py", "source if value.size(1) == width", "width if value.size(1) == width",
            "test_plan.py::test_every_objective_has_a_verdict[classify-padded]"),
     Mutant("smoothing-in-evaluation", "layers/head.py", "return self.smoothing if self.training else 0.0", "return self.smoothing",

@@ -218,6 +218,24 @@ def test_every_objective_has_a_verdict(tmp_path: Path, objective: str, packing: 
     assert out.loss is not None and all(wide[k].dtype == v.dtype for k, v in batches[0].items() if isinstance(v, torch.Tensor))
 
 
+CODES = {"adapter.name": "dora", "adapter.quantize": "nf4"}
+
+
+@pytest.mark.parametrize("change", [CODES, {"objective": "classify"}], ids=["codes", "head"])
+def test_ranks_have_a_verdict_on_an_adapter(tmp_path: Path, change: dict[str, str]) -> None:
+    """From a folder, of whose model a rank has a part: it is rehearsed whole, with a head that is new and trained."""
+    mc.build("bert-base-uncased", config={**TINY, "dim": 128, "vocab": 300}).save_pretrained(tmp_path / "model")
+    there = {"init": "pretrained", "model": str(tmp_path / "model"), "config": {}, "objective": "mlm"}
+    recipe = recipe_of(tmp_path, **{**there, "adapter.name": "lora", "adapter.targets": ["all-linear"], **change})
+    _, setup = asked(recipe)
+    models = fit.whole(setup.model, recipe), setup.model
+    found, wanted = ([(n, p.shape, p.requires_grad) for n, p in model.named_parameters()] for model in models)
+    assert found == wanted
+    for degrees in ({"tensor_parallel": 2}, {"fsdp": 2}):
+        said = verdict(recipe, replace(MACHINE, **degrees), CPU, setup, nullcontext)
+        assert isinstance(said, Verdict) and said.plan.fits, said
+
+
 def resolve_all(recipe: Any) -> tuple[Any, Machine, torch.device]:
     recipe, device = resolve(recipe, MACHINE)
     return recipe, MACHINE, device

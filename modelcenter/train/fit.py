@@ -139,6 +139,7 @@ def whole(model: Model, recipe: Recipe) -> Model:
     config: Any = model.config
     family = next(family for family in families().values() if family.Config is type(config))
     out = skeleton(family, config, model.task, torch.float32)
+    out.load_report = model.load_report  # whose new parameters are trained beside an adapter
     out.freeze(*recipe.freeze)
     if recipe.adapter.name != "none":
         insert(out, recipe.adapter, choose(out, recipe.adapter))
