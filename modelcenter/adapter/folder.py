@@ -79,9 +79,7 @@ def save_adapter(model: "Model", folder: Path) -> None:
     trained = {name: p for name, p in trained.items() if p.requires_grad}
     gathered = {name: whole(p, model.shapes[name]) for name, p in trained.items()}
     shapes = {name: model.shapes[name] for name in gathered}
-    # no name is missing among those gathered, which is what the type of `get` allows for
-    # ignored: mypy infers no type for partial here
-    for theirs, _, make in model.table.save({n: partial(gathered.get, n) for n in gathered}, shapes, bare=model.bare):  # type: ignore[misc]
+    for theirs, _, make in model.table.save({n: partial(gathered.__getitem__, n) for n in gathered}, shapes, bare=model.bare):
         tensors[f"{PREFIX}{theirs}"] = make()
         kept.append(theirs)
     (rank, scale), _ = Counter(sizes.values()).most_common(1)[0]
@@ -149,8 +147,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes
         there = target.is_dir() and any(target.iterdir())
         if target.exists() and (not target.is_dir() or (there and not is_adapter(target))):
             refuse(target, None, "exists and is no adapter's folder", "an empty folder, an adapter's or a new name")
-        # a default that binds t is no argument that a caller gives
-        items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()]  # type: ignore[misc]  # t is bound
+        items = [Item(name, tuple(t.shape), t.dtype, partial(tensors.__getitem__, name)) for name, t in tensors.items()]
         check_space(target, 2**20 + sum(item.size for item in items) + sum(map(len, files.values())))
         with staging(target) as temp:
             write_shard(temp / WEIGHTS, items, metadata)

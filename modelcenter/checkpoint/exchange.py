@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +170,7 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
             chunk = buffer.moved(max((run.at + run.size for run in mine), default=0))
             give = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
             take = [list(todo.blocks(runs, group.rank)) for runs in turn]
-            # a default, so that it is this turn's chunk; for mypy it has no type
-            # ignored: mypy infers no lambda with a default
-            group.trade(give, take, lambda b, chunk=chunk: rows_of(chunk, b.run)[b.region], store, device)  # type: ignore[misc]
+            group.trade(give, take, partial(rows_of_block, chunk), store, device)
             beat()
     group.agree(failure, device)
 
@@ -219,9 +217,7 @@ def write(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str,
             chunk = host if device.type == "cpu" else torch.empty_like(host, device=device)
             give = [list(todo.blocks(runs, group.rank)) for runs in turn]
             take = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
-            # a default, so that it is this turn's chunk; for mypy it has no type
-            # ignored: mypy infers no lambda with a default
-            group.trade(give, take, load, lambda b, v, chunk=chunk: rows_of(chunk, b.run)[b.region].copy_(v), device)  # type: ignore[misc]
+            group.trade(give, take, load, partial(put_block, chunk), device)
             if chunk is not host:
                 host.copy_(chunk)
             failure = failure or faulted(written)  # the others wait for this rank's blocks, whatever becomes of its own
@@ -269,6 +265,14 @@ def planned(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[st
 
 def rows_of(chunk: Tensor, run: Run) -> Tensor:
     return typed(chunk, run.at, run.size, run.source.dtype).view(run.shape)
+
+
+def rows_of_block(chunk: Tensor, block: Block) -> Tensor:
+    return rows_of(chunk, block.run)[block.region]
+
+
+def put_block(chunk: Tensor, block: Block, values: Tensor) -> None:
+    rows_of_block(chunk, block).copy_(values)
 
 
 def position(source: Any) -> tuple[str, int]:

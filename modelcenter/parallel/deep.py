@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layers import Block, Stack
+from ..layers import Stack
 from .rehearse import Rehearsal
 from .tally import SEEN, Kind, Work
 
@@ -56,8 +56,7 @@ class Deep:
 def rehearse_deep(model: nn.Module, how: Callable[..., Rehearsal]) -> Deep:
     """What `how(model, keep=...)` finds, from rehearsals of a few blocks of each stack where these are alike."""
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    # ignored: a ModuleList is iterated as modules
-    deep = [i for i, stack in enumerate(stacks) if len(stack.blocks) > AHEAD + 1 and alike(list(stack.blocks)[1:-1])]  # type: ignore[arg-type]
+    deep = [i for i, stack in enumerate(stacks) if len(stack.blocks) > AHEAD + 1 and alike(list(stack.blocks)[1:-1])]
     if not deep:
         return Deep([(1, how(model, keep={}))])
     keep = dict.fromkeys(deep, AHEAD)
@@ -66,10 +65,10 @@ def rehearse_deep(model: nn.Module, how: Callable[..., Rehearsal]) -> Deep:
     return Deep([*parts, *((times, how(model, keep={**keep, i: AHEAD + 1})) for i, times in more.items())])
 
 
-def alike(some: Sequence[Block]) -> bool:
+def alike(some: Sequence[nn.Module]) -> bool:
     """Whether blocks have the same parts of the same shapes, trained or not."""
 
-    def signature(block: Block) -> Any:
+    def signature(block: nn.Module) -> Any:
         tensors = (*block.named_parameters(), *block.named_buffers())
         parts = [(name, type(module)) for name, module in block.named_modules()]
         return parts, [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,15 +144,17 @@ class Reports:
     def __init__(self, names: Iterable[str], about: About, say: Callable[[str], None]) -> None:
         self.say, self.open = say, dict[str, Service]()
         for name in names:
-            # ignored: mypy infers no lambda with a default
-            self.attempt(name, lambda name=name: self.open.update({name: SERVICES[name](about)}))  # type: ignore[misc]
+            self.attempt(name, partial(self.begin, name, about))
+
+    def begin(self, name: str, about: About) -> None:
+        self.open[name] = SERVICES[name](about)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send what of a row of metrics is a number, under `train/` or `eval/`."""
         values = {f"{'eval' if key.startswith(('eval_', 'best_')) else 'train'}/{key}": float(value) for key, value in row.items()
                   if key != "step" and isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
         for name, service in list(self.open.items()):
-            self.attempt(name, lambda service=service: service.write(row["step"], values))  # type: ignore[misc]  # bound at once
+            self.attempt(name, partial(service.write, row["step"], values))
 
     def flush(self) -> None:
         for name, service in list(self.open.items()):
