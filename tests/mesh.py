@@ -1,7 +1,7 @@
 """Several processes on gloo in under a second: forked from a parent that has imported torch, joined through a file.
 
 With MODELCENTER_TEST_DEVICE=cuda the same tests run on GPUs and NCCL, a rank each; a process in which CUDA may have started cannot
-be forked, so these are started anew and import torch themselves.
+be forked, so these are forked from a server that has imported the test's file and done nothing else.
 """
 
 import multiprocessing
@@ -18,10 +18,17 @@ import torch.distributed as dist
 DEVICE: Any = os.environ.get("MODELCENTER_TEST_DEVICE", "cpu")
 TIMEOUT = 240  # seconds: before pytest gives up, and after what the longest takes on a machine with ten times its work
 
+if DEVICE == "cpu":
+    # A process whose autograd has threads cannot be forked for a backward. It starts them once, at the first backward, for the
+    # devices there are: none now, eight once FakeTensorMode has shown a torch built for CUDA its guard of GPUs that are not there.
+    torch.ones(1, requires_grad=True).sum().backward()
+
 
 def spawn(ranks: int, work: Callable[..., None], *args: Any) -> None:
     """Run `work(rank, *args)` in `ranks` processes; the first error of any rank, with its traceback, is raised here."""
-    context: Any = multiprocessing.get_context("fork" if DEVICE == "cpu" else "spawn")
+    context: Any = multiprocessing.get_context("fork" if DEVICE == "cpu" else "forkserver")
+    if DEVICE != "cpu":
+        context.set_forkserver_preload([work.__module__])  # for the first: it serves this process as long as that lives
     with tempfile.TemporaryDirectory() as folder:
         ends = [context.Pipe(duplex=False) for _ in range(ranks)]
         jobs = [
