@@ -242,9 +242,11 @@ def test_one_layer_at_a_time_is_whole_while_a_base_is_quantised(monkeypatch: pyt
         return plain(layer)
 
     monkeypatch.setattr(NF4Linear, "of", of)
+    gc.freeze()  # the objects of other tests, hundreds of thousands, which would be looked through for each layer
     with tempfile.TemporaryDirectory() as folder:
         mc.build("llama-7b", config={"vocab": 16, "dim": 66, "hidden": 48, "heads": 3, "layers": 2}).save_pretrained(folder)
         model = mc.load(folder, adapter=lora(quantize="nf4"))
+    gc.unfreeze()
     assert len(whole) == 2 * 7 and max(whole) == 1
     assert sum(isinstance(m, NF4Linear) for m in model.modules()) == 14 and type(model.head.out) is Linear
 

@@ -185,7 +185,7 @@ def test_one_operator_in_a_graph(low: bool) -> None:
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_operators_are_what_they_say(dtype: torch.dtype) -> None:
-    for args in op.cases("cpu", dtype):
+    for args in (a for a in op.cases("cpu", dtype) if dtype == torch.bfloat16 or len(a[0]) == 3):  # each kind of arguments
         floating = [a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
         torch.library.opcheck(op.kernel.forward.operator, floating)
 

@@ -12,7 +12,7 @@ from modelcenter import __version__
 from modelcenter.ops import _op
 
 HERE = Path(__file__).parent
-QUICK = "formulas or exact or twice or misaligned"  # what differs between instruction sets
+QUICK = "(formulas and float32) or exact or twice or misaligned"  # what differs between instruction sets
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
