@@ -16,7 +16,10 @@ from test_connect import free_port
 from test_ranks import run_of
 
 from modelcenter.__main__ import main
+from modelcenter.cli.arguments import Arguments
+from modelcenter.cli.recipe import machine_of
 from modelcenter.config import dump_yaml, to_dict
+from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import launch
 from modelcenter.train.loop import train
@@ -189,11 +192,30 @@ def test_who_failed_first(status: list[int | None], rank: int | None) -> None:
     assert launch.culprit(status) == rank
 
 
-def agent(node: int, port: int, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+def test_as_many_ranks_as_a_launcher_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`machine.fsdp=auto`, on the command line and in a profile, whose other degrees the command line may change."""
+    file = tmp_path / "m.yaml"
+    file.write_text("fsdp: auto\nreplicate: 2\n")
+
+    def made(*words: str, profile: Path | None = file) -> Machine:
+        return machine_of(Arguments(machine=str(profile) if profile else None), [f"machine.{word}" for word in words])
+
+    with pytest.raises(InputError, match="fsdp: auto, and no launcher has said how many"):
+        made()
+    for ranks, fsdp in ((2, 1), (12, 6)):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        assert made().fsdp == fsdp and made("fsdp=auto", profile=None).fsdp == ranks
+    found = made("tensor_parallel=3")
+    assert (found.fsdp, found.ranks) == (2, 12)
+    with pytest.raises(InputError, match=r"fsdp: auto, of 12 ranks with tensor_parallel=5 replicate=2; a multiple of 10 ranks"):
+        made("tensor_parallel=5")
+
+
+def agent(node: int, port: int, folder: Path, arguments: list[str], nodes: str = "2") -> subprocess.Popen[bytes]:
     """torchrun on one of two nodes, which has one rank; a session of its own, so that what it leaves can be ended."""
-    how = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "20", "--monitor-interval", "0.1", "--rdzv-backend", "c10d",
-           "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "1", "--rdzv-conf",
-           f"is_host={int(node == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"]  # fmt: skip
+    how = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "20", "--monitor-interval", "0.1",
+           "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "1", "--rdzv-conf",
+           f"is_host={int(node == 0)},keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"]  # fmt: skip
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
     with (folder / f"{node}.err").open("ab") as err:
         command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", "modelcenter", *arguments]
@@ -247,3 +269,62 @@ def test_elastic_agents_and_their_ranks_are_killed(tmp_path: Path) -> None:
     assert killed == KILLS and "resumed from" in (places[1] / "0.err").read_text()
     for name in ("model.safetensors", "config.json"):
         assert (out / "model" / name).read_bytes() == (places[0] / "out" / "model" / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_node_leaves_for_good_and_another_comes(tmp_path: Path) -> None:
+    """Under torchrun with one to two nodes and `machine.fsdp=auto`: the agent and the rank of one are killed and do not return, and
+    the run goes on with the ranks that are left; another agent comes, and it goes on with both. Its losses, one
+    of each step, are those of one process to rounding: not to the bit, since sums are formed in another order."""
+    places = [tmp_path / name for name in ("alone", "elastic")]
+    for place in places:
+        place.mkdir()
+    changes = {**ENDLESS, "save_steps": 20, "save_total_limit": 2, "schedule.name": "constant"}
+    arguments, port, out = command(places[1], **changes), free_port(), places[1] / "out"
+    arguments[arguments.index("machine.fsdp=2")] = "machine.fsdp=auto"
+    nodes = [agent(node, port, places[1], arguments, "1:2") for node in range(2)]
+    seen = []
+
+    def newest() -> int:
+        return max((int(path.name[5:]) for path in out.glob("step-*")), default=0)
+
+    def goes_on(ranks: int) -> None:
+        """Wait until so many have written two states."""
+        until, found = time.monotonic() + 200, -1
+        while True:
+            assert time.monotonic() < until and nodes[0].poll() is None, (ranks, (places[1] / "0.err").read_text()[-3000:])
+            file = out / "machine.yaml"
+            if not file.exists() or f"fsdp: {ranks}\n" not in file.read_text():
+                found = -1
+            elif found < 0:
+                found = newest()
+            elif newest() > found + changes["save_steps"]:
+                seen.append(ranks)
+                return
+            time.sleep(0.02)
+
+    try:
+        goes_on(2)
+        left = worker(nodes[1])
+        for process in (nodes[1].pid, left):
+            os.kill(process, signal.SIGKILL)
+        nodes[1].wait()
+        goes_on(1)
+        nodes[1] = agent(1, port, places[1], arguments, "1:2")
+        goes_on(2)
+        for node in nodes:
+            node.terminate()
+        for node in nodes:
+            node.wait(100)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert seen == [2, 1, 2] and (places[1] / "0.err").read_text().count("resumed from") >= 2
+    last, arguments = newest(), command(places[0], **{**changes, "max_steps": newest(), "save_steps": None})
+    arguments[arguments.index("machine.fsdp=2")] = "machine.fsdp=1"
+    assert main(arguments) == 0
+    losses = [{row["step"]: row["loss"] for row in read_rows(place / "out" / "metrics.jsonl") if "loss" in row} for place in places]
+    assert losses[1].keys() == losses[0].keys() == set(range(1, last + 1))
+    assert list(losses[1].values()) == pytest.approx([losses[0][step] for step in losses[1]], rel=2e-3)

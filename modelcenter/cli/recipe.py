@@ -30,8 +30,10 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
 
 def machine_of(args: Arguments, own: Sequence[str]) -> "Machine":
     """The machine that a command line names, with the settings `own`, machine.key=value, put over it."""
-    from ..parallel.machine import Machine, load_machine
+    from ..parallel.machine import Machine, load_machine, read_machine
 
     machine = to_dict(load_machine(args.machine) if args.machine is not None else Machine())
+    if args.machine is not None:
+        machine |= read_machine(args.machine)[1]  # as it is written there: what is auto is found when all else is known
     over = override(machine, [setting.removeprefix("machine.") for setting in own])
     return bind(Machine, over, COMMAND_LINE, "machine.")

@@ -40,7 +40,8 @@ def start(device: torch.device, machine: Machine) -> None:
     rank, backend = variable("RANK", 0, size - 1), dist.get_default_backend_for_device(device.type)
     variable("LOCAL_RANK", 0, variable("LOCAL_WORLD_SIZE", 1, 2**20, default=2**20) - 1, default=0)
     if size != machine.ranks:
-        refuse("environment", "WORLD_SIZE", f"{size}, for a machine of {machine.ranks} ranks", "start as many")
+        refuse("environment", "WORLD_SIZE", f"{size}, for a machine of {machine.ranks} ranks",
+               "start as many, or machine.fsdp=auto, which takes those that there are")
     check_interfaces()
     store = meet(rank, size, machine.timeout)
     both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"

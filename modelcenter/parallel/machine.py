@@ -1,14 +1,22 @@
 """Where a run happens: degrees of parallelism and what is traded for memory. It changes the speed, not the result.
 
-Torch-free and without logic: `parallelize` reads it, `load_machine` finds the packaged profiles.
+Torch-free: `parallelize` reads it, `load_machine` finds the packaged profiles.
 """
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from modelcenter.config import bind, find, packaged, read_recipe
+from modelcenter.errors import refuse
 
+from .variable import variable
+
+if TYPE_CHECKING:
+    Degree = int  # what it is as soon as there is a machine
+else:
+    Degree = Literal["auto"] | int
 Recompute = Literal["none", "selective", "full"] | bool
 
 
@@ -24,7 +32,10 @@ class Machine:
     sequence_parallel: bool = field(
         default=False, metadata={"help": "between layers each of the tensor_parallel ranks has a part of the sequence"}
     )
-    fsdp: int = field(default=1, metadata={"min": 1, "max": 65536, "help": "ranks that share the data and the state"})
+    fsdp: Degree = field(
+        default=1, metadata={"min": 1, "max": 65536, "help": "ranks that share the data and the state; auto: all that a launcher "
+                             "has started, over tensor_parallel x replicate"}
+    )  # fmt: skip
     replicate: int = field(
         default=1, metadata={"min": 1, "max": 65536, "help": "copies of the fsdp ranks, or of the one, that share the data alone"}
     )
@@ -59,6 +70,19 @@ class Machine:
     def __post_init__(self) -> None:
         if isinstance(self.recompute, bool):  # as it was said before there were three
             object.__setattr__(self, "recompute", "full" if self.recompute else "none")
+        if isinstance(self.fsdp, str):
+            object.__setattr__(self, "fsdp", self.left_over())
+
+    def left_over(self) -> int:
+        """The fsdp ranks of a launcher's WORLD_SIZE, which may be another one each time that it starts them."""
+        if "WORLD_SIZE" not in os.environ:
+            found = "auto, and no launcher has said how many ranks there are"
+            refuse(None, "fsdp", found, "torchrun, a number, or machine.devices=all in place of it")
+        ranks, others = variable("WORLD_SIZE", 1, 65536), self.tensor_parallel * self.replicate
+        if ranks % others:
+            found = f"auto, of {ranks} ranks with tensor_parallel={self.tensor_parallel} replicate={self.replicate}"
+            refuse(None, "fsdp", found, f"a multiple of {others} ranks (WORLD_SIZE)")
+        return ranks // others
 
     @property
     def ranks(self) -> int:
@@ -72,5 +96,11 @@ class Machine:
 
 def load_machine(name: str | Path) -> Machine:
     """The packaged profile of that bare name, or the file at that path."""
+    file, values = read_machine(name)
+    return bind(Machine, values, file)
+
+
+def read_machine(name: str | Path) -> tuple[Path, dict[str, Any]]:
+    """Its file, and what that says."""
     file = find(name, "machine profile", packaged("machines"))
-    return bind(Machine, read_recipe(file), file)
+    return file, read_recipe(file)
