@@ -1,9 +1,13 @@
 """The tests that hold ranks to one process, on GPUs: a rank each, connected by NCCL (CUDA_VISIBLE_DEVICES=0,1 make gpu)."""
 
+import json
 import os
+import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,3 +34,57 @@ def test_the_same_on_gpus(name: str) -> None:
     command = [sys.executable, "-m", "pytest", "-v", "-x", *without, "--tb=short", *EQUAL[name]]
     done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # NCCL then goes from GPU to GPU as from machine to machine: by sockets
+TINY = ["tokenizer=char", "config.layers=3", "config.dim=128", "config.heads=4", "config.dropout=0", "config.attn_dropout=0",
+        "config.embed_dropout=0", "data.seq_len=64", "data.eval_fraction=0.0", "eval_steps=null", "save_steps=null",
+        "logging_steps=1", "batch=16", "max_steps=10", "schedule.warmup_steps=2", "precision=fp32"]  # fmt: skip
+
+
+def said_of(folder: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "loss" in row]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("degrees", [{"tensor_parallel": 2, "fsdp": 2}, {"fsdp": 2, "replicate": 2}, {"fsdp": 4}], ids=str)
+def test_two_agents_are_two_nodes(degrees: dict[str, int], tmp_path: Path) -> None:
+    """Two torchrun agents with two GPUs each, between which, and inside of which, neither peer access nor shared memory is to be
+    had: losses and norms of ten steps are those of one process."""
+    if torch.cuda.device_count() < 4:
+        pytest.skip("four GPUs")
+    draw = random.Random(0)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} and {n * n % 997} make {draw.choice(['one', 'two', 'three'])}\n" for n in range(3000)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    usual = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+
+    def train(name: str, machine: dict[str, int]) -> list[str]:
+        wanted = [*TINY, f"data.path={text}", f"output_dir={tmp_path / name}", "machine.device=cuda"]
+        return ["modelcenter", "train", "pretrain", *wanted, *(f"machine.{key}={n}" for key, n in machine.items())]
+
+    def agent(node: int) -> "subprocess.Popen[bytes]":
+        how = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+               "--rdzv-id", "1", "--rdzv-conf", f"is_host={int(node == 0)}"]  # fmt: skip
+        place = {**usual, **APART, "NCCL_HOSTID": f"node-{node}", "CUDA_VISIBLE_DEVICES": ",".join(cards[2 * node : 2 * node + 2])}
+        with (tmp_path / f"{node}.txt").open("wb") as said:
+            command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", *train("two", degrees)]
+            return subprocess.Popen(command, env=place, stdout=said, stderr=said)
+
+    nodes = [agent(node) for node in range(2)]
+    try:
+        one = subprocess.run([sys.executable, "-m", *train("one", {})], env=usual, capture_output=True, text=True, timeout=200)
+        assert one.returncode == 0, one.stderr[-3000:]
+        assert [node.wait(200) for node in nodes] == [0, 0], (tmp_path / "0.txt").read_text()[-4000:]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    alone, apart = said_of(tmp_path / "one"), said_of(tmp_path / "two")
+    assert len(alone) == len(apart) == 10
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in apart] == pytest.approx([row[key] for row in alone], rel=2e-5), key

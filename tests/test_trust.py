@@ -421,6 +421,8 @@ def test_advice_is_what_is_left_to_change() -> None:
     ([], {"fsdp": 4}, "adapter.name=lora or a larger machine.fsdp or a smaller model"),  # whose shares are smaller than all codes
     (["adapter.name=lora"], {"fsdp": 4}, "a larger machine.fsdp or a smaller model"),
     (["freeze=[embed]"], {"tensor_parallel": 2}, "a smaller model"),
+    ([], {"tensor_parallel": 2}, "adapter.name=lora with adapter.quantize=nf4 or a smaller model"),
+    ([], {"tensor_parallel": 8}, "adapter.name=lora or a smaller model"),  # of 768 columns no eighth is whole groups of codes
 ])  # fmt: skip
 def test_advice_for_weights_is_what_the_run_would_accept(changes: list[str], machine: dict[str, int], way: str) -> None:
     assert advice(changes, at="", **machine).partition("; ")[2] == way

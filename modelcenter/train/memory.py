@@ -1,12 +1,15 @@
 """When memory runs out: one line that names the key to change and a value to try, whatever the device and wherever it happened."""
 
 import errno
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from ..config import bind, override, to_dict
+from ..data.objective import find_objective
 from ..errors import InputError, refuse
 from ..parallel.machine import Machine
+from ..registry import build, check_adapter
 from .prepare import check_ranks
 from .recipe import Recipe
 
@@ -63,12 +66,24 @@ def of_weights(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]
         return "config", recipe.config or recipe.model, ["a smaller config.layers", "config.dim"]
     lora = ["adapter.name=lora"] if recipe.adapter.name == "none" else []
     # Codes are whole on every rank: of four and more a share of the weights is smaller.
-    nf4 = [*lora, "adapter.quantize=nf4"] if machine.fsdp < 4 else []
+    nf4 = [*lora, "adapter.quantize=nf4"] if machine.fsdp < 4 and divides(recipe, machine) else []
     ways = [settings for settings in (nf4, lora)
             if settings and recipe.adapter.quantize != "nf4" and accepted(recipe, machine, *settings)]
     key, value = ("model", recipe.model) if lora or not ways else ("adapter.quantize", recipe.adapter.quantize)
     more = ["a larger machine.fsdp"] if machine.fsdp > 1 else []
     return key, value, [*(" with ".join(settings) for settings in ways[:1]), *more, "a smaller model"]
+
+
+def divides(recipe: Recipe, machine: Machine) -> bool:
+    """Whether the ranks of `machine` can share out the model's codes of 4 bits."""
+    if machine.tensor_parallel == 1:
+        return True
+    try:
+        model = build(recipe.model, task=find_objective(recipe.objective).task, config=recipe.config, device="meta")
+        check_adapter(model, replace(recipe.adapter, name="lora", quantize="nf4"), machine)
+    except InputError:
+        return False
+    return True
 
 
 def accepted(recipe: Recipe, machine: Machine, *settings: str) -> bool:
