@@ -7,10 +7,10 @@
 
 The points below were written down before they were run, and nothing is fitted to them. A prediction, once in DIR/said-K.json, is
 never made again, and DIR/point-K.json is what its point took. Points of one GPU run side by side, on each GPU one after the other;
-those of several follow, each started anew with the rest if one brings its processes down. What runs is what `modelcenter train`
-runs of a step: forward, backward, clip, update, on random ids. No calibration from past runs is used. Memory is the most that any
-rank's allocator held (on a CPU the profiler's record of allocations), beside what is foreseen without the allowance for fragments;
-time is the median of the steps after two. `--tiny`: the points with tiny models, on CPU ranks.
+those of several follow, on groups of GPUs side by side, started anew with the rest if one brings its processes down. What runs is
+what `modelcenter train` runs of a step: forward, backward, clip, update, on random ids. No calibration from past runs is used.
+Memory is the most that any rank's allocator held (on a CPU the profiler's record of allocations), beside what is foreseen without
+the allowance for fragments; time is the median of the steps after two. `--tiny`: the points with tiny models, on CPU ranks.
 """
 
 import argparse
@@ -93,6 +93,13 @@ WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
         (Job("bloom-1b7", "lm", 8, 1024), [(8, {})]),
         (Job("cpm-ant-10b", "lm", 8, 512, {"layers": 12}), [(8, {})]),
         (Job("gpt2-13b", "lm", 2, 512, {"layers": 24}), [(2, FULL)]),  # 7.8 G parameters: about all there is
+        (Job("gpt2", "lm", 64, 1024), [(64, {}), (8, {})]),
+        (Job("bert-base-uncased", "mlm", 128, 512), [(128, {}), (32, SELECTIVE)]),
+        (Job("llama-3.2-1b", "lm", 4, 4096), [(4, {}), (2, FULL)]),
+        (Job("t5-v1_1-large", "seq2seq", 32, 512), [(32, {})]),
+        (Job("bloom-1b1", "lm", 16, 1024), [(16, {})]),
+        (Job("gpt2-large", "lm", 16, 1024), [(16, SELECTIVE)]),
+        (Job("gpt2-13b", "lm", 16, 1024, {"layers": 6}), [(16, {})]),
     ],
     2: [
         (Job("gpt2-13b", "lm", 32, 512, TENTH),
@@ -104,6 +111,10 @@ WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
         (Job("bert-large-uncased", "mlm", 128, 512), [(64, COPIES), (64, zero(3))]),
         (Job("llama-3.2-3b", "lm", 4, 2048), [(2, zero(3)), (4, tp(2))]),
         (Job("bloom-560m", "lm", 16, 1024), [(8, COPIES)]),
+        (Job("gpt2-medium", "lm", 64, 1024), [(32, COPIES), (32, zero(3))]),
+        (Job("bert-base-uncased", "mlm", 256, 512), [(128, COPIES), (256, tp(2))]),
+        (Job("llama-3.2-3b", "lm", 4, 4096), [(2, zero(3)), (2, zero(2, **FULL))]),
+        (Job("bloom-1b7", "lm", 16, 1024), [(8, zero(2)), (8, COPIES)]),
     ],
     4: [
         (Job("gpt2-13b", "lm", 64, 512, {"layers": 20}),
@@ -111,6 +122,9 @@ WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
           (16, tp(4))]),
         (Job("llama-3.2-3b", "lm", 16, 2048), [(4, {"fsdp": 4}), (2, {"replicate": 2, "fsdp": 2}), (4, tp(2, 2))]),
         (Job("bloom-7b1", "lm", 16, 1024), [(4, {"fsdp": 4})]),
+        (Job("llama-3.1-8b", "lm", 8, 4096), [(2, {"fsdp": 4}), (4, tp(2, 2))]),
+        (Job("gpt2-xl", "lm", 64, 1024), [(16, {"fsdp": 4}), (16, {"replicate": 4})]),
+        (Job("bert-large-uncased", "mlm", 256, 512), [(64, {"replicate": 4}), (64, {"fsdp": 4, "zero": 2})]),
     ],
     8: [
         (Job("gpt2-13b", "lm", 256, 512), [(32, {"fsdp": 8, **SELECTIVE}), (16, {"fsdp": 8, "zero": 2}), (16, tp(2, 4))]),
@@ -323,19 +337,18 @@ def lane(some: Sequence[Point], out: Path, until: float, more: Sequence[str], pl
 
 
 def each(some: Sequence[Point], out: Path, until: float, more: Sequence[str]) -> None:
-    """Measure the points: of one GPU on all of them at once, then of more; each number of GPUs has its share of the time. What is
-    said not to fit comes last."""
+    """Measure the points: of one GPU on all of them at once, then of more on as many groups of them as there are; each number of
+    GPUs has its share of the time. What is said not to fit comes last."""
     here = max(1, torch.cuda.device_count())
     counts = sorted({point.gpus for point in some})
-    turns = {gpus: sum(point.gpus == gpus for point in some) / (here if gpus == 1 else 1) for gpus in counts}
+    turns = {gpus: sum(point.gpus == gpus for point in some) / max(1, here // gpus) for gpus in counts}
     for k, gpus in enumerate(counts):
         end = time.monotonic() + (until - time.monotonic()) * turns[gpus] / sum(turns[n] for n in counts[k:])
         mine = sorted((p for p in some if p.gpus == gpus), key=lambda p: not said_of(out, p)["fits"])
-        if gpus > 1 or here == 1:
-            lane(mine, out, end, more, {})
-            continue
-        lanes = [threading.Thread(target=lane, args=(mine[n::here], out, end, more, {"CUDA_VISIBLE_DEVICES": str(n)}))
-                 for n in range(here)]  # fmt: skip
+        many = max(1, here // gpus)
+        cards = [",".join(str(n) for n in range(here)[gpus * i : gpus * (i + 1)]) for i in range(many)]
+        places = [{"CUDA_VISIBLE_DEVICES": one} if many > 1 else {} for one in cards]
+        lanes = [threading.Thread(target=lane, args=(mine[i::many], out, end, more, places[i])) for i in range(many)]
         for one in lanes:
             one.start()
         for one in lanes:

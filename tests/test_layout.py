@@ -17,6 +17,7 @@ import modelcenter as mc
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel import host
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.chips import CHIPS, Chip, chip_named
 from modelcenter.parallel.deep import Deep, rehearse_deep
@@ -169,8 +170,29 @@ def test_one_process_has_its_update_from_the_rehearsal_of_its_step(change: dict[
     step, alone = costs.rehearsed(1, "none", rows, 4 // rows, False), costs.update_of(1)
     first, second = ({w: n for w, n in deep.work(update=True).items() if w.bytes} for deep in (step, alone))
     assert first == second and first
-    wanted = sum(costs.update(Machine()).values()) + (4 // rows) * sum(costs.timed(step, 1).values())
-    assert found.seconds == pytest.approx(wanted, rel=0.01)
+    wanted: dict[str, float] = {}
+    for times, spent in ((1, costs.update(Machine())), (4 // rows, costs.timed(step, 1))):
+        wanted = {what: wanted.get(what, 0.0) + times * seconds for what, seconds in spent.items()}
+    wanted["host"] += costs.called(host.updated(costs.job.model, Machine()))
+    assert found.seconds == pytest.approx(max(wanted["compute"] + wanted["memory"], wanted["host"]), rel=0.01)
+
+
+def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
+    """FSDP's hooks and DTensor's dispatch are the host's: of a small model on a fast device they are the step, of a slow device
+    nothing of them is seen; on a host that computes itself they come on top."""
+    fast, slow = CHIPS["h200"], replace(CHIPS["h200"], bf16=1e9, fp32=1e9)
+    costs = [Costs(job_of(gpt(), 8), chip) for chip in (fast, slow, replace(slow, apart=False))]
+    for one in costs[1:]:
+        one.known = costs[0].known
+    plain = costs[0].exact(Machine(), 8)
+    for machine in (Machine(fsdp=2), Machine(tensor_parallel=2)):
+        quick, late, alone = (one.exact(machine, 8 // machine.shares) for one in costs)
+        assert quick.bottleneck == "host" and late.spent["host"] == 0
+        assert alone.spent["host"] == pytest.approx(quick.seconds, rel=1e-6)
+        calls = host.hooked(gpt(), machine, 1) + host.cut(gpt(), machine)
+        calls += host.updated(gpt(), machine) - host.updated(gpt(), Machine())
+        more = quick.seconds - plain.seconds
+        assert more / fast.call == pytest.approx(calls, rel=0.1) and more > 0.4 * plain.seconds
 
 
 def test_collectives_are_what_rings_take() -> None:
@@ -233,6 +255,11 @@ def test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth()
     for name, other in found.remedies:
         if name.startswith(("micro_batch", "machine.recompute", "twice")):
             assert other.need < found.choice.need, name
+
+
+def test_parts_of_heads_are_refused() -> None:
+    with pytest.raises(InputError, match="tensor_parallel: 4 heads over 8 ranks; a divisor of the heads"):
+        Costs(job_of(gpt(), 8), CHIPS["h200"]).exact(Machine(tensor_parallel=8), 1)
 
 
 def test_nodes_share_tensors_inside_alone() -> None:

@@ -6,10 +6,11 @@ the outermost layers' weights for as long as a pass lasts, while blocks are at w
 way) and in their backward one block's gradients, in the low precision and as they are summed. ZeRO (Rajbhandari et al., 2020) 1 and
 2 keep all that came until the step ends, and ZeRO 1 its gradients, if there are several micro-batches.
 
-Time. Every call takes the longer of its arithmetic and its bytes at the chip's rates; the host's calls are summed beside that, and
-the slower of the two counts. Collectives of weights and gradients cost what of them is not hidden behind computing, sums over
-tensor-parallel ranks, which nothing can hide, all; a collective of B bytes takes (n - 1) / n B / bus, and twice that if it is
-all-reduce. The update reads and writes this rank's part.
+Time. Every call takes the longer of its arithmetic and its bytes at the chip's rates; the host's calls are summed over a step
+beside that, those of FSDP and DTensor among them (`host.py`), and the slower of the two counts, for a host runs ahead.
+Collectives of weights and gradients cost what of them is not hidden behind computing, sums over tensor-parallel ranks, which
+nothing can hide, all; a collective of B bytes takes (n - 1) / n B / bus, and twice that if it is all-reduce. The update reads and
+writes this rank's part.
 """
 
 from collections import Counter
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import refuse
+from ..layers import Attention
+from . import host
 from .blocks import blocks
 from .chips import Chip
 from .deep import Deep, rehearse_deep
@@ -118,7 +122,10 @@ class Costs:
         self.low = LOW.get(job.precision)
 
     def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool) -> Deep:
-        """A step of `forwards` micro-batches, or one micro-batch with weights that other ranks send."""
+        """A step of `forwards` micro-batches, or one micro-batch with weights that other ranks send. Errors: `InputError` where
+        tensor-parallel ranks would have parts of heads."""
+        if odd := next((heads for heads in heads_of(self.job.model) if heads % tp), None):
+            refuse(None, "tensor_parallel", f"{odd} heads over {tp} ranks", "a divisor of the heads")
         key = tp, recompute, rows, shared or forwards > 1, shared
         if key not in self.known:
             job = self.job
@@ -175,13 +182,17 @@ class Costs:
         if job.gpu or job.device.type != "cpu":
             parts["fragments"] = int(FRAGMENTS * sum(parts.values()))
         spent = dict(self.update(machine) if shared else self.timed(step, tp, update=True))  # which was rehearsed with its step
-        one = self.timed(step, tp, machine.compile)
+        one = dict(self.timed(step, tp, machine.compile))
+        one["host"] += self.called(host.cut(job.model, machine) + host.recomputed(job.model, machine), machine.compile)
         for what, seconds in one.items():
             spent[what] += forwards * seconds
+        spent["host"] += self.called(host.hooked(job.model, machine, forwards) + host.updated(job.model, machine))
         if shared:
-            beside = sum(one[what] for what in ("compute", "memory", "host"))
+            beside = max(one["compute"] + one["memory"], one["host"])
             for what, seconds in self.exchanged(machine, beside, forwards).items():
                 spent[what] += seconds
+        if chip.apart:  # what of the host's work the device waits for
+            spent["host"] = max(0.0, spent["host"] - sum(spent[what] for what in ("compute", "memory", "link")))
         flops = forwards * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
         return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), flops,
                         job.rows * job.tokens, chip.rate(job.precision))
@@ -244,7 +255,7 @@ class Costs:
         return step.peak()
 
     def seconds_of(self, step: Deep, tp: int, compiled: bool = False, update: bool = False) -> dict[str, float]:
-        """Seconds of calls: of arithmetic, of bytes, of sums over tensor-parallel ranks, of a host that is behind."""
+        """Seconds of calls: of arithmetic, of bytes, of sums over tensor-parallel ranks, and of the host."""
         chip, work, calls = self.chip, step.work(update), step.calls(update)
         spent = {"compute": 0.0, "memory": 0.0, "link": 0.0, "host": 0.0}
         for one, count in work.items():
@@ -254,10 +265,12 @@ class Costs:
             share = chip.shapes if one.kind == "matmul" else chip.attention
             arithmetic, moved = one.flops / (chip.rate(one.dtype) * share), one.bytes / chip.bandwidth
             spent["compute" if arithmetic > moved else "memory"] += count * max(arithmetic, moved, chip.launch)
-        host = calls * chip.call * (COMPILED if compiled else 1)
-        device = spent["compute"] + spent["memory"]
-        spent["host"] = max(0.0, host - device) if chip.apart else host
+        spent["host"] = self.called(calls, compiled)
         return spent
+
+    def called(self, calls: float, compiled: bool = False) -> float:
+        """Seconds of the host for so many calls."""
+        return calls * self.chip.call * (COMPILED if compiled else 1)
 
     def collective(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of an all-gather or a reduce-scatter of `size` bytes, the whole."""
@@ -288,12 +301,15 @@ class Costs:
         return {what: seconds / (machine.fsdp if what in ("compute", "memory") else 1) for what, seconds in spent.items()}
 
 
+def heads_of(model: nn.Module) -> list[int]:
+    """How many heads of queries and of keys each attention has."""
+    return [p.out_features // m.head_dim for m in model.modules() if isinstance(m, Attention) for p in (m.q, m.k)]
+
+
 def layouts(job: Job, ranks: int, node: int, machine: Machine) -> Iterator[Machine]:
     """The ways to share out the job among `ranks`: tensor parallel inside a node, as far as it divides the heads; copies of the
     rest a node each, or of each rank, or none; every stage of ZeRO."""
-    from ..layers import Attention
-
-    heads = [p.out_features // m.head_dim for m in job.model.modules() if isinstance(m, Attention) for p in (m.q, m.k)]
+    heads = heads_of(job.model)
     for tp in (n for n in (1, 2, 4, 8) if n <= min(ranks, node) and ranks % n == 0 and not any(h % n for h in heads)):
         rest = ranks // tp
         for copies in sorted({1, rest, max(1, ranks // node) if rest % max(1, ranks // node) == 0 else 1}):

@@ -1,0 +1,49 @@
+"""What the host does for FSDP2 and tensor parallelism besides a model's own calls: Python of their hooks and of DTensor's dispatch.
+
+Counted in calls of torch's, as a rehearsal counts those of a model, so that what `Chip.call` says of a host says it of these too.
+They depend on neither sizes nor ranks. `python benchmarks/host.py` measures them, on tensors of a few elements.
+"""
+
+from torch import nn
+
+from .blocks import blocks
+from .machine import Machine
+from .twin import tables
+
+# A block, its forward and backward: the hooks, each time that its weights come, that its gradients go, that copies add theirs up.
+HOOKS, GATHER, SCATTER, SUM = 40, 65, 65, 10
+# A layer that tensor parallelism cuts, forward and backward, and each of its parameters.
+CUT, OPERAND = 45, 45
+AGAIN = 0.4  # of that is the forward's, which a block that is computed again does twice
+SEQUENCE = 1.45  # times as much, where sums over ranks are in parts of the sequence
+RECOMPUTED = {"none": 0, "selective": 555, "full": 135}  # a block that is computed again; of selective each call is asked about
+UPDATED, SHARDED = 1.3, 3.2  # a parameter in an update: its gradient found, told what to do, and dropped; the same of DTensors
+
+
+def hooked(model: nn.Module, machine: Machine, forwards: int) -> float:
+    """Calls for FSDP in a step of `forwards` micro-batches."""
+    if machine.shares == 1:
+        return 0.0
+    gathers = 2 * forwards if machine.zero == 3 else 1
+    scatters = 1 if machine.zero == 1 else forwards
+    each = forwards * HOOKS + gathers * GATHER + scatters * SCATTER + (machine.replicate > 1) * SUM
+    return (len(blocks(model)) + 1) * each
+
+
+def recomputed(model: nn.Module, machine: Machine) -> float:
+    """Calls for what is computed again, in a micro-batch, beside those that are made again."""
+    return len(blocks(model)) * RECOMPUTED[str(machine.recompute)]
+
+
+def cut(model: nn.Module, machine: Machine) -> float:
+    """Calls for tensor parallelism in a micro-batch."""
+    if machine.tensor_parallel == 1:
+        return 0.0
+    parts = [getattr(module, child) for module, child, _ in tables(model)]
+    each = sum(CUT + OPERAND * len(list(part.parameters(recurse=False))) for part in parts if isinstance(part, nn.Module))
+    return each * (SEQUENCE if machine.sequence_parallel else 1) * (1 + AGAIN * (machine.recompute != "none"))
+
+
+def updated(model: nn.Module, machine: Machine) -> float:
+    """Calls for an update, beside those of its kernels."""
+    return sum(p.requires_grad for p in model.parameters()) * (UPDATED if machine.ranks == 1 else SHARDED)
