@@ -24,6 +24,8 @@ from modelcenter.errors import InputError, MissingError
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Was it, though?\n\n\tIt's 3.50€; naïve café 中文 🙂\r\n",
          "def f(x):\n    return x ** 2  # squared\n", ""]
+# This release shortens each of two texts to the limit before it looks which is longer, and its windows end there.
+HASTY = tokenizers.__version__ == "0.23.2"
 HARD = [*TEXTS, "[MASK] in <|endoftext|> the middle </s> [SEP]", "  leading", "trailing  ", "\x00\u2028\ufeff", "ÀÉ"]
 
 
@@ -31,7 +33,7 @@ def same_as_transformers(ours: Tokenizer, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(str(folder))
-    for limit, second in ((None, HARD[1]), (9, HARD[1]), (9, None)):
+    for limit, second in ((None, HARD[1]), *([] if HASTY else [(9, HARD[1])]), (9, None)):
         pairs = [theirs(text, second, truncation=limit is not None, max_length=limit, return_token_type_ids=True) for text in HARD]
         wanted = [(pair["input_ids"], pair["token_type_ids"]) for pair in pairs]
         assert list(ours.encode_pairs([(text, second) for text in HARD], limit)) == wanted

@@ -171,9 +171,11 @@ class Tokenizer:
         if limit <= lone + stride:
             found = f"{limit} with a question of {lone} tokens"
             refuse(None, "data.seq_len", found, f"more than {lone + stride}: data.stride is {stride}")
+        # cut into tokens whole: tokenizers 0.23.2 drops what of `second` is beyond `limit` where it is to do both at once
+        one, two = self.raw.encode_batch([first, second], add_special_tokens=False)
         self.raw.enable_truncation(limit, stride=stride, strategy="only_second")
         try:
-            encoding = self.raw.encode(first, second)
+            encoding = self.raw.post_process(one, two)
         finally:
             self.raw.no_truncation()
         for part in (encoding, *encoding.overflowing):
