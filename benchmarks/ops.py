@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from modelcenter import ops
 from modelcenter.ops import OPS, _op
@@ -36,7 +37,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CACHE = {"cuda": 256 << 20, "cpu": 128 << 20}  # the sets of inputs exceed this together
 TURN = {"cuda": 0.01, "cpu": 0.05}  # seconds that a contender computes before the next one has its turn
 LINE = {"cuda": 4.0, "cpu": 12.0}  # seconds after which a line has had enough rounds, if there were three
-CONTENDERS = ("ours", "reference", "torch", "compile", "liger", "cudnn", "cce")
+CONTENDERS = ("ours", "reference", "torch", "compile", "kept", "liger", "cudnn", "cce")
 EAGER = ("reference", "torch")
 Function = Callable[..., Any]
 
@@ -48,7 +49,8 @@ class Bench:
     `bytes`: what the forward and the backward must move. `flops` instead, where arithmetic is the floor. `directions`: ("whole",)
     times forward and backward as one, for losses that form their gradient early; ("step",) is for what has no arguments, and
     `peers` and `ours` then make the function to time. `peers`: by contender's name, a function of the same arguments; `torch` is
-    torch's own fused op. `reference`: in place of the op's. `own`: contenders that overwrite their arguments, and so get their own.
+    torch's own fused op, and `kept` what keeps more for the backward than the op may. `reference`: in place of the op's. `own`:
+    contenders that overwrite their arguments, and so get their own.
     """
 
     op: str
@@ -315,11 +317,17 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
                 codes, scales = getattr(ops, f"quantize_{name}")(torch.randn(rows, cols, device=device))
                 return new(tokens, cols), codes, scales, None
 
+            whole = OPS[f"linear_{name}"].reference
+
+            def again(*args: Any, whole: Function = whole) -> Any:  # as ours: the dequantised weight is not there meanwhile
+                return checkpoint(whole, *args, use_reentrant=False)
+
             product = 2.0 * tokens * rows * cols
             floor: dict[str, Any] = {"flops": (product, product)} if tokens > 64 else {"bytes": (rows * cols * bits / 8, 0)}
             yield Bench(
                 f"linear_{name}", f"{tokens} x {cols} x {rows}", args, quick=tokens > 64,
                 directions=("forward", "backward") if tokens > 64 else ("forward",), **floor,
+                **({"reference": again, "peers": {"kept": torch.compile(whole, dynamic=False)}} if tokens > 64 else {}),
             )  # fmt: skip
 
     # AdamW: the gradients' norm, clip, update and cast. Half: bf16 parameters and gradients, with an fp32 master or without
