@@ -291,6 +291,8 @@ MUTANTS = (
            "test_sentence.py::test_what_is_left_out_is_said[bert-modules3-cls_token-said3]"),
     Mutant("a-text-of-many-pairs-is-the-first", "data/tokenizer.py", "None if second is None else cut[second])", "None if second is None else cut[texts[-1]])",
            "test_data_objective.py::test_pairs_are_encoded_many_at_a_time_and_told_apart[12]"),
+    Mutant("a-template-s-token-beyond-the-model", "data/encode.py", "self.refuse(record, ids)  # a token", "pass  # a token",
+           "test_data_objective.py::test_ids_that_the_model_lacks_are_named", "Failed"),
     Mutant("pairs-not-refused-by-their-record", "data/encode.py", "                with self.naming(record):\n                    ids, segments",
            "                if True:\n                    ids, segments", "test_data_objective.py::test_pairs_are_encoded_many_at_a_time_and_told_apart[12]"),
     Mutant("last-texts-not-encoded", "data/encode.py", "    if some:\n        yield some\n", "",

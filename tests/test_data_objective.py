@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import zoo
 from hypothesis import given
@@ -389,6 +390,13 @@ def test_ids_that_the_model_lacks_are_named(bpe: Tokenizer) -> None:
     make_examples("lm", documents(TEXT), bpe, DataConfig(), vocab=bpe.vocab_size)
     with pytest.raises(InputError, match="a special token has id"):
         make_examples("lm", documents("a"), train_tokenizer([TEXT], 300, "roberta"), DataConfig(), vocab=2)
+    pieces = {"[UNK]": 0, "to": 1, "be": 2, "[CLS]": 3, "[SEP]": 4}
+    raw = tokenizers.Tokenizer(tokenizers.models.WordPiece(pieces, unk_token="[UNK]"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    raw.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 4), ("[CLS]", 3))
+    last = Tokenizer(raw, {"cls": "[CLS]", "sep": "[SEP]"})
+    with pytest.warns(UserWarning), pytest.raises(InputError, match=r"line 1: a token has id 4, the model 3 tokens"):
+        make_examples("classify", rows({"text": "to be", "label": 0}, {"text": "be", "label": 1}), last, DataConfig(), vocab=3)
 
 
 @pytest.mark.parametrize("portion", [1, 12, 1 << 20])

@@ -61,6 +61,7 @@ class Reader:
                 if not self.holds(ids):
                     self.encode(record, first)
                     self.encode(record, second or "")
+                    self.refuse(record, ids)  # a token of the template
                 if not ids:
                     record.refuse("no token in its text", "a text is wanted")
                 if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
