@@ -15,7 +15,7 @@ __constant__ float levels[16] = {MC_NF4_LEVELS};
 __constant__ float middles[16] = {MC_NF4_MIDDLES, 0};
 
 // A table of 16 in shared memory: different entries lie in different banks and equal ones are one read, so no lookup waits.
-__device__ __forceinline__ void copy16(float* shared, const float* table) {
+__device__ __forceinline__ void share_table(float* shared, const float* table) {
     if (threadIdx.x < 16) shared[threadIdx.x] = table[threadIdx.x];
     __syncthreads();
 }
@@ -45,7 +45,7 @@ __device__ __forceinline__ float scale_of(uint32_t top) {
 template <class T, bool X, bool C>
 __global__ void quantize4(const T* x, uint8_t* codes, float* scales, int64_t rows, int64_t cols) {
     __shared__ float middle[16];
-    copy16(middle, middles);
+    share_table(middle, middles);
     const int64_t bytes = (cols + 1) / 2, groups = (cols + GROUP - 1) / GROUP, all = rows * groups;
     for (int64_t first = blockIdx.x * int64_t{THREADS / 8}; first < all; first += gridDim.x * int64_t{THREADS / 8}) {  // whole blocks
         const int64_t group = first + threadIdx.x / 8;
@@ -91,7 +91,7 @@ __global__ void dequantize4(const uint8_t* __restrict__ codes, const float* __re
     constexpr int EACH = 16 / sizeof(T);
     using Word = typename std::conditional<EACH == 8, uint32_t, uint16_t>::type;
     __shared__ float table[16];
-    copy16(table, levels);
+    share_table(table, levels);
     const int64_t step = gridDim.x * int64_t{THREADS}, whole = n / EACH;
     int64_t i = blockIdx.x * int64_t{THREADS} + threadIdx.x;
     uint32_t next = i < whole ? reinterpret_cast<const Word*>(codes)[i] : 0;
@@ -118,7 +118,7 @@ __global__ void dequantize4(const uint8_t* __restrict__ codes, const float* __re
 template <class T>
 __global__ void dequantize4_any(const uint8_t* codes, const float* scales, T* y, int64_t rows, int64_t cols) {
     __shared__ float table[16];
-    copy16(table, levels);
+    share_table(table, levels);
     const int64_t bytes = (cols + 1) / 2, groups = (cols + GROUP - 1) / GROUP;
     for (int64_t row = blockIdx.y; row < rows; row += gridDim.y)
         for (int64_t i = blockIdx.x * int64_t{THREADS} + threadIdx.x; i < bytes; i += gridDim.x * int64_t{THREADS}) {
@@ -249,7 +249,7 @@ product(const T* __restrict__ x, const uint8_t* __restrict__ codes, const float*
         T* __restrict__ y, int n, int64_t rows, int64_t cols) {
     __shared__ float table[16];
     __shared__ float parts[WARPS][TILE * N];
-    if (Format::TABLE) copy16(table, levels);
+    if (Format::TABLE) share_table(table, levels);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int64_t first = blockIdx.x * int64_t{TILE}; first < rows; first += gridDim.x * int64_t{TILE}) {
         float sums[TILE][N] = {};
