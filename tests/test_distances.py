@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_zoo import FIRST, compare
 from torch import Tensor
-from zoo import Case, pair
+from zoo import Case, inputs, pair
 
 from modelcenter.layers import position
 from modelcenter.layers.view import View
@@ -39,3 +39,14 @@ def test_packed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ours(**args)
     key = "logits" if "logits" in wanted else "last_hidden_state"
     torch.testing.assert_close(found[key], wanted[key], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.task in ("lm", "seq2seq")], ids=str)
+def test_generated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query at a time over a cache, beams among them: the tokens of the road that makes a mask."""
+    _, ours = pair(case)
+    args = {k: v for k, v in inputs(case, "left").items() if k in ("input_ids", "attention_mask")}
+    how = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
+    wanted = [ours.generate(**args, **how, num_beams=beams) for beams in (1, 3)]
+    monkeypatch.setattr(position, "served", lambda like: True)
+    assert all(torch.equal(ours.generate(**args, **how, num_beams=beams), ids) for beams, ids in zip((1, 3), wanted, strict=True))
