@@ -190,7 +190,7 @@ def test_parts_of_a_matrix_that_others_hold_as_one(case: Case, targets: tuple[st
 
 
 @pytest.mark.parametrize("name", ["lora", "dora"])
-@pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
+@pytest.mark.parametrize("quantize", ["none", "nf4", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_merged_is_adapted(case: Case, quantize: str, name: str, tmp_path: Path) -> None:
     ours = loaded(case, lora(name=name, quantize=quantize))

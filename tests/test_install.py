@@ -138,9 +138,10 @@ def test_without_a_compiler(compiler: str, tmp_path: Path) -> None:
     done = build(folder, CXX=compiler)
     assert done.returncode == 0, done.stderr
     assert "the references will do the work" in done.stderr and not list((folder / "modelcenter").glob("_C*"))
-    found = smoke(folder)
-    assert str(found["extension"]).startswith("not built") and found["advice"]
-    assert len([s for s in found["said"] if "no compiled kernels" in s]) == 1  # type: ignore[attr-defined]
+    if compiler == "false":  # what is there is the same
+        found = smoke(folder)
+        assert str(found["extension"]).startswith("not built") and found["advice"]
+        assert len([s for s in found["said"] if "no compiled kernels" in s]) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

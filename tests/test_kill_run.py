@@ -33,7 +33,7 @@ BEHIND = ("machine.async_save=true",)
 def test_nothing_is_lost(kind: str, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kill_run.loop, "plot_loss", lambda folder: "not drawn")
     families()  # imported here once, and not in each life
-    finished, wrong = kill_run.KINDS[kind](kill_run.Trial(tmp_path, 5, steps=100, settings=settings))
+    finished, wrong = kill_run.KINDS[kind](kill_run.Trial(tmp_path, 3, steps=100, settings=settings))
     assert finished and not wrong
 
 

@@ -175,6 +175,7 @@ def test_nodes_that_cannot_be(environment: dict[str, str], text: str, tmp_path: 
     assert text in capfd.readouterr().err
 
 
+@pytest.mark.slow  # tests/test_ranks.py holds evaluations of ranks to one process; here they are started by the command
 def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path, capfd: Any) -> None:
     train(run_of(tmp_path, max_steps=1, eval_steps=None, save_steps=None), Machine(device="cpu", threads=1))
     found = []

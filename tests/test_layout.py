@@ -305,7 +305,7 @@ MESHES: dict[str, tuple[dict[str, Any], str, int, int]] = {  # degrees, precisio
     "tensors x zero 2": ({"tensor_parallel": 2, "fsdp": 2, "zero": 2}, "bf16", 8, 1),
     "copies x zero 3": ({"replicate": 2, "fsdp": 2}, "bf16", 8, 1),
 }  # fmt: skip
-QUICK = ("zero 3", "zero 3, two micro-batches", "zero 2", "zero 1, two micro-batches", "copies", "tensors")
+QUICK = ("zero 3", "zero 3, two micro-batches", "zero 1, two micro-batches", "tensors")
 MEASURED = [
     *(pytest.param("gpt", name, id=f"gpt, {name}") for name in QUICK),
     *(pytest.param(family, name, id=f"{family}, {name}", marks=pytest.mark.slow) for family in FAMILIES for name in MESHES

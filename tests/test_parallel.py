@@ -70,7 +70,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 
 def work(rank: int, changes: dict[str, Any], folders: dict[Case, str], out: Path) -> None:
     machine = mc.Machine(device=DEVICE, **changes)
-    for case in CASES:
+    for case in folders:
         alone, spread = draw(case, None), draw(case, machine)
         for name in alone.shapes:
             whole = full(spread.get_parameter(name).detach())[tuple(slice(0, n) for n in alone.shapes[name])]
@@ -103,7 +103,8 @@ def work(rank: int, changes: dict[str, Any], folders: dict[Case, str], out: Path
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if k == 2 else pytest.mark.slow) for k, m in enumerate(MESHES)])
 def test_a_mesh_equals_one_process(mesh: str, tmp_path: Path) -> None:
-    folders = {case: zoo.reference(case)[1] for case in CASES}
+    quick = mesh == "fsdp2xtp2"  # mT5 is T5 with other sizes
+    folders = {case: zoo.reference(case)[1] for case in CASES if not (quick and case.kind == "mt5")}
     spawn(mc.Machine(**MESHES[mesh]).ranks, work, MESHES[mesh], folders, tmp_path)
 
 
@@ -164,11 +165,15 @@ def test_recompute_replays_dropout() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+FEW = ["gpt2", "bert", "t5", "llama", "bloom"]  # of whose parts the others' blocks are made
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler looks
 @pytest.mark.parametrize(
     ("backend", "kinds"),
     [
-        ("aot_eager", [c.kind for c in CASES]),
+        ("aot_eager", FEW),
+        pytest.param("aot_eager", [c.kind for c in CASES if c.kind not in FEW], marks=pytest.mark.slow),
         pytest.param("inductor", ["gpt2", "t5"], marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")]),
     ],
 )

@@ -28,7 +28,7 @@ from modelcenter.train.prepare import prepare, resolve
 from modelcenter.train.recipe import Recipe, load_recipe
 
 pytest.importorskip("accelerate")
-STEPS, BATCH, MANY = 50, 8, 40
+STEPS, BATCH, MANY = 30, 8, 40
 GPT = {**TINY, "positions": 64, "dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
 BERT = {**TINY, "dropout": 0.0, "attn_dropout": 0.0, "head_dropout": 0.0}
 # gated by a smooth function: a rounding that turns one of relu's units on or off moves a weight by a twentieth of a step

@@ -1,5 +1,6 @@
 """The states an installation can be in: no kernels, kernels of another version, an older processor's instruction sets."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -62,6 +63,21 @@ def test_kernels_without_an_instruction_set(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+FORKS = """
+import json, os, sys, torch
+for number, (code, environment) in enumerate(json.loads(sys.argv[1])):
+    if (child := os.fork()) == 0:
+        os.environ.update(environment)
+        for stream in (1, 2):
+            os.dup2(os.open(f"{sys.argv[2]}/{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+        try:
+            exec(code, {})
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
 MISSING = """
 import sys
 sys.modules["modelcenter._C"] = None
@@ -71,33 +87,27 @@ for _ in range(3):
     ops.dropout(torch.ones(2), None, ops.draw(torch.device("cpu")), 0.5)
     ops.gelu(torch.ones(2), torch.ones(2))
 """
-
-
-def test_missing_kernels_are_told_once() -> None:
-    done = python("-c", MISSING)
-    assert done.returncode == 0 and done.stderr.count("no compiled kernels") == 1, done.stderr
-    assert "UserWarning" in done.stderr and "modelcenter doctor" in done.stderr
-    asked = python("-c", MISSING.replace("sys.modules", "#"), MODELCENTER_KERNELS="0")
-    assert not asked.stderr, "nobody is warned of what he asked for"
-
-
 OTHER = """
-import sys, types
+import sys, types, warnings
+warnings.filterwarnings("ignore", "modelcenter has no compiled")
 sys.modules["modelcenter._C"] = types.SimpleNamespace(version="0.0.0")
 from modelcenter.ops import _op
 assert _op._C is None and not _op.available("cpu")
 """
+NAMED = "from modelcenter.ops import _op; print(_op._C.__file__)"
 
 
-def test_kernels_of_another_version_are_refused() -> None:
-    done = python("-W", "ignore:modelcenter has no compiled", "-c", OTHER)
+def test_what_an_installation_without_its_kernels_says(tmp_path: Path) -> None:
+    """Missing kernels are told once, and not to one who asked for it; those of another version are refused; a file may be named."""
+    file = _op._C.__file__ if _op.available("cpu") and _op.FILE == "1" else None
+    asked = [(MISSING, {}), (MISSING.replace("sys.modules", "#"), {"MODELCENTER_KERNELS": "0"}), (OTHER, {}),
+             ("import modelcenter.ops", {"MODELCENTER_KERNELS": "true"})]
+    asked += [(NAMED, {"MODELCENTER_KERNELS": file})] if file else []
+    done = python("-c", FORKS, json.dumps(asked), str(tmp_path))  # each a process that has imported torch and nothing of ours
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Warning") == 1 and f"built for 0.0.0 and not for {__version__}" in done.stderr
-
-
-def test_a_file_may_be_named() -> None:
-    if not _op.available("cpu") or _op.FILE != "1":
-        pytest.skip("no compiled kernels")
-    said = python("-c", "from modelcenter.ops import _op; print(_op._C.__file__)", MODELCENTER_KERNELS=_op._C.__file__)
-    assert said.stdout.strip() == _op._C.__file__, said.stderr
-    assert "wanted 0, 1 or the file" in python("-c", "import modelcenter.ops", MODELCENTER_KERNELS="true").stderr
+    missing, unasked, other, wrong = ((tmp_path / f"{number}.2").read_text() for number in range(4))
+    assert missing.count("no compiled kernels") == 1 and "UserWarning" in missing and "modelcenter doctor" in missing, missing
+    assert not unasked, "nobody is warned of what he asked for"
+    assert other.count("Warning") == 1 and f"built for 0.0.0 and not for {__version__}" in other and "Error" not in other, other
+    assert "wanted 0, 1 or the file" in wrong
+    assert file is None or (tmp_path / "4.1").read_text().strip() == file
