@@ -1,4 +1,7 @@
-"""The tests that hold ranks to one process, on GPUs: a rank each, connected by NCCL (CUDA_VISIBLE_DEVICES=0,1 make gpu)."""
+"""The tests that hold ranks to one process, on GPUs: a rank each, connected by NCCL (CUDA_VISIBLE_DEVICES=0,1 make gpu).
+
+Each is on two GPUs; where more are visible, as many at a time as there are pairs of them and workers (JOBS=8 make gpu).
+"""
 
 import json
 import os
@@ -13,12 +16,14 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-EQUAL = {  # what two ranks can show
+STEPS = "steps_equal and 2 and not 4"
+EQUAL = {  # what two ranks can show, in parts of about a minute
+    **{f"pairs {part}": ["test_pairs.py", "-k", f"says and {part}"] for part in range(4)},
+    "steps": ["test_apply.py", "-k", f"{STEPS} and not llama and not t5"],
+    "more steps": ["test_apply.py", "-k", f"{STEPS} and (llama or t5)"],
     "meshes": [*(f"test_parallel.py::test_a_mesh_equals_one_process[{name}]" for name in ("tp2", "fsdp2", "copies2")),
                "test_parallel.py::test_a_vocabulary_that_does_not_divide"],
-    "steps": ["test_apply.py", "-k", "steps_equal and 2 and not 4"],
     "cases": ["test_ranks.py", "-k", "steps_equal and (fsdp2 or tp2) and not fsdp2xtp2"],
-    "pairs": ["test_pairs.py"],
     "long saves": ["test_watch.py", "-k", "whose_saves_are_long"],
 }  # fmt: skip
 
@@ -26,10 +31,14 @@ EQUAL = {  # what two ranks can show
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", EQUAL)
 def test_the_same_on_gpus(name: str) -> None:
-    if torch.cuda.device_count() < 2:
+    if (count := torch.cuda.device_count()) < 2:
         pytest.skip("two GPUs")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",")[:count] if named else [str(n) for n in range(count)]
+    first = 2 * (list(EQUAL).index(name) % (count // 2))
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # nothing of who runs this
-    environment = {**mine, "MODELCENTER_TEST_DEVICE": "cuda", "PYTHONPATH": str(TESTS.parent)}
+    environment = {**mine, "MODELCENTER_TEST_DEVICE": "cuda", "PYTHONPATH": str(TESTS.parent),
+                   "CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + 2])}  # fmt: skip
     without = [word for plugin in ("cacheprovider", "benchmark", "xdist") for word in ("-p", f"no:{plugin}")]
     command = [sys.executable, "-m", "pytest", "-v", "-x", *without, "--tb=short", *EQUAL[name]]
     done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=280)
