@@ -450,8 +450,14 @@ def place(model: Model, device: str | torch.device | None, machine: str | Machin
     def stored(t: Tensor) -> Tensor:
         if not t.is_meta:  # quantised layers have their values already
             return t.to(home)
-        like = hasattr(t, "placements")  # a DTensor; of others `empty_like` imports torch's compiler first
-        return torch.empty_like(t, device=home) if like else torch.empty(t.shape, dtype=t.dtype, device=home)
+        # `empty_like` of what has no storage imports torch's compiler first, and of a DTensor takes a thousandth of a second
+        whole: Any = t
+        out = torch.empty(local(t)[1].shape, dtype=t.dtype, device=home)
+        if not hasattr(whole, "placements"):
+            return out
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(out, whole.device_mesh, whole.placements, run_check=False, shape=t.shape, stride=t.stride())
 
     model._apply(stored)  # type: ignore[no-untyped-call]  # torch has no types there
     model.tie()

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -183,13 +184,20 @@ def put(parameter: Tensor, source: Lazy) -> None:
         beat()
 
 
+@torch.no_grad()
 def local(parameter: Tensor) -> tuple[Region, Tensor]:
     """The region of the whole parameter that this process holds, and the tensor that holds it."""
     sharded: Any = parameter
     if not hasattr(sharded, "placements"):  # it would be a DTensor, whose module takes a second to import
         return everything(tuple(parameter.shape)), parameter
+    mesh = sharded.device_mesh
+    return region_of(tuple(sharded.shape), mesh, tuple(mesh.get_coordinate()), sharded.placements), sharded.to_local()
+
+
+@lru_cache(maxsize=4096)
+def region_of(shape: Shape, mesh: Any, here: tuple[int, ...], placements: Any) -> Region:
+    """The region that the rank at `here` in a mesh holds of a tensor; a model has few shapes, and torch takes its time."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
-    region = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-    return region, sharded.to_local()
+    sizes, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))
