@@ -5,7 +5,7 @@ parallelism cost besides, of a block and of a parameter.
     torchrun --nproc-per-node 2 benchmarks/host.py --device cuda       # with NCCL's calls
 
 Steps of models so narrow that a device waits for the host all the time; each number is the slope from few blocks to many, the least
-of some rounds. On a CPU it is the time of this process's processor, tensors of a few elements in it. `parallel/layout.py: HOOKS`
+of some rounds. On a CPU it is the time of this process's processor, tensors of a few elements in it. `parallel/host.py`
 has what came of it.
 """
 

@@ -32,9 +32,9 @@ def test_without_a_mutant_all_pass(fault: Callable[[str], str]) -> None:
     assert fault(CLEAN) == ""
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
-def test_what_it_changes_is_there(mutant: mutants.Mutant) -> None:
-    assert (mutants.ROOT / "modelcenter" / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
+def test_what_they_change_is_there() -> None:
+    texts = {file: (mutants.ROOT / "modelcenter" / file).read_text(encoding="utf-8") for file in {m.file for m in MUTANTS}}
+    assert [m.name for m in MUTANTS if texts[m.file].count(m.old) != 1] == []
 
 
 def sometimes(name: str) -> tuple[pytest.MarkDecorator, ...]:
