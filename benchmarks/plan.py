@@ -46,6 +46,7 @@ from modelcenter.registry import place
 from modelcenter.train.step import accumulate, autocast, update
 
 MEMORY, TIME, CHOICE = 0.08, 0.15, 0.05  # how far off a prediction may be; how much slower than the best one tried the choice
+START = 2  # points that could be measured while processes start
 SILENCE = 60  # seconds after which a process that has not finished a point is ended
 
 
@@ -341,7 +342,7 @@ def each(some: Sequence[Point], out: Path, until: float, more: Sequence[str]) ->
     GPUs has its share of the time. What is said not to fit comes last."""
     here = max(1, torch.cuda.device_count())
     counts = sorted({point.gpus for point in some})
-    turns = {gpus: sum(point.gpus == gpus for point in some) / max(1, here // gpus) for gpus in counts}
+    turns = {gpus: START + sum(point.gpus == gpus for point in some) / max(1, here // gpus) for gpus in counts}
     for k, gpus in enumerate(counts):
         end = time.monotonic() + (until - time.monotonic()) * turns[gpus] / sum(turns[n] for n in counts[k:])
         mine = sorted((p for p in some if p.gpus == gpus), key=lambda p: not said_of(out, p)["fits"])

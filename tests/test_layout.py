@@ -118,6 +118,17 @@ def test_zero_3_holds_sixteen_bytes_a_parameter_shared_out(ranks: int) -> None:
     assert less["gathered"] - parts["gathered"] > 0
 
 
+def test_the_gradients_of_micro_batches_before_are_there_all_the_while() -> None:
+    """So that they choose no moment: what else is there at the peak is the same however small a rank's part of them is. Weights
+    outweigh activations here, so that gradients that grew would choose a later one."""
+    model = gpt(dim=512, heads=8)
+    costs, count = Costs(job_of(model, 8192), CHIPS["h200"]), sum(p.numel() for p in model.parameters())
+    few, many = (costs.exact(Machine(fsdp=n), 1, 2).parts for n in (2, 4096))
+    others: Any = ("activations", "loss", "temporary", "gathered")
+    assert [few.get(kind, 0) for kind in others] == [many.get(kind, 0) for kind in others]
+    assert few["gradients"] == 2 * count
+
+
 @pytest.mark.parametrize(("width", "heads", "length", "rows"), [(1024, 16, 512, 2), (2048, 16, 256, 3)])
 def test_activations_of_a_block_are_the_published_ones(width: int, heads: int, length: int, rows: int) -> None:
     """Korthikanti et al., 2022, equation 1, without dropout and with attention that keeps no scores: 32 s b h bytes in 16 bits, and

@@ -26,11 +26,15 @@ class Chip:
     fp32: float = field(metadata={"help": "FLOP/s of large matrix products in fp32, as torch forms them by default", "above": 0})
     bf16: float | None = field(default=None, metadata={"help": "the same in bf16; absent: it has none", "above": 0})
     fp16: float | None = field(default=None, metadata={"help": "the same in fp16; absent: it has none", "above": 0})
-    attention: float = field(default=0.45, metadata={"help": "attention's share of the products' rate", "above": 0, "max": 1})
+    attention: float = field(
+        default=1.0, metadata={"help": "attention's share of the products' rate, what is no product left out", "above": 0, "max": 1}
+    )
     shapes: float = field(default=0.9, metadata={"help": "the share of it that a layer's products reach", "above": 0, "max": 1})
     bandwidth: float = field(metadata={"help": "bytes/s read and written", "above": 0})
+    moves: float = field(default=0.87, metadata={"help": "the share of it that kernels reach", "above": 0, "max": 1})
     launch: float = field(default=3e-6, metadata={"help": "seconds that the smallest kernel takes", "min": 0})
-    call: float = field(default=12e-6, metadata={"help": "seconds of the host for a call of torch's", "min": 0})
+    gap: float = field(default=1.4e-6, metadata={"help": "seconds between a kernel and the next", "min": 0})
+    call: float = field(default=9e-6, metadata={"help": "seconds of the host for a call of torch's", "min": 0})
     apart: bool = field(default=True, metadata={"help": "the host runs ahead of the device"})
     link: float = field(metadata={"help": "bus bytes/s of a collective inside a node", "above": 0})
     node: int = field(default=8, metadata={"help": "devices of a node", "min": 1})
@@ -57,8 +61,9 @@ CHIPS: Mapping[str, Chip] = {
     "h200": Chip(
         name="NVIDIA H200", memory=139 * 2**30, bf16=770 * TERA, fp16=770 * TERA, fp32=50 * TERA, bandwidth=4.25 * TB,
         link=347 * GB, wire=50 * GB,
-        source="measured: 8192^3 products 750 to 800 TFLOP/s, copy 4.25 TB/s, all-gather on 8 GPUs 340 GB/s at 640 MiB and 290 at "
-               "64 MiB; of a 13B's collectives 0.7 showed in its step. fp32: vendor; " + INFINIBAND.format(400),
+        source="measured: 8192^3 products 750 to 800 TFLOP/s, 0.9 of it in models, copy 4.25 TB/s, 0.87 of it in kernels, "
+               "all-gather on 8 GPUs 340 GB/s at 640 MiB and 290 at 64 MiB; of a 13B's collectives 0.7 "
+               "showed in its step. fp32: vendor; " + INFINIBAND.format(400),
     ),
     "h100": Chip(
         name="NVIDIA H100 80GB HBM3", memory=79 * 2**30, bf16=770 * TERA, fp16=770 * TERA, fp32=50 * TERA, bandwidth=3.0 * TB,
@@ -150,6 +155,6 @@ def probe() -> Chip:
     call = best(lambda: [small * 2.0 for _ in range(200)], 3) / 200
     memory = memory_of(torch.device("cpu"))
     assert memory is not None
-    return Chip(name="CPU", memory=memory[1], fp32=fp32, bf16=max(bf16, fp32), bandwidth=bandwidth, launch=0.0, call=call,
-                apart=False, attention=0.5, link=bandwidth / 4, wire=bandwidth / 4, node=1024, latency=200e-6, hidden=0.0,
+    return Chip(name="CPU", memory=memory[1], fp32=fp32, bf16=max(bf16, fp32), bandwidth=bandwidth, launch=0.0, gap=0.0, call=call,
+                apart=False, moves=1.0, link=bandwidth / 4, wire=bandwidth / 4, node=1024, latency=200e-6, hidden=0.0,
                 source="timed here")  # fmt: skip

@@ -207,12 +207,15 @@ class Costs:
         grows = 1 / ratio / n if forwards == 1 else 0.0  # those of micro-batches before are there all the while
         there = (whole if machine.zero < 3 else outside) * ratio
         come = there if machine.zero < 3 else (outside + min(2 * block, whole - outside)) * ratio
-        sent = max(block, outside) * (1 + ratio) * last["gradients"] / max(1, whole)
+        sent = (1 + ratio) * last["gradients"] / max(1, whole)
 
         def gathered(phase: str) -> float:
-            """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own."""
-            kind, _, of_a_block = phase.partition(" ")
-            return there if kind in ("before", "head") else come + sent * (kind == "backward" and bool(of_a_block))
+            """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own, and
+            when the first block has sent its gradients those of the outermost weights follow."""
+            if phase in ("before", "head"):
+                return there
+            kind, *place = phase.split()
+            return come + (kind == "backward" and bool(place)) * sent * max(block, outside if place[-1:] == ["first"] else 0)
 
         factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": grows}
         parts = step.peak(factors, gathered)
@@ -263,8 +266,8 @@ class Costs:
                 spent["link"] += count * self.collective(2 * one.bytes, tp, 1)
                 continue
             share = chip.shapes if one.kind == "matmul" else chip.attention
-            arithmetic, moved = one.flops / (chip.rate(one.dtype) * share), one.bytes / chip.bandwidth
-            spent["compute" if arithmetic > moved else "memory"] += count * max(arithmetic, moved, chip.launch)
+            arithmetic, moved = one.flops * one.times / (chip.rate(one.dtype) * share), one.bytes / (chip.bandwidth * chip.moves)
+            spent["compute" if arithmetic > moved else "memory"] += count * (max(arithmetic, moved, chip.launch) + chip.gap)
         spent["host"] = self.called(calls, compiled)
         return spent
 
