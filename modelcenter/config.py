@@ -262,7 +262,7 @@ def _split(assignment: str) -> tuple[str, Text]:
 def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = None, section: str = "") -> T:
     """`mapping` as the dataclass `cls`, checked: unknown keys, missing keys, types, and the bounds in each field's
     metadata (`min` and `max` inclusive, `above` and `below` exclusive; of a text, `min` is its length). What
-    `cls.__post_init__` refuses gets the file and the section put before it."""
+    `cls.__post_init__` refuses gets the file, or the command line, that says so, and the section put before it."""
     hints = get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]  # cls is a dataclass
     for key, value in mapping.items():
@@ -278,7 +278,10 @@ def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = Non
         return cls(**values)
     except InputError as error:
         head, _, tail = str(error).rpartition("; ")
-        raise type(error)(message(file, None, section + head, tail)) from None
+        value: Any = mapping
+        for part in head.partition(": ")[0].split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        raise type(error)(message(_origin(value, file), None, section + head, tail)) from None
 
 
 def near(key: str, cls: type, section: str) -> str:

@@ -264,6 +264,7 @@ def test_bind_refuses(text: str) -> None:
         ("inner.betas=[0.9", "inner.betas: '[0.9'; [a number"),
         ("inner.betas=[.9, 7]", "inner.betas.1: 7; a number"),
         ("steps={a: 1}", "steps: a mapping; an integer"),
+        ("inner.lr=13", "inner.lr: 13; another number"),
     ],
 )
 def test_bind_names_the_command_line(given: str, found: str) -> None:

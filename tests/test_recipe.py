@@ -233,6 +233,8 @@ def test_refused(text: str, tmp_path: Path) -> None:
         ("optimiser.lr=1", "command line: optimiser: unknown key; did you mean 'optimizer'?"),
         ("report_to=[neptune]", "command line: report_to.0: 'neptune'; tensorboard"),
         ("data.seqlen=4", "command line: data.seqlen: unknown key; did you mean 'data.seq_len'?"),
+        ("metrics=[acc]", "command line: metrics: 'acc'; did you mean 'mcc'?"),
+        ("best=bleu", "command line: best: bleu with objective lm; one of loss"),
     ],
 )
 def test_refused_on_the_command_line(line: str, found: str, tmp_path: Path) -> None:
