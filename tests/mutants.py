@@ -287,6 +287,8 @@ MUTANTS = (
            "test_data_packing.py::test_gradients_are_those_of_the_same_sequences_padded[cpmant-rows]"),
     Mutant("packed-row-too-long", "data/packing.py", "place = bisect_left(rooms, length)", "place = bisect_left(rooms, length - 1)",
            "test_data_packing.py::test_every_sequence_stands_in_one_bin[lm];test_data_packing.py::test_every_sequence_stands_in_one_bin[seq2seq]"),
+    Mutant("what-is-said-of-vectors-left-on-the-hub", "checkpoint/hub.py", "if \"modules.json\" in sizes else ()", "if False else ()",
+           "test_hub.py::test_what_is_said_of_vectors_comes_too", "FileNotFoundError"),
     Mutant("every-pooling-is-ours", "checkpoint/sentence.py", "for name in used] != [pooling]:", "for name in used] == []:",
            "test_sentence.py::test_what_is_left_out_is_said[bert-modules3-cls_token-said3]"),
     Mutant("a-text-of-many-pairs-is-the-first", "data/tokenizer.py", "None if second is None else cut[second])", "None if second is None else cut[texts[-1]])",

@@ -180,6 +180,15 @@ def test_preset_to_folder(server: Hub, capfd: pytest.CaptureFixture[str]) -> Non
     assert "0.00 MB to load; 0.01 MB to fine-tune with AdamW in fp32 (16 bytes x 0.0 M" in block[2]  # 800 B of fp16
 
 
+def test_what_is_said_of_vectors_comes_too(server: Hub) -> None:
+    """sentence-transformers' files, by which a model is loaded that forms its vectors otherwise (checkpoint/sentence.py)."""
+    repo = server.repos["someone/tiny"] = single(modules__json=b"[]")
+    repo.files |= {"2_Dense/config.json": b"{}", "2_Dense/model.safetensors": b"dense"}
+    folder = resolve("tiny")
+    assert (folder / "modules.json").read_bytes() == b"[]" and (folder / "1_Pooling" / "config.json").read_bytes() == b"pool"
+    assert not {file for file in server.fetched if "Dense" in file}
+
+
 def test_figures(server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     server.repos["someone/tiny"] = repo = single(model__safetensors=bytes(6_000_000))
     resolve("tiny")  # torch_dtype float16: 3 M parameters

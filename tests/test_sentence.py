@@ -9,6 +9,7 @@ import pytest
 import zoo
 
 import modelcenter as mc
+from modelcenter.checkpoint.sentence import otherwise
 from modelcenter.errors import InputError
 
 MODES = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
@@ -47,3 +48,18 @@ def test_what_is_left_out_is_said(kind: str, modules: list[str], mode: str, said
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"modules.json: not a list of modules; what sentence-transformers writes"):
         mc.load(written(tmp_path / "m", "bert", {"a": 1}, ""), task="embed")
+
+
+def test_the_pooling_may_stand_elsewhere_and_in_one_word(tmp_path: Path) -> None:
+    """modules.json says where it is; `pooling_mode` wins over the flags, as in sentence-transformers' own class."""
+    folder = written(tmp_path / "m", "bert", ["Transformer", "Other", "Pooling"], "mean_tokens")
+    (folder / "1_Pooling").rename(folder / "2_Pooling")
+    for said, heard in (({"pooling_mode": "cls"}, ["cls"]), ({"pooling_mode": "mean", "pooling_mode_cls_token": True}, []),
+                        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, ["cls_token and mean_tokens"])):
+        (folder / "2_Pooling" / "config.json").write_text(json.dumps(said))
+        wanted = ["1_Other (Other) is not read: vectors are those before it"]
+        wanted += [f"2_Pooling/config.json says {words}: vectors here are the mean of the tokens'" for words in heard]
+        assert list(otherwise(folder, "mean")) == wanted
+    (folder / "2_Pooling" / "config.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"2_Pooling/config.json: a JSON list; an object is wanted"):
+        list(otherwise(folder, "mean"))

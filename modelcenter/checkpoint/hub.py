@@ -23,6 +23,7 @@ PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 COMPANIONS = re.compile(
     r"(tokenizer|vocab|special_tokens|added_tokens|generation_config|chat_template|merges|sentencepiece)"
     r"[\w.-]*\.(json|txt|model|jinja|vocab)|spiece\.model|source\.spm|target\.spm|bpe\.codes")
+POOLING = re.compile(r"\d{1,3}_Pooling/config\.json", re.ASCII)  # with modules.json: checkpoint/sentence.py
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PATIENCE = 10.0  # seconds to wait for the hub's first answer
 
@@ -134,7 +135,7 @@ def _online(name: str, repo: str, revision: str | None) -> Path:
     if info.sha != commit:  # the branch moved between the two answers
         info = HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=PATIENCE)
     sizes: dict[str, int | None] = {s.rfilename: s.size for s in info.siblings or ()
-                                    if re.fullmatch(r"[\w-][\w.-]*", s.rfilename, re.ASCII)}
+                                    if re.fullmatch(r"[\w-][\w.-]*", s.rfilename, re.ASCII) or POOLING.fullmatch(s.rfilename)}
 
     weights = pick_weights(sizes, lambda file: read_json(Path(hf_hub_download(repo, file, revision=commit))))
     if not weights:
@@ -145,7 +146,8 @@ def _online(name: str, repo: str, revision: str | None) -> Path:
     if lacking:
         refuse_missing(name, weights[0], f"it lists {lacking[0]!r}, which {repo} lacks", "another revision is wanted")
 
-    companions = sorted(f for f in sizes if COMPANIONS.fullmatch(f))
+    vectors = ("modules.json", *filter(POOLING.fullmatch, sizes)) if "modules.json" in sizes else ()
+    companions = sorted({*vectors, *filter(COMPANIONS.fullmatch, sizes)})
     todo = [f for f in ("config.json", *companions, *weights) if not _whole(folder / f, sizes[f])]
     where = f"{name}: {f'hub id {repo}, ' if repo != name else ''}revision {revision or 'main'} (commit {commit[:7]})"
     if not todo:
