@@ -278,10 +278,10 @@ def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = Non
         return cls(**values)
     except InputError as error:
         head, _, tail = str(error).rpartition("; ")
-        value: Any = mapping
+        said: Any = mapping
         for part in head.partition(": ")[0].split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        raise type(error)(message(_origin(value, file), None, section + head, tail)) from None
+            said = said.get(part) if isinstance(said, Mapping) else None
+        raise type(error)(message(_origin(said, file), None, section + head, tail)) from None
 
 
 def near(key: str, cls: type, section: str) -> str:

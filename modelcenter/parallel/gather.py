@@ -48,7 +48,7 @@ class Gather:
         return out
 
     def __deepcopy__(self, memo: Any) -> Callable[[Tensor], Tensor]:
-        """A copy of a model that rehearses a step (parallel/plan.py) speaks to nobody."""
+        """A copy of a model that rehearses a step (parallel/rehearse.py) speaks to nobody."""
         return alone
 
 
