@@ -23,6 +23,7 @@ EQUAL = {  # what two ranks can show, in parts of about a minute
     "more steps": ["test_apply.py", "-k", f"{STEPS} and (llama or t5)"],
     "meshes": [*(f"test_parallel.py::test_a_mesh_equals_one_process[{name}]" for name in ("tp2", "fsdp2", "copies2")),
                "test_parallel.py::test_a_vocabulary_that_does_not_divide"],
+    "peers": ["test_peers.py", "test_apply.py::test_low_precision_follows_one_process[bf16-1.0]"],
     "cases": ["test_ranks.py", "-k", "steps_equal and (fsdp2 or tp2) and not fsdp2xtp2"],
     "long saves": ["test_watch.py", "-k", "whose_saves_are_long"],
 }  # fmt: skip

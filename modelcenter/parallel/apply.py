@@ -6,6 +6,7 @@ take a second to import: that happens where they are used.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -156,10 +157,21 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
     """
     from torch.distributed.fsdp import fully_shard
 
-    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy(model, precision)}
-    for block in blocks(model):
-        fully_shard(block, **how, reshard_after_forward=zero == 3)
-    fully_shard(model, **how, reshard_after_forward=zero == 3)
+    from .peers import ways
+
+    whole = policy(model, precision)
+    inner = mesh["fsdp"] if mesh.ndim > 1 else mesh
+    # bf16 has the exponents of fp32, and needs no scale before it is summed; zero 1 adds up whole gradients, in what they are sent
+    bits = whole.param_dtype or next(model.parameters()).dtype
+    short = whole.reduce_dtype is not None and bits == torch.bfloat16 and zero > 1 and inner.size() > 1
+    gather, add = ways(inner.get_group(), mesh.device_type) if short else (None, None)
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": replace(whole, reduce_dtype=None) if add is not None else whole}
+    for module in (*blocks(model), model):
+        sharded: Any = fully_shard(module, **how, reshard_after_forward=zero == 3)
+        if gather is not None:
+            sharded.set_custom_all_gather(gather)
+        if add is not None:
+            sharded.set_custom_reduce_scatter(add)
     if zero < 3:
         model.register_forward_hook(release)
 

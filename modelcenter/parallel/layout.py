@@ -207,7 +207,10 @@ class Costs:
         grows = 1 / ratio / n if forwards == 1 else 0.0  # those of micro-batches before are there all the while
         there = (whole if machine.zero < 3 else outside) * ratio
         come = there if machine.zero < 3 else (outside + min(2 * block, whole - outside)) * ratio
-        sent = (1 + ratio) * last["gradients"] / max(1, whole)
+        # as they were formed and as they are sent, which is as they are summed, unless the sum is this rank's (peers.py)
+        sent = last["gradients"] / max(1, whole) * (2 * ratio + 1 / n if self.short(machine) else ratio + 1)
+        if self.short(machine) and self.job.gpu:  # what ranks map of each other
+            there, come = (size + max(block, outside) * ratio * (1 + 1 / n) for size in (there, come))
 
         def gathered(phase: str) -> float:
             """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own, and
@@ -275,6 +278,11 @@ class Costs:
         """Seconds of the host for so many calls."""
         return calls * self.chip.call * (COMPILED if compiled else 1)
 
+    def short(self, machine: Machine) -> bool:
+        """Whether ranks send each other gradients in the low precision and add them up themselves (peers.py)."""
+        near = machine.fsdp * machine.tensor_parallel <= self.chip.node
+        return (self.low or self.own) == torch.bfloat16 and machine.zero > 1 and machine.fsdp > 1 and near
+
     def collective(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of an all-gather or a reduce-scatter of `size` bytes, the whole."""
         if ranks == 1:
@@ -291,9 +299,11 @@ class Costs:
         parts = len(blocks(self.job.model)) + 1
         gathers = 2 * forwards if machine.zero == 3 else 1
         scatters = 1 if machine.zero == 1 else forwards
-        each = gathers * self.collective(whole * ratio / parts, n, tp) + scatters * self.collective(gradients / parts, n, tp)
+        short = self.short(machine)
+        bits = ratio if short else 1.0
+        each = gathers * self.collective(whole * ratio / parts, n, tp) + scatters * self.collective(gradients * bits / parts, n, tp)
         link = parts * (each + self.collective(2 * gradients / n / parts, copies, n * tp))
-        moved = gathers * 2 * whole * ratio + scatters * gradients * (1 + ratio)
+        moved = gathers * 2 * whole * ratio + scatters * gradients * (3 * ratio + 1 / n if short else 1 + ratio)
         within = min(link, beside * forwards)
         return {"link": link - self.chip.hidden * within, "memory": moved / self.chip.bandwidth}
 

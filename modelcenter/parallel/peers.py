@@ -1,0 +1,150 @@
+"""How the FSDP ranks of a node hand each other weights and gradients, without kernels that take the products' place.
+
+A collective of NCCL computes on multiprocessors that the products beside it could use. Copies take none: where every rank can map
+the others' memory (torch's symmetric memory), a GPU's copy engines fetch the parts of weights and bring gradients where they are
+added up. Gradients travel as they were formed, in bf16, and are added up in fp32 by the rank that holds their part, in the order of
+the ranks: half the bytes of a reduce-scatter in fp32, and nothing is rounded before the sum. So they are on CPUs too, and on GPUs
+that do not reach each other, by one all-to-all.
+
+Gather and Sum are what FSDP calls in place of its own collectives (`set_custom_all_gather`, `set_custom_reduce_scatter`).
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .variable import variable
+
+
+class Mapped:
+    """A buffer on each rank of a group that every one of them reaches, used by one thing after the other. It grows with what is
+    asked for, on all ranks at once."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size = group, 0
+        self.buffer: Tensor | None = None
+        self.used = torch.cuda.Event()
+
+    def of(self, size: int) -> Any:
+        """What reaches `size` bytes on each rank, from the stream that is current."""
+        if size > self.size:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            torch.cuda.synchronize()
+            buffer = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+            self.handle = symmetric.rendezvous(buffer, self.group)  # all have come: nobody reads the old one
+            self.buffer, self.size = buffer, size
+        torch.cuda.current_stream().wait_event(self.used)  # FSDP has more than one stream for the same
+        return self.handle
+
+
+class Gather:
+    """FSDP's all-gather: each rank lays its part out, and fetches those of the others."""
+
+    def __init__(self, mapped: Mapped) -> None:
+        self.mapped = mapped
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        part, me, parts = input_tensor, group.rank(), output_tensor.chunk(group.size())
+        memory = self.mapped.of(part.nbytes)
+        memory.get_buffer(me, part.shape, part.dtype).copy_(part)
+        memory.barrier()
+        for k in range(len(parts)):
+            peer = (me + k) % len(parts)  # so that no two fetch from one
+            if parts[peer].data_ptr() != part.data_ptr():
+                parts[peer].copy_(memory.get_buffer(peer, part.shape, part.dtype))
+        memory.barrier()
+        self.mapped.used.record()
+
+
+class Sum:
+    """FSDP's reduce-scatter, of gradients in low precision into fp32."""
+
+    def __init__(self, mapped: Mapped | None = None) -> None:
+        self.mapped = mapped
+        self.asked = False
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """First of all gradients, then of the sums that this rank holds."""
+        self.asked = not self.asked
+        return torch.empty(size, dtype=dtype if self.asked else torch.float32, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any,
+                 async_op: bool = False) -> None:
+        ranks = group.size()
+        if output_tensor.dtype != torch.float32 or output_tensor.numel() * ranks != input_tensor.numel():
+            raise RuntimeError("this release of torch asks FSDP's reduce-scatter for memory in an order that is not known here")
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise RuntimeError(f"gradients are summed or averaged over ranks, and {op} was asked for")
+        come = self.copied(input_tensor, group) if self.mapped is not None else exchanged(input_tensor, group)
+        form = torch.mean if op == dist.ReduceOp.AVG else torch.sum
+        form(come.view(ranks, -1), 0, dtype=torch.float32, out=output_tensor)
+        if self.mapped is not None:
+            self.mapped.used.record()
+
+    def copied(self, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The parts (one for each rank) are brought there; those that have come, by rank."""
+        assert self.mapped is not None
+        memory, me, size = self.mapped.of(parts.nbytes), group.rank(), parts.numel() // group.size()
+        memory.barrier()  # the sums of what came before are formed
+        for k in range(group.size()):
+            peer = (me + k) % group.size()
+            memory.get_buffer(peer, (size,), parts.dtype, me * size).copy_(parts[peer * size : (peer + 1) * size])
+        memory.barrier()
+        come: Tensor = memory.get_buffer(me, parts.shape, parts.dtype)
+        return come
+
+
+def exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    come = torch.empty_like(parts)
+    dist.all_to_all_single(come.view(torch.uint8), parts.view(torch.uint8), group=group)  # gloo lacks bf16
+    return come
+
+
+def ways(group: dist.ProcessGroup, kind: str) -> tuple[Gather | None, Sum | None]:
+    """What takes the place of FSDP's collectives among the ranks of `group`, whose devices are of `kind`; None: nothing does. A
+    collective. Across machines there is no all-to-all: each gradient would travel as often as there are ranks elsewhere."""
+    if not agreed(on_one_node(group), group, kind):
+        return None, None
+    if kind != "cuda" or not agreed(near(group), group, kind) or not agreed(mappable(group), group, kind):
+        return None, Sum()
+    return Gather(Mapped(group)), Sum(Mapped(group))
+
+
+def agreed(able: bool, group: dist.ProcessGroup, kind: str) -> bool:
+    """Whether all ranks are able."""
+    least = torch.tensor(float(able), device=kind)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    return bool(least)
+
+
+def places(group: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """The node and the number on it of each rank, by the launcher's LOCAL_WORLD_SIZE; one node, where there is none."""
+    local = variable("LOCAL_WORLD_SIZE", 1, dist.get_world_size(), default=dist.get_world_size())
+    return [divmod(rank, local) for rank in dist.get_process_group_ranks(group)]
+
+
+def on_one_node(group: dist.ProcessGroup) -> bool:
+    return len({node for node, _ in places(group)}) == 1
+
+
+def near(group: dist.ProcessGroup) -> bool:
+    """Whether each GPU of the group is seen here and reaches every other."""
+    devices = [device for _, device in places(group)]
+    seen = torch.cuda.device_count() > max(devices) and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+    return seen and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
+
+
+def mappable(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks may map each other's memory: a container can forbid it."""
+    try:
+        Mapped(group).of(4096)
+    except (RuntimeError, ImportError):
+        return False
+    return True

@@ -1,0 +1,110 @@
+"""What takes the place of FSDP's collectives among the ranks of a node: gradients in bf16 are summed in fp32, weights fetched."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mesh import DEVICE, spawn
+from torch import Tensor
+
+from modelcenter.parallel import peers
+from modelcenter.parallel.peers import Gather, Mapped, Sum, ways
+
+SIZE = 6  # of a rank's part
+
+
+def whole(rank: int, turn: int, ranks: int) -> Tensor:
+    """The gradients of a rank, in which bf16 has no bit left for the sum."""
+    big = torch.arange(ranks * SIZE, device=DEVICE).float() + 2.0 ** (7 + turn)
+    return (big if rank == 0 else torch.full_like(big, 2.0**-9 * rank)).bfloat16()
+
+
+def check_sum(add: Sum, rank: int, ranks: int, op: Any = dist.ReduceOp.AVG) -> None:
+    for turn in range(3):  # with nothing between them that would wait for the others
+        given = add.allocate((ranks * SIZE,), dtype=torch.bfloat16, device=torch.device(DEVICE)).copy_(whole(rank, turn, ranks))
+        summed = add.allocate((SIZE,), dtype=torch.bfloat16, device=torch.device(DEVICE))
+        add(output_tensor=summed, input_tensor=given, group=dist.group.WORLD, op=op)
+        wanted = sum(whole(r, turn, ranks).double() for r in range(ranks)) / (ranks if op == dist.ReduceOp.AVG else 1)
+        assert summed.dtype == torch.float32 and torch.equal(summed.double(), wanted[rank * SIZE : (rank + 1) * SIZE])
+
+
+def check_gather(gather: Gather, rank: int, ranks: int) -> None:
+    for turn in range(3):
+        out = gather.allocate((ranks * SIZE,), dtype=torch.bfloat16, device=torch.device(DEVICE)).fill_(torch.nan)
+        part = out[rank * SIZE : (rank + 1) * SIZE].copy_(torch.arange(SIZE) + 10 * rank + 100 * turn)
+        gather(output_tensor=out, input_tensor=part, group=dist.group.WORLD)
+        wanted = torch.cat([torch.arange(SIZE) + 10 * r + 100 * turn for r in range(ranks)])
+        assert torch.equal(out.cpu(), wanted.bfloat16()), f"turn {turn}, rank {rank}: {out}"
+
+
+class Files(Mapped):
+    """Memory of several processes without a GPU: a file each, which all of them map."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.group, self.used = Path(folder), dist.group.WORLD, self
+
+    def record(self) -> None: ...
+
+    def of(self, size: int) -> "Files":
+        return self
+
+    def get_buffer(self, rank: int, shape: Any, dtype: torch.dtype, at: int = 0) -> Tensor:
+        there = torch.from_file(str(self.folder / str(rank)), shared=True, size=1024, dtype=torch.uint8).view(dtype)
+        return there[at : at + int(torch.Size(shape).numel())].view(shape)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def on_cpus(rank: int, folder: str) -> None:
+    ranks = dist.get_world_size()
+    found = ways(dist.group.WORLD, "cpu")
+    assert found[0] is None and found[1].mapped is None
+    check_sum(found[1], rank, ranks)
+    check_sum(found[1], rank, ranks, dist.ReduceOp.SUM)
+    check_sum(Sum(Files(folder)), rank, ranks)
+    check_gather(Gather(Files(folder)), rank, ranks)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes
+    assert ways(dist.group.WORLD, "cpu") == (None, None)
+
+
+def test_sums_lose_nothing_and_weights_arrive(tmp_path: Path) -> None:
+    if DEVICE != "cpu":
+        pytest.skip("on_gpus does it there")
+    spawn(4, on_cpus, str(tmp_path))
+
+
+def on_gpus(rank: int) -> None:
+    ranks = dist.get_world_size()
+    gather, add = ways(dist.group.WORLD, "cuda")
+    assert gather is not None and add is not None and add.mapped is not None, "these GPUs do not reach each other"
+    check_sum(add, rank, ranks)
+    check_gather(gather, rank, ranks)
+    check_sum(Sum(), rank, ranks)
+
+
+def test_gpus_reach_each_other() -> None:
+    if DEVICE != "cuda":
+        pytest.skip("by test_nccl.py")
+    spawn(torch.cuda.device_count(), on_gpus)
+
+
+def test_what_is_not_known_is_not_summed() -> None:
+    add = Sum()
+    parts, part = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16)
+    group: Any = type("Two", (), {"size": lambda self: 2, "rank": lambda self: 0})()
+    with pytest.raises(RuntimeError, match="in an order that is not known here"):
+        add(output_tensor=part, input_tensor=parts, group=group, op=dist.ReduceOp.AVG)
+    with pytest.raises(RuntimeError, match="summed or averaged"):
+        add(output_tensor=part.float(), input_tensor=parts, group=group, op=dist.ReduceOp.MAX)
+
+
+def test_where_nodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group)
+    for local, ranks, one in (("4", [0, 1, 2, 3], True), ("4", [2, 4], False), ("2", [4, 5], True), (None, [0, 7], True)):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False) if local is None else monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        assert peers.on_one_node(ranks) is one
