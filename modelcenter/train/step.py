@@ -61,6 +61,7 @@ def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, l
     squares = optimizer.squares() if squares is None else squares
     clip = optimizer.clip(max_norm, unscale, squares + 0 * torch.as_tensor(loss, device=squares.device))  # 0 x NaN, 0 x inf: NaN
     optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
-    norm = float(clip[0])
+    # while the device is still at work
     optimizer.zero_grad(set_to_none=True)
+    norm = float(clip[0])
     return norm if math.isfinite(norm) else math.nan
