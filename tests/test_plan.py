@@ -151,6 +151,18 @@ def peak_with(model: Any, batch: dict[str, Any], config: OptimizerConfig) -> Any
     return Deep([(1, rehearse(model, batch, lambda m: (build_optimizer(m, config), None), nullcontext, CPU))]).peak()
 
 
+def test_packed_sequences_see_themselves_alone() -> None:
+    """Whose attention is that of as many rows."""
+    found = []
+    for packed in (False, True):
+        batch = batch_of({"packed": packed})
+        batch.pop("attention_mask", None)
+        model = model_of({"family": "gpt"})
+        step = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig()), None), nullcontext, CPU)
+        found.append(sum(work.flops * n for work, n in step.work.items() if work.kind == "attention"))
+    assert found[0] == found[1] > 0
+
+
 def test_moments_are_what_arithmetic_says() -> None:
     """Two numbers a weight, and a step's; a row and a column of a matrix."""
     case = {"family": "gpt"}

@@ -5,7 +5,6 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -162,9 +161,8 @@ class Tally(FakeTensorMode):
                  ends: Sequence[Any] = ()) -> None:
         """Count attention of q (b h s d) to k and v: two products forward, five backward; half of each if causal. `more`: what is
         done to each score, a bias added, some dropped."""
-        pairs = q.size(-2) * k.size(-2)
-        if ends and ends[0] is not None:
-            pairs = sum((b - a) * (d - c) for (a, b), (c, d) in zip(*(pairwise(e.tolist()) for e in ends), strict=True))
+        parts = ends[0].numel() - 1 if ends and ends[0] is not None else 1  # packed sequences, alike: their bounds are fakes
+        pairs = q.size(-2) * k.size(-2) / parts
         flops = 2 * prod(q.shape[:-2]) * pairs * (q.size(-1) + v.size(-1))
         part = 0.5 if causal else 1.0
         seen = pairs / q.size(-2) / KEYS * part  # tiles of keys that a query sees
