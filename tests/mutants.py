@@ -27,6 +27,8 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
+from plant import Plant
+
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 200  # seconds a mutant may take: an endless loop is no verdict
 CLEAN = "clean"
@@ -38,13 +40,9 @@ PARENT = (  # imported once, before the first fork
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """In `file` of the package `old`, which stands there once, becomes `new`; each of `tests` must then fail with `error`."""
+class Mutant(Plant):
+    """Planted in the package; each of `tests` must then fail with `error`."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     tests: str  # ids within tests/, separated by semicolons
     error: str = "AssertionError"
 
@@ -438,7 +436,8 @@ MUTANTS = (
            "test_apply.py::test_the_precision_of_the_stream"),
     Mutant("stream-stays-wide", "layers/norm.py", "return low if low == torch.bfloat16 else None", "return None",
            "test_apply.py::test_the_precision_of_the_stream"),
-    Mutant("root-left-whole", "parallel/apply.py", "fully_shard(model, **how, reshard_after_forward=zero == 3)", "fully_shard(model, **how)",
+    Mutant("root-left-whole", "parallel/apply.py", "reshard_after_forward=zero == 3)",
+           "reshard_after_forward=None if module is model else zero == 3)",
            "test_ranks.py::test_other_ranks_go_on[(1, 1)-(2, 1)]", "ValueError"),
     Mutant("turned-rows-shift-along-the-wrong-axis", "checkpoint/copy_plan.py", "len(want.place) - 1 if want.turned else 0", "0",
            "test_copy_plan.py::test_what_is_written_is_the_whole[3]", "RuntimeError"),
@@ -809,13 +808,10 @@ def plant(mutant: Mutant | None, base: Path, place: Path) -> str:
     """A copy of the package of `base` in `place`, with the bug in it; why that cannot be, or ""."""
     shutil.copytree(base / "modelcenter", place / "modelcenter")
     if mutant is not None:
-        file = place / "modelcenter" / mutant.file
-        text = file.read_text()
-        count = text.count(mutant.old)
-        if count != 1 or mutant.new == mutant.old:
-            return f"{mutant.file} holds {count} times {mutant.old!r}, to become {mutant.new!r}"
-        file.write_text(text.replace(mutant.old, mutant.new))
-        Path(cache_from_source(str(file))).unlink()  # whose time may be the same second
+        if not mutant.fits(place / "modelcenter"):
+            return f"{mutant.file} does not hold {mutant.old!r} once, to become {mutant.new!r}"
+        mutant.into(place / "modelcenter")
+        Path(cache_from_source(str(place / "modelcenter" / mutant.file))).unlink()  # whose time may be the same second
     return ""
 
 

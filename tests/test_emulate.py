@@ -11,18 +11,15 @@ from pathlib import Path
 
 import pytest
 from emulate.build import CHECKED, CSRC, build, preload
+from plant import Plant
 
 HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """In csrc/`file` `old` stands once and becomes `new`; of random cases of the op `only` one must then fail, saying `error`."""
+class Mutant(Plant):
+    """Planted in csrc; of random cases of the op `only` one must then fail, saying `error`."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     only: str
     error: str
 
@@ -137,10 +134,7 @@ def test_mutant(mutant: Mutant, checked: Path, tmp_path: Path) -> None:
     source, folder = tmp_path / "csrc", tmp_path / "made"
     shutil.copytree(CSRC, source)
     shutil.copytree(checked, folder)
-    file = source / mutant.file
-    before = file.read_text()
-    assert before.count(mutant.old) == 1, "what it changes has changed"
-    file.write_text(before.replace(mutant.old, mutant.new))
+    mutant.into(source)
     done = fuzzed(build(folder, source, CHECKED), mutant.only, 100, preload())
     said = done.stdout + done.stderr
     assert done.returncode != 0 and re.search(mutant.error, said), said[-3000:]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from plant import Plant
 
 from modelcenter.ops import _op
 
@@ -18,13 +19,9 @@ LEVELS = {"base": 0, "avx2": 1, "avx512": 2}
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """In csrc/`file` `old` stands once and becomes `new`; `test` must then fail."""
+class Mutant(Plant):
+    """Planted in csrc; `test` must then fail."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     test: str
     error: str = "(AssertionError|assert )"
 
@@ -115,9 +112,8 @@ def test_mutant(mutant: Mutant, unchanged: tuple[Path, Path, Path], tmp_path: Pa
     shutil.copytree(temp, tmp_path / "temp")
     file = source / "csrc" / mutant.file
     before = file.read_text()
-    assert before.count(mutant.old) == 1, "what it changes has changed"
     try:
-        file.write_text(before.replace(mutant.old, mutant.new))
+        mutant.into(source / "csrc")
         done = verdict(build(source, tmp_path / "temp"), mutant.test)
     finally:
         file.write_text(before)
