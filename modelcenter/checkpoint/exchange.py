@@ -29,7 +29,7 @@ from .folder import BinSlice, FileSlice, raw
 
 LEAST, MOST = 2**20, 2**26  # bytes of a rank's buffer
 TURNS = 64  # into which a folder is cut, where the buffers are between the two
-THREADS = 4  # of a rank that read
+THREADS = 4, 8  # of a rank that read, at least and at most
 PIECE = 2**22  # bytes that a thread reads at a time, at least
 SAID = 1024  # bytes of what a rank says
 
@@ -159,7 +159,7 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
     def store(block: Block, values: Tensor) -> None:
         parameters[block.name][1][block.place].copy_(values.mT if block.turned else values)
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(readers(group)) as pool:
         for turn, buffer, jobs in ahead(todo, size, group.rank, device, pool):
             try:
                 for job in jobs:
@@ -173,6 +173,13 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
             group.trade(give, take, partial(rows_of_block, chunk), store, device)
             beat()
     group.agree(failure, device)
+
+
+def readers(group: Group) -> int:
+    """Threads of a rank that read: its share of the cores, within `THREADS`. A thread copies out of the page cache at the rate of
+    one core, far below what a GPU takes."""
+    least, most = THREADS
+    return min(most, max(least, (os.cpu_count() or 1) // group.size))
 
 
 def buffer_size(sources: Sequence[Stored], group: Group) -> int:
