@@ -70,8 +70,9 @@ def test_logits_and_gradients_in_single(case: Case) -> None:
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("case", cases(all_variants=False), ids=str)
 def test_padding(case: Case, side: str) -> None:
-    if not case.excused(f"padding-{side}"):
-        compare(case, torch.float64, side)
+    if case.excused(f"padding-{side}"):
+        pytest.skip("transformers' own is another one")
+    compare(case, torch.float64, side)
 
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
@@ -224,7 +225,7 @@ def test_searches_token_for_token(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in FIRST if c.task in ("lm", "seq2seq", "mlm")], ids=str)
 def test_losses(case: Case) -> None:
     if case.excused("losses"):
-        return
+        pytest.skip("transformers' own is another one")
     theirs, ours = pair(case)
     args = inputs(case)
     labels = (args["decoder_input_ids"] if case.seq2seq else args["input_ids"]).clone()

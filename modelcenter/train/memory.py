@@ -65,7 +65,7 @@ def of_weights(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]
     if recipe.init == "random":
         return "config", recipe.config or recipe.model, ["a smaller config.layers", "config.dim"]
     lora = ["adapter.name=lora"] if recipe.adapter.name == "none" else []
-    # Codes are whole on every rank: of four and more a share of the weights is smaller.
+    # Codes are whole on each fsdp rank: of four and more a share of the weights is smaller.
     nf4 = [*lora, "adapter.quantize=nf4"] if machine.fsdp < 4 and divides(recipe, machine) else []
     ways = [settings for settings in (nf4, lora)
             if settings and recipe.adapter.quantize != "nf4" and accepted(recipe, machine, *settings)]
