@@ -3,13 +3,90 @@
 //
 // A block takes 16 M queries a warp and goes through the keys, ACROSS at a time, of which the next are on their way while these are
 // computed with. A row's sum and the score that its powers are relative to stay in registers: the largest so far, until one is larger by
-// more than SLACK, so that what was added up is seldom multiplied again (powers of up to 2^SLACK lose nothing). Kept for the backward is one number a row, the logarithm of
-// the sum of its powers: infinite where a row sees nothing, so that its probabilities are zero when they are computed again.
+// more than SLACK, so that what was added up is seldom multiplied again (powers of up to 2^SLACK lose nothing). Kept for the backward is
+// one number a row, the logarithm of the sum of its powers: infinite where a row sees nothing, so that its probabilities are zero when
+// they are computed again.
 #include "attention.h"
 
 namespace {
 
 constexpr float SLACK = 8.0f;
+
+// Of 16 M rows a warp, in units of log 2: what scores are relative to, the largest that one may be without another `top`, and the sum
+// of their powers, a part of it in each of four lanes.
+template <int M>
+struct Rows {
+    float top[2 * M] = {}, total[2 * M] = {}, most[2 * M];
+
+    __device__ Rows() {
+#pragma unroll
+        for (int r = 0; r < 2 * M; r++) most[r] = -INFINITY;  // nothing before the first one
+    }
+
+    // x = 2^x, of scores relative to `top`, which may rise: then says that sums of all so far are to be multiplied by `less`.
+    template <int N>
+    __device__ __forceinline__ bool powers(float (&x)[M][N][4], float (&less)[2 * M]) {
+        float high[2 * M];
+        bool above = false;
+#pragma unroll
+        for (int r = 0; r < 2 * M; r++) {
+            less[r] = 1.0f, high[r] = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < N; n++) high[r] = fmaxf(high[r], fmaxf(x[r / 2][n][r % 2 * 2], x[r / 2][n][r % 2 * 2 + 1]));
+            above |= high[r] > most[r];
+        }
+        above = __any_sync(0xFFFFFFFFu, above);
+        if (above) {
+#pragma unroll
+            for (int r = 0; r < 2 * M; r++) {
+                high[r] = fmaxf(high[r], __shfl_xor_sync(0xFFFFFFFFu, high[r], 1));
+                high[r] = fmaxf(high[r], __shfl_xor_sync(0xFFFFFFFFu, high[r], 2));
+                const float more = high[r] > most[r] ? high[r] : 0.0f;
+                if (most[r] == SLACK) less[r] = quick_exp2(-more);
+                if (high[r] > most[r]) most[r] = SLACK;
+                top[r] += more, total[r] *= less[r];
+#pragma unroll
+                for (int n = 0; n < N; n++) x[r / 2][n][r % 2 * 2] -= more, x[r / 2][n][r % 2 * 2 + 1] -= more;
+            }
+        }
+        each<M, N>([&](int m, int n, int e) {
+            x[m][n][e] = quick_exp2(x[m][n][e]);
+            total[2 * m + e / 2] += x[m][n][e];
+        });
+        return above;
+    }
+
+    // The other lanes' parts, and the logarithm of all (see above) to `lse`, rows [first, end) of b h s. What a result is multiplied by.
+    __device__ __forceinline__ void finish(float (&part)[2 * M], float kept, float* lse, int32_t first, int32_t end) {
+#pragma unroll
+        for (int r = 0; r < 2 * M; r++) {
+            total[r] += __shfl_xor_sync(0xFFFFFFFFu, total[r], 1);
+            total[r] += __shfl_xor_sync(0xFFFFFFFFu, total[r], 2);
+            part[r] = total[r] == 0.0f ? 0.0f : kept / total[r];
+            const int32_t i = first + r / 2 * 16 + r % 2 * 8 + g();
+            if (c() == 0 && i < end) lse[i] = total[r] == 0.0f ? INFINITY : top[r] + log2f(total[r]);
+        }
+    }
+};
+
+// Scores, products so far, to powers, of which some are dropped: of a tile of queries [i0, i0 + ...) and keys [j0, j0 + 8 N).
+template <int ROWS, int M, int N>
+__device__ __forceinline__ bool weigh(float (&x)[M][N][4], float (&less)[2 * M], Rows<M>& rows, const Problem& p, const Sequence& of,
+                                      int32_t i0, int32_t j0, const float* strip) {
+    score<false, ROWS>(x, strip, p.scale, [&](int m, int, int e) { return rows.top[2 * m + e / 2]; });
+    if (p.seen || j0 + 8 * N > of.limit(i0)) hide<false>(x, p, of, i0 + warp() * 16 * M, j0);
+    const bool above = rows.powers(x, less);
+    if (p.seed)
+        each_kept<false, M, N>(p, of.row + i0 + warp() * 16 * M, j0, [&](int m, int n, int e, bool keep) {
+            x[m][n][e] = keep ? x[m][n][e] : 0.0f;
+        });
+    return above;
+}
+
+template <int M, int TILES>
+__device__ __forceinline__ void lessen(float (&sums)[M][TILES][4], const float (&less)[2 * M]) {
+    each<M, TILES>([&](int m, int n, int e) { sums[m][n][e] *= less[2 * m + e / 2]; });
+}
 
 template <class S>
 struct Layout : Block<S, typename S::Forward> {  // of shared memory, in bytes
@@ -18,7 +95,7 @@ struct Layout : Block<S, typename S::Forward> {  // of shared memory, in bytes
 };
 
 template <class T, class S>
-__device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, int64_t block, int64_t tiles_of_one) {
+__device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, uint32_t block, uint32_t tiles_of_one) {
     using L = Layout<S>;
     constexpr int M = L::M, N = L::N;
     extern __shared__ uint4 memory[];
@@ -26,26 +103,21 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, int
     T *const ks = q + S::elements(L::ROWS), *const vs = ks + 2 * S::elements(L::ACROSS);  // two of each: one is computed with
     float* const strips = reinterpret_cast<float*>(vs + 2 * S::elements(L::ACROSS));
 
-    const int64_t pair = block / tiles_of_one;
-    const Sequence of(p, pair / p.heads, pair % p.heads);
+    const Sequence of(p, block / tiles_of_one);
     // Under causality the last queries see the most keys: first, so that the chip is not left with a few long ones.
     for (int64_t tile = tiles_of_one - 1 - block % tiles_of_one; tile * L::ROWS < of.s; tile += tiles_of_one) {
         const auto i0 = static_cast<int32_t>(tile * L::ROWS), last = i0 + L::ROWS < of.s ? i0 + L::ROWS : of.s;
         const int32_t end = of.limit(last - 1), steps = end > 0 ? (end + L::ACROSS - 1) / L::ACROSS : 0;
-        const T *const k = of.keys(static_cast<const T*>(p.k)), *const v = of.keys(static_cast<const T*>(p.v));
+        Feed<L::ACROSS, L::THREADS, S, T, 2> kv(of, 0, end, of.keys(static_cast<const T*>(p.k)), of.keys(static_cast<const T*>(p.v)));
+        Strip<L::ROWS, L::ACROSS, L::THREADS, L::ACROSS> bias(p, of, i0, 0);
         const auto load = [&](int32_t step) {
-            const int32_t j0 = step * L::ACROSS, at = step % 2 * S::elements(L::ACROSS);
-            load_rows<L::ACROSS, L::THREADS, S>(ks + at, k, of, j0, end);
-            load_rows<L::ACROSS, L::THREADS, S>(vs + at, v, of, j0, end);
-            load_strip<L::ROWS, L::ACROSS, L::THREADS>(strips + step % 2 * L::STRIP, p, of, i0, j0);
+            kv.to(ks + step % 2 * S::elements(L::ACROSS), vs + step % 2 * S::elements(L::ACROSS)), bias.to(strips + step % 2 * L::STRIP);
             commit();
         };
 
-        float sums[M][S::TILES][4] = {}, top[2 * M] = {}, total[2 * M] = {}, most[2 * M];
-#pragma unroll
-        for (int r = 0; r < 2 * M; r++) most[r] = -INFINITY;  // what a score may be, relative to `top`: nothing before the first one
-        if (!p.bias) zero(strips, 2 * L::STRIP);
-        load_rows<L::ROWS, L::THREADS, S>(q, of.queries(static_cast<const T*>(p.q)), of, i0, of.s);
+        float sums[M][S::TILES][4] = {};
+        Rows<M> rows;
+        Feed<L::ROWS, L::THREADS, S, T, 1>(of, i0, of.s, of.queries(static_cast<const T*>(p.q))).to(q);
         if (steps) load(0);
         for (int32_t step = 0; step < steps; step++) {
             wait(0);
@@ -56,43 +128,8 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, int
             S::template rows_by_rows<T>(x, q, ks + at);
             if (step + 1 < steps) load(step + 1);
             S::finish(x);
-            score<false, L::ROWS>(x, strips + step % 2 * L::STRIP, p.scale, [&](int m, int, int e) { return top[2 * m + e / 2]; });
-            if (p.seen || j0 + L::ACROSS > of.limit(i0))
-                each<M, N>([&](int m, int n, int e) {
-                    const int32_t i = i0 + warp() * 16 * M + 16 * m + e / 2 * 8 + g(), j = j0 + 8 * n + 2 * c() + e % 2;
-                    if (j >= of.limit(i) || (p.seen && !p.seen[of.k0 + j])) x[m][n][e] = -INFINITY;
-                });
-            float high[2 * M];
-            bool above = false;
-#pragma unroll
-            for (int r = 0; r < 2 * M; r++) {
-                high[r] = -INFINITY;
-#pragma unroll
-                for (int n = 0; n < N; n++) high[r] = fmaxf(high[r], fmaxf(x[r / 2][n][r % 2 * 2], x[r / 2][n][r % 2 * 2 + 1]));
-                above |= high[r] > most[r];
-            }
-            if (__any_sync(0xFFFFFFFFu, above)) {
-#pragma unroll
-                for (int r = 0; r < 2 * M; r++) {
-                    high[r] = fmaxf(high[r], __shfl_xor_sync(0xFFFFFFFFu, high[r], 1));
-                    high[r] = fmaxf(high[r], __shfl_xor_sync(0xFFFFFFFFu, high[r], 2));
-                    const float more = high[r] > most[r] ? high[r] : 0.0f, less = most[r] == SLACK ? quick_exp2(-more) : 1.0f;
-                    if (high[r] > most[r]) most[r] = SLACK;
-                    top[r] += more, total[r] *= less;
-#pragma unroll
-                    for (int n = 0; n < S::TILES; n++) sums[r / 2][n][r % 2 * 2] *= less, sums[r / 2][n][r % 2 * 2 + 1] *= less;
-#pragma unroll
-                    for (int n = 0; n < N; n++) x[r / 2][n][r % 2 * 2] -= more, x[r / 2][n][r % 2 * 2 + 1] -= more;
-                }
-            }
-            each<M, N>([&](int m, int n, int e) {
-                x[m][n][e] = quick_exp2(x[m][n][e]);
-                total[2 * m + e / 2] += x[m][n][e];
-            });
-            if (p.seed)
-                each_kept<false, M, N>(p, of.row + i0 + warp() * 16 * M, j0, [&](int m, int n, int e, bool keep) {
-                    x[m][n][e] = keep ? x[m][n][e] : 0.0f;
-                });
+            float less[2 * M];
+            if (weigh<L::ROWS>(x, less, rows, p, of, i0, j0, p.bias ? strips + step % 2 * L::STRIP : nullptr)) lessen(sums, less);
             S::template weights_by_rows<T>(sums, x, vs + at);
             S::finish(sums);
         }
@@ -100,21 +137,14 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, int
         __syncthreads();  // nobody is still at the queries, nor are they on their way where no key is seen: the result goes there
 
         float part[2 * M];
-#pragma unroll
-        for (int r = 0; r < 2 * M; r++) {
-            total[r] += __shfl_xor_sync(0xFFFFFFFFu, total[r], 1);
-            total[r] += __shfl_xor_sync(0xFFFFFFFFu, total[r], 2);
-            part[r] = total[r] == 0.0f ? 0.0f : p.kept / total[r];
-            const int32_t i = i0 + warp() * 16 * M + r / 2 * 16 + r % 2 * 8 + g();
-            if (c() == 0 && i < of.s) lse[of.row + i] = total[r] == 0.0f ? INFINITY : top[r] + log2f(total[r]);
-        }
+        rows.finish(part, p.kept, lse + of.row, i0 + warp() * 16 * M, of.s);
         put_rows<S, M>(of.queries(out), q, sums, of, i0, of.s, [&](int r) { return part[r]; });
         __syncthreads();
     }
 }
 
 template <class T, class S>
-__global__ __launch_bounds__(Layout<S>::THREADS, Layout<S>::BLOCKS) void forward(const Problem p, T* out, float* lse, int64_t tiles_of_one) {
+__global__ __launch_bounds__(Layout<S>::THREADS, Layout<S>::BLOCKS) void forward(const Problem p, T* out, float* lse, uint32_t tiles_of_one) {
     if constexpr (ABLE<T, S>) attend<T, S>(p, out, lse, blockIdx.x, tiles_of_one);
 }
 

@@ -37,9 +37,11 @@ struct Groups : Swizzled {
         static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = 4;
     };
     struct OfKeys {
+        static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = 2;
+    };
+    struct OfQueries {
         static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = 3;
     };
-    using OfQueries = OfKeys;
 };
 
 // Of those a block's: L is one of the three.
@@ -62,17 +64,15 @@ constexpr bool ABLE = true;
 // Positions within a sequence are 32 bits: a bias has one number for each distance. Elements are counted in 64.
 struct Problem {
     const void *q, *k, *v;
-    int64_t batch, s, t, heads, sequences, span, longest_q, longest_k;
+    int64_t batch, s, t, heads, sequences, span, longest_q, longest_k, distances;
     int32_t dim;
-    const float* bias;  // (heads, longest_q + longest_k - 1), or null
+    const float* bias;  // (heads, distances), or null
     const uint8_t* seen;  // (batch, t), or null
     const int32_t *ends_q, *ends_k;
     const int64_t* seed;  // or null
     uint32_t threshold;
     float kept, scale;
     bool causal;
-
-    __host__ __device__ int64_t distances() const { return longest_q + longest_k ? longest_q + longest_k - 1 : 0; }
 };
 
 // One sequence of one head.
@@ -83,6 +83,9 @@ struct Sequence {
     int64_t step;    // elements from a row to the next
     bool causal;
 
+    // `pair` counts the heads of the first sequence, then those of the next.
+    __device__ Sequence(const Problem& p, uint32_t pair)
+        : Sequence(p, pair / static_cast<uint32_t>(p.heads), pair % static_cast<uint32_t>(p.heads)) {}
     __device__ Sequence(const Problem& p, int64_t sequence, int64_t at_head) {
         const int64_t batch = p.ends_q ? 0 : sequence;
         int64_t first_q = 0, first_k = 0, last_q = p.s, last_k = p.t;
@@ -114,52 +117,83 @@ struct Sequence {
 
 // ---- from global to shared memory
 
-// Rows [first, first + ROWS) of a head, zeros for those past the last and for channels past `dim`. A thread's rows are a fixed number
-// apart where THREADS allow it: few instructions a copy matter, for the tensor cores leave time for little else.
-template <int ROWS, int THREADS, class S, class T>
-__device__ __forceinline__ void load_rows(T* to, const T* from, const Sequence& of, int32_t first, int32_t rows) {
-    constexpr int PACKS = S::DIM / 8, HOP = THREADS / PACKS;
-    if constexpr (THREADS % PACKS == 0 && ROWS % HOP == 0 && HOP % 8 == 0) {
-        const int row = static_cast<int>(threadIdx.x) / PACKS, channel = static_cast<int>(threadIdx.x) % PACKS * 8;
-        const T* pack = from + (int64_t{first} + row) * of.step + channel;
-        const int32_t there = channel < of.dim ? rows - first - row : 0;
-        T* const place = to + S::place(row, channel);
+// Rows of a head, ROWS at a time, of COUNT matrices that lie alike; zeros for those past the last and for channels past `dim`. Where
+// THREADS allow it a thread's rows are a fixed number apart, and it goes on from where it was: few instructions matter, for the tensor
+// cores leave time for little else.
+template <int ROWS, int THREADS, class S, class T, int COUNT>
+struct Feed {
+    static constexpr int PACKS = S::DIM / 8, HOP = THREADS / PACKS;
+    static constexpr bool EVEN = THREADS % PACKS == 0 && ROWS % HOP == 0 && HOP % 8 == 0;
+    const T* next[COUNT];
+    int32_t left, dim;  // rows from there on
+    int64_t step;
+
+    template <class... From>
+    __device__ __forceinline__ Feed(const Sequence& of, int32_t first, int32_t rows, From... from)
+        : next{from...}, left(rows - first), dim(of.dim), step(of.step) {
+        const int row = EVEN ? static_cast<int>(threadIdx.x / PACKS) : 0, channel = EVEN ? static_cast<int>(threadIdx.x % PACKS) * 8 : 0;
 #pragma unroll
-        for (int i = 0; i < ROWS; i += HOP)
-            copy16(reinterpret_cast<uint4*>(place + S::elements(i)), pack + i * of.step, i < there);
-    } else {
-        for (int at = static_cast<int>(threadIdx.x); at < ROWS * PACKS; at += THREADS) {
-            const int row = at / PACKS, channel = at % PACKS * 8;
-            const bool there = first + row < rows && channel < of.dim;
-            copy16(reinterpret_cast<uint4*>(to + S::place(row, channel)), from + (there ? (int64_t{first} + row) * of.step + channel : 0), there);
+        for (int k = 0; k < COUNT; k++) next[k] += int64_t{first} * step + row * step + channel;
+        left = channel < dim ? left - row : 0;
+    }
+    template <class... To>
+    __device__ __forceinline__ void to(To... to) {
+        T* const tiles[COUNT] = {to...};
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            if constexpr (EVEN) {
+                T* const place = tiles[k] + S::place(static_cast<int>(threadIdx.x / PACKS), static_cast<int>(threadIdx.x % PACKS) * 8);
+#pragma unroll
+                for (int i = 0; i < ROWS; i += HOP)
+                    copy16(reinterpret_cast<uint4*>(place + S::elements(i)), next[k] + i * step, i < left);
+            } else {
+                for (int at = static_cast<int>(threadIdx.x); at < ROWS * PACKS; at += THREADS) {
+                    const int row = at / PACKS, channel = at % PACKS * 8;
+                    copy16(reinterpret_cast<uint4*>(tiles[k] + S::place(row, channel)), next[k] + row * step + channel,
+                           row < left && channel < dim);
+                }
+            }
+            next[k] += ROWS * step;
         }
+        left -= ROWS;
     }
-}
+};
 
-// The bias of queries [i, i + I) and keys [j, j + J): strip[key - query + I - 1].
-template <int I, int J, int THREADS>
-__device__ __forceinline__ void load_strip(float* strip, const Problem& p, const Sequence& of, int32_t i, int32_t j) {
-    if (!p.bias) return;  // it holds zeros
-    const auto distances = static_cast<uint32_t>(p.distances());
-    const auto first = static_cast<int32_t>(p.longest_k - of.t + of.s - I) + j - i;
-    const float* const bias = p.bias + int64_t{of.head} * distances;
+// The bias of queries [i, i + I) and keys [j, j + J): strip[key - query + I - 1]; then of those BY further on.
+template <int I, int J, int THREADS, int BY>
+struct Strip {
+    const float* next;
+    int32_t from, distances;  // the thread's own first; 0: no bias
+
+    __device__ __forceinline__ Strip(const Problem& p, const Sequence& of, int32_t i, int32_t j)
+        : from(static_cast<int32_t>(p.longest_k - of.t + of.s - I) + j - i + static_cast<int32_t>(threadIdx.x)),
+          distances(p.bias ? static_cast<int32_t>(p.distances) : 0) {
+        next = p.bias + of.head * p.distances + from;
+    }
+    __device__ __forceinline__ void to(float* strip) {
+        if (!distances) return;
 #pragma unroll
-    for (int hop = 0; hop < I + J - 1; hop += THREADS) {
-        const int at = hop + static_cast<int>(threadIdx.x);
-        const auto from = static_cast<uint32_t>(first + at);
-        if (at < I + J - 1) copy4(strip + at, bias + (from < distances ? from : 0), from < distances);
+        for (int hop = 0; hop < I + J - 1; hop += THREADS)
+            if (hop + static_cast<int>(threadIdx.x) < I + J - 1)
+                copy4(strip + hop + threadIdx.x, next + hop, static_cast<uint32_t>(from + hop) < static_cast<uint32_t>(distances));
+        from += BY, next += BY;
     }
-}
+};
 
-// Numbers of rows [first, first + ROWS), zeros past the last.
+// ROWS numbers of `a`, then as many of `b`, zeros past the last; then the next.
 template <int ROWS, int THREADS>
-__device__ __forceinline__ void load_numbers(float* to, const float* from, int32_t first, int32_t rows) {
-#pragma unroll
-    for (int hop = 0; hop < ROWS; hop += THREADS) {
-        const int at = hop + static_cast<int>(threadIdx.x);
-        if (at < ROWS) copy4(to + at, from + (first + at < rows ? first + at : 0), first + at < rows);
+struct Numbers {
+    static_assert(2 * ROWS <= THREADS);
+    const float* next;
+    int32_t left;
+
+    __device__ __forceinline__ Numbers(const float* a, const float* b, int32_t first, int32_t rows)
+        : next((threadIdx.x < ROWS ? a : b) + first + threadIdx.x % ROWS), left(rows - first - static_cast<int32_t>(threadIdx.x % ROWS)) {}
+    __device__ __forceinline__ void to(float* place) {
+        if (2 * ROWS == THREADS || threadIdx.x < 2 * ROWS) copy4(place + threadIdx.x, next, left > 0);
+        next += ROWS, left -= ROWS;
     }
-}
+};
 
 // Shared memory from a multiple of BYTES on
 template <int BYTES>
@@ -178,9 +212,9 @@ __device__ __forceinline__ void zero(float* x, int count) {
 
 // ---- what becomes of a tile's products. This thread's element e of x[m][n] is in row 16 m + e / 2 * 8 + g and column 8 n + 2 c + e % 2.
 
-__device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
-__device__ __forceinline__ int g() { return lane() / 4; }
-__device__ __forceinline__ int c() { return lane() % 4; }
+__device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x / 32); }
+__device__ __forceinline__ int g() { return static_cast<int>(threadIdx.x % 32 / 4); }
+__device__ __forceinline__ int c() { return static_cast<int>(threadIdx.x % 4); }
 
 template <int M, int N, class F>
 __device__ __forceinline__ void each(F f) {
@@ -197,11 +231,33 @@ __device__ __forceinline__ void each(F f) {
 template <bool KEYS, int ROWS, int M, int N, class F>
 __device__ __forceinline__ void score(float (&x)[M][N][4], const float* strip, float scale, F base) {
     const int first = warp() * 16 * M + g() - 2 * c();
+    if (!strip) return each<M, N>([&](int m, int n, int e) { x[m][n][e] = fmaf(x[m][n][e], scale, -base(m, n, e)); });
     const float* at = KEYS ? strip + 8 * N - 1 + first : strip + ROWS - 1 - first;
     each<M, N>([&](int m, int n, int e) {
         const int ahead = 16 * m + e / 2 * 8 - 8 * n - e % 2;
         x[m][n][e] = fmaf(x[m][n][e], scale, fmaf(at[KEYS ? ahead : -ahead], LOG2E, -base(m, n, e)));
     });
+}
+
+// A score of what is not there, or not seen, becomes -inf. The warp's first query is i, its first key j. Rows are queries, or KEYS.
+template <bool KEYS, int M, int N>
+__device__ __forceinline__ void hide(float (&x)[M][N][4], const Problem& p, const Sequence& of, int32_t i, int32_t j) {
+    const int32_t row = (KEYS ? j : i) + g(), column = (KEYS ? i : j) + 2 * c();
+    each<M, N>([&](int m, int n, int e) {
+        const int32_t at = row + 16 * m + e / 2 * 8, across = column + 8 * n + e % 2;
+        const bool hidden = KEYS ? (across >= of.s) | (at >= of.limit(across)) : across >= of.limit(at);
+        x[m][n][e] = hidden ? -INFINITY : x[m][n][e];
+    });
+    if (!p.seen) return;
+    const uint8_t* const seen = p.seen + of.k0;
+#pragma unroll
+    for (int k = 0; k < (KEYS ? 2 * M : 2 * N); k++) {
+        const int32_t key = KEYS ? row + 8 * k : column + k / 2 * 8 + k % 2;
+        const bool there = key < of.t && seen[key];
+        each<M, N>([&](int m, int n, int e) {
+            if ((KEYS ? 2 * m + e / 2 : 2 * n + e % 2) == k) x[m][n][e] = there ? x[m][n][e] : -INFINITY;
+        });
+    }
 }
 
 // Which of the keys [key, key + 8) a row of b h s keeps, as bits; key is a multiple of 8, so they are one counter.
@@ -288,7 +344,8 @@ inline Problem read(Call& call, Array& q) {
     const Array seen = call.maybe("seen", BOOL, Shape{p.batch, p.t});
     const Array ends_q = call.maybe("lengths_q", I32), ends_k = call.maybe("lengths_k", I32);
     p.longest_q = call.integer("longest_q", 0, p.s), p.longest_k = call.integer("longest_k", 0, p.t);
-    if (bias && !(bias.shape == Shape{p.heads, p.distances()}))
+    p.distances = p.longest_q + p.longest_k ? p.longest_q + p.longest_k - 1 : 0;
+    if (bias && !(bias.shape == Shape{p.heads, p.distances}))
         call.refuse("bias: wanted (heads, longest_q + longest_k - 1), a number for each distance");
     if (ends_q.given != ends_k.given) call.refuse("lengths_q and lengths_k go together");
     if (ends_q) {

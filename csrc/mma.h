@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&left)
 #endif
 }
 
-__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
 
 // ---- of those, products of tiles in shared memory. Rows of DIM numbers, 8 more than a multiple of 16 apart: eight rows of a matrix
 // then lie in different banks.

@@ -8,28 +8,27 @@
 #pragma once
 #include "mma.h"
 
-#define MC_WGMMA_SUMS                                                                                                              \
-    "+f"(sums[0][0][0]), "+f"(sums[0][0][1]), "+f"(sums[0][0][2]), "+f"(sums[0][0][3]), "+f"(sums[0][1][0]), "+f"(sums[0][1][1]),  \
-        "+f"(sums[0][1][2]), "+f"(sums[0][1][3]), "+f"(sums[0][2][0]), "+f"(sums[0][2][1]), "+f"(sums[0][2][2]),                   \
-        "+f"(sums[0][2][3]), "+f"(sums[0][3][0]), "+f"(sums[0][3][1]), "+f"(sums[0][3][2]), "+f"(sums[0][3][3]),                   \
-        "+f"(sums[0][4][0]), "+f"(sums[0][4][1]), "+f"(sums[0][4][2]), "+f"(sums[0][4][3]), "+f"(sums[0][5][0]),                   \
-        "+f"(sums[0][5][1]), "+f"(sums[0][5][2]), "+f"(sums[0][5][3]), "+f"(sums[0][6][0]), "+f"(sums[0][6][1]),                   \
-        "+f"(sums[0][6][2]), "+f"(sums[0][6][3]), "+f"(sums[0][7][0]), "+f"(sums[0][7][1]), "+f"(sums[0][7][2]),                   \
-        "+f"(sums[0][7][3])
+#define MC_WGMMA_SUMS(way)                                                                                                         \
+    way(sums[0][0][0]), way(sums[0][0][1]), way(sums[0][0][2]), way(sums[0][0][3]), way(sums[0][1][0]), way(sums[0][1][1]),        \
+        way(sums[0][1][2]), way(sums[0][1][3]), way(sums[0][2][0]), way(sums[0][2][1]), way(sums[0][2][2]),                        \
+        way(sums[0][2][3]), way(sums[0][3][0]), way(sums[0][3][1]), way(sums[0][3][2]), way(sums[0][3][3]),                        \
+        way(sums[0][4][0]), way(sums[0][4][1]), way(sums[0][4][2]), way(sums[0][4][3]), way(sums[0][5][0]),                        \
+        way(sums[0][5][1]), way(sums[0][5][2]), way(sums[0][5][3]), way(sums[0][6][0]), way(sums[0][6][1]),                        \
+        way(sums[0][6][2]), way(sums[0][6][3]), way(sums[0][7][0]), way(sums[0][7][1]), way(sums[0][7][2]),                        \
+        way(sums[0][7][3])
 #define MC_WGMMA(kind)                                                                                                             \
     "wgmma.mma_async.sync.aligned.m64n64k16.f32." kind "." kind                                                                    \
-    " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "    \
+    " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "   \
     "%26, %27, %28, %29, %30, %31}, "
 // both factors in shared memory, rows by rows; the first of a product does not add
-#define MC_WGMMA_SHARED(kind, k)                                                                                                   \
-    asm volatile("{ .reg .pred more; setp.ne.b32 more, %34, 0; " MC_WGMMA(kind) "%32, %33, more, 1, 1, 0, 0; }"                    \
-                 : MC_WGMMA_SUMS                                                                                                   \
-                 : "l"(left), "l"(right), "r"((k) ? 1 : 0)                                                                         \
-                 : "memory")
+#define MC_WGMMA_SHARED(kind)                                                                                                      \
+    asm volatile(MC_WGMMA(kind) "%32, %33, 1, 1, 1, 0, 0;" : MC_WGMMA_SUMS("+f") : "l"(left), "l"(right) : "memory")
+#define MC_WGMMA_FIRST(kind)                                                                                                       \
+    asm volatile(MC_WGMMA(kind) "%32, %33, 0, 1, 1, 0, 0;" : MC_WGMMA_SUMS("=f") : "l"(left), "l"(right) : "memory")
 // the left factor in registers, the right one's rows as its depth
 #define MC_WGMMA_REGISTERS(kind, k)                                                                                                \
     asm volatile(MC_WGMMA(kind) "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                           \
-                 : MC_WGMMA_SUMS                                                                                                   \
+                 : MC_WGMMA_SUMS("+f")                                                                                             \
                  : "r"(left[k][0]), "r"(left[k][1]), "r"(left[k][2]), "r"(left[k][3]), "l"(right)                                  \
                  : "memory")
 
@@ -47,11 +46,10 @@ struct Swizzled {
 #endif
     }
 
-    // sums = rows of a (64 a warpgroup, of 64 numbers) by 64 rows of b; there after `finish`
+    // sums = 64 rows of a, of 64 numbers, by 64 rows of b; there after `finish`. A block is one warpgroup.
     template <class T>
     static __device__ __forceinline__ void rows_by_rows(float (&sums)[1][8][4], const T* a, const T* b) {
 #ifdef MC_EMULATED
-        a += static_cast<int>(threadIdx.x) / 128 * elements(64);
         const int row = threadIdx.x % 128 / 32 * 16 + lane() / 4, column = lane() % 4 * 2;
         for (int n = 0; n < 8; n++)
             for (int e = 0; e < 4; e++) {
@@ -60,28 +58,37 @@ struct Swizzled {
                     sums[0][n][e] += to_float(a[place(row + e / 2 * 8, k)]) * to_float(b[place(8 * n + column + e % 2, k)]);
             }
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-        const int group = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);  // so that it is known to be a warp's
-        const uint64_t own = described(a + group * elements(64)), other = described(b);
-        begin(sums);
+        const uint64_t own = described(a), other = described(b);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < DIM; k += 16) {
             const uint64_t left = own + k * sizeof(T) / 16, right = other + k * sizeof(T) / 16;
-            if constexpr (std::is_same_v<T, bf16>) MC_WGMMA_SHARED("bf16", k);
-            else MC_WGMMA_SHARED("f16", k);
+            if constexpr (std::is_same_v<T, bf16>) {
+                if (k) MC_WGMMA_SHARED("bf16");
+                else MC_WGMMA_FIRST("bf16");
+            } else {
+                if (k) MC_WGMMA_SHARED("f16");
+                else MC_WGMMA_FIRST("f16");
+            }
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
     }
 
-    // sums += weights (64 x 64 a warpgroup, as a product left them) times 64 rows of b; there after `finish`
+    // Weights, 64 x 64 a warpgroup as a product left them, rounded: the left factor of a product.
+    using Left = uint32_t[4][4];
     template <class T>
-    static __device__ __forceinline__ void weights_by_rows(float (&sums)[1][8][4], const float (&weights)[1][8][4], const T* b) {
-        uint32_t left[4][4];
+    static __device__ __forceinline__ void round(Left& left, const float (&weights)[1][8][4]) {
 #pragma unroll
         for (int k = 0; k < 4; k++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 left[k][i] = pack2<T>(weights[0][2 * k + i / 2][i % 2 * 2], weights[0][2 * k + i / 2][i % 2 * 2 + 1]);
+    }
+
+    // sums += left times 64 rows of b; there after `finish`
+    template <class T>
+    static __device__ __forceinline__ void left_by_rows(float (&sums)[1][8][4], const Left& left, const T* b) {
 #ifdef MC_EMULATED
         uint32_t all[32][4][4];
         emulate::exchange(left, sizeof left, all);
@@ -103,23 +110,45 @@ struct Swizzled {
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
     }
+    template <class T>
+    static __device__ __forceinline__ void weights_by_rows(float (&sums)[1][8][4], const float (&weights)[1][8][4], const T* b) {
+        Left left;
+        round<T>(left, weights);
+        left_by_rows<T>(sums, left, b);
+    }
 
-    // until all products are there
+    // until no more than NEWER groups of products are on their way: these sums are there
+    template <int NEWER, class... F>
+    static __device__ __forceinline__ void finish_but(F&... sums) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NEWER) : "memory");
+        (hold(sums), ...);
+#endif
+    }
     template <class... F>
     static __device__ __forceinline__ void finish(F&... sums) {
+        finish_but<0>(sums...);
+    }
+
+    // The compiler moves nothing that uses these numbers across this.
+    static __device__ __forceinline__ void hold(float (&sums)[1][8][4]) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        (hold(sums), ...);
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+            asm volatile("" : "+f"(sums[0][n][0]), "+f"(sums[0][n][1]), "+f"(sums[0][n][2]), "+f"(sums[0][n][3])::"memory");
+#endif
+    }
+    // What these numbers were no longer counts, as where a product is asked for. Where it is in one branch alone, in the other the
+    // compiler must not think that they are kept: it would let no two products be on their way.
+    static __device__ __forceinline__ void forget(float (&sums)[1][8][4]) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+            asm volatile("" : "=f"(sums[0][n][0]), "=f"(sums[0][n][1]), "=f"(sums[0][n][2]), "=f"(sums[0][n][3])::"memory");
 #endif
     }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    // The compiler moves nothing that uses these numbers across this.
-    static __device__ __forceinline__ void hold(float (&sums)[1][8][4]) {
-#pragma unroll
-        for (int n = 0; n < 8; n++)
-            asm volatile("" : "+f"(sums[0][n][0]), "+f"(sums[0][n][1]), "+f"(sums[0][n][2]), "+f"(sums[0][n][3])::"memory");
-    }
     static __device__ __forceinline__ void begin(float (&sums)[1][8][4]) {
         hold(sums);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

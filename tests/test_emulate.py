@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant("a-column-too-many", "embedding.cu", "dim - column < 8 ? static_cast<int>(dim - column) : 8;\n            Pack",
            "dim - column < 7 ? static_cast<int>(dim - column) : 8;\n            Pack", "embedding", BOUNDS),
     Mutant("diagonals-added-up-too-early", "attention_backward.cu",
-           "    __syncthreads();\n                    add", "add", "relative_attention", ORDER),
+           "    __syncthreads();  // as in the forward\n            if (v", "    if (v", "relative_attention", ORDER),
     Mutant("shared-memory-too-small", "norm_backward.cu",
            "__shared__ float sums[16][33];", "__shared__ float sums[15][33];", "rms_norm", BOUNDS),
 )
