@@ -124,37 +124,67 @@ __global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, 
     }, grad, x, dx);
 }
 
+// Eight elements from wherever, out of the aligned packs that they lie in, one or two.
+template <class T>
+__device__ __forceinline__ Pack<T> load8_across(const T* p) {
+    constexpr int PARTS = sizeof(Pack<T>) / 16;
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % 8);
+    const auto* from = reinterpret_cast<const uint4*>(p - shift);
+    uint32_t words[8 * PARTS];
+#pragma unroll
+    for (int i = 0; i < 2 * PARTS; i++) {
+        const uint4 found = from[i < PARTS || shift ? i : i - PARTS];
+        words[4 * i] = found.x, words[4 * i + 1] = found.y, words[4 * i + 2] = found.z, words[4 * i + 3] = found.w;
+    }
+    behind<2 * PARTS>(words, shift);
+    Pack<T> pack;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++)
+        reinterpret_cast<uint4*>(&pack)[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    return pack;
+}
+
+// Calls f with a way to read a thread's eight elements from `at` on of all these arrays of `count`: in aligned packs even where the
+// arrays are not, of which the second is the next thread's first and comes from the first cache; one by one at the ends alone.
+template <class F, class... T>
+__device__ __forceinline__ void read(int64_t at, int64_t count, F f, const T*... arrays) {
+    if (at + 8 <= count && ((reinterpret_cast<uintptr_t>(arrays) % 16 == 0) && ...)) {
+        f([=](const auto* p) { return load8<true>(p + at); });
+    } else if (at >= 8 && at + 16 <= count) {
+        f([=](const auto* p) { return load8_across(p + at); });
+    } else {
+        const int left = at + 8 <= count ? 8 : at < count ? static_cast<int>(count - at) : 0;
+        f([=](const auto* p) { return load8<false>(p + at, left); });
+    }
+}
+
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y,
                                                          int64_t count) {
-    const int64_t tile = int64_t{blockIdx.x} * TILE, at = place(tile);
-    whole_or_not(tile + TILE, count, [&](auto whole) {
-        Pack<T> a = take<whole.value>(gate, at, count);
-        const Pack<T> b = take<whole.value>(up, at, count);
+    const int64_t at = place(int64_t{blockIdx.x} * TILE);
+    Pack<T> a, b;
+    read(at, count, [&](auto way) { a = way(gate), b = way(up); }, gate, up);
 #pragma unroll
-        for (int j = 0; j < 8; j++) a.at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(a.at[j])) * to_float(b.at[j]));
-        put<whole.value>(y, a, at, count);
-    }, gate, up, y);
+    for (int j = 0; j < 8; j++) a.at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(a.at[j])) * to_float(b.at[j]));
+    put<false>(y, a, at, count);
 }
 
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ grad, const T* __restrict__ gate,
                                                           const T* __restrict__ up, T* __restrict__ dgate, T* __restrict__ dup,
                                                           int64_t count) {
-    const int64_t tile = int64_t{blockIdx.x} * TILE, at = place(tile);
-    whole_or_not(tile + TILE, count, [&](auto whole) {
-        const Pack<T> g = take<whole.value>(grad, at, count);
-        Pack<T> a = take<whole.value>(gate, at, count), b = take<whole.value>(up, at, count);
+    const int64_t at = place(int64_t{blockIdx.x} * TILE);
+    Pack<T> g, a, b;
+    read(at, count, [&](auto way) { g = way(grad), a = way(gate), b = way(up); }, grad, gate, up);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            float slope;
-            const float value = activate<KIND, fine<T>, true>(to_float(a.at[j]), slope), given = to_float(g.at[j]);
-            a.at[j] = from_float<T>(given * slope * to_float(b.at[j]));
-            b.at[j] = from_float<T>(given * value);
-        }
-        put<whole.value>(dgate, a, at, count);
-        put<whole.value>(dup, b, at, count);
-    }, grad, gate, up, dgate, dup);
+    for (int j = 0; j < 8; j++) {
+        float slope;
+        const float value = activate<KIND, fine<T>, true>(to_float(a.at[j]), slope), given = to_float(g.at[j]);
+        a.at[j] = from_float<T>(given * slope * to_float(b.at[j]));
+        b.at[j] = from_float<T>(given * value);
+    }
+    put<false>(dgate, a, at, count);
+    put<false>(dup, b, at, count);
 }
 
 // ---- with the gradient of a bias: a thread keeps eight columns and walks down the rows of its part

@@ -78,6 +78,20 @@ __device__ __forceinline__ void store8(T* p, const Pack<T>& pack, int count = 8)
     }
 }
 
+// The elements, of SIZE bytes, from `shift` on of two packs.
+template <int SIZE, int WORDS>
+__device__ __forceinline__ void behind(uint32_t (&words)[WORDS], int shift) {
+    if (shift & 4)
+#pragma unroll
+        for (int i = 0; i + SIZE < WORDS; i++) words[i] = words[i + SIZE];
+    if (shift & 2)
+#pragma unroll
+        for (int i = 0; i + SIZE / 2 < WORDS - SIZE; i++) words[i] = words[i + SIZE / 2];
+    if (shift & 1)
+#pragma unroll
+        for (int i = 0; i < WORDS / 2; i++) words[i] = SIZE == 4 ? words[i + 1] : __funnelshift_r(words[i], words[i + 1], 16);
+}
+
 // A thread's eight elements from `at` on, of an array of `count`. WHOLE: a block has found that its are all there and all arrays are
 // aligned; asking before each pack would have one wait for the next. Otherwise at once where this array allows it, else one by one
 // from the lines of the first cache.

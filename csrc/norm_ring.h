@@ -17,20 +17,6 @@ constexpr int STAGES = 4;     // of the ring, at most
 
 // For each row to come there is a slot of 16 bytes, or two of fp32, for each pack of eight.
 
-// The elements, of SIZE bytes, from `shift` on of two packs.
-template <int SIZE, int WORDS>
-__device__ __forceinline__ void behind(uint32_t (&words)[WORDS], int shift) {
-    if (shift & 4)
-#pragma unroll
-        for (int i = 0; i + SIZE < WORDS; i++) words[i] = words[i + SIZE];
-    if (shift & 2)
-#pragma unroll
-        for (int i = 0; i + SIZE / 2 < WORDS - SIZE; i++) words[i] = words[i + SIZE / 2];
-    if (shift & 1)
-#pragma unroll
-        for (int i = 0; i < WORDS / 2; i++) words[i] = SIZE == 4 ? words[i + 1] : __funnelshift_r(words[i], words[i + 1], 16);
-}
-
 // The memory of a group: slot after slot, in each a pack for every PACKS of every thread.
 template <int PACKS>
 struct Ring {

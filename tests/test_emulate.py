@@ -43,6 +43,8 @@ MUTANTS = (
            "    __syncthreads();  // as in the forward\n            if (v", "    if (v", "relative_attention", ORDER),
     Mutant("shared-memory-too-small", "norm_backward.cu",
            "__shared__ float sums[16][33];", "__shared__ float sums[15][33];", "rms_norm", BOUNDS),
+    Mutant("one-pack-of-two", "activation.cu", "i < PARTS || shift ? i", "i < PARTS ? i", "swiglu", WRONG),
+    Mutant("a-pack-beyond-the-end", "activation.cu", "at >= 8 && at + 16 <= count", "at >= 8 && at + 8 <= count", "swiglu", BOUNDS),
 )
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
