@@ -289,6 +289,8 @@ MUTANTS = (
            "test_hub.py::test_what_is_said_of_vectors_comes_too", "FileNotFoundError"),
     Mutant("every-pooling-is-ours", "checkpoint/sentence.py", "for name in used] != [pooling]:", "for name in used] == []:",
            "test_sentence.py::test_what_is_left_out_is_said[bert-modules3-cls_token-said3]"),
+    Mutant("windows-do-not-overlap", "data/tokenizer.py", "stride=stride, strategy", "stride=0, strategy",
+           "test_data_answer.py::test_windows_show_all_of_the_text"),
     Mutant("a-text-of-many-pairs-is-the-first", "data/tokenizer.py", "None if second is None else cut[second])", "None if second is None else cut[texts[-1]])",
            "test_data_objective.py::test_pairs_are_encoded_many_at_a_time_and_told_apart[12]"),
     Mutant("a-template-s-token-beyond-the-model", "data/encode.py", "self.refuse(record, ids)  # a token", "pass  # a token",
