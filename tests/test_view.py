@@ -1,6 +1,7 @@
 """The two roads of attention on the CPU, torch's and our own tiles: the same values, gradients and rows that see nothing."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from modelcenter import ops
 from modelcenter.layers.view import Packing, View, merge
 from modelcenter.ops._op import available
+from modelcenter.ops.relative_attention import packed_by
 
 pytestmark = pytest.mark.skipif(not available("cpu"), reason="the tiles are compiled")
 HEADS, DIM = 4, 24
@@ -55,6 +57,62 @@ def test_packed_equals_alone(causal: bool, biased: bool) -> None:
         part = None if bias is None else bias[:, :, : b - a, : b - a]
         alone = View(part, causal).tiled(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, 0.0)
         assert torch.equal(packed[:, :, a:b], alone)
+
+
+def laid_out(device: str, dtype: torch.dtype, heads: int, kv: int, dim: int, causal: bool, on: bool) -> tuple[Any, list[Tensor]]:
+    """A view of packed sequences, one of them empty, and their q, k, v (1 h s|t d); queries are fewer where nothing is causal."""
+    torch.manual_seed(0)
+    k = Packing([0, 70, 71, 71, 160], [0, 70, 71, 71, 160])
+    packing = k if causal else Packing([0, 9, 10, 10, 80], k.k)
+    sizes = ((packing.q[-1], heads), (160, kv), (160, kv))
+    inputs = [torch.randn(1, n, h, dim, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for n, h in sizes]
+    return View(None, causal, packing, ends=packing.ends(torch.device(device)) if on else None), inputs
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_by_one_kernel_equals_one_by_one(causal: bool) -> None:
+    """Here its reference; `ends` alone does not take a CPU from its own road."""
+    found = []
+    for served in (False, True):
+        view, inputs = laid_out("cpu", torch.float64, 2, 2, 16, causal, served)
+        out = view.by_lengths(view.packing, *inputs, 0.3, 0.0) if served else view.attend(*inputs, 0.3, 0.0)
+        found.append([out, *torch.autograd.grad((out * torch.cos(torch.arange(out.numel()).view(out.shape))).sum(), inputs)])
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape and (one - other).abs().max() < 1e-12
+    view, inputs = laid_out("cpu", torch.bfloat16, 2, 2, 16, causal, True)
+    assert packed_by(*inputs, 0.0) == "none" and view.attend(*inputs, 0.3, 0.0).shape == inputs[0].shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 4, 64), (4, 4, 40), (4, 2, 64), (2, 2, 128), (4, 1, 128)])
+def test_packed_on_a_gpu(heads: int, kv: int, dim: int, causal: bool) -> None:
+    """One kernel instead of one call a sequence: as near to fp64 as those."""
+    roads, found = [], []
+    for dtype, served in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        view, drawn = laid_out("cuda", torch.float32, heads, kv, dim, causal, served)
+        inputs = [x.detach().bfloat16().to(dtype).requires_grad_() for x in drawn]
+        out = view.attend(*inputs, None, 0.0)
+        weight = torch.cos(torch.arange(out.numel(), device="cuda").view(out.shape)).bfloat16().to(dtype)
+        found.append([x.double() for x in (out, *torch.autograd.grad((out * weight).sum(), inputs))])
+        roads.append(packed_by(*inputs, 0.0))
+    assert roads[0] == "none" and roads[2] != "none", roads
+    for wanted, loops, one in zip(*found, strict=True):
+        assert (one - wanted).norm() <= 2 * (loops - wanted).norm() + 1e-3 * wanted.norm()
+
+
+@pytest.mark.gpu
+def test_packed_on_a_gpu_with_dropout() -> None:
+    view, inputs = laid_out("cuda", torch.bfloat16, 4, 4, 64, True, True)
+    assert packed_by(*inputs, 0.2) == "ours"
+    torch.manual_seed(7)
+    out = view.attend(*inputs, None, 0.2)
+    torch.manual_seed(7)
+    seed = ops.draw(out.device)
+    ends = view.packing.ends(out.device)
+    turned = [x.transpose(1, 2).double() for x in inputs]
+    wanted = ops.relative_attention.reference(*turned, None, None, *ends, *view.packing.span, 64**-0.5, True, seed, 0.2)
+    assert (out.transpose(1, 2) - wanted).abs().max() < 2e-2 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

@@ -18,6 +18,7 @@ from ..errors import refuse
 from ..ops.cross_entropy import IGNORE
 from .block import Block
 from .cache import Cache
+from .onto import onto
 from .position import Angles, Distances
 from .view import Packing, View, merge
 
@@ -82,15 +83,18 @@ class Batch:
             return self.positions
         if self.packing is None:
             return torch.arange(self.past, self.keys, device=self.x.device)[None]
-        spans = [torch.arange(q.stop - q.start, device=self.x.device) for q, _ in self.packing.spans()]
-        return torch.cat(spans)[None]
+        return onto(torch.cat([torch.arange(q.stop - q.start) for q, _ in self.packing.spans()])[None], self.x.device)
+
+    @property
+    def ends(self) -> tuple[Tensor, Tensor] | None:
+        """The packing's lengths on a GPU, whose kernels read them there."""
+        return self.packing.ends(self.x.device) if self.packing is not None and self.x.is_cuda else None
 
     def view(self, *, causal: bool = False, bias: Tensor | Distances | None = None, angles: Angles | None = None) -> View:
         """Self-attention over these tokens; `bias` (1|b h s|1 t) of the longest sequence where they are packed."""
         if isinstance(bias, Distances):
             if bias.served and not (causal and self.context is not None):
-                ends = None if self.packing is None else self.packing.ends(self.x.device)
-                return View(None, causal, self.packing, angles, cache=self.cache, distances=bias, seen=self.mask, ends=ends)
+                return View(None, causal, self.packing, angles, cache=self.cache, distances=bias, seen=self.mask, ends=self.ends)
             bias = bias.spread()
         merged = partial(merge, *self.span, self.x.device, causal=causal, bias=bias)
         if self.packing is None:
@@ -102,7 +106,7 @@ class Batch:
             at = torch.arange(self.longest, device=self.x.device)[None]
             masks = {n: merged(real=None, context=at < n)[0] for n in set(known)}
             return View([masks[n] for n in known], False, self.packing, angles, cache=self.cache)
-        return View(mask, rule, self.packing, angles, cache=self.cache)
+        return View(mask, rule, self.packing, angles, cache=self.cache, ends=self.ends)
 
     def across(self, memory: Tensor, source: "Batch") -> View:
         """Cross-attention from these tokens to `memory` (b t dim), the encoder's output for `source`."""
@@ -110,7 +114,8 @@ class Batch:
         if self.packing is not None and source.packing is not None:
             packing = Packing(self.packing.q, source.packing.k)
         mask = None if source.mask is None else source.mask[:, None, None, :]
-        return View(mask, packing=packing, memory=memory, cache=self.cache)
+        ends = packing.ends(memory.device) if packing is not None and memory.is_cuda else None
+        return View(mask, packing=packing, memory=memory, cache=self.cache, ends=ends)
 
 
 class Output(dict[Any, Any]):

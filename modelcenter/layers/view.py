@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from ..ops.relative_attention import packed_by
 from .cache import Cache
+from .onto import onto
 from .position import Angles, Distances
 
 
@@ -29,12 +31,18 @@ class Packing:
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The same two on a device."""
-        q, k = (torch.tensor(lengths, dtype=torch.int32, device=device) for lengths in (self.q, self.k))
+        q, k = (onto(torch.tensor(lengths, dtype=torch.int32), device) for lengths in (self.q, self.k))
         return q, k
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The most queries and the most keys of a sequence."""
+        most_q, most_k = (max((b - a for a, b in pairwise(lengths)), default=0) for lengths in (self.q, self.k))
+        return most_q, most_k
+
+    @property
     def longest(self) -> int:
-        return max((b - a for a, b in pairwise(self.k)), default=0)
+        return self.span[1]
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class View:
     cache: Cache | None = None
     distances: Distances | None = None  # a bias in place of a mask, for a kernel of its own
     seen: Tensor | None = None  # b t: with it, the keys that are there
-    ends: tuple[Tensor, Tensor] | None = None  # with it, the packing's lengths on the device
+    ends: tuple[Tensor, Tensor] | None = None  # the packing's lengths on the device, if that is a GPU
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """softmax(q k^T scale + mask) v, each of shape b h s|t d. Rows that see nothing give zero. Vaswani et al., 2017."""
@@ -69,6 +77,12 @@ class View:
         if self.packing is None:
             assert not isinstance(mask, Sequence)
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
+        if self.ends is not None and mask is None:
+            road = packed_by(q, k, v, dropout)
+            if road == "ours":
+                return self.by_lengths(self.packing, q, k, v, scale, dropout)
+            if road == "flash":
+                return self.by_flash(self.packing, q, k, v, scale)
         parts = []
         for i, (at, seen) in enumerate(self.packing.spans()):
             part = mask[i] if isinstance(mask, Sequence) else mask
@@ -87,6 +101,23 @@ class View:
         given = (bias.vector, self.seen, *(self.ends or (None, None)), bias.queries, bias.keys)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
+
+    def by_lengths(self, packing: Packing, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+        """All sequences of a packed row by one kernel of ours, which also knows a bias."""
+        seed = ops.draw(q.device) if dropout else None
+        scale = q.size(-1) ** -0.5 if scale is None else scale
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        given = (None, None, *(self.ends or packing.ends(q.device)), *packing.span)
+        out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
+        return out.transpose(1, 2)
+
+    def by_flash(self, packing: Packing, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """The same by torch's flash attention, without dropout; fewer heads of keys than of queries are no copies."""
+        ends = self.ends or packing.ends(q.device)
+        turned = (x[0].transpose(0, 1) for x in (q, k, v))
+        found = torch.ops.aten._flash_attention_forward(*turned, *ends, *packing.span, 0.0, self.causal, False, scale=scale)
+        out: Tensor = found[0]
+        return out[None].transpose(1, 2)
 
     def tiled(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """The same by our own kernel, which reads and writes b s h d, as the projections around it do: no copies."""

@@ -113,20 +113,31 @@ def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
     return dq, dk, dv, dbias if wanted else None, *(None,) * 9
 
 
-def modern(index: int) -> bool:
-    """Whether a GPU multiplies bf16, as all from Ampere on."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(index) >= (8, 0)
+def generation(index: int) -> tuple[int, int]:
+    """A GPU's compute capability; Ampere's, the first that multiplies bf16, where there is no GPU to ask."""
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (8, 0)
 
 
-modern._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _op.covered
+generation._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _op.covered
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> bool:
     if q.dtype == torch.float32 or not (q.dtype == k.dtype == v.dtype) or (bias is not None and bias.dtype != torch.float32):
         return False
     d = q.shape[3]
-    fits = modern(q.get_device()) or (q.dtype == torch.float16 and d <= TURING)
+    fits = generation(q.get_device()) >= (8, 0) or (q.dtype == torch.float16 and d <= TURING)
     return bool(d) and d % 8 == 0 and d <= 128 and q.shape[2] == k.shape[2] and fits
+
+
+def packed_by(q: Tensor, k: Tensor, v: Tensor, p: float) -> str:
+    """What multiplies packed sequences without a bias (b h s|t d, halves) soonest on their GPU: `ours` or torch's `flash`; `none`
+    where neither can. Ours drops too, and up to 64 channels it is ahead of flash on Hopper (benchmarks/README.md)."""
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
+        return "none"
+    chip, d = generation(q.get_device()), q.shape[3]
+    ours = relative_attention.fast(q) and takes(*(x.transpose(1, 2) for x in (q, k, v)), None)
+    flash = not p and torch.backends.cuda.is_flash_attention_available() and chip >= (8, 0) and d % 8 == 0 and d <= 256
+    return "ours" if ours and (not flash or (chip == (9, 0) and d <= 64)) else "flash" if flash else "none"
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

@@ -14,7 +14,8 @@ from .machine import Machine, Recompute
 # not among them: those are attention's scores, in torch's attention without a kernel. Of a sum over ranks the summand is kept too.
 KEPT = frozenset(
     {"aten::mm", "aten::addmm", "modelcenter::linear_nf4_forward", "modelcenter::linear_int8_forward",
-     "modelcenter::attention_forward", "aten::_scaled_dot_product_flash_attention",
+     "modelcenter::attention_forward", "modelcenter::relative_attention_forward", "aten::_flash_attention_forward",
+     "aten::_scaled_dot_product_flash_attention",
      "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
      "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_fused_attention_overrideable",
      "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor"}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..data.loader import Loader
 from ..data.objective import Asked, find_objective
 from ..data.tokenizer import Tokenizer
+from ..layers.onto import onto
 from ..metrics.table import METRICS
 from ..ops.cross_entropy import IGNORE
 from ..parallel.ranks import ALONE, Ranks
@@ -23,8 +24,8 @@ Arguments = Mapping[str, Any]  # a batch of the loader: the model's keyword argu
 
 
 def on_device(batch: Arguments, device: torch.device) -> dict[str, Any]:
-    """`batch` with its tensors on `device`."""
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    """`batch` with its tensors on `device`, which goes on with what it does."""
+    return {key: onto(value, device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def count_tokens(batch: Arguments, task: str) -> int:
