@@ -204,12 +204,14 @@ bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cu
     const bool same = p.x.dtype == dtype && (!p.out.data || p.out.dtype == dtype);
     MC_FOR_BOOL(p.centred, CENTRED,
         if (same && dtype == BF16 && shift && launch<norm_rows_backward<BF16, CENTRED, true, 1, 4>>(1, 4, p, true, slots, lines, stream)) return true;
-        if (same && dtype == BF16 && !shift) {
-            if (launch<norm_rows_backward<BF16, CENTRED, false, 1, 4>>(1, 4, p, false, slots, lines, stream)) return true;
-            if (launch<norm_rows_backward<BF16, CENTRED, false, 1, 2>>(1, 2, p, false, slots, lines, stream)) return true;
-            if (launch<norm_rows_backward<BF16, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream)) return true;
-        }
-        if (same && dtype == F16 && !shift && launch<norm_rows_backward<F16, CENTRED, false, 1, 4>>(1, 4, p, false, slots, lines, stream)) return true;
+        const auto halves = [&](auto d) {
+            constexpr int D = d.value;
+            return launch<norm_rows_backward<D, CENTRED, false, 1, 4>>(1, 4, p, false, slots, lines, stream) ||
+                   launch<norm_rows_backward<D, CENTRED, false, 1, 2>>(1, 2, p, false, slots, lines, stream) ||
+                   launch<norm_rows_backward<D, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream);
+        };
+        if (same && dtype == BF16 && !shift && halves(std::integral_constant<int, BF16>{})) return true;
+        if (same && dtype == F16 && !shift && halves(std::integral_constant<int, F16>{})) return true;
         if (same && dtype == F32 && !shift && launch<norm_rows_backward<F32, CENTRED, false, 1, 2>>(1, 2, p, false, slots, lines, stream)) return true;
         if (shift) return launch<norm_rows_backward<ANY, CENTRED, true, 2, 1>>(2, 1, p, true, slots, lines, stream);
         return launch<norm_rows_backward<ANY, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream);)
