@@ -237,7 +237,10 @@ def same(case: Case, found: tuple[list[dict[str, Any]], Run], wanted: tuple[list
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")
 
 
-@pytest.mark.parametrize("name", ["blocks", "packed", "mlm", "span"])
+OF_OURS = ("blocks", "packed", "mlm", "span")
+
+
+@pytest.mark.parametrize("name", OF_OURS)
 def test_what_our_loader_makes(name: str, tmp_path: Path) -> None:
     """Of which they have no like: blocks at every offset, bins of whole documents, masks that are a function of the seed."""
     case = CASES[name]
@@ -318,6 +321,13 @@ def test_what_transformers_makes_of_the_records(name: str, tmp_path: Path) -> No
     size = {"qa": 1, "rows": 2}.get(name, recipe.batch)
     many = recipe.batch // size
     same(case, ours(recipe), theirs(tmp_path, case, recipe, data, collator(tokenizer), size, many))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OF_OURS, *PREPARED])
+def test_fifty_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "STEPS", 50)
+    (test_what_transformers_makes_of_the_records if name in PREPARED else test_what_our_loader_makes)(name, tmp_path)
 
 
 # ---- accumulation, evaluation, weight decay ----------------------------------------------------------------------------
