@@ -125,7 +125,7 @@ def test_the_gradients_of_micro_batches_before_are_there_all_the_while() -> None
     far = replace(CHIPS["h200"], node=1)  # in a node the sums of what has come are a rank's part as well
     costs, count = Costs(job_of(model, 8192), far), sum(p.numel() for p in model.parameters())
     few, many = (costs.exact(Machine(fsdp=n), 1, 2).parts for n in (2, 4096))
-    others: Any = ("activations", "loss", "temporary", "gathered")
+    others: Any = ("activations", "loss", "temporary")
     assert [few.get(kind, 0) for kind in others] == [many.get(kind, 0) for kind in others]
     assert few["gradients"] == 2 * count
 
@@ -253,7 +253,7 @@ def test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth()
     costs = Costs(job, CHIPS["h200"])
     found = survey(costs, 8, Machine())
     fitting = [e for e in found.estimates if e.fits]
-    assert found.choice.seconds == min(e.seconds for e in fitting) and found.choice.fits
+    assert found.choice.seconds == pytest.approx(min(e.seconds for e in fitting), rel=1e-9) and found.choice.fits
     shapes = {(e.machine.tensor_parallel, e.machine.fsdp, e.machine.replicate, e.machine.zero) for e in found.estimates}
     assert {(1, 8, 1, 3), (1, 8, 1, 1), (2, 4, 1, 2), (2, 1, 4, 3), (1, 1, 8, 3)} <= shapes
     assert all(e.machine.ranks == 8 for e in found.estimates) and max(m[0] for m in shapes) == 2  # of two heads

@@ -213,12 +213,10 @@ class Costs:
             there, come = (size + max(block, outside) * ratio * (1 + 1 / n) for size in (there, come))
 
         def gathered(phase: str) -> float:
-            """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own, and
-            when the first block has sent its gradients those of the outermost weights follow."""
-            if phase in ("before", "head"):
-                return there
-            kind, *place = phase.split()
-            return come + (kind == "backward" and bool(place)) * sent * max(block, outside if place[-1:] == ["first"] else 0)
+            """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own."""
+            kind, _, of_a_block = phase.partition(" ")
+            mine = sent * max(block, outside) if kind == "backward" and of_a_block else 0.0
+            return there if kind in ("before", "head") else come + mine
 
         factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": grows}
         parts = step.peak(factors, gathered)

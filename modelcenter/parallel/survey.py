@@ -104,10 +104,11 @@ def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, 
     found.sort(key=lambda e: (not e.fits, e.seconds if e.fits else e.need))
     choice = found[0]
     # What was interpolated is rehearsed as it is before it is promised.
-    while choice.fits and not costs.exact(choice.machine, choice.rows).fits and choice.rows > 1:
-        fewer = next(n for n in range(choice.rows - 1, 0, -1) if choice.rows * choice.forwards % n == 0)
-        choice = costs.estimate(choice.machine, fewer)
-    found[0] = costs.exact(choice.machine, choice.rows)
+    exact = costs.exact(choice.machine, choice.rows)
+    while choice.fits and not exact.fits and exact.rows > 1:
+        fewer = next(n for n in range(exact.rows - 1, 0, -1) if exact.rows * exact.forwards % n == 0)
+        exact = costs.exact(choice.machine, fewer)
+    found[0] = exact
     return Survey(costs, found, others or {})
 
 
