@@ -171,16 +171,21 @@ class Tokenizer:
         if limit <= lone + stride:
             found = f"{limit} with a question of {lone} tokens"
             refuse(None, "data.seq_len", found, f"more than {lone + stride}: data.stride is {stride}")
-        # cut into tokens whole: tokenizers 0.23.2 drops what of `second` is beyond `limit` where it is to do both at once
+        # cut into tokens whole: tokenizers 0.23.2 drops what of `second` is beyond `limit` where it is to do both at once. What was
+        # cut alone does not know that it is the second.
         one, two = self.raw.encode_batch([first, second], add_special_tokens=False)
+        pair = self.raw.encode("a", "a")
+        kind = next((t for t, s in zip(pair.type_ids, pair.sequence_ids, strict=True) if s == 1), 0)
         self.raw.enable_truncation(limit, stride=stride, strategy="only_second")
         try:
             encoding = self.raw.post_process(one, two)
         finally:
             self.raw.no_truncation()
         for part in (encoding, *encoding.overflowing):
-            places = [o if s == 1 else (-1, -1) for o, s in zip(part.offsets, part.sequence_ids, strict=True)]
-            yield part.ids, part.type_ids, [a for a, _ in places], [b for _, b in places]
+            sides = part.sequence_ids
+            places = [o if s == 1 else (-1, -1) for o, s in zip(part.offsets, sides, strict=True)]
+            kinds = [kind if s == 1 else t for t, s in zip(part.type_ids, sides, strict=True)]
+            yield part.ids, kinds, [a for a, _ in places], [b for _, b in places]
 
     def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of `text` without the template, and of each the characters from and to which it stands."""

@@ -93,12 +93,16 @@ class View:
             parts.append(F.scaled_dot_product_attention(q_, k_, v_, part, dropout, self.causal, scale=scale, enable_gqa=grouped))
         return torch.cat(parts, 2)
 
+    def lengths(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """The packing's, on the device; none without it."""
+        return self.ends or ((None, None) if self.packing is None else self.packing.ends(device))
+
     def by_distance(self, bias: Distances, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """The same with a bias that no mask is made of."""
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        given = (bias.vector, self.seen, *(self.ends or (None, None)), bias.queries, bias.keys)
+        given = (bias.vector, self.seen, *self.lengths(q.device), bias.queries, bias.keys)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
@@ -107,15 +111,15 @@ class View:
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        given = (None, None, *(self.ends or packing.ends(q.device)), *packing.span)
+        given = (None, None, *self.lengths(q.device), *packing.span)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
     def by_flash(self, packing: Packing, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """The same by torch's flash attention, without dropout; fewer heads of keys than of queries are no copies."""
-        ends = self.ends or packing.ends(q.device)
         turned = (x[0].transpose(0, 1) for x in (q, k, v))
-        found = torch.ops.aten._flash_attention_forward(*turned, *ends, *packing.span, 0.0, self.causal, False, scale=scale)
+        given = (*self.lengths(q.device), *packing.span)
+        found = torch.ops.aten._flash_attention_forward(*turned, *given, 0.0, self.causal, False, scale=scale)
         out: Tensor = found[0]
         return out[None].transpose(1, 2)
 
