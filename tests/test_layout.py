@@ -363,8 +363,8 @@ def held(tensors: list[Any]) -> int:
 @pytest.mark.filterwarnings("ignore")  # the profiler's, and FSDP's of views
 @pytest.mark.parametrize(("family", "name"), MEASURED)
 def test_what_ranks_hold_is_foreseen(family: str, name: str, tmp_path: Path) -> None:
-    """Weights, gradients and optimizer to half a percent; the peak within 8 %, on small models, of which what a rank receives is a
-    large part."""
+    """Weights, gradients and optimizer to half a percent; the peak is at most 8 % above and 10 % below what is said, on small
+    models, of which what a rank receives is a large part."""
     (preset, task, config), (degrees, precision, rows, forwards) = FAMILIES[family], MESHES[name]
     machine = Machine(device="cpu", threads=1, **degrees)
     spawn(machine.ranks, measure, str(tmp_path / "out.json"), family, name)
@@ -375,7 +375,7 @@ def test_what_ranks_hold_is_foreseen(family: str, name: str, tmp_path: Path) -> 
     lasting: Any = costs.lasting(machine.tensor_parallel)
     off: dict[Any, float] = {kind: lasting[kind] / machine.fsdp / real[kind] - 1 for kind in ("weights", "gradients", "optimizer")}
     assert all(abs(x) < 0.005 for x in off.values()), off
-    assert abs(said.need / real["peak"] - 1) < 0.08, (said.need, real, dict(said.parts))
+    assert -0.08 < said.need / real["peak"] - 1 < 0.1, (said.need, real, dict(said.parts))
 
 
 # -------------------------------------------------------------------------------------------------------------- command
