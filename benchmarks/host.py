@@ -49,7 +49,10 @@ def step_of(name: str, layers: int, machine: Machine, precision: str, device: to
     ids = torch.randint(5, 60, (2, 8))
     batch = {"input_ids": ids, "labels": ids.clone()}
     compute = partial(autocast, precision, device)
-    build = lambda model: (build_optimizer(model, OptimizerConfig()), None)  # noqa: E731
+
+    def build(model: Any) -> tuple[Any, None]:
+        return build_optimizer(model, OptimizerConfig()), None
+
     tp = machine.tensor_parallel
     counted = rehearse(model, batch, build, partial(autocast, precision, torch.device("cpu")), torch.device("cpu"), ranks=tp,
                        recompute=machine.recompute, gpu=device.type == "cuda")
