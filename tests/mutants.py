@@ -528,6 +528,8 @@ MUTANTS = (
            "test_loss_scale.py::test_a_loss_that_is_not_finite_is_not_the_scales_fault"),
     Mutant("emulated-bf16", "train/prepare.py", "is_bf16_supported(including_emulation=False)", "is_bf16_supported()",
            "test_loss_scale.py::test_the_precision_of_a_device"),
+    Mutant("packed-one-by-one", "layers/view.py", "self.ends is not None and mask is None", "False",
+           "test_view.py::test_the_road_that_is_said_is_taken[ours-by_lengths]"),
     Mutant("sum-in-bf16", "parallel/peers.py", "dtype=dtype if self.asked else torch.float32", "dtype=dtype",
            "test_peers.py::test_sums_lose_nothing_and_weights_arrive", error="RuntimeError"),
     Mutant("mean-is-sum", "parallel/peers.py", "torch.mean if op == dist.ReduceOp.AVG else torch.sum", "torch.sum",

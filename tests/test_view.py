@@ -83,6 +83,17 @@ def test_packed_by_one_kernel_equals_one_by_one(causal: bool) -> None:
     assert packed_by(*inputs, 0.0) == "none" and view.attend(*inputs, 0.3, 0.0).shape == inputs[0].shape
 
 
+@pytest.mark.parametrize(("road", "taken"), [("ours", "by_lengths"), ("flash", "by_flash"), ("none", None)])
+def test_the_road_that_is_said_is_taken(road: str, taken: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("modelcenter.layers.view.packed_by", lambda *args: road)
+    for name in ("by_lengths", "by_flash"):
+        monkeypatch.setattr(View, name, lambda self, packing, q, *rest, name=name: calls.append(name) or q)
+    view, inputs = laid_out("cpu", torch.float64, 2, 2, 16, True, True)
+    view.attend(*inputs, None, 0.0)
+    assert calls == ([] if taken is None else [taken])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 4, 64), (4, 4, 40), (4, 2, 64), (2, 2, 128), (4, 1, 128)])
