@@ -6,6 +6,8 @@
 Names are imported when they are first used, so that `import modelcenter` is fast.
 """
 
+import re
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,12 @@ def __getattr__(name: str) -> Any:
     if name in PUBLIC:
         return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
     for file in Path(__file__).parent.glob("models/*.py"):  # a family's class has its file's name, whatever the case
-        if file.stem.replace("_", "") == name.lower():
+        if file.stem.replace("_", "") == name.lower() and name in __dir__():
             return getattr(import_module(f"{__name__}.models.{file.stem}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    """What there is to complete and to suggest, names that nobody has used yet included."""
+    stub = Path(__file__).with_suffix(".pyi").read_text("utf-8")
+    return sorted({*globals(), *re.findall(r" as (\w+)$", stub, re.MULTILINE)})

@@ -74,7 +74,7 @@ class Model(nn.Module):
     Config: ClassVar[type[Config]]
     presets: ClassVar[Mapping[str, Preset]]
     tasks: ClassVar[Mapping[str, Task]]
-    default_task: ClassVar[str | None] = None  # what `auto` means whatever `architectures` says; None: what it says
+    default_task: ClassVar[str | None] = None  # what `auto` means where `architectures` names no head
     prefix: ClassVar[str] = ""  # of the backbone's names, left out of a bare backbone's file
     aliases: ClassVar[Mapping[str, str]] = {}  # their name of a copy -> their name of the tensor it repeats
     ignored: ClassVar[tuple[str, ...]] = ()  # patterns of their names that hold nothing to load
@@ -131,6 +131,9 @@ class Model(nn.Module):
         output_hidden_states: bool = False,
         inputs_embeds: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
     ) -> Output:
         """Run the model. b batch, s tokens, t tokens with those in the cache, n packed sequences.
 
@@ -139,7 +142,17 @@ class Model(nn.Module):
         (n + 1 cumulative lengths; in an encoder-decoder k counts the source, q the target). The summed loss is divided by
         `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None. Where config.json says
         `"prefix_lm": true` what stands before the first label is read in both directions; without labels and a past, all is.
+        `past_key_values` counts the tokens it has seen; `use_cache` makes one, to be given to the next forward. What tools of
+        transformers ask for is refused where it cannot be had: `output_attentions`, and `return_dict=False`.
         """
+        if output_attentions:
+            refuse(None, "output_attentions", "True", "leave it out: attention here keeps no weights")
+        if return_dict is False:
+            refuse(None, "return_dict", "False", "leave it out: the output has to_tuple(), and an index counts in that")
+        if input_ids is not None and inputs_embeds is not None:
+            refuse(None, "inputs_embeds", "given beside input_ids", "one of the two")
+        if use_cache and past_key_values is None:
+            past_key_values = Cache()
         if labels is not None and self.task == "classify":
             self.config.numbers() if labels.is_floating_point() else self.config.single_label()
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
@@ -156,6 +169,8 @@ class Model(nn.Module):
         out: Output = self.head(h[:, -logits_to_keep:] if logits_to_keep else h, batch, num_items_in_batch)
         out["hidden_states"] = (*(t[:, -h.size(1) :] for t in trace), h) if output_hidden_states else None
         out["past_key_values"] = past_key_values
+        if past_key_values is not None:
+            past_key_values.length = (batch.target or batch).keys
         return out
 
     def tie(self) -> None:
@@ -192,6 +207,11 @@ class Model(nn.Module):
             save_model(self, Path(folder), self.table, max_shard_size)
 
     generate = generate_tokens  # type: ignore[has-type]  # mypy meets the decorated function in an import cycle
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.get_input_embeddings().weight.device
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.get_submodule("embed.tokens")  # type: ignore[return-value]  # an embedding
@@ -501,8 +521,8 @@ def task_of(family: type[Model], folder: Folder) -> str:
     if not isinstance(said, list) and family.default_task is None:
         refuse(Path(folder.path) / "config.json", "architectures", repr(said), f"a list; known: {', '.join(named)}")
     found = [named[name] for name in said if isinstance(name, str) and name in named] if isinstance(said, list) else []
-    if family.default_task is not None:  # but of a class that lacks a part of the backbone
-        return next((task for task in found if family.tasks[task].without), family.default_task)
+    if family.default_task is not None:  # a bare backbone, whose head may be tied, is the default too
+        return next((task for task in found if family.tasks[task].rows or family.tasks[task].without), family.default_task)
     if found:
         return found[0]
     keys = Keys(folder)

@@ -30,7 +30,6 @@ def test_steps_with_a_cache_equal_one_forward(case: Case) -> None:
     ids, cache, parts = zoo.inputs(case)["input_ids"], Cache(), []
     for at in (slice(0, 1), slice(1, 2), slice(2, 6), slice(6, 11)):
         parts.append(ours(ids[:, at], past_key_values=cache).logits)
-        cache.length = at.stop
     assert (torch.cat(parts, 1) - ours(ids).logits).abs().max() < 1e-12
 
 
@@ -303,7 +302,6 @@ def test_memory_is_taken_once_and_filled_in_place() -> None:
         with torch.no_grad():
             for at in (slice(0, 6), slice(6, 8), slice(8, 11)):
                 out, wanted = (ours(ids[:, at], past_key_values=c).logits for c in (cache, grown))
-                cache.length = grown.length = at.stop
                 places.add(tuple(k.data_ptr() for k, _ in cache.pairs.values()))
                 assert torch.equal(out, wanted)
             assert len(places) == 1
@@ -359,3 +357,70 @@ def test_refusals() -> None:
             ours.generate(prompt(), **options)
     with pytest.raises(InputError, match="predicts the next token"):
         mc.build("gpt2", config={"layers": 1}, task="classify", device="meta").generate(prompt())
+
+
+@pytest.mark.parametrize("case", [*CAUSAL, Case("cpmant", "default", "lm"), Case("t5", "default", "seq2seq")], ids=str)
+def test_a_loop_of_ones_own_needs_no_count_of_what_the_cache_holds(case: Case) -> None:
+    """As with transformers' models: what came out goes in again."""
+    _, ours = zoo.pair(case)
+    ids = prompt()
+    wanted = ours.generate(ids, max_new_tokens=6, eos_token_id=[])
+    start = {"decoder_input_ids": wanted[:, :1]} if case.seq2seq else {}
+    out, seen = ours(ids, **start, use_cache=True), [wanted[:, :1] if case.seq2seq else ids]
+    for _ in range(6):
+        new = out.logits[:, -1:].argmax(-1)
+        seen.append(new)
+        args = {"decoder_input_ids": new} if case.seq2seq else {"input_ids": new}
+        out = ours(**args, past_key_values=out.past_key_values)
+    assert torch.equal(torch.cat(seen, 1), wanted) and len(set(wanted.flatten().tolist())) > 3
+    assert ours(ids, **start, use_cache=False).past_key_values is None
+
+
+def test_what_a_forward_cannot_do_is_refused() -> None:
+    _, ours = zoo.pair(GPT)
+    ids = prompt()
+    assert torch.equal(ours(ids, return_dict=True, output_attentions=False).logits, ours(ids).logits)
+    for options, line in (
+        ({"output_attentions": True}, "output_attentions: True; leave it out"),
+        ({"return_dict": False}, r"return_dict: False; leave it out: the output has to_tuple\(\)"),
+        ({"inputs_embeds": ours.get_input_embeddings()(ids)}, "inputs_embeds: given beside input_ids; one of the two"),
+        ({"attention_mask": torch.ones(1, 11)}, r"attention_mask: shape \[1, 11\]; \[2, 11\], as 11 tokens a row are there"),
+        ({"attention_mask": torch.ones(2, 1)}, r"attention_mask: shape \[2, 1\]"),
+        ({"attention_mask": torch.ones(2, 1, 11, 11)}, "attention_mask: 4 dimensions"),
+    ):
+        with pytest.raises(InputError, match=line):
+            ours(ids, **options)
+    cache = ours(ids, use_cache=True).past_key_values
+    with pytest.raises(InputError, match=r"attention_mask: shape \[2, 1\]; \[2, 12\], as 1 tokens a row are there behind 11"):
+        ours(ids[:, :1], torch.ones(2, 1), past_key_values=cache)
+    _, writer = zoo.pair(Case("t5", "default", "seq2seq"))
+    with pytest.raises(InputError, match=r"decoder_attention_mask: shape \[2, 3\]; \[2, 4\]"):
+        writer(ids, decoder_input_ids=ids[:, :4], decoder_attention_mask=torch.ones(2, 3))
+
+
+def test_a_prompt_that_cannot_be_gone_on_with_is_refused() -> None:
+    _, ours = zoo.pair(GPT)
+    ids, mask = prompt(), torch.ones(2, 11)
+    right = mask * (torch.arange(11) < torch.tensor([[11], [10]]))
+    for args, line in (
+        ((ids[0],), r"input_ids: shape \[11\]; \(batch, tokens\), and at least one token"),
+        ((ids[:, :0],), r"input_ids: shape \[2, 0\]"),
+        ((ids, mask[:, 1:]), r"attention_mask: shape \[2, 10\]; \[2, 11\], as input_ids has"),
+        ((ids, right), "attention_mask: row 1 ends with padding; padding on the left"),
+    ):
+        with pytest.raises(InputError, match=line):
+            ours.generate(*args)
+    _, writer = zoo.pair(Case("t5", "default", "seq2seq"))
+    assert writer.generate(ids, right, max_new_tokens=2).shape == (2, 3), "a source may be padded anywhere"
+
+
+def test_what_may_not_be_said_cannot_be_forced() -> None:
+    _, ours = zoo.pair(GPT)
+    for options, line in (
+        ({"forced_eos_token_id": 5, "suppress_tokens": [4, 5]}, "forced_eos_token_id: 5, which suppress_tokens holds; one"),
+        ({"forced_bos_token_id": 4, "suppress_tokens": [4, 5]}, "forced_bos_token_id: 4, which suppress_tokens holds"),
+        ({"suppress_tokens": list(range(128))}, "suppress_tokens: all 128 ids; some that may be said"),
+    ):
+        with pytest.raises(InputError, match=line):
+            ours.generate(prompt(), **options)
+    assert ours.generate(prompt(), forced_eos_token_id=[5, 6], suppress_tokens=[5], max_new_tokens=2)[:, -1].tolist() == [6, 6]

@@ -237,6 +237,13 @@ def test_the_types_of_the_public_names_are_current() -> None:
         assert getattr(modelcenter, name) is not None
 
 
+def test_public_names_are_completed_and_suggested_before_they_are_used() -> None:
+    code = "import modelcenter as mc; print(*dir(mc)); mc.Gpt"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert set(stub.names()) <= set(run.stdout.split())
+    assert run.stderr.endswith("AttributeError: module 'modelcenter' has no attribute 'Gpt'. Did you mean: 'GPT'?\n")
+
+
 def project() -> dict[str, Any]:
     return tomllib.loads((HOUSE / "pyproject.toml").read_text("utf-8"))
 

@@ -171,6 +171,13 @@ def test_a_model_built_here_opens_in_transformers(case: Case, tmp_path: Path) ->
         close(scores(ours.to(dtype)(**args)), scores(theirs.to(dtype).eval()(**args)), tolerance, str(case))
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.task not in ("backbone", "embed")], ids=str)
+def test_a_folder_is_loaded_with_the_head_that_it_names(case: Case) -> None:
+    _, folder = zoo.reference(case)
+    ours = mc.load(folder)
+    assert ours.task == case.task and not ours.load_report.new and not ours.load_report.ignored
+
+
 @pytest.mark.parametrize("kind", sorted(families()))
 def test_no_field_is_left_at_its_default(kind: str) -> None:
     assert not zoo.unseen(kind), "a field that the bench never moves may be unwired"

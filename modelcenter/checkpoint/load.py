@@ -96,7 +96,7 @@ def match(
     """Where each parameter of ours (`shapes`) comes from. Strict on both sides: a tensor that is missing, misshapen or unknown
     refuses the folder; only a whole absent `head` (our names) is new, and what a head shares with the backbone (BERT's pooler,
     which bears the prefix) may be there without the rest. `ignored` are patterns of theirs that no task needs."""
-    keys = Keys(folder)
+    keys, ignored = Keys(folder), tuple(ignored)
     plain = bare(keys, names, shapes)
     aliases = {plain_name(k, names, plain): plain_name(v, names, plain) for k, v in aliases.items()}
     copies = {source: alias for alias, source in reversed(aliases.items()) if alias in keys}  # of several, the first declared
@@ -110,6 +110,9 @@ def match(
     shared = {n for e in names.entries(shapes) if names.prefix and e.theirs.startswith(names.prefix) for n in e.ours} & headed
     if fresh not in (set(), headed, headed - shared):
         wanted = f"the model needs these {len(absent)} tensors"
+        theirs = [key for key in keys.real if not any(fnmatchcase(key, pattern) for pattern in ignored)]
+        if odd := [key for key in theirs if key not in (*found, *aliases)]:  # under a wrapper's prefix, say
+            wanted += f"; of {len(odd)} others the first is {odd[0]}"
         refuse(folder.path, absent[0].theirs, others("missing", [e.theirs for e in absent]), wanted)
     report.new.extend(sorted(fresh))
 

@@ -81,6 +81,10 @@ class Options:
         if self.num_return_sequences > self.num_beams and not self.do_sample:
             found = f"{self.num_return_sequences} of {self.num_beams} beams"
             refuse(None, "num_return_sequences", found, "at most num_beams, or do_sample")
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            ids = several(getattr(self, name))
+            if ids and set(ids) <= set(self.suppress_tokens):
+                refuse(None, name, f"{ids[0]}, which suppress_tokens holds", "one of the two")
 
     @property
     def ends(self) -> tuple[int, ...]:

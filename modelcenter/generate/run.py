@@ -43,6 +43,7 @@ def generate(
     """
     if not isinstance(model.head, LMHead) or not (model.head.shift or model.encoder_decoder):
         refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")
+    check_prompt(model, input_ids, attention_mask)
     o = settings(model, generation_config, options)
     start = (o.decoder_start_token_id or 0) if model.encoder_decoder else None
     new = o.new_tokens(1 if model.encoder_decoder else input_ids.size(1))
@@ -95,10 +96,21 @@ def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
     return read(values, options, model.config.to_dict(), "generation_config")
 
 
+def check_prompt(model: "Model", ids: Tensor, mask: Tensor | None) -> None:
+    """Refuse ids or a mask of another shape than (b s), and padding where the next token goes, from which a model would go on."""
+    if ids.dim() != 2 or not ids.numel():
+        refuse(None, "input_ids", f"shape {list(ids.shape)}", "(batch, tokens), and at least one token")
+    if mask is None:
+        return
+    if mask.shape != ids.shape:
+        refuse(None, "attention_mask", f"shape {list(mask.shape)}", f"{list(ids.shape)}, as input_ids has")
+    if not model.encoder_decoder and not bool(mask[:, -1].all()):
+        row = int((mask[:, -1] == 0).nonzero()[0])
+        refuse(None, "attention_mask", f"row {row} ends with padding", "padding on the left: tokenizer.padding_side = 'left'")
+
+
 def check_ids(model: "Model", ids: Tensor, new: int) -> None:
     """Refuse what the model's tables do not hold: on an accelerator an index beyond them ends the whole process."""
-    if not ids.numel():
-        refuse(None, "input_ids", f"shape {list(ids.shape)}", "a prompt of at least one token")
     vocab, table = model.config.vocab, getattr(getattr(model, "embed", None), "positions", None)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         odd = ids.max() if ids.max() >= vocab else ids.min()

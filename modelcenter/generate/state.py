@@ -45,7 +45,6 @@ class State:
             mask = mask[:, : self.length]
             positions = (mask.cumsum(1) - 1).clamp(min=0)  # a row's first real token stands at 0, whatever pads it
             out = self.model(ids[:, cache.length :], mask, positions[:, cache.length :], past_key_values=cache, logits_to_keep=1)
-        cache.length = self.length
         last: Tensor = out.logits[:, -1]
         return last.to(torch.promote_types(last.dtype, torch.float32))
 

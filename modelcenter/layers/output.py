@@ -175,17 +175,21 @@ def batch_of(
             refuse(None, "decoder_input_ids", "missing", "decoder_input_ids (b s), or labels to make them of")
         if q is not None:
             check_packing(q, target, "cu_seq_lens_q")
-        side = Batch(target, boolean(target_mask), packing=None if q is None else Packing(q, q), cache=cache)
+        mask_of_target = boolean(target_mask, target, 0 if cache is None else cache.length, "decoder_attention_mask")
+        side = Batch(target, mask_of_target, packing=None if q is None else Packing(q, q), cache=cache)
         cache = None  # the decoder's alone
     packing = None if q is None or k is None else Packing(k if encoder_decoder else q, k)
     if x is None:
         if side is None or side.memory is None:
             refuse(None, "input_ids", "missing", "token ids (b s), or inputs_embeds (b s dim)")
-        x = torch.empty(0, 0)
+        read, x = side.memory, torch.empty(0, 0)
+    else:
+        read = x
     context = None
     if prefix_lm and (cache is None or not cache.length):
         context = torch.ones_like(x[..., 0] if x.dim() == 3 else x, dtype=torch.bool) if labels is None else context_of(labels, q)
-    return Batch(x, boolean(mask), positions, segments, packing, cache, labels, side, context)
+    real = boolean(mask, read, 0 if cache is None else cache.length, "attention_mask")
+    return Batch(x, real, positions, segments, packing, cache, labels, side, context)
 
 
 def context_of(labels: Tensor, bounds: Sequence[int] | None = None) -> Tensor:
@@ -208,10 +212,17 @@ def shift_right(labels: Tensor, lengths: Tensor | None, start: int, pad: int) ->
     return ids.masked_fill(ids == IGNORE, pad)
 
 
-def boolean(mask: Tensor | None) -> Tensor | None:
-    if mask is not None and mask.dim() != 2:
-        refuse(None, "attention_mask", f"{mask.dim()} dimensions", "2 (batch, tokens): 1 where a token is real, 0 where it pads")
-    return None if mask is None else mask.bool()
+def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | None:
+    """A mask (b t) of `x` (b s, b s dim) behind `past` tokens, as bools. Of another shape it might be broadcast: refused."""
+    if mask is None:
+        return None
+    if mask.dim() != 2:
+        refuse(None, name, f"{mask.dim()} dimensions", "2 (batch, tokens): 1 where a token is real, 0 where it pads")
+    if mask.shape != (len(x), past + x.size(1)):
+        after = f" behind {past} in the cache, which count too" if past else ""
+        wanted = f"{[len(x), past + x.size(1)]}, as {x.size(1)} tokens a row are there{after}"
+        refuse(None, name, f"shape {list(mask.shape)}", wanted)
+    return mask.bool()
 
 
 def check_packing(lengths: Sequence[int], x: Tensor, name: str) -> None:
