@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant("cache-that-does-not-count", "registry.py", "past_key_values.length = (batch.target or batch).keys", "pass",
            "test_generate.py::test_a_loop_of_ones_own_needs_no_count_of_what_the_cache_holds[gpt2-default-lm]"),
     Mutant("prompt-padded-on-the-right", "generate/run.py", "not bool(mask[:, -1].all())", "False",
-           "test_generate.py::test_a_prompt_that_cannot_be_gone_on_with_is_refused"),
+           "test_generate.py::test_a_prompt_that_cannot_be_gone_on_with_is_refused", "Failed"),
     Mutant("last-bucket-never-reached", "layers/position.py", ".clamp(max=n - 1)", ".clamp(max=n - 2)",
            "test_t5.py::test_every_bucket_is_trained_the_last_one_too[False]"),
     Mutant("bucket-off-by-one", "layers/position.py", "(distance > 0) * n", "(distance >= 0) * n", parity(T5)),

@@ -359,21 +359,21 @@ def test_refusals() -> None:
         mc.build("gpt2", config={"layers": 1}, task="classify", device="meta").generate(prompt())
 
 
-@pytest.mark.parametrize("case", [*CAUSAL, Case("cpmant", "default", "lm"), Case("t5", "default", "seq2seq")], ids=str)
+@pytest.mark.parametrize("case", [*CAUSAL, Case("t5", "default", "seq2seq")], ids=str)
 def test_a_loop_of_ones_own_needs_no_count_of_what_the_cache_holds(case: Case) -> None:
     """As with transformers' models: what came out goes in again."""
     _, ours = zoo.pair(case)
     ids = prompt()
-    wanted = ours.generate(ids, max_new_tokens=6, eos_token_id=[])
-    start = {"decoder_input_ids": wanted[:, :1]} if case.seq2seq else {}
-    out, seen = ours(ids, **start, use_cache=True), [wanted[:, :1] if case.seq2seq else ids]
+    seen = torch.full((2, 1), 3) if case.seq2seq else ids
+    name = "decoder_input_ids" if case.seq2seq else "input_ids"
+    source = {"input_ids": ids} if case.seq2seq else {}
+    out = ours(**{**source, name: seen}, use_cache=True)
     for _ in range(6):
+        assert torch.allclose(out.logits[:, -1], ours(**{**source, name: seen}, use_cache=False).logits[:, -1])
         new = out.logits[:, -1:].argmax(-1)
-        seen.append(new)
-        args = {"decoder_input_ids": new} if case.seq2seq else {"input_ids": new}
-        out = ours(**args, past_key_values=out.past_key_values)
-    assert torch.equal(torch.cat(seen, 1), wanted) and len(set(wanted.flatten().tolist())) > 3
-    assert ours(ids, **start, use_cache=False).past_key_values is None
+        seen = torch.cat((seen, new), 1)
+        out = ours(**{name: new}, past_key_values=out.past_key_values)
+    assert len(set(seen.flatten().tolist())) > 3 and ours(**{**source, name: seen}, use_cache=False).past_key_values is None
 
 
 def test_what_a_forward_cannot_do_is_refused() -> None:
@@ -424,3 +424,12 @@ def test_what_may_not_be_said_cannot_be_forced() -> None:
         with pytest.raises(InputError, match=line):
             ours.generate(prompt(), **options)
     assert ours.generate(prompt(), forced_eos_token_id=[5, 6], suppress_tokens=[5], max_new_tokens=2)[:, -1].tolist() == [6, 6]
+
+
+def test_a_mask_may_be_of_any_dtype() -> None:
+    _, ours = zoo.pair(GPT)
+    mask = (torch.arange(11) >= torch.tensor([[0], [4]])).long()
+    wanted = ours.generate(prompt(), mask, max_new_tokens=5)
+    assert not torch.equal(wanted, ours.generate(prompt(), max_new_tokens=5))
+    for kind in (torch.float32, torch.bool, torch.int8):
+        assert torch.equal(ours.generate(prompt(), mask.to(kind), max_new_tokens=5), wanted)

@@ -22,7 +22,7 @@ class State:
         begin = prompt if start is None else prompt.new_full((len(prompt), 1), start)
         self.ids = torch.cat((begin, begin.new_full((len(begin), new), pad)), 1)
         self.prompt = self.length = begin.size(1)
-        self.mask = None if mask is None or bool(mask.all()) else mask  # without one the fastest attention applies
+        self.mask = None if mask is None or bool(mask.all()) else mask.bool()  # without one the fastest attention applies
         if self.mask is not None and start is None:
             self.mask = torch.cat((self.mask, self.mask.new_ones(len(begin), new)), 1)
         self.cache = Cache(ahead=new)
