@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from ..ops._op import on_gpu
 from .attention import Attention
 from .dropout import Dropout
 from .norm import LayerNorm, RMSNorm, factors
@@ -43,7 +44,7 @@ class PreNorm(Block):
     def first(self, x: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         """The first norm of x, and x for the stream. On a GPU the norm's kernel takes the stream's gradient along and spares a pass
         over memory; on a CPU, where it spares little, every mode of recompute has the same gradients to the bit without it."""
-        return self.attn_norm.beside(x, dtype) if x.is_cuda else (self.attn_norm(x, dtype), x)
+        return self.attn_norm.beside(x, dtype) if on_gpu(x) else (self.attn_norm(x, dtype), x)
 
     def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
         dtype = factors(x)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from ..ops import Op
+from ..ops._op import plain
 from ..ops.linear import linear, linears
 
 
@@ -39,4 +40,4 @@ def alone(layer: nn.Module, kind: type[nn.Module] = Linear) -> bool:
         return False
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return False
-    return all(p is None or type(p) is nn.Parameter for p in layer._parameters.values())
+    return all(p is None or plain(p) for p in layer._parameters.values())

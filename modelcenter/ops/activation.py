@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import Kernel, Op, Raw, call, op, raw, wide
+from ._op import Kernel, Op, Raw, call, on_gpu, op, raw, wide
 
 KINDS = {"gelu": 0, "gelu_tanh": 1, "gelu_cut": 1, "silu": 2, "relu": 3}  # csrc/activation.h; below fp64 the cut shows in no digit
 
@@ -76,7 +76,7 @@ def plain(name: str, act: Callable[[Tensor], Tensor]) -> Op:
 
     def takes(x: Tensor, bias: Tensor | None = None) -> bool:
         if bias is None:  # torch's own is one pass too, and on a GPU as fast but for this
-            return name == "gelu" and x.dtype != torch.float32 if x.is_cuda else name != "relu"
+            return name == "gelu" and x.dtype != torch.float32 if on_gpu(x) else name != "relu"
         fits = bias.dim() == 1 and x.dim() > 0 and bias.size(0) == x.size(-1)
         return fits and bias.dtype in (x.dtype, torch.float32)
 

@@ -61,12 +61,13 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 def trained_low(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
     """The low precision of products on a GPU if a weight will have a gradient, or x one of several products; else None."""
-    if not (x.is_cuda and torch.is_grad_enabled()):
+    if not (on_gpu(x) and torch.is_grad_enabled()):
         return None
     if not any(w.requires_grad for w in weights) and not (len(weights) > 1 and x.requires_grad):
         return None
     kinds = {x.dtype, *(w.dtype for w in weights)}
-    low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype if len(kinds) == 1 else None
+    kind = x.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype if len(kinds) == 1 else None
     return low if low in LOW and torch.float64 not in kinds else None
 
 

@@ -116,7 +116,7 @@ def rows_of_a_chunk(x: Tensor, vocab: int, kind: torch.dtype) -> tuple[int, int]
 
 def summed_in(weight: Tensor, kind: torch.dtype, several: bool) -> torch.dtype:
     """What holds the gradient of the weight, the sum of one product a chunk or of `several`."""
-    if not weight.is_cuda or not weight.dtype == kind == torch.bfloat16:
+    if not on_gpu(weight) or not weight.dtype == kind == torch.bfloat16:
         return torch.float32
     return torch.float32 if several and weight.numel() * 4 <= BYTES["cuda"] else torch.bfloat16
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..layers import Block
+from ..ops._op import on_gpu
 from .machine import Machine, Recompute
 
 # Operators whose results selective recompute keeps: what costs most to do again for the memory it takes. Products of batches are
@@ -63,6 +64,9 @@ def keep(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
 
 
 def draws(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether this call of torch's attention drops something."""
+    """Whether this call of attention drops something by itself. That of a CPU draws beforehand; where it stands for a GPU's at a
+    rehearsal, it is torch's there."""
+    if op._schema.name == "modelcenter::attention_forward":
+        return on_gpu(args[0]) and args[-2] is not None
     given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | options
     return bool(given.get("dropout_p", 0.0))

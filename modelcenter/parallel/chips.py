@@ -34,7 +34,7 @@ class Chip:
     moves: float = field(default=0.87, metadata={"help": "the share of it that kernels reach", "above": 0, "max": 1})
     launch: float = field(default=3e-6, metadata={"help": "seconds that the smallest kernel takes", "min": 0})
     gap: float = field(default=1.4e-6, metadata={"help": "seconds between a kernel and the next", "min": 0})
-    call: float = field(default=9e-6, metadata={"help": "seconds of the host for a call of torch's", "min": 0})
+    call: float = field(default=8.5e-6, metadata={"help": "seconds of the host for a call of torch's", "min": 0})
     apart: bool = field(default=True, metadata={"help": "the host runs ahead of the device"})
     link: float = field(metadata={"help": "bus bytes/s of a collective inside a node", "above": 0})
     node: int = field(default=8, metadata={"help": "devices of a node", "min": 1})
