@@ -4,7 +4,8 @@
              [--recompute none] [--zero 3] [--steps 6] [--layers N] [--profile] [--out DIR]
 
 Both hold fp32 weights and moments in parts, compute in bf16, exchange weights in bf16 and gradients in fp32, without dropout, on
-random ids; a step is forward, backward, clip and update. `ours compile` compiles our blocks too, `hf eager` leaves theirs alone.
+random ids; a step is forward, backward, clip and update. `ours compile` compiles our blocks too, `hf eager` leaves theirs alone;
+`hf@16` is theirs with 16 sequences a rank, whatever --batch says.
 FLOPs and the product that they are a share of: step.py.
 """
 
@@ -104,7 +105,9 @@ def run(kind: str, options: argparse.Namespace, device: torch.device) -> dict[st
     case = Case(options.preset, "lm", "AutoModelForCausalLM", options.length, {}, config)
     plain = mc.build(options.preset, task="lm", config=config, device="meta")
     torch.manual_seed(dist.get_rank())
-    batch = batch_of("lm", options.batch, options.length, plain.config.vocab, str(device))
+    kind, _, rows = kind.partition("@")
+    rows = int(rows or options.batch)
+    batch = batch_of("lm", rows, options.length, plain.config.vocab, str(device))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     _, step = (ours if kind.startswith("ours") else theirs)(options.preset, config, batch, options, kind)
@@ -117,7 +120,7 @@ def run(kind: str, options: argparse.Namespace, device: torch.device) -> dict[st
         if dist.get_rank() == 0:
             print(f"\n{kind}\n{text}", file=sys.stderr, flush=True)
     split = options.tensor_parallel if kind.startswith("ours") else 1  # ranks with one batch
-    return {"contender": kind, "preset": options.preset, "length": options.length, "batch": options.batch, "seconds": times,
+    return {"contender": kind, "preset": options.preset, "length": options.length, "batch": rows, "seconds": times,
             "ranks": dist.get_world_size(), "tokens": batch["input_ids"].numel() / taken / split, "peak": peak, "loss": losses[0],
             "flops": flops(plain, case, batch) / taken / split}  # fmt: skip
 
@@ -154,12 +157,14 @@ def main() -> int:
             continue
         finally:
             gc.collect()
+            torch._dynamo.reset()  # another batch is compiled anew, not for any batch
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         rows.append(row)
         if first:
-            print(f"{kind}: {row['tokens']:.0f} tok/s a GPU, {row['flops'] / 1e12:.0f} TFLOP/s, {row['flops'] / top:.0%} of "
-                  f"{top / 1e12:.0f}, peak {row['peak']:.1f} GiB, loss {row['loss']:.3f}", flush=True)  # fmt: skip
+            print(f"{row['contender']}, {row['batch']} x {row['length']}: {row['tokens']:.0f} tok/s a GPU, "
+                  f"{row['flops'] / 1e12:.0f} TFLOP/s, {row['flops'] / top:.0%} of {top / 1e12:.0f}, peak {row['peak']:.1f} GiB, "
+                  f"loss {row['loss']:.3f}", flush=True)  # fmt: skip
     if first and options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         with (options.out / "engine.jsonl").open("a") as out:

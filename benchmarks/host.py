@@ -32,7 +32,7 @@ from modelcenter.train.step import accumulate, autocast, update
 FEW, MANY = 4, 12  # blocks
 NARROW = {"dim": 64, "heads": 2, "vocab": 64}
 MODELS = {"gpt2": {**NARROW, "hidden": 64}, "llama-3.2-1b": {**NARROW, "kv_heads": 2, "hidden": 64},
-          "bert-base-uncased": {**NARROW, "hidden": 64}}  # fmt: skip
+          "bert-base-uncased": {**NARROW, "hidden": 64}, "t5-small": {**NARROW, "hidden": 64, "head_dim": 32}}  # fmt: skip
 TENSOR = {"tensor_parallel": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "zero 3": {"fsdp": 2}, "zero 2": {"fsdp": 2, "zero": 2}, "zero 1": {"fsdp": 2, "zero": 1},
@@ -43,8 +43,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def step_of(name: str, layers: int, machine: Machine, precision: str, device: torch.device, rounds: int) -> dict[str, float]:
     """Seconds of the host for a micro-batch and for an update, the least of some rounds; counts of what there is."""
-    config = {**MODELS[name], "layers": layers}
-    task = "mlm" if name.startswith("bert") else "lm"
+    config = {**MODELS[name], "layers": layers, **({"decoder_layers": layers} if name.startswith("t5") else {})}
+    task = {"bert": "mlm", "t5": "seq2seq"}.get(name.partition("-")[0], "lm")
     model = mc.build(name, task=task, config=config, device="meta")
     ids = torch.randint(5, 60, (2, 8))
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -111,7 +111,7 @@ def main() -> None:
         for way in options.ways.split(","):
             machine = Machine(device=device.type, **WAYS[way])
             few, many = (step_of(name, n, machine, options.precision, device, options.rounds) for n in (FEW, MANY))
-            slope = {key: (many[key] - few[key]) / (MANY - FEW) for key in few}
+            slope = {key: (many[key] - few[key]) / (many["blocks"] - few["blocks"]) for key in few}
             if way == "plain":
                 call = slope["micro-batch"] / slope["calls"]
             each = slope["micro-batch"] / call

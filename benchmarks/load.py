@@ -1,13 +1,14 @@
 """Seconds to load a checkpoint from a warm page cache: ours into several ranks beside transformers in one process, in turn.
 
     python benchmarks/load.py [--gb 1] [--family gpt2|llama] [--ranks 1,2,4] [--layout fsdp|tp] [--rounds 3] [--peer]
-                              [--memory] [--device cpu|cuda] [--shard 5GB] [--folder DIR] [--threads N] [--out DIR]
+                              [--memory] [--parts] [--device cpu|cuda] [--shard 5GB] [--folder DIR] [--threads N] [--out DIR]
 
 The folder holds random bf16 weights in the family's own names and layouts, in DIR or in a temporary one. A contender is a process,
 or several, that has imported what it needs and joined its group, and is then told to begin; its time ends when every rank's weights
 are on its device and a byte of every page was looked at. Host memory is the sum of the processes' proportional set sizes (psutil)
 above what they had before, with the pages of the files that are mapped; `read` is what the processes read in all, and `CPU` what
-they computed, which on a machine that does other things too is the better measure.
+they computed, which on a machine that does other things too is the better measure. `--parts` says which seconds of ours were
+spent where, of the rank that spent most there; an accelerator goes on with what it was told meanwhile.
 """
 
 import argparse
@@ -22,7 +23,9 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
+from functools import wraps
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -85,13 +88,47 @@ def warm(folder: Path) -> None:
                 pass
 
 
+class Parts:
+    """Seconds spent inside of functions, from the first call of each apart."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def see(self, owner: Any, name: str) -> None:
+        """Have the calls of `owner.name` timed."""
+        inner = getattr(owner, name)
+
+        @wraps(inner)
+        def outer(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return inner(*args, **options)
+            finally:
+                label = f"first {name}" if name not in self.seconds else name
+                self.seconds[label] += time.perf_counter() - began
+                self.seconds[name] += 0.0
+
+        setattr(owner, name, outer)
+
+    def ours(self) -> None:
+        """Those of loading."""
+        from modelcenter import registry
+        from modelcenter.checkpoint import exchange
+
+        for owner, name in ((registry, "skeleton"), (registry, "match"), (registry, "place"), (registry, "fill_all"),
+                            (exchange, "planned"), (exchange.Group, "regions"), (exchange.Group, "trade"), (exchange, "begin"),
+                            (exchange.Buffer, "__init__"), (exchange.Buffer, "free"), (exchange.Buffer, "moved"),
+                            (exchange.Future, "result")):  # fmt: skip
+            self.see(owner, name)
+
+
 def contend(pipe: Connection, kind: str, rank: int, ranks: int, store: str, options: argparse.Namespace, folder: str) -> None:
     """One process: get ready, say so, wait for the word, load, say how long it took."""
     warnings.filterwarnings("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MODELCENTER_STORE=store, TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // ranks))
-    cuda = options.device == "cuda"
+    cuda, parts = options.device == "cuda", Parts()
     if cuda:
         torch.cuda.set_device(rank)
         torch.zeros(1, device="cuda")
@@ -109,6 +146,9 @@ def contend(pipe: Connection, kind: str, rank: int, ranks: int, store: str, opti
 
         def load() -> Any:
             return mc.load(folder, machine=profile)
+
+        if options.parts:
+            parts.ours()
     else:
         import transformers
 
@@ -123,12 +163,14 @@ def contend(pipe: Connection, kind: str, rank: int, ranks: int, store: str, opti
     pipe.recv()
     before, worked, began = me.io_counters().read_chars, time.process_time(), time.perf_counter()
     model = load()
+    parts.seconds["load"] = time.perf_counter() - began
     with torch.no_grad():
         for p in model.parameters():  # mapped and not yet read is not loaded
             getattr(p, "_local_tensor", p).view(-1).view(torch.uint8)[::512].count_nonzero()
     if cuda:
         torch.cuda.synchronize()
-    pipe.send((time.perf_counter() - began, me.io_counters().read_chars - before, time.process_time() - worked))
+    seconds, read = time.perf_counter() - began, me.io_counters().read_chars - before
+    pipe.send((seconds, read, time.process_time() - worked, dict(parts.seconds)))
     pipe.recv()  # the memory is looked at until all are done
     del model
     if dist.is_initialized():
@@ -180,7 +222,10 @@ def measure(kind: str, ranks: int, options: argparse.Namespace, folder: Path) ->
             pipe.send("end")
         for job in jobs:
             job.join(60)
-    seconds, read, cpu = zip(*found, strict=True)
+    seconds, read, cpu, parts = zip(*found, strict=True)
+    if options.parts and kind == "ours":
+        most = {name: max(one.get(name, 0.0) for one in parts) for name in parts[0]}
+        print(", ".join(f"{name} {s:.3f}" for name, s in most.items() if s >= 0.001), file=sys.stderr)
     return {"seconds": max(seconds), "read": sum(read), "cpu": sum(cpu), "host": peak - base}
 
 
@@ -200,6 +245,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", action="store_true", help="transformers' from_pretrained, too")
     parser.add_argument("--memory", action="store_true", help="watch the memory all the while: the times suffer")
+    parser.add_argument("--parts", action="store_true", help="where ours spend their seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shard", default="5GB")
     parser.add_argument("--threads", type=int)

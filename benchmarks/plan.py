@@ -101,6 +101,9 @@ WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
         (Job("bloom-1b1", "lm", 16, 1024), [(16, {})]),
         (Job("gpt2-large", "lm", 16, 1024), [(16, SELECTIVE)]),
         (Job("gpt2-13b", "lm", 16, 1024, {"layers": 6}), [(16, {})]),
+        (Job("t5-large", "seq2seq", 32, 512), [(32, {}), (32, SELECTIVE), (32, FULL)]),
+        (Job("t5-v1_1-base", "seq2seq", 64, 512), [(64, SELECTIVE), (64, FULL)]),
+        (Job("bert-large-uncased", "mlm", 128, 512), [(128, {}), (128, SELECTIVE), (128, FULL)]),
     ],
     2: [
         (Job("gpt2-13b", "lm", 32, 512, TENTH),
@@ -116,6 +119,7 @@ WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
         (Job("bert-base-uncased", "mlm", 256, 512), [(128, COPIES), (256, tp(2))]),
         (Job("llama-3.2-3b", "lm", 4, 4096), [(2, zero(3)), (2, zero(2, **FULL))]),
         (Job("bloom-1b7", "lm", 16, 1024), [(8, zero(2)), (8, COPIES)]),
+        (Job("t5-large", "seq2seq", 64, 512), [(32, COPIES), (32, zero(3, **SELECTIVE)), (32, zero(3, **FULL))]),
     ],
     4: [
         (Job("gpt2-13b", "lm", 64, 512, {"layers": 20}),

@@ -4,7 +4,8 @@
 
 Steps alone, then a state begun (`machine.async_save`), then steps while it is written: for `--limit` seconds, after which what is
 not written is left. What is held on the host is pinned by a first copy, as the first state of a run does. Two of the later steps
-are traced: OUT/trace.json is for chrome://tracing or Perfetto, and the table says which share of their time the GPU computes.
+are traced: OUT/trace.json is for chrome://tracing or Perfetto, and the table says which share of their time the GPU computes and
+what the processes hand to the disk meanwhile (psutil).
 """
 
 import argparse
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from plan import Job, batch_of, noisy
 from torch.profiler import ProfilerActivity, profile
@@ -89,11 +91,15 @@ def main() -> None:
     save(folder, Position(step=1), model, optimizer, None, ranks=ranks, write=background.write)
     stall, began = background.stall, time.perf_counter()
     assert background.pending is not None
-    beside = [step() for _ in range(4)]
+    beside, me = [step() for _ in range(4)], psutil.Process()
+    handed, then = me.io_counters().write_chars, time.perf_counter()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as found:
         step()
         step()
-    traced = not background.pending.done()
+        if cuda:
+            torch.cuda.synchronize()
+        rate = (me.io_counters().write_chars - handed) / (time.perf_counter() - then)
+    traced, rate = not background.pending.done(), ranks.sum(rate)[0]
     while ranks.sum(float(time.perf_counter() - began < options.limit and not background.pending.done()))[0] == ranks.shares:
         beside.append(step())
     written = background.pending.done()
@@ -102,12 +108,12 @@ def main() -> None:
         found.export_chrome_trace(str(options.out / "trace.json"))
         said = {"ranks": size, "gb": held / 1e9, "first": first, "stall": stall, "alone": statistics.median(alone),
                 "beside": statistics.median(beside), "steps": len(beside), "written": written, "took": background.took,
-                "traced while writing": traced, "busy": busy(found)}  # fmt: skip
+                "traced while writing": traced, "busy": busy(found), "handed to the disk, B/s": rate}  # fmt: skip
         (options.out / "save.json").write_text(json.dumps(said))
         end = f"written in {background.took:.1f} s" if written else f"not yet written after {time.perf_counter() - began:.0f} s"
         print("| ranks | GB a rank | first copy, pinning | stall | GB/s a rank | step alone | step beside | the GPU computes | |")
         print("|---:|---:|---:|---:|---:|---:|---:|---:|---|")
-        share = f"{said['busy']:.0%} of the traced{'' if traced else ', when all was written'}"
+        share = f"{said['busy']:.0%} of the traced{f', {rate / 1e9:.2f} GB/s to the disk' if traced else ', when all was written'}"
         print(f"| {size} | {held / 1e9:.1f} | {first:.2f} s | {stall:.3f} s | {held / 1e9 / stall:.0f} | {said['alone']:.3f} s | "
               f"{said['beside']:.3f} s ({len(beside)}) | {share} | {end} |", flush=True)  # fmt: skip
     if written:

@@ -1,8 +1,9 @@
 """The copy plan carried out: files read into the parts of parameters that ranks hold, and written from them.
 
-Each rank reads its runs with several threads into a buffer on the host (pinned, where the parameters are on an accelerator), a turn
-ahead of what is being sent; the rest happens where the parameters are: blocks are cut out there, sent in one all-to-all a turn, and
-transposed and cast as they are put into their places. A rank alone does the same without sending. Writing is all that backwards.
+Each rank reads its runs with several threads into a buffer on the host, a turn ahead of what is being sent; where the parameters
+are on an accelerator two turns ahead, into pinned memory, which a stream of its own copies there. The rest happens where they are:
+blocks are cut out, sent in one all-to-all a turn, and transposed and cast as they are put into their places. A rank alone does the
+same without sending. Writing is all that backwards.
 """
 
 import errno
@@ -29,7 +30,8 @@ from .folder import BinSlice, FileSlice, raw
 
 LEAST, MOST = 2**20, 2**26  # bytes of a rank's buffer
 TURNS = 64  # into which a folder is cut, where the buffers are between the two
-THREADS = 4, 8  # of a rank that read, at least and at most
+THREADS = 4, 16  # of a rank that read, at least and at most
+AHEAD = 3  # buffers of a rank on an accelerator: what is read into one is no hurry of what is sent from another
 PIECE = 2**22  # bytes that a thread reads at a time, at least
 SAID = 1024  # bytes of what a rank says
 
@@ -116,27 +118,36 @@ def of_node(size: int, group: Any) -> Any:
 
 
 class Buffer:
-    """Bytes on the host for one turn, and what they are on the device."""
+    """Bytes on the host for one turn, and what they are on the device, where they come beside what is done with those before."""
 
-    def __init__(self, device: torch.device, size: int) -> None:
-        self.device = device
-        self.ready: torch.cuda.Event | None = None  # recorded when the device has its copy
-        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    def __init__(self, device: torch.device, size: int, road: "torch.cuda.Stream | None") -> None:
+        self.road = road
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=road is not None)
+        self.there = self.host
+        if road is not None:
+            self.there, self.home = torch.empty(size, dtype=torch.uint8, device=device), torch.cuda.current_stream(device)
+            self.come, self.used = torch.cuda.Event(), torch.cuda.Event()
+            self.done()
 
     def free(self) -> None:
         """Wait until the device has its copy."""
-        if self.ready is not None:
-            self.ready.synchronize()
+        if self.road is not None:
+            self.come.synchronize()
 
-    def moved(self, used: int) -> Tensor:
-        """The first `used` bytes on the device."""
-        if self.device.type == "cpu":
-            return self.host
-        out = self.host[:used].to(self.device, non_blocking=True)
-        if self.device.type == "cuda":
-            self.ready = torch.cuda.Event()
-            self.ready.record()
-        return out
+    def moved(self, size: int) -> Tensor:
+        """The first `size` bytes on the device."""
+        if self.road is not None:
+            self.road.wait_event(self.used)
+            with torch.cuda.stream(self.road):
+                self.there[:size].copy_(self.host[:size], non_blocking=True)
+            self.come.record(self.road)
+            self.home.wait_event(self.come)
+        return self.there[:size]
+
+    def done(self) -> None:
+        """What comes next may take the place of what has come, once the device is so far."""
+        if self.road is not None:
+            self.used.record(self.home)
 
 
 def stored(source: Lazy) -> bool:
@@ -171,6 +182,7 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
             give = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
             take = [list(todo.blocks(runs, group.rank)) for runs in turn]
             group.trade(give, take, partial(rows_of_block, chunk), store, device)
+            buffer.done()
             beat()
     group.agree(failure, device)
 
@@ -289,15 +301,17 @@ def position(source: Any) -> tuple[str, int]:
 
 def ahead(todo: Plan, size: int, rank: int, device: torch.device,
           pool: ThreadPoolExecutor) -> Iterator[tuple[list[list[Run]], Buffer, list[Future[None]]]]:
-    """Each turn with this rank's buffer and what is being read into it; the next one's reading has begun."""
+    """Each turn with this rank's buffer and what is being read into it; the reading of those that follow has begun."""
     waiting: deque[tuple[list[list[Run]], Buffer, list[Future[None]]]] = deque()
     buffers: list[Buffer] = []
+    road = torch.cuda.Stream(device) if device.type == "cuda" else None
+    most = AHEAD if road is not None else 2
     for number, turn in enumerate(todo.turns(size)):
-        if len(buffers) < 2:
-            buffers.append(Buffer(device, size))
-        buffer = buffers[number % 2]
+        if len(buffers) < most:
+            buffers.append(Buffer(device, size, road))
+        buffer = buffers[number % most]
         waiting.append((turn, buffer, begin(turn[rank], buffer, pool)))
-        if len(waiting) == 2:
+        if len(waiting) == most:
             yield waiting.popleft()
     yield from waiting
 
