@@ -42,6 +42,18 @@ def test_binds(name: str) -> None:
             load_recipe(name)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "datasets:" in str(open_recipe(name)[1].get("data"))])
+@pytest.mark.parametrize("key", ["data.path", "train_file"])
+def test_data_of_ones_own_is_not_judged_on_the_recipes(name: str, key: str) -> None:
+    recipe = load_recipe(name, [f"{key}=a.txt", "data.eval_path=b.txt"])
+    assert (recipe.data.path, recipe.data.eval_path) == ("a.txt", "b.txt")
+    if recipe.best:
+        with pytest.raises(InputError, match=r"best: given without evaluation data; data\.eval_path or eval_fraction"):
+            load_recipe(name, [f"{key}=a.txt"])
+    assert load_recipe(name, [f"{key}=a.txt", "best=null"]).data.eval_path is None
+    assert load_recipe(name, ["data.eval_path=b.txt"]).data.path == load_recipe(name).data.path
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_a_packaged_file_says_only_what_differs_and_why(file: str) -> None:
     """Every line is a comment, a section or a setting with its reason; what repeats a default has none."""

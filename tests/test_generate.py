@@ -330,6 +330,10 @@ def test_options_come_from_the_call_then_the_file_then_the_config(tmp_path: Path
                           ({"num_beams": "2"}, "generation_config.json: num_beams: '2'")):  # fmt: skip
         with pytest.raises(InputError, match=words):
             told(values)
+    for text, words in (("{", r"generation_config.json: .*JSON"), ("[1]", "generation_config.json: a list; an object with")):
+        (tmp_path / "m" / "generation_config.json").write_text(text)
+        with pytest.raises(InputError, match=words):
+            mc.load(tmp_path / "m").generate(prompt())
 
 
 def test_every_option_of_transformers_is_done_or_refused_or_without_effect() -> None:

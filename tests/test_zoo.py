@@ -421,6 +421,17 @@ def test_losses_of_task_heads(case: Case, kind: str, tmp_path: Path) -> None:
         assert abs(items - wanted) < 1e-10 * max(1, wanted.item())
 
 
+def test_a_head_of_other_labels_is_refused_with_the_way_around_it(tmp_path: Path) -> None:
+    for kind in ("bert", "gpt2"):
+        case = next(c for c in CASES if str(c) == f"{kind}-default-classify")
+        folder = zoo.reference(case)[1]
+        with pytest.raises(mc.InputError, match=r"has shape \[3, 32\]; the labels here need \[5, 32\]; modelcenter convert"):
+            mc.load(folder, num_labels=5)
+        mc.load(folder, task="backbone").save_pretrained(tmp_path / kind)  # what convert does
+        ours = mc.load(tmp_path / kind, task="classify", num_labels=5)
+        assert all(name.startswith("head.out") for name in ours.load_report.new) and len(ours.config.labels) == 5
+
+
 def test_labels_that_do_not_fit_the_head_are_refused(tmp_path: Path) -> None:
     case = next(c for c in CASES if str(c) == "bert-default-classify")
     ids = inputs(case)["input_ids"]

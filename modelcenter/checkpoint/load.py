@@ -123,14 +123,17 @@ def match(
         bare=plain,
     )
     wrong = [
-        (e.theirs, keys[found[e.theirs] or e.theirs].shape, shape)
+        (e, keys[found[e.theirs] or e.theirs].shape, shape)
         for e in present
         if keys[found[e.theirs] or e.theirs].shape != (shape := e.verb.shape([shapes[n] for n in e.ours]))
     ]
     if wrong:
-        key, there, here = wrong[0]
+        entry, there, here = wrong[0]
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        refuse(folder.path, f"{key}{more}", f"has shape {list(there)}", f"config.json gives {list(here)}")
+        wanted = f"config.json gives {list(here)}"
+        if all(headed.issuperset(e.ours) for e, _, _ in wrong):  # of as many labels as somebody else had
+            wanted = f"the labels here need {list(here)}; modelcenter convert FOLDER OUT task=backbone leaves this head out"
+        refuse(folder.path, f"{entry.theirs}{more}", f"has shape {list(there)}", wanted)
 
     used = {found[e.theirs] or e.theirs for e in present}
     for key in used & keys.real.keys():

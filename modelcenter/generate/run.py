@@ -3,12 +3,12 @@
 The rows and their cache are a `State`; `rules` change scores before a token is chosen; a `Stop` says which rows end.
 """
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.files import parse_json
 from ..errors import refuse
 from ..layers import LMHead
 from .beam import search
@@ -91,7 +91,10 @@ def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: to
 def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
     """Every option: from the call, from `given` or the file beside the weights, from config.json, or the default."""
     if given is None:
-        return read(json.loads(model.companions.get(FILE, b"{}")), options, model.config.to_dict(), FILE)
+        held = parse_json(FILE, model.companions.get(FILE, b"{}"))
+        if not isinstance(held, dict):
+            refuse(FILE, None, f"a {type(held).__name__}", "an object with generation's options")
+        return read(held, options, model.config.to_dict(), FILE)
     values = given if isinstance(given, dict) else given.to_dict()
     return read(values, options, model.config.to_dict(), "generation_config")
 

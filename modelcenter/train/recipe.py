@@ -210,9 +210,14 @@ PARTIAL = ("gradient_accumulation_steps", "bf16", "fp16", "adam_beta1", "adam_be
 
 
 def settle(tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
-    """`tree`, a file's mapping, with `over` from the command line put over it, both in our spelling."""
+    """`tree`, a file's mapping, with `over` from the command line put over it, both in our spelling. What a packaged recipe is
+    evaluated on belongs to the data that it names: other data does not bring it along."""
     ours = _ours(tree, {}, file)
-    return merge(ours, _ours(over, ours, COMMAND_LINE))
+    given = _ours(over, ours, COMMAND_LINE)
+    data = given.get("data")
+    if file is not None and Path(file).parent == Path(str(packaged())) and isinstance(data, dict) and "path" in data:
+        ours = {**ours, "data": {key: value for key, value in (ours.get("data") or {}).items() if key != "eval_path"}}
+    return merge(ours, given)
 
 
 def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
