@@ -597,6 +597,25 @@ def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
     assert mc.load(str(tmp_path / "out" / "model"), task=task).load_report.new == []
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama-7b", "bloom-560m"])
+def test_a_classifier_by_the_last_token_takes_texts_of_any_length_in_transformers(tmp_path: Path, model: str) -> None:
+    """Which finds the last token by what config.json says pads."""
+    transformers = pytest.importorskip("transformers")
+    lines = [json.dumps({"text": f"{n} f of x", "label": "yes" if n % 2 else "no"}) + "\n" for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    sizes = {name: size for name, size in TINY.items() if model == "gpt2" or name != "positions"}
+    changes = {"objective": "classify", "model": model, "config": sizes, "tokenizer": "roberta:300", "max_steps": 2}
+    train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl")}), MACHINE)
+    ours, raw = mc.load(tmp_path / "out" / "model"), mc.load_tokenizer(tmp_path / "out" / "model")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model").eval()
+    short, long = raw.encode("f"), raw.encode("12 f of x is y")
+    assert theirs.config.pad_token_id is not None and len(short) < len(long)
+    ids = torch.tensor([short + [theirs.config.pad_token_id] * (len(long) - len(short)), long])
+    mask = torch.tensor([[1] * len(short) + [0] * (len(long) - len(short)), [1] * len(long)])
+    assert ours.task == "classify"
+    assert torch.allclose(ours(ids, mask).logits, theirs(ids, attention_mask=mask).logits, atol=1e-5)
+
+
 def test_span_corruption_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a tokenizer that has sentinels; the sample shows what stands behind each."""
     tokenizer = open_tokenizer("roberta:300", [TEXT])

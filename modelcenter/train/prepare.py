@@ -22,10 +22,12 @@ from ..data.objective import find_objective, make_examples, texts_of
 from ..data.order import Blended, Grouped, Order
 from ..data.read import read_split
 from ..data.record import Mixture, Part, Record
+from ..data.sequence import filler
 from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from ..errors import MissingError, refuse
-from ..layers import EmbedHead, LMHead
+from ..layers import ClassifyHead, EmbedHead, LMHead
 from ..layers.adapter import adapted
+from ..layers.head import last_token
 from ..metrics.table import METRICS
 from ..ops import _op
 from ..ops.linear import has_low_units
@@ -100,6 +102,14 @@ def enter(recipe: Recipe, machine: Machine) -> Ranks:
     return join(machine)
 
 
+def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
+    """What config.json must say of a classifier that reads the last token: transformers finds it by the id that pads, and
+    without one refuses more than one text at a time."""
+    head, known = model.head, tokenizer.pad_id is not None or tokenizer.eos_id is not None
+    reads_last = isinstance(head, ClassifyHead) and head.pick is last_token
+    return {"pad_token_id": filler(tokenizer)} if reads_last and known and model.config.get("pad_token_id") is None else {}
+
+
 def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False) -> Setup:
     """Read the data, make or load the tokenizer and the model (`meta`: without its weights), and say what was found. `recipe` is
     resolved."""
@@ -124,7 +134,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
             model.head.gather = Gather(ranks)
     if isinstance(model.head, LMHead):
         model.head.z = recipe.loss.z_loss
-    if said := objective.settle(model.config):
+    if said := {**objective.settle(model.config), **padding(model, tokenizer)}:
         model.config = replace(model.config, file={**model.config.to_dict(), **said})
     size = vars(model.config)  # `vocab` in every family, `positions` where they are learned
     if recipe.data.seq_len > (size.get("positions") or recipe.data.seq_len):
