@@ -162,6 +162,7 @@ class Model(nn.Module):
             decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, past_key_values, self.encoder_decoder,
             self.config.file.get("prefix_lm") is True,
         )  # fmt: skip
+        batch = self.head.prepared(batch)
         with recorded(self, output_hidden_states) as trace:
             h = self.body(batch)
         if batch.packing is not None and any(t.size(1) != h.size(1) for t in trace):

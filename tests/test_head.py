@@ -1,6 +1,7 @@
 """The language-model head's loss: the fused op in chunks against whole logits in double precision, and when the head uses it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import modelcenter as mc
 from modelcenter import ops
 from modelcenter.layers import Batch, Linear, LMHead
 from modelcenter.ops import linear_cross_entropy as op
@@ -273,6 +275,27 @@ def test_smoothing_and_z_are_applied(shift: bool) -> None:
         torch.testing.assert_close(found, wanted)
         seen.add(round(found.item(), 4))
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "task", "before"), [("bert-base-uncased", "mlm", 1), ("t5-small", "seq2seq", 1), ("gpt2", "lm", 0)]
+)
+def test_labelled_positions_are_asked_for_before_the_body(
+    preset: str, task: str, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that has a whole body before it would have to end that first."""
+    model = mc.build(preset, task=task, dtype=torch.float32, config={"layers": 1, "dim": 16, "heads": 2, "vocab": 50}).train()
+    ids = torch.randint(1, 50, (2, 6))
+    labels = ids.masked_fill(ids % 2 == 0, IGNORE)
+    order: list[str] = []
+    seen: dict[str, Any] = {}
+    nonzero, body = Tensor.nonzero, type(model).body
+    monkeypatch.setattr(Tensor, "nonzero", lambda x: order.append("asked") or nonzero(x))
+    monkeypatch.setattr(type(model), "body", lambda self, batch: order.append("body") or body(self, batch))
+    model.head.register_forward_pre_hook(lambda head, args: seen.update(x=args[0], batch=args[1]))
+    loss = model(ids, labels=labels).loss
+    assert order.index("body") == before
+    torch.testing.assert_close(loss, model.head(seen["x"], replace(seen["batch"], labelled=None)).loss)
 
 
 def test_masked_language_modelling_transforms_labelled_positions_alone() -> None:

@@ -5,6 +5,7 @@ this batch, so that the loss is a mean), and returns an `Output`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,10 @@ class Head(nn.Module):
     def smooth(self) -> float:
         """The smoothing of this moment."""
         return self.smoothing if self.training else 0.0
+
+    def prepared(self, batch: Batch) -> Batch:
+        """`batch` with what the head has to wait for the device to know, asked for before the body is at work there."""
+        return batch
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         return Output(last_hidden_state=x)
@@ -62,6 +67,12 @@ class LMHead(Head):
         self.transform = transform
         self.out = Linear(dim, vocab, bias=bias)
 
+    def prepared(self, batch: Batch) -> Batch:
+        """Where few positions have a label the others are left out, though a GPU must be waited for to know them."""
+        if batch.labels is None or self.shift or not self.training:
+            return batch
+        return replace(batch, labelled=(batch.labels.flatten() != IGNORE).nonzero().squeeze(1))
+
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         labels = batch.labels
         if labels is None:
@@ -69,7 +80,8 @@ class LMHead(Head):
         if self.shift:
             labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE)
         if self.training:
-            return Output(loss=mean(self.total(x, labels), labels, items), logits=None, last_hidden_state=x)
+            total = self.total(x, labels, self.prepared(batch).labelled if batch.labelled is None else batch.labelled)
+            return Output(loss=mean(total, labels, items), logits=None, last_hidden_state=x)
         logits = self.logits(x)
         total = ops.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return Output(loss=mean(total, labels, items), logits=logits, last_hidden_state=x)
@@ -82,11 +94,10 @@ class LMHead(Head):
             return scores
         return scores[..., : self.vocab].clone()  # rows that only pad the vocabulary are no words; FSDP wants no view
 
-    def total(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss of x (b s dim) against labels (b s)."""
+    def total(self, x: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
+        """The summed loss of x (b s dim) against labels (b s), or those of `rows` (n) of both."""
         x, labels = x.flatten(0, -2), labels.flatten()
-        if not self.shift:  # where few positions have a label the others are left out, though a GPU must be waited for to know them
-            rows = (labels != IGNORE).nonzero().squeeze(1)
+        if rows is not None:
             x, labels = x.index_select(0, rows), labels[rows]
         apart = type(self.out) is Linear and ops.split(self.out.weight)  # on several devices
         if not apart and not plain(self.out):  # something is added to it

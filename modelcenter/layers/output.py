@@ -36,6 +36,7 @@ class Batch:
     labels: Tensor | None = None
     target: "Batch | None" = None  # the decoder's side of an encoder-decoder
     context: Tensor | None = None  # b s bool: what all tokens of a row see, those before it too, in a prefix LM
+    labelled: Tensor | None = None  # which of the labels, counted through, are any; None: not asked
 
     @property
     def past(self) -> int:
