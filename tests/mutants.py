@@ -153,6 +153,12 @@ MUTANTS = (
            "test_linear.py::test_whatever_is_used_frozen_or_left_out[001]", "RuntimeError"),
     Mutant("gradients-added-one-by-one", "layers/linear.py", "if all(map(alone, layers)):", "if not layers:",
            "test_linear.py::test_no_additions_of_activations"),
+    Mutant("relu's-slope-lost", "ops/linear.py", "torch.ops.aten.threshold_backward(grad, out, 0).reshape", "grad.reshape",
+           "test_linear.py::test_relu_of_a_product[True-True]"),
+    Mutant("relu-around-a-hook", "layers/linear.py", "and act is relu and alone(layer):", "and act is relu:",
+           "test_linear.py::test_a_layer_does_relu_within_its_product"),
+    Mutant("labels-asked-for-after-the-body", "registry.py", "batch = self.head.prepared(batch)", "",
+           "test_head.py::test_labelled_positions_are_asked_for_before_the_body[t5-small-seq2seq-1]"),
     Mutant("rotated-under-a-hook", "layers/attention.py", "spare=alone(projection)", "spare=True",
            "test_linear.py::test_what_a_hook_has_seen_is_not_rotated_under_it"),
     # ---- heads and losses

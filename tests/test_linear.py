@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelcenter import ops
-from modelcenter.layers import Attention, Batch, GatedFFN, Linear, PreNorm, RMSNorm, Rotary, View
+from modelcenter.layers import FFN, Attention, Batch, GatedFFN, Linear, PreNorm, RMSNorm, Rotary, View
 from modelcenter.layers.linear import together
 from modelcenter.layers.rope import PLAIN
 from modelcenter.ops import linear as module
@@ -287,6 +287,127 @@ def test_what_a_hook_has_seen_is_not_rotated_under_it(as_on_gpu: list[int]) -> N
     x = torch.randn(2, 8, 32)
     layer(x, *rest)
     torch.testing.assert_close(seen[0], F.linear(x, layer.k.weight, layer.k.bias))
+
+
+# ---- relu of a product
+
+
+def of_relu(dtype: torch.dtype, shape: tuple[int, ...] = (2, 5, 6)) -> tuple[Tensor, Tensor, Tensor]:
+    """An input, a weight, the gradient of relu of their product."""
+    source = torch.Generator().manual_seed(0)
+    shapes = shape, (7, 6), (*shape[:-1], 7)
+    x, w, g = (torch.randn(s, generator=source, dtype=torch.float64).to(dtype) for s in shapes)
+    return x, w, g
+
+
+@pytest.mark.parametrize(("wants_x", "wants_weight"), [(True, True), (True, False), (False, True)])
+def test_relu_of_a_product(as_on_gpu: list[int], wants_x: bool, wants_weight: bool) -> None:
+    for shape in ((2, 5, 6), (0, 6), (6,)):
+        results = []
+        for function in (module.rectified, lambda x, w: F.linear(x, w).relu()):
+            x, w, g = of_relu(torch.float64, shape)
+            out = function(x.requires_grad_(wants_x), w.requires_grad_(wants_weight))
+            out.backward(g)
+            results.append((out, x.grad, w.grad))
+        assert as_on_gpu and "Rectified" in str(module.rectified(x, w).grad_fn)
+        for found, expected in zip(*results, strict=True):
+            assert (found is None) == (expected is None)
+            if found is not None:
+                torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_relu_of_a_product_has_gradients_of_gradients(as_on_gpu: list[int]) -> None:
+    x, w, _ = (t.requires_grad_() for t in of_relu(torch.float64))
+    assert torch.autograd.gradcheck(module.rectified, (x, w))
+    assert torch.autograd.gradgradcheck(module.rectified, (x, w))
+
+
+def test_relu_without_a_gradient_is_the_op(as_on_gpu: list[int]) -> None:
+    x, w, _ = of_relu(torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(module.rectified(x, w), F.linear(x, w).relu())
+    x[0, 0] = torch.nan
+    assert module.rectified(x, w.requires_grad_())[0, 0].isnan().all(), "what is no number stays none"
+
+
+def test_a_layer_does_relu_within_its_product(as_on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is nothing but itself and has no bias."""
+    taken: list[Tensor] = []
+    function = module.rectified
+    monkeypatch.setattr("modelcenter.layers.linear.rectified", lambda x, w: taken.append(w) or function(x, w))
+    x = torch.randn(2, 3, 8)
+    for act, bias, hooked in ((ops.relu, False, False), (ops.relu, True, False), (ops.gelu, False, False), (ops.relu, False, True)):
+        ffn = FFN(8, 16, act, bias=bias)
+        if hooked:
+            ffn.up.register_forward_hook(lambda layer, args, out: None)
+        taken.clear()
+        found = gradients(ffn, (), x)
+        assert len(taken) == (act is ops.relu and not bias and not hooked)
+        with monkeypatch.context() as m:
+            m.setattr(module, "trained_low", lambda x, weights: None)
+            for ours, theirs in zip(found, gradients(ffn, (), x), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_recompute_of_relu_in_a_product(as_on_gpu: list[int], how: Any) -> None:
+    torch.manual_seed(0)
+    block = PreNorm(lambda: RMSNorm(16, 1e-5), Attention(16, 2), FFN(16, 32, ops.relu, bias=False))
+    x, view = torch.randn(2, 4, 16), View(causal=True)
+    plain = gradients(block, (view,), x)
+    recompute(nn.ModuleList([block]), how)
+    products: list[str] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Watched():
+        again = gradients(block, (view,), x)
+    for found, expected in zip(again, plain, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert products.count("aten::_addmm_activation") == (2 if how == "full" else 1), "what selective recompute keeps"
+
+
+def test_factors_are_cast_together() -> None:
+    factors = [torch.randn(3, 4), None, torch.randn(5).bfloat16(), torch.randn(2, 2, dtype=torch.float64), torch.randn(0)]
+    found = module.narrowed(factors, torch.bfloat16)
+    assert found[1] is None and found[2] is factors[2]
+    for a, b in zip(found, factors, strict=True):
+        assert a is None or b is None or (a.dtype == torch.bfloat16 and torch.equal(a, b.bfloat16()))
+    assert module.narrowed((factors[0],), torch.float32)[0] is factors[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_relu_of_a_product_on_a_gpu(low: torch.dtype) -> None:
+    """As near the truth as torch's, twice the same, in one product; what is no number stays none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    runs, g = [], torch.randn(3, 2000, 256, device="cuda").to(low)
+    for function in (module.rectified, lambda x, w: F.linear(x, w).relu(), module.rectified):
+        torch.manual_seed(0)
+        x, w = (torch.randn(s, device="cuda").requires_grad_() for s in ((3, 2000, 96), (256, 96)))
+        with torch.autocast("cuda", low):
+            out = function(x, w)
+        out.backward(g)
+        runs.append([out, x.grad, w.grad])
+    assert all(torch.equal(p, q) for p, q in zip(runs[0], runs[2], strict=True))
+    h, v = x.detach().to(low).double(), w.detach().to(low).double()
+    slope = (out > 0) * g.double()
+    exact = (h @ v.t()).relu(), slope @ v, slope.flatten(0, 1).t() @ h.flatten(0, 1)
+    for found, other, true in zip(*runs[:2], exact, strict=True):
+        off, torchs = ((t.double() - true).norm() / true.norm() for t in (found, other))
+        assert found.dtype == other.dtype and off <= torchs * 1.05
+    with torch.autocast("cuda", low), profile(activities=[ProfilerActivity.CUDA]) as kernels:
+        module.rectified(x, w)
+    assert not any("clamp" in row.key for row in kernels.key_averages())
+    with torch.no_grad():
+        x[0, 0, 0] = torch.nan
+    with torch.autocast("cuda", low):
+        assert module.rectified(x, w)[0, 0].isnan().all()
 
 
 @pytest.mark.gpu

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ..ops import Op
+from ..ops import Op, relu
 from ..ops._op import plain
-from ..ops.linear import linear, linears
+from ..ops.linear import linear, linears, rectified
 
 
 class Linear(nn.Linear):
@@ -24,10 +24,12 @@ def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
 
 
 def activated(act: Op, layer: nn.Module, x: Tensor) -> Tensor:
-    """act(layer(x)). The activation adds the bias where it has a kernel to do so and the layer is nothing but itself: no hook of
-    tensor parallelism, no sharded or quantised parameter, no adapter in its place."""
+    """act(layer(x)). The activation adds the bias where it has a kernel to do so, and relu of a product without one is done with
+    it, if the layer is nothing but itself: no hook of tensor parallelism, no sharded or quantised parameter, no adapter there."""
     out: Tensor
-    if alone(layer) and layer.bias is not None and act.fast(x):
+    if type(layer) is Linear and layer.bias is None and act is relu and alone(layer):
+        out = rectified(x, layer.weight)
+    elif alone(layer) and layer.bias is not None and act.fast(x):
         out = act(layer(x, bias=False), layer.bias)
     else:
         out = act(layer(x))

@@ -139,7 +139,8 @@ class Tally(FakeTensorMode):
             self.work[Work("move", named(out), 0, 2 * bytes_of(out))] += 1  # of a table only rows are read
         else:
             size = bytes_of((args, kwargs, None if func._schema.is_mutable else out))
-            self.work[Work("move", "", 0, size * (1 + func._schema.is_mutable))] += 1
+            both = func._schema.is_mutable and name != "aten::_foreach_copy_"  # what that writes it has not read
+            self.work[Work("move", "", 0, size * (1 + both))] += 1
 
     def kernel(self, name: str, args: Sequence[Any]) -> None:
         """Count a call of one of our kernels."""
@@ -177,7 +178,8 @@ class Tally(FakeTensorMode):
 SCORE, MORE, KEYS, AROUND = 57, 60, 128, 1.6
 NOTHING = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::lift_fresh", "aten::resize_",
            "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"}  # sums are counted by themselves
-PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten.bmm: 0, torch.ops.aten.baddbmm: 1}  # where a matrix is
+PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten._addmm_activation: 1, torch.ops.aten.bmm: 0,
+            torch.ops.aten.baddbmm: 1}  # where a matrix is  # fmt: skip
 
 
 def named(tensor: Tensor) -> str:
