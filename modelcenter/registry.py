@@ -6,6 +6,7 @@ import os
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -353,13 +354,15 @@ def load(
     id2label: Mapping[int, str] | None = None,
     seed: int = 0,
     family: type[Model] | tuple[type[Model], ...] = Model,
+    put_off: Callable[[Callable[[], None]], object] | None = None,
 ) -> Model:
     """A pretrained model from a folder, a preset or a hub id, its family read off config.json.
 
     `task`: lm, mlm, seq2seq, classify, tag, qa, embed, backbone or auto. A head that the checkpoint lacks is drawn from `seed`
     and named in `load_report`. Under a `machine` each process reads its own part alone; `precision` is as `parallelize` takes it.
     An `adapter` is put on the model; a folder with an adapter in peft's format is its base with the adapter on it. The model is in
-    evaluation mode. `device="meta"` reads and allocates nothing but what says the shapes.
+    evaluation mode. `device="meta"` reads and allocates nothing but what says the shapes. `put_off` is given the reading of the
+    weights, to have it done when it likes; what several ranks read, or an adapter is put on, is there when this returns.
     """
     known = presets()
     path = hub.resolve(
@@ -373,7 +376,8 @@ def load(
         path = hub.resolve(name, local_files_only=local_files_only, presets={n: preset.hub for n, (_, preset) in known.items()})
     if task == "auto" and str(name) in known and path != Path(name):
         task = known[str(name)][1].task or task
-    with Folder(path) as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(Folder(path))
         cls = family_of(folder, family)
         full = changed(cls.Config.from_dict(folder.config, path / "config.json"), config or {})
         if saved is not None and task == "auto":
@@ -418,7 +422,16 @@ def load(
         if is_meta(device):
             return model.eval()
         place(model, device, machine, precision)
-        fill_all(model, sources, own, together(machine))
+        if put_off is not None and adapter is None and together(machine) is None:
+            left = stack.pop_all()  # the folder stays open until it is read
+
+            def read() -> None:
+                with left:
+                    fill_all(model, sources, own)
+
+            put_off(read)
+        else:
+            fill_all(model, sources, own, together(machine))
         if saved is None:
             measure(model)
         model.companions = companions(path if saved is None else saved.folder)

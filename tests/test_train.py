@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,6 +22,7 @@ import transformers
 from safetensors.torch import load_file
 
 import modelcenter as mc
+from modelcenter import registry
 from modelcenter.data.objective import find_objective, objectives
 from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.errors import InputError
@@ -766,3 +768,65 @@ def test_a_field_that_is_not_there_is_named_before_anything_is_fetched(objective
     recipe = recipe_of(tmp_path, objective=objective, **changes)
     with pytest.raises(InputError, match=r"rows\.jsonl: line 1: "):
         prepare(*resolve(recipe, MACHINE)[:1], MACHINE, torch.device("cpu"))
+
+
+# -------------------------------------------------------------------------------------------------------- the first step soon
+
+
+def test_a_run_imports_no_compiler(tmp_path: Path) -> None:
+    """Nor FSDP: torch's own optimizers and FakeTensorMode would. Who compiles after the run finds all of the compiler."""
+    recipe_of(tmp_path)
+    over = {"model": "gpt2", "init": "random", "config": TINY, "tokenizer": "char", "data.path": str(tmp_path / "text.txt"),
+            "data.seq_len": 16, "batch": 4, "max_steps": 2, "save_steps": 1, "output_dir": str(tmp_path / "out")}  # fmt: skip
+    code = f"""
+import json, sys
+from modelcenter.train.recipe import load_recipe
+from modelcenter.train.loop import train
+run = train(load_recipe({str(tmp_path / "base.yaml")!r}, {over!r}))
+found = [name for name in ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp") if name in sys.modules]
+import torch
+import torch._dynamo
+same = torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(2))
+kept = [name for name in ("zero_grad", "add_param_group") if hasattr(getattr(torch.optim.Optimizer, name), "__wrapped__")]
+print(json.dumps([found, run.step, same.tolist(), torch._dynamo.utils.counters["stats"]["unique_graphs"], kept]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, step, same, graphs, kept = json.loads(done.stdout.splitlines()[-1])
+    assert (found, step, graphs, kept) == ([], 2, 1, ["zero_grad", "add_param_group"])
+    assert same == pytest.approx([math.sin(1) + 1] * 2)
+    assert "memory: about" in done.stderr  # it was rehearsed
+
+
+def test_weights_that_are_read_beside_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mc.build("gpt2", config={**TINY, "vocab": 60}, seed=3)
+    model.save_pretrained(tmp_path / "model")
+    jobs: list[Any] = []
+    late = registry.load(tmp_path / "model", put_off=jobs.append)
+    assert len(jobs) == 1
+    jobs[0]()
+    whole = registry.fill_all
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+        whole(*args)
+
+    monkeypatch.setattr(registry, "fill_all", slow)
+    recipe = recipe_of(tmp_path, model=str(tmp_path / "model"), init="pretrained", config={})
+    recipe, device = resolve(recipe, MACHINE)
+    setup = prepare(recipe, MACHINE, device)
+    for found in (late, setup.model):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found.parameters(), strict=True))
+
+
+def test_a_file_that_fails_while_it_is_read_beside_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mc.build("gpt2", config={**TINY, "vocab": 60}).save_pretrained(tmp_path / "model")
+
+    def fail(*_: Any) -> None:
+        raise InputError("model.safetensors: the disk failed")
+
+    monkeypatch.setattr(registry, "fill_all", fail)
+    recipe = recipe_of(tmp_path, model=str(tmp_path / "model"), init="pretrained", config={})
+    recipe, device = resolve(recipe, MACHINE)
+    with pytest.raises(InputError, match="the disk failed"):
+        prepare(recipe, MACHINE, device)

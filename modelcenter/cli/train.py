@@ -1,5 +1,6 @@
 """`modelcenter train`."""
 
+import gc
 import os
 
 from .arguments import Answer, Arguments, check_model
@@ -26,8 +27,11 @@ def train(args: Arguments) -> Answer:
     if to_launch(machine):
         data = launch(recipe, machine)
     else:
+        gc.disable()  # what is imported stays: to look for garbage in it again and again takes a quarter of a second
         from ..train.loop import train
 
+        gc.freeze()
+        gc.enable()
         run = train(recipe, machine)
         data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
     last = ", ".join(f"{key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))

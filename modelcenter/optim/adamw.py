@@ -25,6 +25,7 @@ kernel.
 
 import math
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any, Literal
 
 import torch
@@ -48,7 +49,17 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-class AdamW(Optimizer):
+class Plain(Optimizer):
+    """torch's optimizer. Nobody compiles these methods: torch asks its compiler to leave them out, and so would import it, for
+    more than a second, before the first step."""
+
+    add_param_group: Any = unwrap(Optimizer.add_param_group)
+    zero_grad: Any = unwrap(Optimizer.zero_grad)
+    state_dict: Any = unwrap(Optimizer.state_dict)
+    load_state_dict: Any = unwrap(Optimizer.load_state_dict)
+
+
+class AdamW(Plain):
     """`clip` gives the gradients' norm and what to multiply them by, on their device; `step` does the rest in one pass.
 
         clip = optimizer.clip(max_norm)
@@ -129,7 +140,9 @@ class AdamW(Optimizer):
         if p.grad is not None and p.grad.is_sparse:
             raise ValueError("AdamW: a sparse gradient; dense ones are wanted")
         state = self.state[p]
-        state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=p.device)
+        step = state.get("step", 0.0)
+        kept = isinstance(step, Tensor)
+        state["step"] = step.to(p.device, torch.float32) if kept else torch.full((), step, dtype=torch.float32, device=p.device)
         if "master" not in state and (p.dtype == torch.float16 or (group["master"] and p.dtype == torch.bfloat16)):
             state["master"] = p.detach().float()
         kinds = (torch.float64, torch.float64) if p.dtype == torch.float64 else KINDS[group["moments"]]

@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from .adamw import AdamW, evaluated, gradient, local
+from .adamw import AdamW, Plain, evaluated, gradient, local
 
 
-class Clipped(Optimizer):
+class Clipped(Plain):
     """Scales the gradients by what `clip` gave and steps; where the norm was not finite nothing changes."""
 
     squares: Any = AdamW.squares  # which ask for nothing but groups

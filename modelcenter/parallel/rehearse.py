@@ -20,7 +20,7 @@ from ..layers import Stack
 from ..ops._op import rehearsal
 from .blocks import recompute as recompute_blocks
 from .machine import Recompute
-from .tally import Tally, Work, named
+from .tally import Tally, Work, compiler_left_out, named
 from .twin import tables, twin
 
 Arguments = Mapping[str, Any]
@@ -95,6 +95,7 @@ def mark(model: nn.Module, tally: Tally) -> None:
             block.register_forward_hook(end)
 
 
+@compiler_left_out()
 def rehearse(
     model: nn.Module,
     batch: Arguments,
@@ -170,6 +171,7 @@ def rehearse(
     return Rehearsal(tally.moments, work, update, calls, update_calls)
 
 
+@compiler_left_out()
 def rehearse_update(model: nn.Module, build: Build, device: torch.device, *, keep: Mapping[int, int], ranks: int = 1,
                     gpu: bool = False) -> Rehearsal:
     """An update with all gradients there."""

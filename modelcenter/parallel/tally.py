@@ -1,11 +1,16 @@
 """Tensors without storage whose bytes and work are counted: each storage from its birth to its death, each call with the arithmetic
 that it does and the bytes that it reads and writes."""
 
+import importlib
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +26,42 @@ KINDS: dict[Kind, str] = {
 }  # fmt: skip
 LASTING: tuple[Kind, ...] = ("weights", "optimizer", "gradients")  # there whatever the batch
 SEEN: tuple[Kind, ...] = (*LASTING, "activations", "loss", "temporary")  # what a rehearsal sees
+
+
+@contextmanager
+def compiler_left_out() -> Iterator[None]:
+    """While this lasts `torch._dynamo` is its settings, classes of names and a `disable` that has nothing to do, which are all that
+    a FakeTensorMode wants of it: to import the compiler takes more than a second."""
+    name = "torch._dynamo"
+    parts = [name, f"{name}.config", f"{name}.source"]
+    if name in sys.modules:
+        yield
+        return
+    found: list[Any] = []
+
+    def disable(function: Any, *_: Any, **__: Any) -> Any:
+        found.append(function)
+        return function
+
+    bare, source = (ModuleType(part) for part in parts[::2])
+    vars(bare)["disable"], vars(source)["__getattr__"] = disable, kind_of_name
+    sys.modules.update({name: bare, parts[2]: source})
+    try:
+        bare.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
+        importlib.import_module(parts[1])
+        yield
+    finally:  # whoever wants the compiler imports it whole, and is asked again what it is to leave alone
+        for part in parts:
+            sys.modules.pop(part, None)
+        for function in found:
+            vars(function).pop("__dynamo_disable", None)
+
+
+def kind_of_name(kind: str) -> type[str]:
+    """What a compiler would call a tensor by; for dunder names AttributeError."""
+    if kind.startswith("__"):
+        raise AttributeError(kind)
+    return type(kind, (str,), {})
 
 
 class Work(NamedTuple):

@@ -1,9 +1,12 @@
 """From a recipe to what the loop needs: device, tokenizer, model, data, and the lines that say what will happen."""
 
+import importlib
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import ceil, prod
 from pathlib import Path
@@ -120,7 +123,10 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
             list(islice(objective.texts(source[0], recipe.data), 4))
     tokenizer = find_tokenizer(recipe, records)
     names = objective.names(records, recipe.data)
-    model = find_model(recipe, tokenizer, names, machine, torch.device("meta") if meta else device)
+    reader = ThreadPoolExecutor(1, initializer=partial(torch.set_flush_denormal, True))  # as the thread that computes has it
+    read: list[Future[None]] = []
+    beside = (lambda job: read.append(reader.submit(job))) if device.type == "cpu" else None  # while the texts are encoded
+    model = find_model(recipe, tokenizer, names, machine, torch.device("meta") if meta else device, beside)
     if recipe.precision == "fp16" and model.wide:
         found = f"fp16 with {type(model).__name__}, whose feed-forward layers overflow it"
         refuse(None, "precision", found, "bf16, or fp32 where there is no bf16")
@@ -177,6 +183,11 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         held = f", weights held in {how.quantize}" if how.quantize != "none" else ""
         lines.insert(1, f"adapter: {how.name} of rank {how.rank} on {layers} layers{held}")
     lines += [f"slow: {choice}" for choice in slow_choices(recipe, device)]
+    for name in ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor") if read else ():
+        importlib.import_module(name)  # the rehearsal that follows wants them, for two thirds of a second
+    for job in read:
+        job.result()
+    reader.shutdown()
     environment = {
         "modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version(),
         "platform": platform.platform(), "device": device.type, "threads": torch.get_num_threads(),
@@ -248,9 +259,10 @@ def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:
     return load_tokenizer(recipe.model, {name: preset.hub for name, (_, preset) in presets().items()})
 
 
-def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | None, machine: Machine,
-               device: torch.device) -> Model:
-    """The recipe's model in fp32: pretrained, or random with the vocabulary and the special tokens of the tokenizer."""
+def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | None, machine: Machine, device: torch.device,
+               put_off: Callable[[Callable[[], None]], object] | None = None) -> Model:
+    """The recipe's model in fp32: pretrained, or random with the vocabulary and the special tokens of the tokenizer. `put_off`: as
+    `load` takes it."""
     id2label = dict(enumerate(names)) if names is not None else None
     adapter = recipe.adapter if recipe.adapter.name != "none" else None
     if recipe.init == "pretrained" and device.type == "meta" and absent(recipe.model):
@@ -261,7 +273,7 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
         return model
     if recipe.init == "pretrained":
         return load(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine, precision=recipe.precision,
-                    adapter=adapter, config=recipe.config, id2label=id2label, seed=recipe.seed)
+                    adapter=adapter, config=recipe.config, id2label=id2label, seed=recipe.seed, put_off=put_off)
     model = build(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine, precision=recipe.precision,
                   config={"vocab": len(tokenizer), **recipe.config}, id2label=id2label, seed=recipe.seed)
     special = {f"{role}_token_id": tokenizer.id(role) for role in ("bos", "eos", "pad")}
