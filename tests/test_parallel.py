@@ -140,6 +140,26 @@ def test_a_vocabulary_that_does_not_divide() -> None:
     spawn(2, odd)
 
 
+def cut_by_rows(rank: int) -> None:
+    """Of a table that is tied to a head, and of one that is not."""
+    for tie in (True, False):
+        config = {"vocab": 24, "dim": 8, "hidden": 16, "heads": 2, "kv_heads": 2, "layers": 1, "tie": tie}
+        machine = mc.Machine(device=DEVICE, tensor_parallel=2)
+        spread = mc.build("llama-7b", config=config, machine=machine, seed=3, dtype="fp64").train()
+        alone = mc.build("llama-7b", config=config, seed=3, dtype="fp64").train()
+        ids = torch.tensor([[3, 11, 12, 23, 3, 0]])
+        for model, given in ((spread, ids.to(DEVICE)), (alone, ids)):
+            model(given, labels=given).loss.backward()
+        table: Any = spread.get_input_embeddings().weight
+        wanted = alone.get_input_embeddings().weight.grad
+        assert table.grad.placements == table.placements and table.grad.to_local().shape == (12, 8)
+        torch.testing.assert_close(full(table.grad).cpu(), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_table_s_gradient_is_cut_as_the_table_is() -> None:
+    spawn(2, cut_by_rows)
+
+
 def wrong_size(rank: int) -> None:
     with pytest.raises(mc.InputError, match="2 running"):
         mc.build("gpt2", config={"layers": 1}, machine=mc.Machine(device="cpu", fsdp=3))

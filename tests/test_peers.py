@@ -71,6 +71,33 @@ def on_cpus(rank: int, folder: str) -> None:
     assert ways(dist.group.WORLD, "cpu") == (None, None)
 
 
+class Alone(Mapped):
+    """What one rank may not map, and the others wait for."""
+
+    def __init__(self, group: Any) -> None:
+        self.store = dist.distributed_c10d._get_process_group_store(group)
+
+    def of(self, size: int) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no")
+        self.store.get("what rank 1 would have said")
+
+
+def on_ranks_of_which_one_may_not(rank: int) -> None:
+    usual = dist.distributed_c10d._get_process_group_store(dist.group.WORLD).timeout
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(peers, "Mapped", Alone)
+        m.setattr(peers, "PATIENCE", 1)
+        assert peers.mappable(dist.group.WORLD, "cpu") is False
+    assert dist.distributed_c10d._get_process_group_store(dist.group.WORLD).timeout == usual
+
+
+def test_one_that_may_not_map_keeps_nobody() -> None:
+    if DEVICE != "cpu":
+        pytest.skip("of processes")
+    spawn(3, on_ranks_of_which_one_may_not)
+
+
 def test_sums_lose_nothing_and_weights_arrive(tmp_path: Path) -> None:
     if DEVICE != "cpu":
         pytest.skip("on_gpus does it there")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import ops
 from ..errors import refuse
 from ..layers import Adapted, Attention, QuantizedLinear
 from .adapted import cut_adapted, cut_codes
@@ -124,7 +125,24 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False
                 setattr(module, child, part.chunk(ranks)[me])
         if plan:
             parallelize_module(module, mesh, plan)
+        for child, style in getattr(module, "tp", {}).items():
+            if style == "vocab":
+                table = getattr(module, child)
+                table.forward = partial(looked_up, table)
     retie(model)
+
+
+def looked_up(table: nn.Embedding, ids: Any) -> Any:
+    """What this rank's rows of a table have at `ids` (b s), a summand of what all have (b s dim). torch's own lookup forms the
+    gradient of the whole table on every rank, and leaves it whole there if nothing else cuts it."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    weight: Any = table.weight
+    mesh, own = weight.device_mesh, weight.to_local(grad_placements=weight.placements)
+    at = ids.to_local() - mesh.get_local_rank() * len(own)
+    others = (at < 0) | (at >= len(own))
+    rows = ops.embedding(at.masked_fill(others, 0), own, None).masked_fill(others[..., None], 0)
+    return DTensor.from_local(rows, mesh, [Partial()], run_check=False)
 
 
 def pad_rows(module: nn.Module, ranks: int) -> None:

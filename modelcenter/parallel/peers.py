@@ -10,6 +10,7 @@ Gather and Sum are what FSDP calls in place of its own collectives (`set_custom_
 """
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .variable import variable
+
+PATIENCE = 60  # seconds in which ranks that map each other's memory for the first time hear of each other
 
 
 class Mapped:
@@ -112,7 +115,7 @@ def ways(group: dist.ProcessGroup, kind: str) -> tuple[Gather | None, Sum | None
     collective. Across machines there is no all-to-all: each gradient would travel as often as there are ranks elsewhere."""
     if not agreed(on_one_node(group), group, kind):
         return None, None
-    if kind != "cuda" or not agreed(near(group), group, kind) or not agreed(mappable(group), group, kind):
+    if kind != "cuda" or not agreed(near(group), group, kind) or not mappable(group, kind):
         return None, Sum()
     return Gather(Mapped(group)), Sum(Mapped(group))
 
@@ -141,10 +144,16 @@ def near(group: dist.ProcessGroup) -> bool:
     return seen and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
 
 
-def mappable(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks may map each other's memory: a container can forbid it."""
+def mappable(group: dist.ProcessGroup, kind: str) -> bool:
+    """Whether the ranks may map each other's memory: a container can forbid it, and one of them alone may hear so. The others then
+    wait for it in the group's store, for `PATIENCE` seconds in place of the store's own half an hour."""
+    store = dist.distributed_c10d._get_process_group_store(group)
+    usual = store.timeout
+    store.set_timeout(timedelta(seconds=PATIENCE))
+    able = True
     try:
         Mapped(group).of(4096)
     except (RuntimeError, ImportError):
-        return False
-    return True
+        able = False
+    store.set_timeout(usual)
+    return agreed(able, group, kind)
