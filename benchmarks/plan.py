@@ -244,6 +244,7 @@ def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
     ranks, model = join(machine), noisy(plain, machine, job.precision, device)
     optimizer: Any = build_optimizer(model, OptimizerConfig())
     forwards = -(-job.batch // (point.rows * machine.shares))
+    torch.manual_seed(ranks.share)  # ranks that share layers have one batch, and as many labels in it
     batches = [batch_of(job, point.rows, int(model.config.vocab), device.type) for _ in range(forwards)]
     compute, times = partial(autocast, job.precision, device), []
 

@@ -4,6 +4,7 @@ Each is on two GPUs; where more are visible, as many at a time as there are pair
 """
 
 import json
+import math
 import os
 import random
 import socket
@@ -58,19 +59,21 @@ def said_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("degrees", [{"tensor_parallel": 2, "fsdp": 2}, {"fsdp": 2, "replicate": 2}, {"fsdp": 4}], ids=str)
+@pytest.mark.parametrize("degrees", [{"tensor_parallel": 2, "fsdp": 2}, {"fsdp": 2, "replicate": 2}, {"fsdp": 4},
+                                     {"tensor_parallel": 2}, {"fsdp": 2}, {"replicate": 2}], ids=str)  # fmt: skip
 def test_two_agents_are_two_nodes(degrees: dict[str, int], tmp_path: Path) -> None:
-    """Two torchrun agents with two GPUs each, between which, and inside of which, neither peer access nor shared memory is to be
-    had: losses and norms of ten steps are those of one process."""
-    if torch.cuda.device_count() < 4:
-        pytest.skip("four GPUs")
+    """Two torchrun agents with one or two GPUs each, between which, and inside of which, neither peer access nor shared memory is
+    to be had: losses and norms of ten steps are those of one process."""
+    ranks = math.prod(degrees.values())
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs")
     draw = random.Random(0)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} and {n * n % 997} make {draw.choice(['one', 'two', 'three'])}\n" for n in range(3000)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    cards, each = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","), ranks // 2
     usual = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
 
     def train(name: str, machine: dict[str, int]) -> list[str]:
@@ -78,9 +81,10 @@ def test_two_agents_are_two_nodes(degrees: dict[str, int], tmp_path: Path) -> No
         return ["modelcenter", "train", "pretrain", *wanted, *(f"machine.{key}={n}" for key, n in machine.items())]
 
     def agent(node: int) -> "subprocess.Popen[bytes]":
-        how = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        how = ["--nnodes", "2", "--nproc-per-node", str(each), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
                "--rdzv-id", "1", "--rdzv-conf", f"is_host={int(node == 0)}"]  # fmt: skip
-        place = {**usual, **APART, "NCCL_HOSTID": f"node-{node}", "CUDA_VISIBLE_DEVICES": ",".join(cards[2 * node : 2 * node + 2])}
+        mine = ",".join(cards[each * node : each * (node + 1)])
+        place = {**usual, **APART, "NCCL_HOSTID": f"node-{node}", "CUDA_VISIBLE_DEVICES": mine}
         with (tmp_path / f"{node}.txt").open("wb") as said:
             command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", *train("two", degrees)]
             return subprocess.Popen(command, env=place, stdout=said, stderr=said)
