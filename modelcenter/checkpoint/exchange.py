@@ -32,7 +32,7 @@ LEAST, MOST = 2**20, 2**26  # bytes of a rank's buffer
 TURNS = 64  # into which a folder is cut, where the buffers are between the two
 THREADS = 4, 16  # of a rank that read, at least and at most
 AHEAD = 3  # buffers of a rank on an accelerator: what is read into one is no hurry of what is sent from another
-PIECE = 2**22  # bytes that a thread reads at a time, at least
+PIECE = 2**23  # bytes that a thread reads at a time, at least
 SAID = 1024  # bytes of what a rank says
 
 
