@@ -1,8 +1,10 @@
 """What every test file shares."""
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +17,7 @@ os.environ["MODELCENTER_CALIBRATION"] = "0"  # predictions neither read nor chan
 UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # examples may share a folder
 settings.register_profile("house", derandomize=True, deadline=None, suppress_health_check=UNASKED)
 settings.load_profile("house")
+ASKED: set[Any] = set()  # files one of whose runs had its memory and time foreseen
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +30,20 @@ def denormals() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def unrehearsed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of a second before each of some hundred runs: tests/test_plan.py rehearses."""
-    if "modelcenter.train.loop" in sys.modules and request.module.__name__ != "test_plan":
-        monkeypatch.setattr("modelcenter.train.loop.verdict", lambda *_, **__: "memory: not asked")
+    """A quarter of a second before each of some hundred runs: it is asked once in each file, where it must have an answer."""
+    if "modelcenter.train.loop" not in sys.modules or request.module.__name__ == "test_plan":
+        return
+    from modelcenter.train.loop import verdict
+
+    def asked(*args: Any, **options: Any) -> str:
+        inspect.signature(verdict).bind(*args, **options)
+        if request.module not in ASKED:
+            ASKED.add(request.module)
+            found = str(verdict(*args, **options))
+            assert "not estimated" not in found, found
+        return "memory: not asked"
+
+    monkeypatch.setattr("modelcenter.train.loop.verdict", asked)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
