@@ -148,7 +148,7 @@ def mappable(group: dist.ProcessGroup, kind: str) -> bool:
     """Whether the ranks may map each other's memory: a container can forbid it, and one of them alone may hear so. The others then
     wait for it in the group's store, for `PATIENCE` seconds in place of the store's own half an hour."""
     store = dist.distributed_c10d._get_process_group_store(group)
-    usual = store.timeout
+    usual = store.timeout  # type: ignore[attr-defined]  # it is there, and not in torch's types
     store.set_timeout(timedelta(seconds=PATIENCE))
     able = True
     try:
