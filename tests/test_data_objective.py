@@ -368,6 +368,9 @@ def test_more_refusals(bpe: Tokenizer, bert: Tokenizer) -> None:
         make_examples("classify", rows({"s": "a", "y": "maybe"}), bert, two, names=("no", "yes"))
     with pytest.raises(InputError, match=r"line 1: y is 2; 0 to 1 are known"):
         make_examples("classify", rows({"s": "a", "y": 2}), bert, two, names=("LABEL_0", "LABEL_1"))
+    for odd in (None, 0.5, 1.0, [1]):
+        with pytest.raises(InputError, match=r"line 3: y is .*; the name or the number of a class is wanted; objective=regress"):
+            make_examples("classify", rows(*({"s": "a", "y": y} for y in (0, 1, odd))), bert, two)
     with pytest.raises(InputError, match=r"line 2: y is 1"):
         make_examples("classify", rows({"s": "a", "y": "no"}, {"s": "a", "y": 1}), bert, two)
     with pytest.raises(InputError, match="line 1: no token in its text"):

@@ -51,6 +51,14 @@ def test_a_text_file_is_one_document_as_it_stands(tmp_path: Path) -> None:
     assert record.fields == {"text": text} and record.line is None
 
 
+@pytest.mark.parametrize("text", ["{x}", "{", "{}", '["a"]\n', '{"a": ' * 4000, 'x = {"a": 1}', '{"a": 1} + 2'])
+def test_text_with_braces_is_text(tmp_path: Path, text: str) -> None:
+    assert read_records(str(write(tmp_path / "x.txt", text)))[0].fields == {"text": text}
+    rows = write(tmp_path / "y.txt", '{"text": "a"}')
+    assert read_records(str(rows), "text")[0].fields == {"text": '{"text": "a"}'}
+    assert read_records(str(rows), "jsonl")[0].fields == {"text": "a"}
+
+
 def test_csv_fields_may_span_lines_and_be_long(tmp_path: Path) -> None:
     file = write(tmp_path / "a.csv", 'text\n"a\nb"\n"' + "c" * 200_000 + '"\n')
     assert [len(r.fields["text"]) for r in read_records(str(file))] == [3, 200_000]
@@ -132,6 +140,7 @@ def test_eval_path_wins(tmp_path: Path) -> None:
     ("a.csv", b"a,a\n1,2\n", "names a field twice"),
     ("a.tsv", b"a\tb\n1\t2\t3\n", "line 2: 3 fields where the header has 2"),
     ("a.tsv", b"a\tb\n", "no record"),
+    ("a.dat", b'\n{"text": "a"}\n{"text": "b"}\n', "data.format: its first line is a JSON object; data.format=jsonl, or text if"),
     ("a.txt.gz", b"x" * (20 << 20), "grew over 100-fold"),
     ("b.txt.gz", b"0123456\n" * (5 << 20), "grew over 100-fold"),
 ])

@@ -88,6 +88,9 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path", hea
         if not header:
             readers |= {"csv": partial(Csv, header=False), "tsv": partial(Tsv, header=False)}
         parts = [readers[format_of(file) if format == "auto" else format](file) for file in files]
+        if format == "auto":
+            for part in parts:
+                refuse_rows(part)
     records = Records(parts)
     if not len(records):
         refuse(path, key, "no record", "data with at least one record is wanted")
@@ -180,6 +183,19 @@ class Documents(Part):
     def at(self, index: int) -> Record:
         text = self.source.text(*self.bounds[index : index + 2])
         return Record({"text": text}, str(self.source.file), None, self.starts[index])
+
+
+def refuse_rows(part: Part) -> None:
+    """Refuse JSON lines under another name, before a model learns to write their braces."""
+    if not isinstance(part, Documents) or not len(part):
+        return
+    line = part.source.text(0, min(part.bounds[1], DOCUMENT)).lstrip().partition("\n")[0]
+    try:
+        row = json.loads(line) if line[:1] == "{" else None
+    except (ValueError, RecursionError):
+        return
+    if isinstance(row, dict) and row:
+        refuse(part.source.file, "data.format", "its first line is a JSON object", "data.format=jsonl, or text if that is meant")
 
 
 def characters(data: bytes) -> int:

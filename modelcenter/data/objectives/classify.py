@@ -211,6 +211,10 @@ class Valued(Labelled):
 def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
     """The classes of `records`: names in sorted order, or LABEL_0 ... for numbers, which must run from 0 on."""
     values = [record.get(data.label_key, "data.label_key") for record in records]
+    for record, value in zip(records, values, strict=True):
+        if not isinstance(value, str | int):
+            wanted = "the name or the number of a class is wanted; objective=regress is for values"
+            record.refuse(f"{data.label_key} is {value!r}", wanted)
     numbers = {class_number(value) for value in values}
     if None not in numbers:
         known = sorted(n for n in numbers if n is not None)
