@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from ..ops._op import on_gpu
+
 Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary", "gathered", "fragments"]
 KINDS: dict[Kind, str] = {
     "weights": "weights and buffers", "optimizer": "optimizer: moments, copies, averages", "gradients": "gradients",
@@ -106,6 +108,9 @@ class Tally(FakeTensorMode):
         if kwargs and "out" in kwargs:  # nothing is made; torch does not know all of them
             self.did(func, args, kwargs, kwargs["out"])
             return kwargs["out"]
+        wide = kwargs.get("dtype") if kwargs and func is torch.ops.aten.sum.dim_IntList else None
+        if wide not in (None, args[0].dtype) and not on_gpu(args[0]):
+            args[0].new_empty(args[0].shape, dtype=wide)  # a CPU sums a copy
         if func is torch.ops.aten.nonzero.default:
             size = args[0].numel()
             out = args[0].new_empty((self.chosen.get(size, size), args[0].dim()), dtype=torch.int64)
