@@ -1,6 +1,6 @@
 // Activations with a bias added first, act(x + bias), and gated ones, act(gate) * up; the backward computes all of it again.
 //
-// Elements are taken as they lie, eight a thread, whatever the rows; only where a bias wants its gradient a thread keeps eight columns,
+// Elements are taken as they lie, eight or sixteen a thread, whatever the rows; only where a bias wants its gradient a thread keeps eight columns,
 // walks down the rows and adds up in registers. Its part of the rows (`partial`, first axis: how many depends on the shape alone)
 // ends in a row of fp32 sums; a second kernel adds the parts in their order.
 #include "cuda.h"
@@ -46,12 +46,17 @@ __device__ __forceinline__ float inverse(float x) {
 
 namespace {
 
-constexpr int THREADS = 128, TILE = THREADS * 8;  // elements that a block reads at a time
+constexpr int THREADS = 128;
+template <class T>
+constexpr int TILE = THREADS * SPAN<T>;  // elements that a block reads at a time
 
 template <class T>
 constexpr bool fine = sizeof(T) == 4;
 
-__device__ __forceinline__ int64_t place(int64_t tile) { return tile + static_cast<int>(threadIdx.x) * 8; }  // of a thread's eight
+template <class T>
+__device__ __forceinline__ int64_t place(int64_t tile) {  // of a thread's pack
+    return tile + static_cast<int>(threadIdx.x) * SPAN<T>;
+}
 
 __device__ __forceinline__ int64_t remainder(int64_t a, int64_t b) {  // a division of 64 bits costs more than the rest
     return a >> 32 || b >> 32 ? a % b : static_cast<uint32_t>(a) % static_cast<uint32_t>(b);
@@ -59,24 +64,24 @@ __device__ __forceinline__ int64_t remainder(int64_t a, int64_t b) {  // a divis
 
 struct Bias {
     const void* at;  // of x's dtype or, `wide`, of fp32; null: none
-    bool wide, even;  // even: a pack of eight is eight columns of one row, and aligned
+    bool wide, even;  // even: the columns of a pack are in one row, and aligned
     template <class T>
     __device__ __forceinline__ float one(int64_t column) const {
         return wide ? static_cast<const float*>(at)[column] : to_float(static_cast<const T*>(at)[column]);
     }
-    template <class B>
-    __device__ __forceinline__ void pack(float* to, int64_t column) const {
-        const Pack<B> found = load8<true>(static_cast<const B*>(at) + column);
+    template <int N, class B>
+    __device__ __forceinline__ void pack(float (&to)[N], int64_t column) const {
+        const Pack<B, N> found = load<true, N>(static_cast<const B*>(at) + column);
 #pragma unroll
-        for (int j = 0; j < 8; j++) to[j] = to_float(found.at[j]);
+        for (int j = 0; j < N; j++) to[j] = to_float(found.at[j]);
     }
-    // for the eight of a thread, whose columns follow each other around the end of a row
-    template <class T>
-    __device__ __forceinline__ void eight(float* to, int64_t tile, int64_t dim) const {
-        int64_t column = remainder(place(tile), dim);
-        if (even) return wide ? pack<float>(to, column) : pack<T>(to, column);
+    // for a thread's pack, whose columns follow each other around the end of a row
+    template <class T, int N>
+    __device__ __forceinline__ void read(float (&to)[N], int64_t tile, int64_t dim) const {
+        int64_t column = remainder(place<T>(tile), dim);
+        if (even) return wide ? pack<N, float>(to, column) : pack<N, T>(to, column);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
+        for (int j = 0; j < N; j++) {
             to[j] = one<T>(column);
             if (++column == dim) column = 0;
         }
@@ -85,22 +90,25 @@ struct Bias {
 
 // ---- over all elements, in a row as they lie
 
+template <class T>
+constexpr int PARTS = 8 / SPAN<T>;  // packs of a thread: eight elements
+
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, const Bias bias, T* __restrict__ y, int64_t count,
                                                    int64_t dim) {
-    constexpr int AHEAD = 2;  // packs read before the first is used
-    const int64_t first = int64_t{blockIdx.x} * (TILE * AHEAD);
-    whole_or_not(first + TILE * AHEAD, count, [&](auto whole) {
-        Pack<T> in[AHEAD];
+    constexpr int AHEAD = 2 * PARTS<T>;  // packs read before the first is used
+    const int64_t first = int64_t{blockIdx.x} * (TILE<T> * AHEAD);
+    whole_or_not(first + TILE<T> * AHEAD, count, [&](auto whole) {
+        Pack<T, SPAN<T>> in[AHEAD];
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) in[u] = take<whole.value>(x, place(first + u * TILE), count);
+        for (int u = 0; u < AHEAD; u++) in[u] = take<whole.value, SPAN<T>>(x, place<T>(first + u * TILE<T>), count);
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-            float added[8] = {};
-            if (bias.at) bias.eight<T>(added, first + u * TILE, dim);
+            float added[SPAN<T>] = {};
+            if (bias.at) bias.read<T>(added, first + u * TILE<T>, dim);
 #pragma unroll
-            for (int j = 0; j < 8; j++) in[u].at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(in[u].at[j]) + added[j]));
-            put<whole.value>(y, in[u], place(first + u * TILE), count);
+            for (int j = 0; j < SPAN<T>; j++) in[u].at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(in[u].at[j]) + added[j]));
+            put<whole.value>(y, in[u], place<T>(first + u * TILE<T>), count);
         }
     }, x, y);
 }
@@ -108,83 +116,94 @@ __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, cons
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, const T* __restrict__ x, const Bias bias,
                                                     T* __restrict__ dx, int64_t count, int64_t dim) {
-    const int64_t tile = int64_t{blockIdx.x} * TILE, at = place(tile);
-    whole_or_not(tile + TILE, count, [&](auto whole) {
-        const Pack<T> given = take<whole.value>(grad, at, count);
-        Pack<T> in = take<whole.value>(x, at, count);
-        float added[8] = {};
-        if (bias.at) bias.eight<T>(added, tile, dim);
+    const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
+    whole_or_not(first + TILE<T> * PARTS<T>, count, [&](auto whole) {
+        Pack<T, SPAN<T>> given[PARTS<T>], in[PARTS<T>];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            float slope;
-            activate<KIND, fine<T>, true>(to_float(in.at[j]) + added[j], slope);
-            in.at[j] = from_float<T>(to_float(given.at[j]) * slope);
+        for (int u = 0; u < PARTS<T>; u++) {
+            given[u] = take<whole.value, SPAN<T>>(grad, place<T>(first + u * TILE<T>), count);
+            in[u] = take<whole.value, SPAN<T>>(x, place<T>(first + u * TILE<T>), count);
         }
-        put<whole.value>(dx, in, at, count);
+#pragma unroll
+        for (int u = 0; u < PARTS<T>; u++) {
+            float added[SPAN<T>] = {};
+            if (bias.at) bias.read<T>(added, first + u * TILE<T>, dim);
+#pragma unroll
+            for (int j = 0; j < SPAN<T>; j++) {
+                float slope;
+                activate<KIND, fine<T>, true>(to_float(in[u].at[j]) + added[j], slope);
+                in[u].at[j] = from_float<T>(to_float(given[u].at[j]) * slope);
+            }
+            put<whole.value>(dx, in[u], place<T>(first + u * TILE<T>), count);
+        }
     }, grad, x, dx);
 }
 
-// Eight elements from wherever, out of the aligned packs that they lie in, one or two.
+// A pack from wherever, out of the aligned ones that it lies in, one or two.
 template <class T>
-__device__ __forceinline__ Pack<T> load8_across(const T* p) {
-    constexpr int PARTS = sizeof(Pack<T>) / 16;
-    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % 8);
+__device__ __forceinline__ Pack<T, SPAN<T>> load_across(const T* p) {
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % SPAN<T>);
     const auto* from = reinterpret_cast<const uint4*>(p - shift);
-    uint32_t words[8 * PARTS];
-#pragma unroll
-    for (int i = 0; i < 2 * PARTS; i++) {
-        const uint4 found = from[i < PARTS || shift ? i : i - PARTS];
-        words[4 * i] = found.x, words[4 * i + 1] = found.y, words[4 * i + 2] = found.z, words[4 * i + 3] = found.w;
-    }
-    behind<2 * PARTS>(words, shift);
-    Pack<T> pack;
-#pragma unroll
-    for (int i = 0; i < PARTS; i++)
-        reinterpret_cast<uint4*>(&pack)[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    const uint4 own = from[0], next = from[shift ? 1 : 0];
+    uint32_t words[8] = {own.x, own.y, own.z, own.w, next.x, next.y, next.z, next.w};
+    behind<sizeof(T)>(words, shift);
+    Pack<T, SPAN<T>> pack;
+    *reinterpret_cast<uint4*>(&pack) = make_uint4(words[0], words[1], words[2], words[3]);
     return pack;
 }
 
-// Calls f with a way to read a thread's eight elements from `at` on of all these arrays of `count`: in aligned packs even where the
-// arrays are not, of which the second is the next thread's first and comes from the first cache; one by one at the ends alone.
-template <class F, class... T>
-__device__ __forceinline__ void read(int64_t at, int64_t count, F f, const T*... arrays) {
-    if (at + 8 <= count && ((reinterpret_cast<uintptr_t>(arrays) % 16 == 0) && ...)) {
-        f([=](const auto* p) { return load8<true>(p + at); });
-    } else if (at >= 8 && at + 16 <= count) {
-        f([=](const auto* p) { return load8_across(p + at); });
+// Calls f with a way to read a thread's pack from `at` on of all these arrays of `count`: in aligned packs even where the arrays are
+// not, of which the second is the next thread's first and comes from the first cache; one by one at the ends alone.
+template <class F, class T, class... Ts>
+__device__ __forceinline__ void read(int64_t at, int64_t count, F f, const T* array, const Ts*... arrays) {
+    constexpr int N = SPAN<T>;
+    if (at + N <= count && reinterpret_cast<uintptr_t>(array) % 16 == 0 && ((reinterpret_cast<uintptr_t>(arrays) % 16 == 0) && ...)) {
+        f([=](const auto* p) { return load<true, N>(p + at); });
+    } else if (at >= N && at + 2 * N <= count) {
+        f([=](const auto* p) { return load_across(p + at); });
     } else {
-        const int left = at + 8 <= count ? 8 : at < count ? static_cast<int>(count - at) : 0;
-        f([=](const auto* p) { return load8<false>(p + at, left); });
+        f([=](const auto* p) { return load<false, N>(p + at, some<N>(at, count)); });
     }
 }
 
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y,
                                                          int64_t count) {
-    const int64_t at = place(int64_t{blockIdx.x} * TILE);
-    Pack<T> a, b;
-    read(at, count, [&](auto way) { a = way(gate), b = way(up); }, gate, up);
+    const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
+    Pack<T, SPAN<T>> a[PARTS<T>], b[PARTS<T>];
 #pragma unroll
-    for (int j = 0; j < 8; j++) a.at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(a.at[j])) * to_float(b.at[j]));
-    put<false>(y, a, at, count);
+    for (int u = 0; u < PARTS<T>; u++)
+        read(place<T>(first + u * TILE<T>), count, [&](auto way) { a[u] = way(gate), b[u] = way(up); }, gate, up);
+#pragma unroll
+    for (int u = 0; u < PARTS<T>; u++) {
+#pragma unroll
+        for (int j = 0; j < SPAN<T>; j++)
+            a[u].at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(a[u].at[j])) * to_float(b[u].at[j]));
+        put<false>(y, a[u], place<T>(first + u * TILE<T>), count);
+    }
 }
 
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ grad, const T* __restrict__ gate,
                                                           const T* __restrict__ up, T* __restrict__ dgate, T* __restrict__ dup,
                                                           int64_t count) {
-    const int64_t at = place(int64_t{blockIdx.x} * TILE);
-    Pack<T> g, a, b;
-    read(at, count, [&](auto way) { g = way(grad), a = way(gate), b = way(up); }, grad, gate, up);
+    const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
+    Pack<T, SPAN<T>> g[PARTS<T>], a[PARTS<T>], b[PARTS<T>];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        float slope;
-        const float value = activate<KIND, fine<T>, true>(to_float(a.at[j]), slope), given = to_float(g.at[j]);
-        a.at[j] = from_float<T>(given * slope * to_float(b.at[j]));
-        b.at[j] = from_float<T>(given * value);
+    for (int u = 0; u < PARTS<T>; u++)
+        read(place<T>(first + u * TILE<T>), count, [&](auto way) { g[u] = way(grad), a[u] = way(gate), b[u] = way(up); }, grad, gate, up);
+#pragma unroll
+    for (int u = 0; u < PARTS<T>; u++) {
+#pragma unroll
+        for (int j = 0; j < SPAN<T>; j++) {
+            float slope;
+            const float value = activate<KIND, fine<T>, true>(to_float(a[u].at[j]), slope), given = to_float(g[u].at[j]);
+            a[u].at[j] = from_float<T>(given * slope * to_float(b[u].at[j]));
+            b[u].at[j] = from_float<T>(given * value);
+        }
+        put<false>(dgate, a[u], place<T>(first + u * TILE<T>), count);
+        put<false>(dup, b[u], place<T>(first + u * TILE<T>), count);
     }
-    put<false>(dgate, a, at, count);
-    put<false>(dup, b, at, count);
 }
 
 // ---- with the gradient of a bias: a thread keeps eight columns and walks down the rows of its part
@@ -289,7 +308,7 @@ MC_KERNEL(activation) {
     call.ready();
     if (!count) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    const unsigned blocks = blocks_for(count, TILE * 2);
+    const unsigned blocks = blocks_for(count, THREADS * 16);
     MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND,
         forward<KIND, T><<<blocks, THREADS, 0, stream>>>(x.as<T>(), bias_of(bias, dim), y.as<T>(), count, dim)))
 }
@@ -309,7 +328,7 @@ MC_KERNEL(activation_backward) {
     const auto stream = static_cast<cudaStream_t>(call.stream);
     if (!partial) {
         if (!count) return;
-        const unsigned blocks = blocks_for(count, TILE);
+        const unsigned blocks = blocks_for(count, THREADS * 8);
         MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND,
             backward<KIND, T><<<blocks, THREADS, 0, stream>>>(
                 grad.as<T>(), x.as<T>(), bias_of(bias, dim), dx.as<T>(), count, dim)))
@@ -338,7 +357,7 @@ MC_KERNEL(gated) {
     call.ready();
     const int64_t count = gate.shape.count();
     if (!count) return;
-    const unsigned blocks = blocks_for(count, TILE);
+    const unsigned blocks = blocks_for(count, THREADS * 8);
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(gate.dtype, T, MC_FOR_KIND(kind, KIND,
         gated_forward<KIND, T><<<blocks, THREADS, 0, stream>>>(gate.as<T>(), up.as<T>(), y.as<T>(), count)))
@@ -354,7 +373,7 @@ MC_KERNEL(gated_backward) {
     call.ready();
     const int64_t count = grad.shape.count();
     if (!count) return;
-    const unsigned blocks = blocks_for(count, TILE);
+    const unsigned blocks = blocks_for(count, THREADS * 8);
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(grad.dtype, T, MC_FOR_KIND(kind, KIND,
         gated_backward<KIND, T><<<blocks, THREADS, 0, stream>>>(

@@ -8,8 +8,7 @@
 
 namespace {
 
-template <class T>
-constexpr int UNROLL = sizeof(T) == 4 ? 2 : 4;  // packs of a thread in flight: 64 bytes, and no register too many for 1024 threads
+constexpr int UNROLL = 4;  // packs of a thread in flight: 64 bytes, and no register too many for 1024 threads
 
 // fp32 is held to fp32's error; below it the fast exponential is exact enough
 template <class T>
@@ -38,7 +37,7 @@ __device__ __forceinline__ void add(Row& row, const float (&x)[N]) {
     row.most = most, row.exponentials = total;
 }
 
-// A row in whole aligned packs of 8 with fewer than 8 elements before and after: any row of any array is read at full width.
+// A row in whole aligned packs with fewer elements than one before and after: any row of any array is read at full width.
 struct Cut {
     int64_t head, packs, tail;  // elements before, packs, where the elements after begin
     template <class T>
@@ -46,8 +45,8 @@ struct Cut {
         const int64_t off = static_cast<int64_t>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
         head = off ? static_cast<int64_t>(16 / sizeof(T)) - off : 0;
         if (head > vocab) head = vocab;
-        packs = (vocab - head) / 8;
-        tail = head + packs * 8;
+        packs = (vocab - head) / SPAN<T>;
+        tail = head + packs * SPAN<T>;
     }
 };
 
@@ -57,17 +56,17 @@ __device__ Row read(const T* x, int64_t vocab) {
     const Cut cut(x, vocab);
     const int t = threadIdx.x;
     Row row{LOWEST, 0.0f, 0.0f};
-    for (int64_t pack = t; pack < cut.packs; pack += int64_t{UNROLL<T>} * blockDim.x) {
-        Pack<T> in[UNROLL<T>];
+    for (int64_t pack = t; pack < cut.packs; pack += int64_t{UNROLL} * blockDim.x) {
+        Pack<T, SPAN<T>> in[UNROLL];
 #pragma unroll
-        for (int u = 0; u < UNROLL<T>; u++)
-            if (pack + u * blockDim.x < cut.packs) in[u] = load8<true>(x + cut.head + (pack + u * blockDim.x) * 8);
+        for (int u = 0; u < UNROLL; u++)
+            if (pack + u * blockDim.x < cut.packs) in[u] = load<true, SPAN<T>>(x + cut.head + (pack + u * blockDim.x) * SPAN<T>);
 #pragma unroll
-        for (int u = 0; u < UNROLL<T>; u++)
+        for (int u = 0; u < UNROLL; u++)
             if (pack + u * blockDim.x < cut.packs) {
-                float value[8];
+                float value[SPAN<T>];
 #pragma unroll
-                for (int i = 0; i < 8; i++) value[i] = to_float(in[u].at[i]);
+                for (int i = 0; i < SPAN<T>; i++) value[i] = to_float(in[u].at[i]);
                 add<T>(row, value);
             }
     }
@@ -100,24 +99,24 @@ __device__ void write(const T* x, T* y, int64_t vocab, float base, float factor,
     const int t = threadIdx.x;
     auto one = [&](int64_t i) { y[i] = from_float<T>(ZERO ? 0.0f : exponential<T>(to_float(x[i]) - base) * factor - share); };
     if (t < vocab - cut.tail) one(cut.tail + t);
-    const int64_t step = int64_t{UNROLL<T>} * blockDim.x, steps = (cut.packs + step - 1) / step;
+    const int64_t step = int64_t{UNROLL} * blockDim.x, steps = (cut.packs + step - 1) / step;
     const auto each = [&](auto same) {  // asked before each pack it would have one wait for the next
         for (int64_t s = steps - 1; s >= 0; s--) {
             const int64_t pack = s * step + t;
-            Pack<T> in[UNROLL<T>];
+            Pack<T, SPAN<T>> in[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL<T>; u++)
+            for (int u = 0; u < UNROLL; u++)
                 if (!ZERO && pack + u * blockDim.x < cut.packs) {
-                    const T* from = x + cut.head + (pack + u * blockDim.x) * 8;
-                    in[u] = load8<same.value>(from);
+                    const T* from = x + cut.head + (pack + u * blockDim.x) * SPAN<T>;
+                    in[u] = load<same.value, SPAN<T>>(from);
                 }
 #pragma unroll
-            for (int u = 0; u < UNROLL<T>; u++)
+            for (int u = 0; u < UNROLL; u++)
                 if (pack + u * blockDim.x < cut.packs) {
 #pragma unroll
-                    for (int i = 0; i < 8; i++)
+                    for (int i = 0; i < SPAN<T>; i++)
                         in[u].at[i] = from_float<T>(ZERO ? 0.0f : exponential<T>(to_float(in[u].at[i]) - base) * factor - share);
-                    store8<true>(y + cut.head + (pack + u * blockDim.x) * 8, in[u]);
+                    store<true>(y + cut.head + (pack + u * blockDim.x) * SPAN<T>, in[u]);
                 }
         }
     };

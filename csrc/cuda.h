@@ -45,37 +45,57 @@ __device__ __forceinline__ fp16 from_float<fp16>(float x) {
     return __float2half_rn(x);
 }
 
-// Eight elements of one thread: 16 bytes of bf16 or fp16, twice that of fp32.
+// What a thread moves at once, so that neighbours' lie side by side: where each had 32 bytes in a row, as two such packs of fp32, what a
+// warp writes would be every other half of the same sectors, and takes twice as long.
 template <class T>
-struct alignas(16) Pack {
-    T at[8];
+constexpr int SPAN = 16 / sizeof(T);
+
+// N elements of one thread.
+template <class T, int N = 8>
+struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
+    T at[N];
 };
 
 // VECTOR: `p` is aligned to 16 bytes and whole packs are moved at once; the rest, and misaligned arrays, go element by element.
-template <bool VECTOR, class T>
-__device__ __forceinline__ Pack<T> load8(const T* p, int count = 8) {
-    Pack<T> pack;
-    if (VECTOR && count == 8) {
+template <bool VECTOR, int N = 8, class T>
+__device__ __forceinline__ Pack<T, N> load(const T* p, int count = N) {
+    using Word = std::conditional_t<sizeof(Pack<T, N>) % 16 == 0, uint4, uint2>;
+    Pack<T, N> pack;
+    if (VECTOR && count == N) {
 #pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(Pack<T>) / 16); i++)
-            reinterpret_cast<uint4*>(&pack)[i] = reinterpret_cast<const uint4*>(p)[i];
+        for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); i++)
+            reinterpret_cast<Word*>(&pack)[i] = reinterpret_cast<const Word*>(p)[i];
     } else {
 #pragma unroll
-        for (int i = 0; i < 8; i++) pack.at[i] = i < count ? p[i] : from_float<T>(0.0f);
+        for (int i = 0; i < N; i++) pack.at[i] = i < count ? p[i] : from_float<T>(0.0f);
     }
     return pack;
 }
-template <bool VECTOR, class T>
-__device__ __forceinline__ void store8(T* p, const Pack<T>& pack, int count = 8) {
-    if (VECTOR && count == 8) {
+template <bool VECTOR, class T, int N>
+__device__ __forceinline__ void store(T* p, const Pack<T, N>& pack, int count = N) {
+    using Word = std::conditional_t<sizeof(Pack<T, N>) % 16 == 0, uint4, uint2>;
+    if (VECTOR && count == N) {
 #pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(Pack<T>) / 16); i++)
-            reinterpret_cast<uint4*>(p)[i] = reinterpret_cast<const uint4*>(&pack)[i];
+        for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); i++)
+            reinterpret_cast<Word*>(p)[i] = reinterpret_cast<const Word*>(&pack)[i];
     } else {
 #pragma unroll
-        for (int i = 0; i < 8; i++)
+        for (int i = 0; i < N; i++)
             if (i < count) p[i] = pack.at[i];
     }
+}
+template <bool VECTOR, class T>
+__device__ __forceinline__ Pack<T> load8(const T* p, int count = 8) {
+    return load<VECTOR, 8>(p, count);
+}
+template <bool VECTOR, class T>
+__device__ __forceinline__ void store8(T* p, const Pack<T>& pack, int count = 8) {
+    store<VECTOR>(p, pack, count);
+}
+// How many of N elements from `at` on there are, of `count`.
+template <int N>
+__device__ __forceinline__ int some(int64_t at, int64_t count) {
+    return at + N <= count ? N : at < count ? static_cast<int>(count - at) : 0;
 }
 
 // The elements, of SIZE bytes, from `shift` on of two packs.
@@ -86,26 +106,26 @@ __device__ __forceinline__ void behind(uint32_t (&words)[WORDS], int shift) {
         for (int i = 0; i + SIZE < WORDS; i++) words[i] = words[i + SIZE];
     if (shift & 2)
 #pragma unroll
-        for (int i = 0; i + SIZE / 2 < WORDS - SIZE; i++) words[i] = words[i + SIZE / 2];
+        for (int i = 0; i + SIZE / 2 < WORDS; i++) words[i] = words[i + SIZE / 2];
     if (shift & 1)
 #pragma unroll
         for (int i = 0; i < WORDS / 2; i++) words[i] = SIZE == 4 ? words[i + 1] : __funnelshift_r(words[i], words[i + 1], 16);
 }
 
-// A thread's eight elements from `at` on, of an array of `count`. WHOLE: a block has found that its are all there and all arrays are
+// A thread's N elements from `at` on, of an array of `count`. WHOLE: a block has found that its are all there and all arrays are
 // aligned; asking before each pack would have one wait for the next. Otherwise at once where this array allows it, else one by one
 // from the lines of the first cache.
-template <bool WHOLE, class T>
-__device__ __forceinline__ Pack<T> take(const T* p, int64_t at, int64_t count) {
-    if (WHOLE) return load8<true>(p + at);
-    if (at + 8 > count) return load8<false>(p + at, count > at ? static_cast<int>(count - at) : 0);
-    return reinterpret_cast<uintptr_t>(p) % 16 ? load8<false>(p + at) : load8<true>(p + at);
+template <bool WHOLE, int N = 8, class T>
+__device__ __forceinline__ Pack<T, N> take(const T* p, int64_t at, int64_t count) {
+    if (WHOLE) return load<true, N>(p + at);
+    if (at + N > count) return load<false, N>(p + at, some<N>(at, count));
+    return reinterpret_cast<uintptr_t>(p) % 16 ? load<false, N>(p + at) : load<true, N>(p + at);
 }
-template <bool WHOLE, class T>
-__device__ __forceinline__ void put(T* p, const Pack<T>& pack, int64_t at, int64_t count) {
-    if (WHOLE) return store8<true>(p + at, pack);
-    if (at + 8 > count) return store8<false>(p + at, pack, count > at ? static_cast<int>(count - at) : 0);
-    reinterpret_cast<uintptr_t>(p) % 16 ? store8<false>(p + at, pack) : store8<true>(p + at, pack);
+template <bool WHOLE, class T, int N>
+__device__ __forceinline__ void put(T* p, const Pack<T, N>& pack, int64_t at, int64_t count) {
+    if (WHOLE) return store<true>(p + at, pack);
+    if (at + N > count) return store<false>(p + at, pack, some<N>(at, count));
+    reinterpret_cast<uintptr_t>(p) % 16 ? store<false>(p + at, pack) : store<true>(p + at, pack);
 }
 // Calls f with std::true_type, for WHOLE, where a block's elements end by `count` and no pointer (or null) is misaligned.
 template <class F, class... T>

@@ -18,49 +18,53 @@ __global__ __launch_bounds__(256) void gather(const int64_t* ids, const T* table
         const int64_t id = ids[token];
         const bool known = id >= 0 && id < vocab;
         const T* from = table + (known ? id : 0) * dim;
-        for (int64_t column = threadIdx.x * 8; column < dim; column += 256) {
-            const int count = dim - column < 8 ? static_cast<int>(dim - column) : 8;
-            Pack<T> pack;
-            if (known) {
-                pack = load8<VECTOR>(from + column, count);
-            } else {
+        const int64_t there = known ? dim : 0;
+        constexpr int N = SPAN<T>, AHEAD = 4;  // packs read before the first is written
+        for (int64_t column = threadIdx.x * N; column < dim; column += 32 * N * AHEAD) {
+            Pack<T, N> packs[AHEAD];
 #pragma unroll
-                for (int i = 0; i < 8; i++) pack.at[i] = from_float<T>(__int_as_float(0x7FC00000));
+            for (int u = 0; u < AHEAD; u++) packs[u] = load<VECTOR, N>(from + column + u * 32 * N, some<N>(column + u * 32 * N, there));
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++) {
+#pragma unroll
+                for (int i = 0; i < N; i++)
+                    if (!known) packs[u].at[i] = from_float<T>(__int_as_float(0x7FC00000));
+                store<VECTOR>(out + token * dim + column + u * 32 * N, packs[u], some<N>(column + u * 32 * N, dim));
             }
-            store8<VECTOR>(out + token * dim + column, pack, count);
         }
     }
 }
 
 template <class T, bool VECTOR>
-__device__ __forceinline__ void put(T* to, const float* sums, int count) {
-    Pack<T> pack;
+__device__ __forceinline__ void put(T* to, const float (&sums)[SPAN<T>], int count) {
+    Pack<T, SPAN<T>> pack;
 #pragma unroll
-    for (int i = 0; i < 8; i++) pack.at[i] = from_float<T>(sums[i]);
-    store8<VECTOR>(to, pack, count);
+    for (int i = 0; i < SPAN<T>; i++) pack.at[i] = from_float<T>(sums[i]);
+    store<VECTOR>(to, pack, count);
 }
 
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(128) void add_runs(
     const int32_t* ids, const int64_t* order, const T* grad, int64_t pad, float* partial, T* dtable, int64_t n, int64_t vocab, int64_t dim) {
-    const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * 8, first = int64_t{blockIdx.x} * RUN;
+    constexpr int EACH = SPAN<T>;  // columns of a thread
+    const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * EACH, first = int64_t{blockIdx.x} * RUN;
     if (column >= dim) return;
-    const int count = dim - column < 8 ? static_cast<int>(dim - column) : 8;
+    const int count = some<EACH>(column, dim);
     const int64_t last = first + RUN < n ? first + RUN : n;
-    float sums[8] = {};
+    float sums[EACH] = {};
     bool whole = first == 0 || ids[first - 1] != ids[first];  // the run of equal ids began in this block
     constexpr int AHEAD = 4;
     for (int64_t at = first; at < last; at += AHEAD) {
-        Pack<T> given[AHEAD];
+        Pack<T, EACH> given[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++)
-            if (at + u < last) given[u] = load8<VECTOR>(grad + order[at + u] * dim + column, count);
+            if (at + u < last) given[u] = load<VECTOR, EACH>(grad + order[at + u] * dim + column, count);
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             if (at + u >= last) break;
             const int32_t id = ids[at + u];
 #pragma unroll
-            for (int i = 0; i < 8; i++) sums[i] += to_float(given[u].at[i]);
+            for (int i = 0; i < EACH; i++) sums[i] += to_float(given[u].at[i]);
             const bool ends = at + u + 1 == n || ids[at + u + 1] != id;
             if (!ends && at + u + 1 < last) continue;
             if (whole && ends) {
@@ -68,27 +72,27 @@ __global__ __launch_bounds__(128) void add_runs(
             } else {
                 float* to = partial + (2 * int64_t{blockIdx.x} + whole) * dim + column;
 #pragma unroll
-                for (int i = 0; i < 8; i++)
+                for (int i = 0; i < EACH; i++)
                     if (i < count) to[i] = sums[i];
             }
             whole = true;
 #pragma unroll
-            for (int i = 0; i < 8; i++) sums[i] = 0.0f;
+            for (int i = 0; i < EACH; i++) sums[i] = 0.0f;
         }
     }
 }
 
 constexpr int TEAM = 8;  // warps of a block
 
-// Adds up, for eight columns, the sums of a row's tokens in the blocks from `block` on, `step` apart.
-template <bool VECTOR>
-__device__ __forceinline__ void add(float (&sums)[8], const float* partial, int64_t first, int64_t last, int64_t block, int step,
+// Adds up, for a thread's columns, the sums of a row's tokens in the blocks from `block` on, `step` apart.
+template <bool VECTOR, int EACH>
+__device__ __forceinline__ void add(float (&sums)[EACH], const float* partial, int64_t first, int64_t last, int64_t block, int step,
                                     int64_t dim, int64_t column, int count) {
 #pragma unroll 4
     for (; block <= last; block += step) {
-        const Pack<float> from = load8<VECTOR>(partial + (2 * block + (block == first)) * dim + column, count);
+        const auto from = load<VECTOR, EACH>(partial + (2 * block + (block == first)) * dim + column, count);
 #pragma unroll
-        for (int i = 0; i < 8; i++) sums[i] += from.at[i];
+        for (int i = 0; i < EACH; i++) sums[i] += from.at[i];
     }
 }
 
@@ -96,7 +100,8 @@ __device__ __forceinline__ void add(float (&sums)[8], const float* partial, int6
 // the most frequent words are, all warps of a block.
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(32 * TEAM) void finish(const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
-    __shared__ float said[TEAM][256];
+    constexpr int EACH = SPAN<T>, SIDE = 32 * EACH;  // columns of a thread, of a warp
+    __shared__ float said[TEAM][SIDE];
     const auto span = [&](int64_t row, int64_t& first, int64_t& last) {
         const int64_t begin = start[row], end = row == pad ? begin : start[row + 1];
         first = begin / RUN, last = begin < end ? (end - 1) / RUN : first - 1;
@@ -107,9 +112,9 @@ __global__ __launch_bounds__(32 * TEAM) void finish(const int64_t* start, int64_
         if (mine < vocab) {
             span(mine, first, last);
             if (last != first && last - first < TEAM)
-                for (int64_t column = threadIdx.x * 8; column < dim; column += 256) {
-                    const int count = dim - column < 8 ? static_cast<int>(dim - column) : 8;
-                    float sums[8] = {};
+                for (int64_t column = threadIdx.x * EACH; column < dim; column += SIDE) {
+                    const int count = some<EACH>(column, dim);
+                    float sums[EACH] = {};
                     add<VECTOR>(sums, partial, first, last, first, 1, dim, column, count);
                     put<T, VECTOR>(dtable + mine * dim + column, sums, count);
                 }
@@ -117,18 +122,18 @@ __global__ __launch_bounds__(32 * TEAM) void finish(const int64_t* start, int64_
         for (int64_t row = base; row < base + TEAM && row < vocab; row++) {
             span(row, first, last);
             if (last - first < TEAM) continue;
-            for (int64_t at = 0; at < dim; at += 256) {
-                const int64_t column = at + threadIdx.x * 8, left = dim - column;
-                const int count = left < 8 ? static_cast<int>(left) : 8;
-                float sums[8] = {};
-                if (left > 0) add<VECTOR>(sums, partial, first, last, first + threadIdx.y, TEAM, dim, column, count);
+            for (int64_t at = 0; at < dim; at += SIDE) {
+                const int64_t column = at + threadIdx.x * EACH;
+                const int count = some<EACH>(column, dim);
+                float sums[EACH] = {};
+                if (count) add<VECTOR>(sums, partial, first, last, first + threadIdx.y, TEAM, dim, column, count);
 #pragma unroll
-                for (int i = 0; i < 8; i++) said[threadIdx.y][threadIdx.x * 8 + i] = sums[i];
+                for (int i = 0; i < EACH; i++) said[threadIdx.y][threadIdx.x * EACH + i] = sums[i];
                 __syncthreads();
-                if (threadIdx.y == 0 && left > 0) {
+                if (threadIdx.y == 0 && count) {
                     for (int y = 1; y < TEAM; y++)
 #pragma unroll
-                        for (int i = 0; i < 8; i++) sums[i] += said[y][threadIdx.x * 8 + i];
+                        for (int i = 0; i < EACH; i++) sums[i] += said[y][threadIdx.x * EACH + i];
                     put<T, VECTOR>(dtable + row * dim + column, sums, count);
                 }
                 __syncthreads();
@@ -171,7 +176,8 @@ MC_KERNEL(embedding_backward) {
     if (!dim || !vocab) return;
     const bool vector = grad.aligned() && dtable.aligned() && partial.aligned() && dim % 8 == 0;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    const dim3 runs(static_cast<unsigned>((n + RUN - 1) / RUN), static_cast<unsigned>((dim + 1023) / 1024));
+    const int64_t wide = 128 * 16 / (grad.dtype == F32 ? 4 : 2);  // columns of a block
+    const dim3 runs(static_cast<unsigned>((n + RUN - 1) / RUN), static_cast<unsigned>((dim + wide - 1) / wide));
     MC_FOR_FLOAT(grad.dtype, T, MC_FOR_BOOL(vector, VECTOR, {
         if (n)
             add_runs<T, VECTOR><<<runs, 128, 0, stream>>>(

@@ -4,6 +4,8 @@
 // weight and bias in their order.
 #include "norm.h"
 
+#include <type_traits>
+
 #include "random.h"
 
 namespace {
@@ -115,17 +117,32 @@ constexpr int64_t GRAIN = 16384;  // elements that are worth a thread
 
 int64_t grain(int64_t dim) { return dim < GRAIN ? GRAIN / dim : 1; }
 
+template <class T>
+constexpr Dtype dtype_of = std::is_same_v<T, float> ? F32 : std::is_same_v<T, bf16> ? BF16 : F16;
+
+// Calls f with a value of the type of each: what is added, the total, what comes out.
+template <class F>
+void for_known(Dtype x, Dtype total, Dtype out, F f) {
+    MC_FOR_FLOAT(total, R, MC_FOR_FLOAT(x, T, MC_FOR_FLOAT(out, O, {
+        if constexpr (known(dtype_of<T>, dtype_of<R>, dtype_of<O>)) f(T{}, R{}, O{});
+    })))
+}
+
 }  // namespace
 
 MC_KERNEL(norm) {
     const Forward a(call, F32);
+    const Array source = a.total ? a.total : a.x;
+    if (!known(a.x.dtype, source.dtype, a.out.dtype)) call.refuse("no kernel for this mixture of dtypes");
     call.ready();
     const int64_t n = a.rows, dim = a.dim;
     if (!dim) return;
     const float *w = a.weight.as<float>(), *b = a.bias.as<float>();
     float* s = a.stats.as<float>();
-    const Array source = a.total ? a.total : a.x;
-    MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_FLOAT(source.dtype, R, MC_FOR_FLOAT(a.out.dtype, O,
+    for_known(a.x.dtype, source.dtype, a.out.dtype, [&](auto t, auto r, auto o) {
+        using T = decltype(t);
+        using R = decltype(r);
+        using O = decltype(o);
         mc::parallel(n, grain(dim), [&](int64_t begin, int64_t end) {
             Drawn drawn{a.seed ? *a.seed.as<uint64_t>() : 0, Rate(a.rate)};
             for (int64_t row = begin; row < end; row++) {
@@ -134,17 +151,23 @@ MC_KERNEL(norm) {
                 const Stats found = norm_row(source.as<R>() + at, w, b, a.out.as<O>() + at, dim, a.eps, a.centred);
                 s[row] = found.mean, s[n + row] = found.rstd, s[2 * n + row] = found.shift;
             }
-        }))))
+        });
+    });
 }
 
 MC_KERNEL(norm_backward) {
     const Backward a(call, F32);
+    const Dtype branch = a.branch ? a.branch.dtype : a.total.dtype;
+    if (!known(branch, a.total.dtype, a.grad.dtype)) call.refuse("no kernel for this mixture of dtypes");
     call.ready();
     const int64_t n = a.rows, dim = a.dim, chunks = a.lines, each_chunk = a.width;
     if (!dim) return;
     float* sums = a.partial.as<float>();
     const float *w = a.weight.as<float>(), *s = a.stats.as<float>();
-    MC_FOR_FLOAT(a.grad.dtype, O, MC_FOR_FLOAT(a.total.dtype, R,
+    for_known(branch, a.total.dtype, a.grad.dtype, [&](auto t, auto r, auto o) {
+        using T = decltype(t);
+        using R = decltype(r);
+        using O = decltype(o);
         mc::parallel(chunks, (grain(dim) * chunks + n) / (n + 1), [&](int64_t first, int64_t last) {
             Drawn drawn{a.seed ? *a.seed.as<uint64_t>() : 0, Rate(a.rate)};
             for (int64_t chunk = first; chunk < last; chunk++) {
@@ -155,13 +178,11 @@ MC_KERNEL(norm_backward) {
                     R* to = a.stream.as<R>() + at;
                     gradient_row(a.grad.as<O>() + at, a.more ? a.more.as<R>() + at : nullptr, a.total.as<R>() + at, w, to, dw, db, dim,
                                  Stats{s[row], s[n + row], s[2 * n + row]});
-                    if (a.branch) {
-                        MC_FOR_FLOAT(a.branch.dtype, T,
-                            add<R, T>(to, nullptr, a.branch.as<T>() + at, at, dim, a.seed ? &drawn : nullptr))
-                    }
+                    if (a.branch) add<R, T>(to, nullptr, a.branch.as<T>() + at, at, dim, a.seed ? &drawn : nullptr);
                 }
             }
-        })))
+        });
+    });
     const auto reduce = [=](const float* from, float* to) {
         mc::parallel(dim, GRAIN / chunks + 1, [=](int64_t begin, int64_t end) {
             each(end - begin, [=](int64_t i, int lanes) {

@@ -11,17 +11,31 @@
 
 namespace {
 
-constexpr int SHARE = 4;   // packs of a thread
+template <int D>
+constexpr int SHARE = D == BF16 || D == F16 ? 4 : 2;  // packs of a thread: 64 bytes where all of them are of one dtype
 constexpr int WIDE = 512;  // threads of a block, at most
 
-// Eight neighbours of a row, kept as they are in memory where that is half precision.
-template <int D>
+// A thread's fours of a pack, kept as they are in memory where that is half precision.
+template <int D, int GAP>
 struct Held {
     Eight own;
-    __device__ __forceinline__ void load(const Tensor& from, int64_t at) {
-        const auto* place = reinterpret_cast<const uint4*>(static_cast<const char*>(from.data) + at * size<D>(from));
-        const uint4 a = place[0], b = kind<D>(from) == F32 ? place[1] : a;
-        own = decode({a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, kind<D>(from));
+    // the first from element `at` on; bits of `valid` say which there are
+    __device__ __forceinline__ void load(const Tensor& from, int64_t at, uint32_t valid) {
+        const char* place = static_cast<const char*>(from.data) + at * size<D>(from);
+        const bool first = GAP == 4 || valid & 1, second = GAP == 4 || valid & 16;
+        const uint4 none = make_uint4(0, 0, 0, 0);
+        if (kind<D>(from) == F32) {
+            const uint4 a = first ? *reinterpret_cast<const uint4*>(place) : none;
+            const uint4 b = second ? *reinterpret_cast<const uint4*>(place + 4 * GAP) : none;
+            own = decode({a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, F32);
+        } else if (GAP == 4) {
+            const uint4 a = *reinterpret_cast<const uint4*>(place);
+            own = decode<4>({a.x, a.y, a.z, a.w}, kind<D>(from));
+        } else {
+            const uint2 a = first ? *reinterpret_cast<const uint2*>(place) : make_uint2(0, 0);
+            const uint2 b = second ? *reinterpret_cast<const uint2*>(place + 2 * GAP) : make_uint2(0, 0);
+            own = decode<4>({a.x, a.y, b.x, b.y}, kind<D>(from));
+        }
     }
     __device__ __forceinline__ void set(const Eight& from) { own = from; }
     __device__ __forceinline__ Eight get() const { return own; }
@@ -30,8 +44,13 @@ struct Held {
 template <int D>
 struct Halves {
     uint4 words;
-    __device__ __forceinline__ void load(const Tensor& from, int64_t at) {
-        words = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from.data) + at);
+    __device__ __forceinline__ void load(const Tensor& from, int64_t at, uint32_t) { words = *place(from, at); }
+    __device__ __forceinline__ void load_once(const Tensor& from, int64_t at) { words = read_once(place(from, at)); }
+    static __device__ __forceinline__ const uint4* place(const Tensor& from, int64_t at) {
+        return reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from.data) + at);
+    }
+    __device__ __forceinline__ void store_once(const Tensor& to, int64_t at) const {
+        write_once(reinterpret_cast<uint4*>(static_cast<uint16_t*>(to.data) + at), words);
     }
     __device__ __forceinline__ void set(const Eight& from) { words = encode(from, static_cast<Dtype>(D)); }
     __device__ __forceinline__ Eight get() const { return decode<4>({words.x, words.y, words.z, words.w}, static_cast<Dtype>(D)); }
@@ -39,47 +58,62 @@ struct Halves {
     __device__ __forceinline__ void forget() { asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)); }
 };
 template <>
-struct Held<BF16> : Halves<BF16> {};
+struct Held<BF16, 4> : Halves<BF16> {};
 template <>
-struct Held<F16> : Halves<F16> {};
+struct Held<F16, 4> : Halves<F16> {};
 
 template <int D, bool CENTRED>
 __global__ void __launch_bounds__(WIDE, D == BF16 || D == F16 ? 2 : 1) norm_rows(const Problem p) {
-    constexpr int OWN = D == ANY ? F32 : D;
+    constexpr int OWN = D == ANY ? F32 : D, GAP = gap<D>;
+    constexpr int PACKS = SHARE<D>;
     __shared__ Board<1, false> board;
     const int dim = static_cast<int>(p.dim);
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y, at = row * p.dim;
     if (row >= p.rows) return;  // several rows a block only where each has one warp
-    const auto column = [](int j) { return static_cast<int>(threadIdx.x + j * blockDim.x) * 8; };
-    Held<D> h[SHARE];
+    const auto window = [&](int j) {
+        Window<false, GAP> mine;
+        mine.set(column_of<GAP>(static_cast<int>(threadIdx.x + j * blockDim.x)), dim);
+        return mine;
+    };
+    constexpr bool HALF = D == BF16 || D == F16;
+    const bool alone = blockDim.x == 32 && !p.residual.data;  // a row is a warp's: then it pays to keep what passes out of the caches
+    Held<D, GAP> h[PACKS];
 #pragma unroll
-    for (int j = 0; j < SHARE; j++) {
-        h[j].set(Eight{});
-        if (column(j) < dim) h[j].load(p.x, at + column(j));
+    for (int j = 0; j < PACKS; j++) h[j].set(Eight{});
+#pragma unroll
+    for (int j = 0; j < PACKS; j++) {
+        const auto mine = window(j);
+        if constexpr (HALF) {
+            if (alone && mine.valid) h[j].load_once(p.x, at + mine.first);
+        }
+        if (!(HALF && alone) && mine.valid) h[j].load(p.x, at + mine.first, mine.valid);
     }
     if (p.residual.data) {
         const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
         const float scale = p.seed ? p.scale : 1.0f;
-        Held<D> more[SHARE];
+        Held<D, GAP> more[PACKS];
 #pragma unroll
-        for (int j = 0; j < SHARE; j++)
-            if (column(j) < dim) more[j].load(p.residual, at + column(j));
+        for (int j = 0; j < PACKS; j++) {
+            const auto mine = window(j);
+            if (mine.valid) more[j].load(p.residual, at + mine.first, mine.valid);
+        }
 #pragma unroll
-        for (int j = 0; j < SHARE; j++) {
-            if (column(j) >= dim) continue;
-            const uint32_t keep = p.seed ? bits8(static_cast<uint64_t>(at + column(j)) / 8, key, p.threshold) : 0xFFu;
+        for (int j = 0; j < PACKS; j++) {
+            const auto mine = window(j);
+            const uint32_t keep = p.seed ? kept_fours<GAP>(at + mine.first, key, p.threshold) : 0xFFu;
+            if (!mine.valid) continue;
             const Eight added = more[j].get();
             Eight v = h[j].get();
 #pragma unroll
             for (int k = 0; k < 8; k++) v.at[k] = (keep >> k & 1 ? v.at[k] * scale : 0.0f) + added.at[k];
             v = rounded(v, kind<D>(p.total));
             h[j].set(v);
-            put<D>(p.total, at + column(j), v);
+            mine.template store<D>(p.total, at, v);
         }
     }
     float sums[CENTRED ? 2 : 1] = {};
 #pragma unroll
-    for (int j = 0; j < SHARE; j++) {
+    for (int j = 0; j < PACKS; j++) {
         const Eight v = h[j].get();
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -95,15 +129,16 @@ __global__ void __launch_bounds__(WIDE, D == BF16 || D == F16 ? 2 : 1) norm_rows
     if (CENTRED) {
         s.mean = from_lane(found, 1);
         squares -= s.mean * s.mean;
-        constexpr bool HALF = D == BF16 || D == F16;  // there one pass is good enough where the mean is small beside the spread
+        // in half precision one pass is good enough where the mean is small beside the spread
         if (!HALF || s.mean * s.mean > 16.0f * squares) {  // about the mean as it was rounded
             float about[2] = {};
 #pragma unroll
-            for (int j = 0; j < SHARE; j++) {
+            for (int j = 0; j < PACKS; j++) {
                 const Eight v = h[j].get();
+                const auto mine = window(j);
 #pragma unroll
                 for (int k = 0; k < 8; k++) {
-                    const float d = column(j) < dim ? v.at[k] - s.mean : 0.0f;
+                    const float d = mine.has(k) ? v.at[k] - s.mean : 0.0f;
                     about[0] = fmaf(d, d, about[0]);
                     about[1] += d;
                 }
@@ -119,21 +154,26 @@ __global__ void __launch_bounds__(WIDE, D == BF16 || D == F16 ? 2 : 1) norm_rows
     if (threadIdx.x == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
     const auto finish = [&](auto w, auto b) {
 #pragma unroll
-        for (int j = 0; j < SHARE; j++) {
-            if (column(j) >= dim) continue;
-            w.load(p.weight, column(j));
+        for (int j = 0; j < PACKS; j++) {
+            const auto mine = window(j);
+            if (!mine.valid) continue;
+            w.load(p.weight, mine.first, mine.valid);
             b.set(Eight{});
-            if (CENTRED && p.bias.data) b.load(p.bias, column(j));
+            if (CENTRED && p.bias.data) b.load(p.bias, mine.first, mine.valid);
             const Eight weight = w.get(), bias = b.get();
             Eight y = h[j].get();
 #pragma unroll
             for (int k = 0; k < 8; k++) y.at[k] = fmaf(s.normal(y.at[k]), weight.at[k], bias.at[k]);
-            put<D>(p.out, at + column(j), y);
+            if constexpr (HALF) {
+                h[j].set(y);
+                if (alone) h[j].store_once(p.out, at + mine.first);
+            }
+            if (!(HALF && alone)) mine.template store<D>(p.out, at, y);
         }
     };
-    if (D == ANY) finish(Held<ANY>{}, Held<ANY>{});
-    else if (p.weight.dtype == F32) finish(Held<F32>{}, Held<F32>{});
-    else finish(Held<OWN>{}, Held<OWN>{});
+    if (D == ANY) finish(Held<ANY, GAP>{}, Held<ANY, GAP>{});
+    else if (p.weight.dtype == F32) finish(Held<F32, GAP>{}, Held<F32, GAP>{});
+    else finish(Held<OWN, GAP>{}, Held<OWN, GAP>{});
 }
 
 __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
@@ -171,10 +211,11 @@ __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
     }
 }
 
-// The forward of rows that are not aligned, through the ring.
-template <int D, bool CENTRED, int PACKS, int ROWS>
+// The forward of rows in half precision that are not aligned, through the ring.
+template <int D, bool CENTRED, int ROWS>
 __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
     constexpr bool SHIFT = true;
+    constexpr int PACKS = 1;
     extern __shared__ uint4 memory[];
     __shared__ Board<ROWS, true> board;
     const int dim = static_cast<int>(p.dim);
@@ -192,7 +233,7 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
     }
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
     const float scale = p.seed ? p.scale : 1.0f;
-    Window<SHIFT> mine[PACKS];
+    Window<SHIFT, 4> mine[PACKS];
     Eight w[PACKS], b[PACKS];
 #pragma unroll
     for (int j = 0; j < PACKS; j++) {
@@ -209,10 +250,9 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
             if (adds) residual.copy(ring, slot + after, at, dim, exists);
         },
         [&](int64_t row, int64_t start, int slot) {
-            Held<D> h[ROWS][PACKS];
+            Held<D, 4> h[ROWS][PACKS];
             // at once, as the rows come: what is good enough in half precision where the mean is small beside the spread
-            constexpr bool ONCE = CENTRED && D != ANY;
-            float sums[ONCE ? 2 * ROWS : ROWS] = {};
+            float sums[CENTRED ? 2 * ROWS : ROWS] = {};
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
 #pragma unroll
@@ -231,27 +271,25 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
 #pragma unroll
                     for (int k = 0; k < 8; k++) {
                         sums[r] = CENTRED ? sums[r] + v.at[k] : fmaf(v.at[k], v.at[k], sums[r]);
-                        if (ONCE) sums[r + ROWS * ONCE] = fmaf(v.at[k], v.at[k], sums[r + ROWS * ONCE]);
+                        if (CENTRED) sums[r + ROWS * CENTRED] = fmaf(v.at[k], v.at[k], sums[r + ROWS * CENTRED]);
                     }
                 }
             }
             Stats found{};  // lane l has those of row l % ROWS
             const float means = group_sums(sums, board, turn) / static_cast<float>(dim);
             float squares = means;
-            bool again = CENTRED;
-            if (CENTRED) found.mean = from_lane(means, lane() % ROWS);
-            if (ONCE) {
+            bool again = false;
+            if (CENTRED) {
+                found.mean = from_lane(means, lane() % ROWS);
                 squares = from_lane(means, ROWS + lane() % ROWS) - found.mean * found.mean;
                 again = __any_sync(0xFFFFFFFFu, found.mean * found.mean > 16.0f * squares);
             }
-            if (CENTRED && again) {
-                // about the mean as it was rounded; in half precision nothing shows of what that leaves
-                constexpr int SUMS = D == ANY ? 2 : 1;
-                float about[SUMS * ROWS];
+            if (again) {  // about the mean as it was rounded; nothing shows of what that leaves
+                float about[ROWS];
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
                     const float mean = from_lane(found.mean, r);
-                    float left = 0.0f, square = 0.0f;
+                    float square = 0.0f;
 #pragma unroll
                     for (int j = 0; j < PACKS; j++) {
                         const Eight v = h[r][j].get();
@@ -259,30 +297,23 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
 #pragma unroll
                         for (int k = 0; k < 8; k++) {
                             const float d = mine[j].has(k) ? v.at[k] - near : 0.0f;
-                            left += d;
                             square = fmaf(d, d, square);
                         }
                     }
                     about[r] = square;
-                    if (SUMS == 2) about[(SUMS - 1) * ROWS + r] = left;
                 }
                 squares = group_sums(about, board, turn) / static_cast<float>(dim);
-                if (SUMS == 2) {
-                    const float left = from_lane(squares, ROWS + lane() % ROWS);
-                    found.shift = left, squares = from_lane(squares, lane() % ROWS) - left * left;
-                }
             }
             found.rstd = inverse_root(squares + p.eps);
-            found.shift *= -found.rstd;
             if (threadIdx.x < ROWS && row + threadIdx.x * p.groups < p.rows) {
                 float* to = p.stats + row + threadIdx.x * p.groups;
-                to[0] = found.mean, to[p.rows] = found.rstd, to[2 * p.rows] = found.shift;
+                to[0] = found.mean, to[p.rows] = found.rstd, to[2 * p.rows] = 0.0f;
             }
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 Stats s{};
                 s.rstd = from_lane(found.rstd, r);
-                if (CENTRED) s.mean = from_lane(found.mean, r), s.shift = D == ANY ? from_lane(found.shift, r) : 0.0f;
+                if (CENTRED) s.mean = from_lane(found.mean, r);
                 const float minus = -s.mean * s.rstd;
                 if (row + r * p.groups >= p.rows) continue;
 #pragma unroll
@@ -304,18 +335,19 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
     const bool same = p.x.dtype == dtype && p.out.dtype == dtype;
     if (shift) {
         int64_t lines = INT32_MAX;
-        if (!p.alike) return false;
+        if (!p.alike || !same || dtype == F32) return false;
         MC_FOR_BOOL(p.centred, CENTRED,
-            if (same && dtype == BF16 && launch<norm_shifted_rows<BF16, CENTRED, 1, 4>>(1, 4, p, true, slots, lines, stream)) return true;
-            return launch<norm_shifted_rows<ANY, CENTRED, 2, 1>>(2, 1, p, true, slots, lines, stream);)
+            if (dtype == BF16) return launch<norm_shifted_rows<BF16, CENTRED, 4>>(1, 4, p, true, slots, lines, stream);
+            return launch<norm_shifted_rows<F16, CENTRED, 4>>(1, 4, p, true, slots, lines, stream);)
     }
-    const int64_t threads = (p.dim + 8 * SHARE * 32 - 1) / (8 * SHARE * 32) * 32;
+    const bool known = same && (p.weight.dtype == dtype || p.weight.dtype == F32);
+    const int64_t side = 256 * (known && dtype != F32 ? SHARE<BF16> : SHARE<F32>);  // columns of a warp
+    const int64_t threads = (p.dim + side - 1) / side * 32;
     const int together = threads == 32 ? 2 : 1;
     const int64_t blocks = (p.rows + together - 1) / together;
     if (threads > WIDE || blocks > INT32_MAX) return false;
     const dim3 block(static_cast<unsigned>(threads), together);
     const auto run = [&](auto kernel) { kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(p); };
-    const bool known = same && (p.weight.dtype == dtype || p.weight.dtype == F32);
     MC_FOR_BOOL(p.centred, CENTRED,
         if (known && dtype == BF16) run(norm_rows<BF16, CENTRED>);
         else if (known && dtype == F16) run(norm_rows<F16, CENTRED>);

@@ -12,6 +12,13 @@
 
 namespace {
 
+// What is added and what comes out may be in half precision around a total in fp32; otherwise all three are one dtype. There are
+// kernels for no other mixture (ops/_norm.py).
+constexpr bool known(mc::Dtype x, mc::Dtype total, mc::Dtype out) {
+    if (total != mc::F32) return x == total && out == total;
+    return x == mc::F32 || out == mc::F32 || x == out;
+}
+
 // Both are read in the order in which Python gives them; `weights`: the dtypes that a kernel takes of weight and bias, which are
 // alike.
 struct Forward {

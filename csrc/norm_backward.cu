@@ -12,6 +12,7 @@ template <int D, bool CENTRED, bool SHIFT, int PACKS, int ROWS>
 __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
     constexpr int SUMS = CENTRED ? 2 : 1;
     constexpr bool HALF = D == BF16 || D == F16;
+    constexpr int GAP = gap<D, SHIFT>;
     extern __shared__ uint4 memory[];
     __shared__ Board<ROWS, true> board;
     const int dim = static_cast<int>(p.dim);
@@ -31,11 +32,11 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
     }
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
     const float share = 1.0f / static_cast<float>(dim), scale = p.seed ? p.scale : 1.0f;
-    Window<SHIFT> mine[PACKS];
+    Window<SHIFT, GAP> mine[PACKS];
     Eight w[PACKS], dw[PACKS] = {}, db[PACKS] = {};
 #pragma unroll
     for (int j = 0; j < PACKS; j++) {
-        mine[j].set(ring.pack(j) * 8 - skew, dim);
+        mine[j].set(column_of<GAP>(ring.pack(j)) - skew, dim);
         w[j] = mine[j].read(p.weight);
     }
     int turn = 0;
@@ -109,7 +110,8 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
                     mine[j].template store<D>(p.total, at, d);
                     if (!p.out.data) continue;
                     d = rounded(d, kind<D>(p.total));
-                    const uint32_t keep = p.seed ? kept8(at + mine[j].first, key, p.threshold) : 0xFFu;
+                    const int64_t e = at + mine[j].first;
+                    const uint32_t keep = !p.seed ? 0xFFu : SHIFT ? kept8(e, key, p.threshold) : kept_fours<GAP>(e, key, p.threshold);
 #pragma unroll
                     for (int k = 0; k < 8; k++) d.at[k] = keep >> k & 1 ? d.at[k] * scale : 0.0f;
                     mine[j].template store<D>(p.out, at, d);
@@ -122,8 +124,8 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
 #pragma unroll
         for (int k = 0; k < 8; k++)
             if (mine[j].has(k)) {
-                line[mine[j].first + k] = dw[j].at[k];
-                if (CENTRED) line[dim + mine[j].first + k] = db[j].at[k];
+                line[mine[j].column(k)] = dw[j].at[k];
+                if (CENTRED) line[dim + mine[j].column(k)] = db[j].at[k];
             }
 }
 
@@ -203,17 +205,18 @@ bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cu
     const Dtype dtype = p.normed.dtype;
     const bool same = p.x.dtype == dtype && (!p.out.data || p.out.dtype == dtype);
     MC_FOR_BOOL(p.centred, CENTRED,
-        if (same && dtype == BF16 && shift && launch<norm_rows_backward<BF16, CENTRED, true, 1, 4>>(1, 4, p, true, slots, lines, stream)) return true;
+        if (shift && same && dtype == BF16) return launch<norm_rows_backward<BF16, CENTRED, true, 1, 4>>(1, 4, p, true, slots, lines, stream);
+        if (shift && same && dtype == F16) return launch<norm_rows_backward<F16, CENTRED, true, 1, 4>>(1, 4, p, true, slots, lines, stream);
+        if (shift) return false;
         const auto halves = [&](auto d) {
             constexpr int D = d.value;
             return launch<norm_rows_backward<D, CENTRED, false, 1, 4>>(1, 4, p, false, slots, lines, stream) ||
                    launch<norm_rows_backward<D, CENTRED, false, 1, 2>>(1, 2, p, false, slots, lines, stream) ||
                    launch<norm_rows_backward<D, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream);
         };
-        if (same && dtype == BF16 && !shift && halves(std::integral_constant<int, BF16>{})) return true;
-        if (same && dtype == F16 && !shift && halves(std::integral_constant<int, F16>{})) return true;
-        if (same && dtype == F32 && !shift && launch<norm_rows_backward<F32, CENTRED, false, 1, 2>>(1, 2, p, false, slots, lines, stream)) return true;
-        if (shift) return launch<norm_rows_backward<ANY, CENTRED, true, 2, 1>>(2, 1, p, true, slots, lines, stream);
+        if (same && dtype == BF16 && halves(std::integral_constant<int, BF16>{})) return true;
+        if (same && dtype == F16 && halves(std::integral_constant<int, F16>{})) return true;
+        if (same && dtype == F32 && launch<norm_rows_backward<F32, CENTRED, false, 1, 1>>(1, 1, p, false, slots, lines, stream)) return true;
         return launch<norm_rows_backward<ANY, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream);)
 }
 

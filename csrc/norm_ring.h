@@ -4,8 +4,8 @@
 // warps takes ROWS rows at a time, a thread PACKS packs of each, and a barrier and a reduction serve all of these rows; rows to come
 // are on their way into shared memory meanwhile (cp.async).
 //
-// Memory moves in aligned packs of eight elements even where rows are not aligned (SHIFT): a thread's columns are those of aligned
-// packs of the result, an input is read in its own aligned packs, and a thread takes its columns from two of them. Which columns
+// Memory moves in aligned packs of eight elements even where rows of half precision are not aligned (SHIFT): a thread's columns are
+// those of aligned packs of the result, an input is read in its own aligned packs, and a thread takes its columns from two of them. Which columns
 // these are depends on the row's number modulo 8 at most, and a group takes rows for which it is the same.
 #pragma once
 #include "norm_rows.h"
@@ -30,6 +30,7 @@ struct Ring {
 template <int D, bool SHIFT, int PACKS>
 struct Source {
     Tensor from;
+    static constexpr int GAP = gap<D, SHIFT>;
     int64_t end;      // elements
     int skew, shift;  // of its own packs before the row; how many elements behind one the thread's columns begin
     __device__ __forceinline__ Source(const Tensor& from, int64_t end, int64_t start, int window)
@@ -40,14 +41,17 @@ struct Source {
         shift = skew - window;
     }
     __device__ __forceinline__ int slots() const { return size<D>(from) / 2; }
-    __device__ __forceinline__ int first(int j) const { return Ring<PACKS>::pack(j) * 8 - skew; }
+    __device__ __forceinline__ int first(int j) const { return column_of<GAP>(Ring<PACKS>::pack(j)) - skew; }
     __device__ __forceinline__ bool copies(int j, int dim) const { return first(j) < dim && (!SHIFT || first(j) + 8 > 0); }
+    // whether the second of two fours is there, where the first is
+    __device__ __forceinline__ bool second(int j, int dim) const { return GAP == 4 || first(j) + GAP < dim; }
     // Zeros where no copy writes.
     __device__ __forceinline__ void clear(const Ring<PACKS>& ring, int slot, int dim) const {
 #pragma unroll
         for (int j = 0; j < PACKS; j++)
-            if (!copies(j, dim))
-                for (int i = 0; i < slots(); i++) *ring.at(slot + i, j) = make_uint4(0, 0, 0, 0);
+            for (int i = 0; i < 2 * slots(); i++)
+                if (!copies(j, dim) || (i >= slots() && !second(j, dim)))
+                    reinterpret_cast<uint2*>(ring.at(slot + i / 2, j))[i % 2] = make_uint2(0, 0);
     }
     // The row that begins at element `at`, or zeros where there is none.
     __device__ __forceinline__ void copy(const Ring<PACKS>& ring, int slot, int64_t at, int dim, bool exists) const {
@@ -57,31 +61,29 @@ struct Source {
             const int64_t start = exists ? at + first(j) : 0;
             const char* place = static_cast<const char*>(from.data) + start * size<D>(from);
             if (SHIFT && exists && start + 8 > end) {  // the array ends within this pack, and perhaps the memory that may be read
-                part(ring.at(slot, j), place, static_cast<int>(end - start) * size<D>(from));
+                part(ring.at(slot, j), place, static_cast<int>(end - start));
+                continue;
+            }
+            if (GAP > 4 && kind<D>(from) != F32) {
+                auto* to = reinterpret_cast<uint2*>(ring.at(slot, j));
+                copy8(to, place, exists);
+                if (second(j, dim)) copy8(to + 1, place + (exists ? 2 * GAP : 0), exists);
                 continue;
             }
             copy16(ring.at(slot, j), place, exists);
-            if (kind<D>(from) == F32) copy16(ring.at(slot + 1, j), place + 16, exists);
+            if (kind<D>(from) == F32 && second(j, dim)) copy16(ring.at(slot + 1, j), place + (exists ? 4 * GAP : 0), exists);
         }
     }
-    // `bytes` of a pack, and zeros
-    __device__ __forceinline__ void part(uint4* to, const char* place, int bytes) const {
-        auto* words = reinterpret_cast<uint16_t*>(to);
-        const int apart = 8 * (PACKS * static_cast<int>(blockDim.x) - 1);  // from a slot's pack to that of the next slot
-        for (int i = 0; i < 8 * slots(); i++)
-            words[i + (i < 8 ? 0 : apart)] = 2 * i < bytes ? reinterpret_cast<const uint16_t*>(place)[i] : 0;
+    // so many elements, and zeros
+    __device__ __forceinline__ void part(uint4* to, const char* place, int count) const {
+        for (int i = 0; i < 8; i++)
+            reinterpret_cast<uint16_t*>(to)[i] = i < count ? reinterpret_cast<const uint16_t*>(place)[i] : 0;
     }
     __device__ __forceinline__ Eight get(const Ring<PACKS>& ring, int slot, int j, uint32_t valid) const {
         Eight to;
         if (kind<D>(from) == F32) {
-            uint32_t words[SHIFT ? 16 : 8];
+            uint32_t words[8];
             read(words, ring.at(slot, j)), read(words + 4, ring.at(slot + 1, j));
-            if (SHIFT && shift) {
-                const int next = Ring<PACKS>::pack(j) + 1 < ring.packs() ? 1 : 0;
-                read(words + 8 % (SHIFT ? 16 : 8), ring.at(slot, j) + next);
-                read(words + 12 % (SHIFT ? 16 : 8), ring.at(slot + 1, j) + next);
-                behind<4>(words, shift);
-            }
             to = decode(words, F32);
         } else {
             uint32_t words[SHIFT ? 8 : 4];

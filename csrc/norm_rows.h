@@ -1,4 +1,8 @@
-// What the kernels of LayerNorm and RMSNorm on GPUs share: their arrays, eight elements at a time, and sums over the threads of a row.
+// What the kernels of LayerNorm and RMSNorm on GPUs share: their arrays, which columns of a row are a thread's, sums over its threads.
+//
+// A thread's columns are two fours a pack, `gap` columns apart. Where arrays are in half precision these follow each other, and are 16
+// bytes that are moved at once. Four of fp32 are 16 bytes themselves: there the second are the row's next 128 columns, so that what a
+// warp moves at once lies side by side; eight in a row would be two passes over every other half of the same 32-byte sectors.
 #pragma once
 #include "cuda.h"
 #include "norm.h"
@@ -35,6 +39,15 @@ __device__ __forceinline__ int size(const Tensor& tensor) {
     return kind<D>(tensor) == F32 ? 4 : 2;
 }
 
+// Rows of a kernel for such dtypes are aligned, unless SHIFT.
+template <int D, bool SHIFT = false>
+constexpr int gap = !SHIFT && (D == F32 || D == ANY) ? 128 : 4;
+// The first column of pack `pack`, neighbours' packs having neighbouring numbers.
+template <int GAP>
+__device__ __forceinline__ int column_of(int pack) {
+    return pack * 8 - (GAP == 4 ? 0 : static_cast<int>(threadIdx.x % 32) * 4);
+}
+
 struct Problem {
     Tensor x, residual;      // backward: the gradient of the norm, and of the total by another way
     Tensor normed;           // backward: what was normalised
@@ -64,6 +77,16 @@ __device__ __noinline__ uint32_t kept8(int64_t e, uint64_t key, uint32_t thresho
     uint32_t found = bits8(counter, key, threshold);
     if (within) found = (found | bits8(counter + 1, key, threshold) << 8) >> within & 0xFFu;
     return found;
+}
+
+// The same of two fours, `gap` apart, the first at e: a warp's, whose rows are aligned. Of eight neighbours two threads have a half.
+template <int GAP>
+__device__ __forceinline__ uint32_t kept_fours(int64_t e, uint64_t key, uint32_t threshold) {
+    if (GAP == 4) return bits8(static_cast<uint64_t>(e) / 8, key, threshold);
+    const bool odd = threadIdx.x % 2;
+    const uint32_t mine = bits8(static_cast<uint64_t>(odd ? e - 4 + GAP : e) / 8, key, threshold);
+    const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
+    return odd ? other >> 4 | (mine & 0xF0u) : (mine & 0x0Fu) | (other & 0x0Fu) << 4;
 }
 
 // 1 / sqrt(x), rounded almost always correctly: rsqrtf and one step of Newton with the product's rounding error
@@ -176,51 +199,59 @@ __device__ __forceinline__ Eight rounded(const Eight& from, Dtype dtype) {
     return decode({words.x, words.y, words.z, words.w}, dtype);
 }
 
-// eight elements from `at` on, which is aligned
-template <int D>
-__device__ __forceinline__ void put(const Tensor& to, int64_t at, const Eight& from) {
-    auto* place = reinterpret_cast<uint4*>(static_cast<char*>(to.data) + at * size<D>(to));
-    if (kind<D>(to) != F32) {
-        *place = encode(from, kind<D>(to));
-    } else {
+// A thread's fours, of which the first begins at `at`, which is aligned; bits of `valid` say which there are.
+template <int D, int GAP>
+__device__ __forceinline__ void put(const Tensor& to, int64_t at, const Eight& from, uint32_t valid) {
+    char* place = static_cast<char*>(to.data) + at * size<D>(to);
+    const bool first = GAP == 4 || valid & 1, second = GAP == 4 || valid & 16;
+    if (kind<D>(to) == F32) {
         const auto word = [&](int k) { return __float_as_uint(from.at[k]); };
-        place[0] = make_uint4(word(0), word(1), word(2), word(3));
-        place[1] = make_uint4(word(4), word(5), word(6), word(7));
+        if (first) *reinterpret_cast<uint4*>(place) = make_uint4(word(0), word(1), word(2), word(3));
+        if (second) *reinterpret_cast<uint4*>(place + 4 * GAP) = make_uint4(word(4), word(5), word(6), word(7));
+        return;
+    }
+    const uint4 words = encode(from, kind<D>(to));
+    if (GAP == 4) {
+        *reinterpret_cast<uint4*>(place) = words;
+    } else {
+        if (first) *reinterpret_cast<uint2*>(place) = make_uint2(words.x, words.y);
+        if (second) *reinterpret_cast<uint2*>(place + 2 * GAP) = make_uint2(words.z, words.w);
     }
 }
 
 // Eight columns of a thread; some of them may be none of the row's.
-template <bool SHIFT>
+template <bool SHIFT, int GAP>
 struct Window {
     int first;
-    uint32_t valid;  // bit k: column first + k is one
+    uint32_t valid;  // bit k: column(k) is one
+    __device__ __forceinline__ int column(int k) const { return first + k + (k < 4 ? 0 : GAP - 4); }
     __device__ __forceinline__ void set(int at, int dim) {
-        first = at, valid = !SHIFT && at < dim ? 0xFF : 0;
+        first = at;
+        if (!SHIFT) {
+            valid = GAP == 4 ? (at < dim ? 0xFF : 0) : (at < dim ? 0x0F : 0) | (at + GAP < dim ? 0xF0 : 0);
+            return;
+        }
+        valid = 0;
 #pragma unroll
-        for (int k = 0; SHIFT && k < 8; k++) valid |= static_cast<uint32_t>(at + k >= 0 && at + k < dim) << k;
+        for (int k = 0; k < 8; k++) valid |= static_cast<uint32_t>(at + k >= 0 && at + k < dim) << k;
     }
-    __device__ __forceinline__ bool has(int k) const { return SHIFT ? valid >> k & 1 : valid != 0; }
+    __device__ __forceinline__ bool has(int k) const { return SHIFT ? valid >> k & 1 : valid & (k < 4 ? 0x0F : 0xF0); }
     __device__ __forceinline__ Eight read(const Tensor& from) const {
         Eight to;
 #pragma unroll 1
-        for (int k = 0; k < 8; k++) to.at[k] = has(k) && from.data ? from.one(first + k) : 0.0f;
+        for (int k = 0; k < 8; k++) to.at[k] = has(k) && from.data ? from.one(column(k)) : 0.0f;
         return to;
     }
     // into the row that begins at element `at`
     template <int D>
     __device__ __forceinline__ void store(const Tensor& to, int64_t at, const Eight& from) const {
-        if (valid == 0xFF) {
-            put<D>(to, at + first, from);
-        } else if (SHIFT && valid && kind<D>(to) != F32) {
+        if (!SHIFT ? valid : valid == 0xFF) {
+            put<D, GAP>(to, at + first, from, valid);
+        } else if (SHIFT && valid) {
             auto* place = static_cast<uint16_t*>(to.data) + at + first;
 #pragma unroll
             for (int k = 0; k < 8; k++)
                 if (valid >> k & 1) place[k] = static_cast<uint16_t>(half_bits(from.at[k], kind<D>(to)));
-        } else if (SHIFT && valid) {
-            auto* place = static_cast<float*>(to.data) + at + first;
-#pragma unroll
-            for (int k = 0; k < 8; k++)
-                if (valid >> k & 1) place[k] = from.at[k];
         }
     }
 };
@@ -238,12 +269,6 @@ int slots_of(const Tensor& tensor) { return tensor.data ? tensor.size() / 2 : 0;
 int threads_for(int64_t dim) {
     const int64_t wanted = (dim + 127) / 128 * 32;
     return static_cast<int>(wanted < 1024 ? wanted : 1024);
-}
-
-// What is added and what comes out may be in half precision around a total in fp32; otherwise all three are one dtype.
-bool known(Dtype x, Dtype total, Dtype out) {
-    if (total != F32) return x == total && out == total;
-    return x == F32 || out == F32 || x == out;
 }
 
 Tensor tensor(const Array& array) { return {array.data, array.dtype}; }

@@ -35,6 +35,24 @@ __device__ __forceinline__ float quick_inverse_root(float x) {
 #endif
 }
 
+// 16 bytes that are read or written once: they leave the caches before others do
+__device__ __forceinline__ uint4 read_once(const uint4* from) {
+#ifdef MC_EMULATED
+    return *from;
+#else
+    uint4 to;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(from));
+    return to;
+#endif
+}
+__device__ __forceinline__ void write_once(uint4* to, uint4 from) {
+#ifdef MC_EMULATED
+    *to = from;
+#else
+    __stcs(to, from);
+#endif
+}
+
 // `threads` of a block wait for each other at barrier `number`, 1 to 15; whole warps.
 __device__ __forceinline__ void wait_for(int number, int threads) {
 #ifdef MC_EMULATED
@@ -53,6 +71,17 @@ __device__ __forceinline__ void copy16(uint4* to, const void* from, bool exists)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(exists ? 16 : 0) : "memory");
 #else
     *to = exists ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+#endif
+}
+// 8 bytes, as above
+__device__ __forceinline__ void copy8(uint2* to, const void* from, bool exists) {
+#ifdef MC_EMULATED
+    emulate::copy_async(to, from, 8, exists ? 8 : 0);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(from), "r"(exists ? 8 : 0) : "memory");
+#else
+    *to = exists ? *static_cast<const uint2*>(from) : make_uint2(0, 0);
 #endif
 }
 // the copies since the last time are a group

@@ -1,60 +1,65 @@
 // Rotary positions: pairs of channels turned by the angles of their token, forth or (`back`: the gradient) back.
 //
 // y is b s h d; cos and sin, (1|b) s 1 r/2, hold an angle for each pair of the first r channels; the others pass. Without an x the
-// rotation is in place: every pair is read before it is written, by the thread that writes it. A thread takes eight pairs of four
-// heads of a token, so that it reads their angles once.
+// rotation is in place: every pair is read before it is written, by the thread that writes it. A thread takes the same pairs
+// of several heads of a token, so that it reads their angles once.
 #include "cuda.h"
 
 namespace {
 
-constexpr int HEADS = 4;
+// Heads of a thread: eight packs are on their way, of which a pair has one, or two where its halves lie apart.
+template <bool INTERLEAVED>
+constexpr int HEADS = INTERLEAVED ? 8 : 4;
+// Pairs of a thread.
+template <class T, bool INTERLEAVED>
+constexpr int PAIRS = SPAN<T> / (INTERLEAVED ? 2 : 1);
 
 struct Sizes {
     int64_t tokens, heads, dim, pairs, period;  // period: tokens after which the angles begin anew
-    int64_t packs, rests, groups;               // of a head: packs of 8 pairs, packs of 8 channels that pass; groups of 4 heads
+    int64_t packs, rests, groups;               // of a head: packs of pairs, packs of channels that pass; groups of heads
     float way;                                  // 1, or -1: back
 };
 
 template <class T, bool INTERLEAVED, bool VECTOR>
 __global__ __launch_bounds__(256) void rotate(const T* x, T* y, const float* cos, const float* sin, Sizes z) {
+    constexpr int MANY = HEADS<INTERLEAVED>, N = SPAN<T>, P = PAIRS<T, INTERLEAVED>, APART = INTERLEAVED ? 1 : 2;
     const int64_t each = z.packs + z.rests, items = z.tokens * z.groups * each;
     for (int64_t item = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; item < items; item += int64_t{gridDim.x} * blockDim.x) {
         const int64_t pack = item % each, group = item / each % z.groups, token = item / each / z.groups;
-        const int64_t row = (token * z.heads + group * HEADS) * z.dim;
-        const int heads = z.heads - group * HEADS < HEADS ? static_cast<int>(z.heads - group * HEADS) : HEADS;
+        const int64_t row = (token * z.heads + group * MANY) * z.dim;
+        const int heads = some<MANY>(group * MANY, z.heads);
         if (pack >= z.packs) {  // channels that pass
-            const int64_t at = 2 * z.pairs + (pack - z.packs) * 8;
-            const int count = z.dim - at < 8 ? static_cast<int>(z.dim - at) : 8;
+            const int64_t at = 2 * z.pairs + (pack - z.packs) * N;
+            const int count = some<N>(at, z.dim);
             for (int head = 0; head < heads; head++)
-                store8<VECTOR>(y + row + head * z.dim + at, load8<VECTOR>(x + row + head * z.dim + at, count), count);
+                store<VECTOR>(y + row + head * z.dim + at, load<VECTOR, N>(x + row + head * z.dim + at, count), count);
             continue;
         }
-        const int count = z.pairs - pack * 8 < 8 ? static_cast<int>(z.pairs - pack * 8) : 8;
-        const int64_t angle = token % z.period * z.pairs + pack * 8;
-        const Pack<float> c = load8<VECTOR>(cos + angle, count), s = load8<VECTOR>(sin + angle, count);
-        // where the eight first and the eight second of a pair stand, or the first eight and the next eight neighbours
-        const int64_t one = row + (INTERLEAVED ? 2 : 1) * pack * 8, two = INTERLEAVED ? one + 8 : one + z.pairs;
-        const int low = !INTERLEAVED ? count : count < 4 ? 2 * count : 8, high = INTERLEAVED ? 2 * count - low : count;
-        Pack<T> a[HEADS], b[HEADS];
+        const int count = some<P>(pack * P, z.pairs);
+        const int64_t angle = token % z.period * z.pairs + pack * P;
+        const Pack<float, P> c = load<VECTOR, P>(cos + angle, count), s = load<VECTOR, P>(sin + angle, count);
+        const int64_t at = row + pack * N;  // of the first of each pair, or of both, which are neighbours
+        const int many = INTERLEAVED ? 2 * count : count;
+        Pack<T, N> in[MANY][APART];
 #pragma unroll
-        for (int head = 0; head < HEADS; head++)
-            if (head < heads) {
-                a[head] = load8<VECTOR>(x + one + head * z.dim, low);
-                b[head] = load8<VECTOR>(x + two + head * z.dim, high);
-            }
+        for (int head = 0; head < MANY; head++)
 #pragma unroll
-        for (int head = 0; head < HEADS; head++)
+            for (int half = 0; half < APART; half++)
+                if (head < heads) in[head][half] = load<VECTOR, N>(x + at + head * z.dim + half * z.pairs, many);
+#pragma unroll
+        for (int head = 0; head < MANY; head++)
             if (head < heads) {
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    T& p = !INTERLEAVED ? a[head].at[i] : i < 4 ? a[head].at[2 * i % 8] : b[head].at[2 * i % 8];
-                    T& q = !INTERLEAVED ? b[head].at[i] : i < 4 ? a[head].at[(2 * i + 1) % 8] : b[head].at[(2 * i + 1) % 8];
+                for (int i = 0; i < P; i++) {
+                    T& p = in[head][0].at[INTERLEAVED ? 2 * i : i];
+                    T& q = in[head][APART - 1].at[INTERLEAVED ? 2 * i + 1 : i];
                     const float u = to_float(p), v = to_float(q), turn = s.at[i] * z.way;
                     p = from_float<T>(u * c.at[i] - v * turn);
                     q = from_float<T>(v * c.at[i] + u * turn);
                 }
-                store8<VECTOR>(y + one + head * z.dim, a[head], low);
-                store8<VECTOR>(y + two + head * z.dim, b[head], high);
+#pragma unroll
+                for (int half = 0; half < APART; half++)
+                    store<VECTOR>(y + at + head * z.dim + half * z.pairs, in[head][half], many);
             }
     }
 }
@@ -73,15 +78,17 @@ MC_KERNEL(rotary) {
     const Array sin = call.in("sin", F32, cos.shape);
     const bool interleaved = call.flag("interleaved"), back = call.flag("back");
     call.ready();
-    const int64_t rest = x ? (d - 2 * pairs + 7) / 8 : 0;
-    const Sizes sizes{b * s, h, d, pairs, cos.shape.at[0] == 1 ? s : b * s, (pairs + 7) / 8, rest, (h + HEADS - 1) / HEADS,
-                      back ? -1.0f : 1.0f};
-    const int64_t items = sizes.tokens * sizes.groups * (sizes.packs + sizes.rests);
-    if (!items) return;
     const Array& from = x ? x : y;
     const bool vector = from.aligned() && y.aligned() && cos.aligned() && sin.aligned() && d % 8 == 0 && pairs % 8 == 0;
-    const int blocks = grid(items, 256, 64);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(y.dtype, T, MC_FOR_BOOL(interleaved, INTERLEAVED, MC_FOR_BOOL(vector, VECTOR,
-        rotate<T, INTERLEAVED, VECTOR><<<blocks, 256, 0, stream>>>(from.as<T>(), y.as<T>(), cos.as<float>(), sin.as<float>(), sizes))))
+    MC_FOR_FLOAT(y.dtype, T, MC_FOR_BOOL(interleaved, INTERLEAVED, {
+        const auto parts = [](int64_t whole, int64_t each) { return (whole + each - 1) / each; };
+        const Sizes sizes{b * s, h, d, pairs, cos.shape.at[0] == 1 ? s : b * s, parts(pairs, PAIRS<T, INTERLEAVED>),
+                          x ? parts(d - 2 * pairs, SPAN<T>) : 0, parts(h, HEADS<INTERLEAVED>), back ? -1.0f : 1.0f};
+        const int64_t items = sizes.tokens * sizes.groups * (sizes.packs + sizes.rests);
+        if (!items) return;
+        const int blocks = grid(items, 256, 64);
+        MC_FOR_BOOL(vector, VECTOR, rotate<T, INTERLEAVED, VECTOR>
+            <<<blocks, 256, 0, stream>>>(from.as<T>(), y.as<T>(), cos.as<float>(), sin.as<float>(), sizes))
+    }))
 }

@@ -43,8 +43,16 @@ MUTANTS = (
            "    __syncthreads();  // as in the forward\n            if (v", "    if (v", "relative_attention", ORDER),
     Mutant("shared-memory-too-small", "norm_backward.cu",
            "__shared__ float sums[16][33];", "__shared__ float sums[15][33];", "rms_norm", BOUNDS),
-    Mutant("one-pack-of-two", "activation.cu", "i < PARTS || shift ? i", "i < PARTS ? i", "swiglu", WRONG),
-    Mutant("a-pack-beyond-the-end", "activation.cu", "at >= 8 && at + 16 <= count", "at >= 8 && at + 8 <= count", "swiglu", BOUNDS),
+    Mutant("one-pack-of-two", "activation.cu", "next = from[shift ? 1 : 0]", "next = from[0]", "swiglu", WRONG),
+    Mutant("a-pack-beyond-the-end", "activation.cu",
+           "at >= N && at + 2 * N <= count", "at >= N && at + N <= count", "swiglu", BOUNDS),
+    Mutant("a-four-beyond-the-row", "norm_rows.h",
+           "(at + GAP < dim ? 0xF0 : 0)", "(at < dim ? 0xF0 : 0)", "layer_norm", f"{BOUNDS}|{WRONG}"),
+    Mutant("a-four-copied-from-beyond-the-row", "norm_ring.h", "GAP == 4 || first(j) + GAP < dim", "true", "rms_norm", BOUNDS),
+    Mutant("the-neighbour's-random-bits", "norm_rows.h", "odd ? other >> 4 | (mine & 0xF0u)", "odd ? other >> 4 | (other & 0xF0u)",
+           "add_layer_norm", WRONG),
+    Mutant("eight-columns-in-a-row", "norm_rows.h", "first + k + (k < 4 ? 0 : GAP - 4)", "first + k", "rms_norm", WRONG),
+    Mutant("the-first-of-a-pair-twice", "rotary.cu", "in[head][APART - 1]", "in[head][0]", "rotary", WRONG),
 )
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")

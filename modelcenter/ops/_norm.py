@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from ._op import Op, call, plain, raw, unseen
 from .dropout import draw, dropout
 
+UNALIGNED = 4586  # columns of a row that is not aligned, at most, of which four fit into an H200's shared memory with all they need
 ROWS, CHUNKS = 32, 64  # on the CPU: rows of a partial sum for weight and bias, and how many sums at most
 Forward = tuple[Tensor, Tensor, Tensor]
 
@@ -40,15 +41,17 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | N
 
 
 def takes(x: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> bool:
-    """Whether there is a kernel for these dtypes: on CUDA, not for all mixtures (csrc/norm.cu: known)."""
-    if not x.is_cuda:
-        return True
-    out = dtype or total.dtype
-    if bias is not None and bias.dtype != weight.dtype:
-        return False
+    """Whether there is a kernel for these dtypes, of which not every mixture has one (csrc/norm.h: known). On CUDA rows that are
+    not aligned have one where all is in half precision and none too long; others' is slower than torch (benchmarks/README.md)."""
+    out, dim = dtype or total.dtype, total.size(-1)
     if total.dtype != torch.float32:
-        return x.dtype == total.dtype == out
-    return torch.float32 in (x.dtype, out) or x.dtype == out
+        fits = x.dtype == total.dtype == out
+    else:
+        fits = torch.float32 in (x.dtype, out) or x.dtype == out
+    if not fits or not x.is_cuda:
+        return fits
+    aligned = dim % 8 == 0 or (torch.float32 not in (x.dtype, total.dtype, out) and dim <= UNALIGNED)
+    return aligned and (bias is None or bias.dtype == weight.dtype)
 
 
 def narrow(parameter: Tensor) -> Tensor:
