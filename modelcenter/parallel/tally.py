@@ -109,7 +109,7 @@ class Tally(FakeTensorMode):
             self.did(func, args, kwargs, kwargs["out"])
             return kwargs["out"]
         wide = kwargs.get("dtype") if kwargs and func is torch.ops.aten.sum.dim_IntList else None
-        if wide not in (None, args[0].dtype) and not on_gpu(args[0]):
+        if wide is not None and wide != args[0].dtype and not on_gpu(args[0]):
             args[0].new_empty(args[0].shape, dtype=wide)  # a CPU sums a copy
         if func is torch.ops.aten.nonzero.default:
             size = args[0].numel()
