@@ -220,7 +220,7 @@ def told_by_code(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize("file", [f for f in FILES if f.parent.name != "models"], ids=name_of)
 def test_families_are_named_in_models_alone(file: Path) -> None:
     names = {word for kind, family in families().items() for word in (kind, family.__name__)} | {"CPM"}
-    word = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, sorted(names)))})(?![\w])")
+    word = re.compile(rf"(?<![\w/-])({'|'.join(map(re.escape, sorted(names)))})(?![\w])")
     assert not [text for text in told_by_code(ast.parse(file.read_text("utf-8"))) if word.search(text)]
 
 

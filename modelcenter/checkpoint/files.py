@@ -243,6 +243,8 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
             return folder / name
     others = [n for n in sorted(os.listdir(folder)) if n.endswith(FOREIGN)][:3]
     found = f"no weights, only {', '.join(others)}" if others else "no weights"
+    if (folder / "model" / "config.json").is_file() or (folder / "model" / ADAPTER[0]).is_file():  # a run's
+        refuse_missing(folder, None, found, f"what was trained there is {folder / 'model'}")
     refuse_missing(folder, None, found, " or ".join(WEIGHTS))
 
 
