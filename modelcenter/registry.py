@@ -26,7 +26,7 @@ from .checkpoint.exchange import Group, neighbours
 from .checkpoint.folder import Folder
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions, save_model
-from .checkpoint.sentence import otherwise
+from .checkpoint.sentence import read_modules, settle
 from .errors import nearest, refuse
 from .generate.run import generate as generate_tokens
 from .layers import Batch, Cache, EmbedHead, Head, LMHead, Output
@@ -392,9 +392,12 @@ def load(
         check_task(cls, task)
         full, untied = untie(cls, full, folder, task)
         model = skeleton(cls, full, task, dtype_of(folder) if dtype == "auto" else as_dtype(dtype))
+        dense: dict[str, Tensor] = {}
         if isinstance(model.head, EmbedHead):
-            for said in otherwise(path, model.head.pooling):
-                warnings.warn(f"{path}: {said}", stacklevel=2)
+            said = read_modules(path)
+            for unread in said.unread:
+                warnings.warn(f"{path}: {unread}", stacklevel=2)
+            dense = settle(path, said, model.head, full.dim, next(model.parameters()).dtype)
         other = [f"{row[0].replace('{}', '*')}*" for t, head in cls.tasks.items() if t != task for row in head.rows]
         other += [f"{row[0].replace('{}', '*')}*" for row in cls.names(full) if part_of(row[1]) in cls.tasks[task].without]
         sources, model.load_report = match(
@@ -402,7 +405,7 @@ def load(
             aliases=cls.aliases, ignored=[*cls.ignored, *other, *(o.removeprefix(cls.prefix) for o in other)], untied=untied,
         )  # fmt: skip
         new = {n: s for n, s in model.shapes.items() if n in set(model.load_report.new)}
-        sources = {**sources, **initial(model, new, seed, model.init_std)}
+        sources = {**sources, **dense, **initial(model, new, seed, model.init_std)}
         own: dict[str, Lazy] = {}
         if adapter is not None:
             check_adapter(model, adapter, machine)

@@ -1,16 +1,22 @@
-"""Folders of sentence-transformers: what of theirs a model here leaves out is said."""
+"""Folders of sentence-transformers: poolings and dense layers are read, trained and written back; what is left out is said."""
 
+import copy
 import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zoo
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import modelcenter as mc
-from modelcenter.checkpoint.sentence import otherwise
+from modelcenter.checkpoint.sentence import read_modules
 from modelcenter.errors import InputError
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.optimizers import build_optimizer
 
 MODES = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 
@@ -31,9 +37,11 @@ def written(folder: Path, kind: str, modules: Any, mode: str) -> Path:
 @pytest.mark.parametrize(("kind", "modules", "mode", "said"), [
     ("bert", ["Transformer", "Pooling", "Normalize"], "mean_tokens", []),
     ("gpt2", ["Transformer", "Pooling"], "lasttoken", []),
-    ("t5", ["Transformer", "Pooling", "Dense", "Normalize"], "mean_tokens", ["2_Dense (Dense) is not read"]),
-    ("bert", ["Transformer", "Pooling"], "cls_token", ["1_Pooling/config.json says cls_token: vectors here are the mean"]),
-    ("gpt2", ["Transformer", "Pooling"], "mean_tokens", ["1_Pooling/config.json says mean_tokens: vectors here are the last"]),
+    ("bert", ["Transformer", "Pooling", "LayerNorm", "Dense"], "mean_tokens",
+     ["2_LayerNorm (LayerNorm) is not read", "3_Dense (Dense) is not read"]),
+    ("gpt2", ["Transformer", "Pooling"], "mean_sqrt_len_tokens", ["1_Pooling/config.json says mean_sqrt_len_tokens"]),
+    ("t5", ["Transformer", "Pooling", "Dense"], "max_tokens",
+     ["1_Pooling/config.json says max_tokens, which is not there: mean, last, cls of the tokens' are", "2_Dense (Dense) is not"]),
 ])  # fmt: skip
 def test_what_is_left_out_is_said(kind: str, modules: list[str], mode: str, said: list[str], tmp_path: Path) -> None:
     folder = written(tmp_path / "m", kind, modules, mode)
@@ -52,14 +60,103 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_the_pooling_may_stand_elsewhere_and_in_one_word(tmp_path: Path) -> None:
     """modules.json says where it is; `pooling_mode` wins over the flags, as in sentence-transformers' own class."""
-    folder = written(tmp_path / "m", "bert", ["Transformer", "Other", "Pooling"], "mean_tokens")
+    folder = written(tmp_path / "m", "bert", ["Transformer", "Normalize", "Pooling"], "mean_tokens")
     (folder / "1_Pooling").rename(folder / "2_Pooling")
-    for said, heard in (({"pooling_mode": "cls"}, ["cls"]), ({"pooling_mode": "mean", "pooling_mode_cls_token": True}, []),
-                        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, ["cls_token and mean_tokens"])):
+    for said, pooling, unread in (
+        ({"pooling_mode": "cls"}, "cls", []), ({"pooling_mode": "mean", "pooling_mode_cls_token": True}, "mean", []),
+        ({"pooling_mode_lasttoken": True}, "last", []), ({}, None, []),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, None, ["cls_token and mean_tokens"]),
+    ):
         (folder / "2_Pooling" / "config.json").write_text(json.dumps(said))
-        wanted = ["1_Other (Other) is not read: vectors are those before it"]
-        wanted += [f"2_Pooling/config.json says {words}: vectors here are the mean of the tokens'" for words in heard]
-        assert list(otherwise(folder, "mean")) == wanted
+        found = read_modules(folder)
+        assert (found.pooling, len(found.unread), bool(found.files)) == (pooling, len(unread), not unread)
+        assert all(words in line for words, line in zip(unread, found.unread, strict=True))
     (folder / "2_Pooling" / "config.json").write_text("[1]")
     with pytest.raises(InputError, match=r"2_Pooling/config.json: a JSON list; an object is wanted"):
-        list(otherwise(folder, "mean"))
+        read_modules(folder)
+
+
+LAYERS = ({"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}, {},  # {}: a bias and tanh
+          {"bias": True, "activation_function": "torch.nn.modules.activation.GELU"})  # fmt: skip
+ACTS = (nn.Identity(), nn.Tanh(), nn.GELU())
+
+
+def with_dense(folder: Path, kind: str, mode: str, *, suffix: str = "safetensors") -> tuple[Path, list[nn.Linear]]:
+    """Three dense layers behind the pooling, and the reference's products."""
+    written(folder, kind, ["Transformer", "Pooling", "Dense", "Dense", "Dense", "Normalize"], mode)
+    config = json.loads((folder / "config.json").read_text())
+    sizes, products = [next(config[key] for key in ("hidden_size", "d_model", "n_embd") if key in config), 12, 7, 9], []
+    for n, (a, b, more) in enumerate(zip(sizes, sizes[1:], LAYERS, strict=False)):
+        place = folder / f"{n + 2}_Dense"
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps({"in_features": a, "out_features": b, **more}))
+        products.append(nn.Linear(a, b, bias=more.get("bias", True)))
+        tensors = {f"linear.{name}": p.detach() for name, p in products[-1].named_parameters()}
+        if suffix == "bin":
+            torch.save(tensors, place / "pytorch_model.bin")
+        else:
+            save_file(tensors, place / "model.safetensors")
+    return folder, products
+
+
+def reference(products: list[nn.Linear], states: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """sentence-transformers' Pooling, Dense and Normalize: of the docstrings of its classes."""
+    real = mask[..., None].to(states)
+    pooled = {"mean_tokens": (states * real).sum(1) / real.sum(1).clamp(min=1e-9), "cls_token": states[:, 0],
+              "lasttoken": states[torch.arange(len(states)), mask.sum(1) - 1]}[mode]  # fmt: skip
+    for product, act in zip(products, ACTS, strict=True):
+        pooled = act(product(pooled))
+    return nn.functional.normalize(pooled, p=2, dim=1)
+
+
+@pytest.mark.parametrize(("kind", "mode", "suffix"), [("t5", "mean_tokens", "safetensors"), ("bert", "cls_token", "bin"),
+                                                      ("gpt2", "mean_tokens", "safetensors"), ("bert", "lasttoken", "safetensors")])
+def test_dense_layers_are_read_trained_and_written_back(kind: str, mode: str, suffix: str, tmp_path: Path) -> None:
+    folder, products = with_dense(tmp_path / "m", kind, mode, suffix=suffix)
+    model = mc.load(folder, task="embed", dtype=torch.float32)
+    ids = torch.randint(5, 40, (3, 6))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    mask[2, 2:] = 0
+    out = model(ids, attention_mask=mask)
+    torch.testing.assert_close(out.embeddings, reference(products, out.last_hidden_state, mask, mode), atol=1e-6, rtol=1e-5)
+
+    before = copy.deepcopy(model.head.dense)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+    model(ids, attention_mask=mask).embeddings[:, 0].sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before.parameters(), model.head.dense.parameters(), strict=True))
+
+    model.save_pretrained(tmp_path / "out")
+    model.save_pretrained(tmp_path / "out")  # over itself
+    names = ["modules.json", *(f"{n}_{what}/config.json" for n, what in enumerate(("Pooling", *["Dense"] * 3), 1))]
+    assert all((tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes() for name in names)
+    for n, layer in enumerate(model.head.dense, 2):
+        kept = load_file(tmp_path / "out" / f"{n}_Dense" / "model.safetensors")
+        assert {name: p.tolist() for name, p in layer.named_parameters()} == {name: t.tolist() for name, t in kept.items()}
+    again = mc.load(tmp_path / "out", task="embed")
+    assert torch.equal(again(ids, attention_mask=mask).embeddings, model.eval()(ids, attention_mask=mask).embeddings)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"activation_function": "torch.nn.modules.activation.Thanh"}, r"2_Dense/config.json: activation_function: torch.nn.*Tanh"),
+    ({"activation_function": "mine.Tanh"}, r"activation_function: mine.Tanh; .* of torch.nn"),
+    ({"in_features": 5}, r"2_Dense/config.json: in_features: 5; \d+, as wide as what it is given"),
+    ({"out_features": "a"}, r"2_Dense/config.json: out_features: 'a'; a number of features"),
+    ({"bias": "no"}, r"2_Dense/config.json: bias: 'no'; true or false"),
+    ({"bias": True}, r"2_Dense: linear.bias: no such tensor"),
+    ({"out_features": 11}, r"2_Dense: linear.weight: has shape \[12, \d+\]; config.json gives \[11, \d+\]"),
+])  # fmt: skip
+def test_a_dense_layer_that_is_not_as_said_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder, _ = with_dense(tmp_path / "m", "bert", "mean_tokens")
+    file = folder / "2_Dense" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(InputError, match=said):
+        mc.load(folder, task="embed")
+
+
+def test_a_tensor_that_a_dense_layer_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    folder, products = with_dense(tmp_path / "m", "bert", "mean_tokens")
+    save_file({"linear.weight": products[0].weight.detach(), "linear.bias": torch.ones(12)}, folder / "2_Dense/model.safetensors")
+    with pytest.raises(InputError, match=r"2_Dense: linear.bias: unexpected; config.json describes a layer without"):
+        mc.load(folder, task="embed")

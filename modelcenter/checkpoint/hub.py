@@ -23,7 +23,8 @@ PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 COMPANIONS = re.compile(
     r"(tokenizer|vocab|special_tokens|added_tokens|generation_config|chat_template|merges|sentencepiece)"
     r"[\w.-]*\.(json|txt|model|jinja|vocab)|spiece\.model|source\.spm|target\.spm|bpe\.codes")
-POOLING = re.compile(r"\d{1,3}_Pooling/config\.json", re.ASCII)  # with modules.json: checkpoint/sentence.py
+MODULE = re.compile(  # with modules.json: checkpoint/sentence.py
+    r"\d{1,3}_(Pooling|Dense)/config\.json|\d{1,3}_Dense/(model\.safetensors|pytorch_model\.bin)", re.ASCII)
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PATIENCE = 10.0  # seconds to wait for the hub's first answer
 
@@ -135,7 +136,7 @@ def _online(name: str, repo: str, revision: str | None) -> Path:
     if info.sha != commit:  # the branch moved between the two answers
         info = HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=PATIENCE)
     sizes: dict[str, int | None] = {s.rfilename: s.size for s in info.siblings or ()
-                                    if re.fullmatch(r"[\w-][\w.-]*", s.rfilename, re.ASCII) or POOLING.fullmatch(s.rfilename)}
+                                    if re.fullmatch(r"[\w-][\w.-]*", s.rfilename, re.ASCII) or MODULE.fullmatch(s.rfilename)}
 
     weights = pick_weights(sizes, lambda file: read_json(Path(hf_hub_download(repo, file, revision=commit))))
     if not weights:
@@ -146,7 +147,7 @@ def _online(name: str, repo: str, revision: str | None) -> Path:
     if lacking:
         refuse_missing(name, weights[0], f"it lists {lacking[0]!r}, which {repo} lacks", "another revision is wanted")
 
-    vectors = ("modules.json", *filter(POOLING.fullmatch, sizes)) if "modules.json" in sizes else ()
+    vectors = ("modules.json", *filter(MODULE.fullmatch, sizes)) if "modules.json" in sizes else ()
     companions = sorted({*vectors, *filter(COMPANIONS.fullmatch, sizes)})
     todo = [f for f in ("config.json", *companions, *weights) if not _whole(folder / f, sizes[f])]
     where = f"{name}: {f'hub id {repo}, ' if repo != name else ''}revision {revision or 'main'} (commit {commit[:7]})"

@@ -16,6 +16,7 @@ from ..names import Names
 from .atomic import disk_errors, write_new
 from .exchange import Group, Slot, write
 from .load import local
+from .sentence import files_of
 from .write import Item, arranged, layout, save_folder
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
             bare=model.bare,
         )
     ]
-    extra = {**model.companions, "config.json": config_json(model, kind)}
+    extra = {**model.companions, **files_of(model.head, kind), "config.json": config_json(model, kind)}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         save_folder(folder, tensors, max_shard_size=max_shard_size, extra_files=extra)
         return

@@ -1,38 +1,131 @@
-"""What sentence-transformers' files say about vectors, where a model here forms them otherwise."""
+"""sentence-transformers' files: which of a text's tokens make its vector, what layers follow, and how they are written back.
 
-from collections.abc import Iterator
+modules.json lists modules with their folders. Read are Transformer, Pooling (the mean, the last token or the first), Normalize, and
+Dense behind the pooling, which makes another vector of the pooled one, as LaBSE's and sentence-t5's do: N_Dense/config.json
+(in_features, out_features, bias, activation_function) and weights (linear.weight, linear.bias). What else stands there changes the
+vectors, and is said.
+"""
+
+import re
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import refuse
+import torch
+from torch import Tensor, nn
+
+from ..errors import nearest, refuse
+from ..layers.head import ACTIVATIONS, POOLINGS, Dense, EmbedHead
 from .files import read_json
+from .folder import Folder
+from .write import Item, shard_chunks
 
-KNOWN = ("Transformer", "Pooling", "Normalize")  # a vector's length is no matter of cosines
-PREFIX, NAMES = "pooling_mode_", {"mean_tokens": "mean", "lasttoken": "last"}
+PREFIX, NAMES = "pooling_mode_", {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}
+PLACE = re.compile(r"\d{1,3}_\w{1,32}", re.ASCII)  # the folder of a module
+BESIDE = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
-def otherwise(folder: Path, pooling: str) -> Iterator[str]:
-    """Each module of `folder`/modules.json that is left out, and a pooling other than `pooling` (mean or last)."""
-    if not (folder / "modules.json").is_file():
-        return
-    modules: Any = read_json(folder / "modules.json")
+@dataclass
+class Said:
+    """What a folder says: the pooling, the folders of its dense layers, what is not read (one sentence each), and the small files
+    themselves, by name."""
+
+    pooling: str | None = None
+    dense: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+def read_modules(folder: Path) -> Said:
+    """modules.json and what it names, without weights. Where a module is not read those behind it are not either."""
+    said, behind = Said(), False
+    if not (folder / BESIDE[0]).is_file():
+        return said
+    modules: Any = read_json(folder / BESIDE[0])
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        refuse(folder / "modules.json", None, "not a list of modules", "what sentence-transformers writes, or no such file")
+        refuse(folder / BESIDE[0], None, "not a list of modules", "what sentence-transformers writes, or no such file")
+    kept = list(BESIDE)
     for module in modules:
-        kind = str(module.get("type")).rpartition(".")[2]
+        kind, place = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
         if kind == "Pooling":
-            yield from pooled(folder, f"{module.get('path')}/config.json", pooling)
-        elif kind not in KNOWN:
-            yield f"{module.get('path')} ({kind}) is not read: vectors are those before it"
+            behind = True
+            pooled(folder, f"{place}/config.json", said)
+        elif kind == "Dense" and behind and not said.unread and PLACE.fullmatch(place):
+            said.dense.append(place)
+        elif kind not in ("Transformer", "Normalize"):  # a vector's length is no matter of cosines
+            said.unread.append(f"{place} ({kind}) is not read: vectors are those before it")
+        if PLACE.fullmatch(place):
+            kept.append(f"{place}/config.json")
+    if not said.unread:
+        said.files = {name: (folder / name).read_bytes() for name in kept if (folder / name).is_file()}
+    return said
 
 
-def pooled(folder: Path, file: str, pooling: str) -> Iterator[str]:
-    """What the file of a pooling says, if it is another one."""
-    said = read_json(folder / file) if (folder / file).is_file() else {}
-    if not isinstance(said, dict):
-        refuse(folder / file, None, f"a JSON {type(said).__name__}", "an object is wanted")
-    used = [key.removeprefix(PREFIX) for key, value in said.items() if key.startswith(PREFIX) and value is True]
-    if said.get("pooling_mode") is not None:  # which wins over the others
-        used = [str(said["pooling_mode"])]
-    if used and [NAMES.get(name, name) for name in used] != [pooling]:
-        yield f"{file} says {' and '.join(used)}: vectors here are the {pooling} of the tokens'"
+def pooled(folder: Path, file: str, said: Said) -> None:
+    """Add what the file of a pooling says."""
+    found = object_of(folder / file) if (folder / file).is_file() else {}
+    used = [key.removeprefix(PREFIX) for key, value in found.items() if key.startswith(PREFIX) and value is True]
+    if found.get("pooling_mode") is not None:  # which wins over the others
+        used = [str(found["pooling_mode"])]
+    names = [NAMES.get(name, name) for name in used]
+    if len(names) == 1 and names[0] in POOLINGS:
+        said.pooling = names[0]
+    elif names:
+        said.unread.append(f"{file} says {' and '.join(used)}, which is not there: {', '.join(POOLINGS)} of the tokens' are")
+
+
+def object_of(file: Path) -> dict[str, Any]:
+    found = read_json(file)
+    if not isinstance(found, dict):
+        refuse(file, None, f"a JSON {type(found).__name__}", "an object is wanted")
+    return found
+
+
+def settle(folder: Path, said: Said, head: EmbedHead, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Give the head what the folder says: its pooling, and dense layers on the meta device, for vectors of `width`; the values of
+    their parameters, by their names in the model."""
+    if said.pooling is not None:
+        head.pick = POOLINGS[said.pooling]
+    head.files, head.places = said.files, said.dense
+    layers, values = [], dict[str, Tensor]()
+    for number, place in enumerate(said.dense):
+        file = folder / place / "config.json"
+        config = {"bias": True, "activation_function": "torch.nn.modules.activation.Tanh", **object_of(file)}
+        act = str(config["activation_function"])
+        kind = act.rpartition(".")[2]
+        if kind not in ACTIVATIONS or not act.startswith("torch.nn."):
+            refuse(file, "activation_function", act, f"{nearest(kind, ACTIVATIONS)} of torch.nn")
+        if type(config["bias"]) is not bool:
+            refuse(file, "bias", repr(config["bias"]), "true or false")
+        if config.get("in_features") != width:
+            refuse(file, "in_features", repr(config.get("in_features")), f"{width}, as wide as what it is given")
+        width = config.get("out_features", 0)
+        if type(width) is not int or width < 1:
+            refuse(file, "out_features", repr(width), "a number of features")
+        with torch.device("meta"):
+            layers.append(Dense(config["in_features"], width, config["bias"], kind).to(dtype))
+        with Folder(folder / place) as weights:
+            for name, p in layers[-1].named_parameters():
+                if weights.shape(name) != tuple(p.shape):
+                    refuse(folder / place, name, f"has shape {list(weights.shape(name))}", f"config.json gives {list(p.shape)}")
+                values[f"head.dense.{number}.{name}"] = weights.slice(name)[...].clone()
+            if more := sorted(weights.keys() - dict(layers[-1].named_parameters()).keys()):
+                refuse(folder / place, more[0], "unexpected", "config.json describes a layer without")
+    head.dense = nn.Sequential(*layers) if layers else None
+    return values
+
+
+def files_of(head: nn.Module, dtype: torch.dtype) -> dict[str, bytes]:
+    """The files to be written beside a model, so that the same vectors come of it again. Every rank asks for them."""
+    if not isinstance(head, EmbedHead) or not head.files:
+        return {}
+    out = dict(head.files)
+    for place, layer in zip(head.places, head.dense or (), strict=True):
+        items = []
+        for name, p in layer.named_parameters():
+            full: Any = p.detach()
+            full = full.full_tensor() if hasattr(full, "full_tensor") else full  # a DTensor, whose module takes a second to import
+            items.append(Item(name, tuple(full.shape), dtype, partial(full.to, dtype)))
+        out[f"{place}/model.safetensors"] = b"".join(shard_chunks(place, items))
+    return out

@@ -53,14 +53,16 @@ def write_shards(folder: Path, files: Mapping[str, Sequence[Item]]) -> None:
 
 def write_shard(path: str | os.PathLike[str], items: Iterable[Item], metadata: Mapping[str, str] = FORMAT) -> None:
     """Write one safetensors file, which must not exist, and flush it; one tensor is in memory at a time."""
+    write_new(path, shard_chunks(path, items, metadata))
+
+
+def shard_chunks(path: str | os.PathLike[str], items: Iterable[Item], metadata: Mapping[str, str] = FORMAT
+                 ) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, its header and then a tensor at a time; `path` is for what is refused."""
     items = sorted(items, key=_order)
-
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield shard_header(items, metadata)
-        for item in items:
-            yield tensor_bytes(path, item)
-
-    write_new(path, chunks())
+    yield shard_header(items, metadata)
+    for item in items:
+        yield tensor_bytes(path, item)
 
 
 def save_folder(
@@ -93,6 +95,7 @@ def save_folder(
         with staging(target) as temp:
             write(temp, parts)
             for file, data in extras.items():
+                (temp / file).parent.mkdir(exist_ok=True)
                 write_new(temp / file, [data])
             _check_target(target)  # again: a save takes minutes, and the name may have become somebody else's
             if target.is_dir() and any(target.iterdir()):
@@ -225,5 +228,6 @@ def _check_target(target: Path) -> None:
 
 def _check_extras(target: Path, extras: Mapping[str, bytes]) -> None:
     for name in extras:
-        if not re.fullmatch(r"[^/\\\x00-\x1f]{1,255}", name) or name in (".", "..") or STALE.fullmatch(name):
-            refuse(target, repr(name), "the name of an extra file", "a plain file name that is no weight file's")
+        plain = re.fullmatch(r"(?:\d{1,3}_\w{1,32}/)?([^/\\\x00-\x1f]{1,255})", name, re.ASCII)
+        if plain is None or plain[1] in (".", "..") or STALE.fullmatch(name):
+            refuse(target, repr(name), "the name of an extra file", "a plain file name that is no weight file's, or N_MODULE/FILE")

@@ -4,7 +4,7 @@ A head takes hidden states (b s dim), the batch and `items`, the number of targe
 this batch, so that the loss is a mean), and returns an `Output`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -214,9 +214,27 @@ class PoolHead(Head):
         return Output(last_hidden_state=x, pooler_output=torch.tanh(self.pooler(first_token(x, batch))))
 
 
+ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU, "SiLU": nn.SiLU, "Sigmoid": nn.Sigmoid}
+
+
+class Dense(nn.Module):
+    """sentence-transformers' layer behind the pooling: act(linear(x)), from n dim to n out."""
+
+    def __init__(self, dim: int, out: int, bias: bool, act: str):
+        super().__init__()
+        self.linear = Linear(dim, out, bias=bias)
+        self.act = ACTIVATIONS[act]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.linear(x))
+        return out
+
+
 class EmbedHead(Head):
-    """A sentence's vector, scaled to length one. `pick` takes it from the tokens': their mean (Reimers & Gurevych, 2019), or, of a
-    causal model, the last (Wang et al., 2023, "Improving text embeddings with large language models").
+    """A sentence's vector, scaled to length one. `pick` takes it from the tokens': their mean (Reimers & Gurevych, 2019), the
+    first, or, of a causal model, the last (Wang et al., 2023, "Improving text embeddings with large language models"). `dense`:
+    what it goes through before its length is one, if the checkpoint has such layers, with the `files` that say so and the `places`
+    of their weights (checkpoint/sentence.py).
 
     A `pooler` that the family's backbone is saved with has no part in it, but is kept and its output returned beside it.
 
@@ -232,18 +250,19 @@ class EmbedHead(Head):
     scale = 20.0
     symmetric = False
     gather: Callable[[Tensor], Tensor] | None = None
+    files: Mapping[str, bytes] = {}
+    places: Sequence[str] = ()
 
     def __init__(self, pick: Callable[[Tensor, Batch], Tensor], pooler: nn.Linear | None = None):
         super().__init__()
         self.pick, self.pooler = pick, pooler
-
-    @property
-    def pooling(self) -> str:
-        """Of the tokens' vectors: mean, or last."""
-        return "mean" if self.pick is mean_token else "last"
+        self.dense: nn.Sequential | None = None
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
-        out = Output(embeddings=nn.functional.normalize(self.pick(x, batch), dim=-1), last_hidden_state=x)
+        vector = self.pick(x, batch)
+        if self.dense is not None:
+            vector = self.dense(vector)
+        out = Output(embeddings=nn.functional.normalize(vector, dim=-1), last_hidden_state=x)
         if self.pooler is not None:
             out["pooler_output"] = torch.tanh(self.pooler(first_token(x, batch)))
         if batch.labels is not None:
@@ -320,3 +339,6 @@ def mean_token(x: Tensor, batch: Batch) -> Tensor:
         return torch.stack([x[0, span].mean(0) for span, _ in batch.packing.spans()])
     real = x.new_ones(x.shape[:2]) if batch.mask is None else batch.mask.to(x.dtype)
     return torch.einsum("bsd,bs->bd", x, real) / real.sum(1, keepdim=True).clamp(min=1)
+
+
+POOLINGS = {"mean": mean_token, "last": last_token, "cls": first_token}  # as sentence-transformers calls them
