@@ -336,3 +336,12 @@ def test_folder_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1")
     with pytest.raises(InputError, match=r"model.safetensors: w: dtype F4; one of BOOL"):
         Folder(tmp_path)
+
+
+def test_the_folder_of_a_run_says_where_its_model_is(tmp_path):
+    for name in ("config.json", "adapter_config.json"):
+        run = tmp_path / f"run-{name}"
+        (run / "model").mkdir(parents=True)
+        (run / "model" / name).write_text("{}")
+        with pytest.raises(MissingError, match=r": no weights; what was trained there is .*run-.*model$"):
+            Folder(run)
