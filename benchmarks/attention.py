@@ -45,10 +45,22 @@ class Shape:
     dim: int
     biased: bool = True
     causal: bool = False
+    prompt: int = 0  # positions that are a segment of their own, and seen by all
 
     def __str__(self) -> str:
         kind = ("causal" if self.causal else "both ways") if self.queries == self.keys else "across"
-        return f"{self.name} {self.batch} x {self.queries} x {self.heads} x {self.dim} {kind}{'' if self.biased else ', no bias'}"
+        kind += ("" if self.biased else ", no bias") + (f", prompt of {self.prompt}" if self.prompt else "")
+        return f"{self.name} {self.batch} x {self.queries} x {self.heads} x {self.dim} {kind}"
+
+    @property
+    def numbers(self) -> int:
+        """Of a head's bias."""
+        return self.queries + self.keys - 1 + 2 * (self.prompt > 0)
+
+    def rest(self, like: Tensor) -> tuple[Any, ...]:
+        """The op's arguments after the bias."""
+        context = torch.full((like.shape[0], 1), self.prompt, dtype=torch.int32, device=like.device) if self.prompt else None
+        return None, None, None, context, self.queries, self.keys, self.prompt, self.dim**-0.5, self.causal, None, 0.0
 
     @property
     def flops(self) -> float:
@@ -59,12 +71,13 @@ class Shape:
 def shapes(tiny: bool) -> list[Shape]:
     if tiny:
         return [Shape("tiny", 2, 33, 33, 2, 16), Shape("tiny", 2, 33, 33, 2, 16, causal=True),
-                Shape("tiny", 2, 16, 40, 2, 16, biased=False)]  # fmt: skip
+                Shape("tiny", 2, 16, 40, 2, 16, biased=False), Shape("tiny", 2, 33, 33, 2, 16, causal=True, prompt=8)]  # fmt: skip
     t5 = [
         Shape("T5-large", batch, s, s, 16, 64, biased, causal)
         for batch, s in ((32, 512), (8, 2048)) for biased, causal in ((True, False), (True, True), (False, False))
     ]  # fmt: skip
-    return [*t5, Shape("CPM-Ant", 8, 1024, 1024, 32, 80)]
+    cpm = [Shape("CPM-Ant", 8, 1024, 1024, 32, 80), *(Shape("CPM-Ant", 8, 1056, 1056, 32, 80, True, c, 32) for c in (False, True))]
+    return [*t5, *cpm, *(Shape("wide", 8, 1024, 1024, 16, dim) for dim in (96, 128))]
 
 
 # --- the contenders: of q, k, v (b s h d) and a bias in the form that each takes
@@ -79,8 +92,7 @@ def scale(shape: Shape) -> float:
 
 
 def ours(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    rest = (None, None, None, shape.queries, shape.keys, scale(shape), shape.causal, None, 0.0)
-    out: Tensor = relative_attention(q, k, v, bias, *rest)
+    out: Tensor = relative_attention(q, k, v, bias, *shape.rest(q))
     return out
 
 
@@ -119,6 +131,8 @@ def compiled_flex(shape: Shape) -> Callable[..., Any]:
 
 
 def flex(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    if shape.prompt:
+        raise Absent("not written for segments")
     out: Tensor = compiled_flex(shape)(*(x.transpose(1, 2) for x in (q, k, v)), bias).transpose(1, 2)
     return out
 
@@ -144,12 +158,14 @@ def inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor | None]
     """q, k, v and the vector of each head, random leaves."""
     sizes = [(shape.batch, n, shape.heads, shape.dim) for n in (shape.queries, shape.keys, shape.keys)]
     qkv: list[Tensor | None] = [torch.randn(size, device=device, dtype=dtype).requires_grad_() for size in sizes]
-    bias = torch.randn(shape.heads, shape.queries + shape.keys - 1, device=device).requires_grad_() if shape.biased else None
+    bias = torch.randn(shape.heads, shape.numbers, device=device).requires_grad_() if shape.biased else None
     return [*qkv, bias]
 
 
 def hidden(shape: Shape, device: torch.device) -> Tensor:
-    return torch.ones(shape.queries, shape.keys, dtype=torch.bool, device=device).triu(1 + shape.keys - shape.queries)
+    blind = torch.ones(shape.queries, shape.keys, dtype=torch.bool, device=device).triu(1 + shape.keys - shape.queries)
+    blind[:, : shape.prompt] = False
+    return blind
 
 
 def masked(shape: Shape, bias: Tensor | None, like: Tensor) -> Tensor | None:
@@ -157,7 +173,7 @@ def masked(shape: Shape, bias: Tensor | None, like: Tensor) -> Tensor | None:
     if bias is None:
         return torch.zeros(1, 1, *hidden(shape, like.device).shape, device=like.device, dtype=like.dtype).masked_fill(
             hidden(shape, like.device), float("-inf")) if shape.causal else None  # fmt: skip
-    mask = spread(bias.detach(), shape.queries, shape.keys, shape.keys)[None].to(like.dtype)
+    mask = spread(bias.detach(), shape.queries, shape.keys, shape.keys, shape.prompt)[None].to(like.dtype)
     mask = mask.masked_fill(hidden(shape, like.device), float("-inf")) if shape.causal else mask
     return mask.contiguous().requires_grad_()
 
@@ -165,9 +181,12 @@ def masked(shape: Shape, bias: Tensor | None, like: Tensor) -> Tensor | None:
 def diagonals(shape: Shape, grad: Tensor) -> Tensor:
     """The vectors' gradient, of a mask's."""
     at = torch.arange(shape.keys, device=grad.device) - torch.arange(shape.queries, device=grad.device)[:, None]
-    at = (at + shape.queries - 1).flatten()
-    sums = grad.new_zeros(shape.heads, shape.queries + shape.keys - 1, dtype=torch.float64)
-    return sums.index_add_(1, at, grad[0].double().flatten(1))
+    at = at + shape.queries - 1
+    if shape.prompt:
+        own, other = (torch.arange(n, device=grad.device) < shape.prompt for n in (shape.queries, shape.keys))
+        at = torch.where(own[:, None] == other, at, shape.numbers - 1 - own[:, None].long())
+    sums = grad.new_zeros(shape.heads, shape.numbers, dtype=torch.float64)
+    return sums.index_add_(1, at.flatten(), grad[0].double().flatten(1))
 
 
 def given(name: str, shape: Shape, args: list[Tensor | None]) -> list[Tensor | None]:
@@ -186,14 +205,13 @@ def gradients(name: str, shape: Shape, args: list[Tensor | None], direction: Ten
 
 def exact(shape: Shape, args: list[Tensor | None], direction: Tensor) -> list[Tensor]:
     wide = [None if a is None else a.detach().double().requires_grad_() for a in args]
-    rest = (None, None, None, shape.queries, shape.keys, scale(shape), shape.causal, None, 0.0)
-    out = OPS["relative_attention"].reference(*wide, *rest)
+    out = OPS["relative_attention"].reference(*wide, *shape.rest(direction))
     return [out.detach(), *torch.autograd.grad(out, [a for a in wide if a is not None], direction.double())]
 
 
 def judge(name: str, shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Errors, and whether two runs have the same bits, on some of the heads of one entry of the batch."""
-    few = Shape(shape.name, 1, shape.queries, shape.keys, min(2, shape.heads), shape.dim, shape.biased, shape.causal)
+    few = Shape(shape.name, 1, shape.queries, shape.keys, min(2, shape.heads), shape.dim, shape.biased, shape.causal, shape.prompt)
     torch.manual_seed(1)
     args = inputs(few, device, dtype)
     direction = torch.randn(1, few.queries, few.heads, few.dim, device=device, dtype=dtype)
@@ -305,7 +323,8 @@ def measure(shape: Shape, device: str, dtype: torch.dtype, rounds: int) -> list[
 def takes(shape: Shape, args: list[Tensor | None]) -> bool:
     kernel = OPS["relative_attention"].kernel
     assert kernel is not None and kernel.takes is not None
-    return kernel.takes(*args, None, None, None, shape.queries, shape.keys, scale(shape), shape.causal, None, 0.0)
+    assert args[0] is not None
+    return kernel.takes(*args, *shape.rest(args[0]))
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -72,9 +72,9 @@ struct Rows {
 // Scores, products so far, to powers, of which some are dropped: of a tile of queries [i0, i0 + ...) and keys [j0, j0 + 8 N).
 template <int ROWS, int M, int N>
 __device__ __forceinline__ bool weigh(float (&x)[M][N][4], float (&less)[2 * M], Rows<M>& rows, const Problem& p, const Sequence& of,
-                                      int32_t i0, int32_t j0, const float* strip) {
-    score<false, ROWS>(x, strip, p.scale, [&](int m, int, int e) { return rows.top[2 * m + e / 2]; });
-    if (p.seen || j0 + 8 * N > of.limit(i0)) hide<false>(x, p, of, i0 + warp() * 16 * M, j0);
+                                      int32_t i0, int32_t j0, bool mixed, const float* strip, bool some) {
+    score<false, ROWS>(x, p, of, i0, j0, mixed, strip, [&](int m, int, int e) { return rows.top[2 * m + e / 2]; });
+    if (some || j0 + 8 * N > of.limit(i0)) hide<false>(x, p, of, i0 + warp() * 16 * M, j0);
     const bool above = rows.powers(x, less);
     if (p.seed)
         each_kept<false, M, N>(p, of.row + i0 + warp() * 16 * M, j0, [&](int m, int n, int e, bool keep) {
@@ -115,6 +115,7 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, uin
             commit();
         };
 
+        const int32_t mixed = of.mixed_keys(p, i0);
         float sums[M][S::TILES][4] = {};
         Rows<M> rows;
         Feed<L::ROWS, L::THREADS, S, T, 1>(of, i0, of.s, of.queries(static_cast<const T*>(p.q))).to(q);
@@ -127,9 +128,10 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, uin
             float x[M][N][4];
             S::template rows_by_rows<T>(x, q, ks + at);
             if (step + 1 < steps) load(step + 1);
+            const bool some = padded<L::ACROSS>(p, of, j0);
             S::finish(x);
             float less[2 * M];
-            if (weigh<L::ROWS>(x, less, rows, p, of, i0, j0, p.bias ? strips + step % 2 * L::STRIP : nullptr)) lessen(sums, less);
+            if (weigh<L::ROWS>(x, less, rows, p, of, i0, j0, j0 < mixed, p.bias ? strips + step % 2 * L::STRIP : nullptr, some)) lessen(sums, less);
             S::template weights_by_rows<T>(sums, x, vs + at);
             S::finish(sums);
         }

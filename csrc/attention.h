@@ -19,6 +19,7 @@ constexpr float LOG2E = 1.44269504088896341f;
 template <int CHANNELS>
 struct Warps : Padded<CHANNELS> {
     using Padded<CHANNELS>::DIM;
+    static constexpr bool TURNS = false;
     struct Forward {
         static constexpr int WARPS = 4, M = 2, ACROSS = DIM <= 96 ? 64 : 32, BLOCKS = 1;
     };
@@ -30,17 +31,19 @@ struct Warps : Padded<CHANNELS> {
     };
 };
 
-// The same of up to 64 channels by Hopper's warpgroups, of which a block has one: several blocks that wait for nothing in common keep
-// a multiprocessor busier than two warpgroups that share their keys (one H200, T5-large's forward: 120 and 124 microseconds).
-struct Groups : Swizzled {
+// The same by Hopper's warpgroups, of which a block has one: several blocks that wait for nothing in common keep a multiprocessor busier
+// than two warpgroups that share their keys (one H200, T5-large's forward: 120 and 124 microseconds).
+template <int CHANNELS>
+struct Groups : Grouped<CHANNELS> {
+    static constexpr bool TURNS = CHANNELS <= 64;  // of_keys has the registers to do two things at once
     struct Forward {
-        static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = 4;
+        static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = CHANNELS <= 64 ? 4 : CHANNELS <= 96 ? 3 : 2;
     };
     struct OfKeys {
         static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = 2;
     };
     struct OfQueries {
-        static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = 3;
+        static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = CHANNELS <= 64 ? 3 : 2;
     };
 };
 
@@ -54,9 +57,9 @@ struct Block : L {
 // Whether the chip that is compiled for has the instructions and the shared memory, and nothing better.
 template <class T, class S>
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool ABLE = std::is_same_v<S, Groups> || (S::DIM > Groups::DIM);
+constexpr bool ABLE = S::GROUP || S::DIM > 64;
 #elif defined(__CUDA_ARCH__)
-constexpr bool ABLE = !std::is_same_v<S, Groups> && (__CUDA_ARCH__ >= 800 || (std::is_same_v<T, fp16> && S::DIM <= 64));
+constexpr bool ABLE = !S::GROUP && (__CUDA_ARCH__ >= 800 || (std::is_same_v<T, fp16> && S::DIM <= 64));
 #else
 constexpr bool ABLE = true;
 #endif
@@ -65,10 +68,12 @@ constexpr bool ABLE = true;
 struct Problem {
     const void *q, *k, *v;
     int64_t batch, s, t, heads, sequences, span, longest_q, longest_k, distances;
-    int32_t dim;
-    const float* bias;  // (heads, distances), or null
+    int64_t numbers;  // of a head's bias: for each distance, and where there is a prompt for either way across its edge
+    int32_t dim, prompt;  // 0: none
+    const float* bias;  // (heads, numbers), or null
     const uint8_t* seen;  // (batch, t), or null
     const int32_t *ends_q, *ends_k;
+    const int32_t* context;  // a sequence, or null
     const int64_t* seed;  // or null
     uint32_t threshold;
     float kept, scale;
@@ -80,8 +85,8 @@ struct Sequence {
     int64_t q0, k0;  // the first of its rows in q and in k
     int64_t row;     // of b h s, the first
     int32_t s, t, head, dim;
-    int64_t step;    // elements from a row to the next
-    bool causal;
+    int32_t open;  // keys before this one are seen by all queries
+    int64_t step;  // elements from a row to the next
 
     // `pair` counts the heads of the first sequence, then those of the next.
     __device__ Sequence(const Problem& p, uint32_t pair)
@@ -96,7 +101,8 @@ struct Sequence {
         q0 = batch * p.s + first_q, k0 = batch * p.t + first_k;
         row = (batch * p.heads + at_head) * p.s + first_q;
         s = static_cast<int32_t>(last_q - first_q), t = static_cast<int32_t>(last_k - first_k);
-        head = static_cast<int32_t>(at_head), dim = p.dim, step = p.heads * p.dim, causal = p.causal;
+        head = static_cast<int32_t>(at_head), dim = p.dim, step = p.heads * p.dim;
+        open = !p.causal ? t : p.context ? static_cast<int32_t>(within(p.context[sequence], 0, t)) : 0;
     }
     static __device__ int64_t within(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
@@ -110,52 +116,61 @@ struct Sequence {
     }
     // Query i sees the keys before this one: the queries are the last s of t positions.
     __device__ int32_t limit(int32_t i) const {
-        const int32_t most = i + 1 + t - s;
-        return causal && most < t ? most : t;
+        const int32_t most = i + 1 + t - s < open ? open : i + 1 + t - s;
+        return most < t ? most : t;
+    }
+    // The first query that sees a key of those from j on.
+    __device__ int32_t viewer(int32_t j) const { return j < open || j < t - s ? 0 : j - (t - s); }
+    // Of a tile of queries from i on and keys from j on some may be the prompt's where j, or i, is less than this one; then its rows and
+    // columns are told apart.
+    __device__ int32_t mixed_keys(const Problem& p, int32_t i) const { return p.prompt && i + t - s < p.prompt ? INT32_MAX : p.prompt; }
+    __device__ int32_t mixed_queries(const Problem& p, int32_t j) const {
+        return !p.prompt ? INT32_MIN : j < p.prompt ? INT32_MAX : p.prompt - (t - s);
     }
 };
 
 // ---- from global to shared memory
 
-// Rows of a head, ROWS at a time, of COUNT matrices that lie alike; zeros for those past the last and for channels past `dim`. Where
-// THREADS allow it a thread's rows are a fixed number apart, and it goes on from where it was: few instructions matter, for the tensor
-// cores leave time for little else.
+// Rows of a head, ROWS at a time, of COUNT matrices that lie alike; zeros for those past the last and for channels past `dim`. A thread
+// has channels of its own, and rows a fixed number apart; it goes on from where it was: few instructions matter, for the tensor cores
+// leave time for little else. Where the 16 bytes of a row are no power of two, those past one are a second part, shared out likewise.
 template <int ROWS, int THREADS, class S, class T, int COUNT>
 struct Feed {
-    static constexpr int PACKS = S::DIM / 8, HOP = THREADS / PACKS;
-    static constexpr bool EVEN = THREADS % PACKS == 0 && ROWS % HOP == 0 && HOP % 8 == 0;
+    static constexpr int PACKS = S::DIM / 8, WIDE = S::GROUP || PACKS < 16 ? 8 : 16, REST = PACKS - WIDE;
+    static constexpr int HOP = THREADS / WIDE, REST_HOP = REST ? THREADS / REST : ROWS;
+    static_assert(ROWS % HOP == 0 && HOP % 8 == 0 && ROWS % REST_HOP == 0 && REST_HOP % 8 == 0);
     const T* next[COUNT];
-    int32_t left, dim;  // rows from there on
+    int32_t left, left_of_rest, to_rest;  // rows from there on; where the second part is
     int64_t step;
 
     template <class... From>
-    __device__ __forceinline__ Feed(const Sequence& of, int32_t first, int32_t rows, From... from)
-        : next{from...}, left(rows - first), dim(of.dim), step(of.step) {
-        const int row = EVEN ? static_cast<int>(threadIdx.x / PACKS) : 0, channel = EVEN ? static_cast<int>(threadIdx.x % PACKS) * 8 : 0;
+    __device__ __forceinline__ Feed(const Sequence& of, int32_t first, int32_t rows, From... from) : next{from...}, step(of.step) {
+        const auto at = static_cast<int>(threadIdx.x);
+        const int row = at / WIDE, channel = at % WIDE * 8, row_of_rest = at / (REST ? REST : 1), rest = (WIDE + at % (REST ? REST : 1)) * 8;
 #pragma unroll
         for (int k = 0; k < COUNT; k++) next[k] += int64_t{first} * step + row * step + channel;
-        left = channel < dim ? left - row : 0;
+        left = channel < of.dim ? rows - first - row : 0;
+        left_of_rest = rest < of.dim ? rows - first - row_of_rest : 0;
+        to_rest = (row_of_rest - row) * static_cast<int32_t>(step) + rest - channel;
     }
     template <class... To>
     __device__ __forceinline__ void to(To... to) {
         T* const tiles[COUNT] = {to...};
+        const auto at = static_cast<int>(threadIdx.x);
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
-            if constexpr (EVEN) {
-                T* const place = tiles[k] + S::place(static_cast<int>(threadIdx.x / PACKS), static_cast<int>(threadIdx.x % PACKS) * 8);
+            T* const place = tiles[k] + S::place(at / WIDE, at % WIDE * 8);
 #pragma unroll
-                for (int i = 0; i < ROWS; i += HOP)
-                    copy16(reinterpret_cast<uint4*>(place + S::elements(i)), next[k] + i * step, i < left);
-            } else {
-                for (int at = static_cast<int>(threadIdx.x); at < ROWS * PACKS; at += THREADS) {
-                    const int row = at / PACKS, channel = at % PACKS * 8;
-                    copy16(reinterpret_cast<uint4*>(tiles[k] + S::place(row, channel)), next[k] + row * step + channel,
-                           row < left && channel < dim);
-                }
+            for (int i = 0; i < ROWS; i += HOP) copy16(reinterpret_cast<uint4*>(place + S::below(i, 0)), next[k] + i * step, i < left);
+            if constexpr (REST > 0) {
+                T* const other = tiles[k] + S::place(at / REST, (WIDE + at % REST) * 8);
+#pragma unroll
+                for (int i = 0; i < ROWS; i += REST_HOP)
+                    copy16(reinterpret_cast<uint4*>(other + S::below(i, WIDE * 8)), next[k] + to_rest + i * step, i < left_of_rest);
             }
             next[k] += ROWS * step;
         }
-        left -= ROWS;
+        left -= ROWS, left_of_rest -= ROWS;
     }
 };
 
@@ -168,7 +183,7 @@ struct Strip {
     __device__ __forceinline__ Strip(const Problem& p, const Sequence& of, int32_t i, int32_t j)
         : from(static_cast<int32_t>(p.longest_k - of.t + of.s - I) + j - i + static_cast<int32_t>(threadIdx.x)),
           distances(p.bias ? static_cast<int32_t>(p.distances) : 0) {
-        next = p.bias + of.head * p.distances + from;
+        next = p.bias + of.head * p.numbers + from;
     }
     __device__ __forceinline__ void to(float* strip) {
         if (!distances) return;
@@ -226,17 +241,51 @@ __device__ __forceinline__ void each(F f) {
             for (int e = 0; e < 4; e++) f(m, n, e);
 }
 
-// Scores in units of log 2, for softmax is then a power of two, less what `base` says: x scale + bias - base(m, n, e). Rows are queries,
-// or KEYS: `strip` goes the other way.
-template <bool KEYS, int ROWS, int M, int N, class F>
-__device__ __forceinline__ void score(float (&x)[M][N][4], const float* strip, float scale, F base) {
-    const int first = warp() * 16 * M + g() - 2 * c();
-    if (!strip) return each<M, N>([&](int m, int n, int e) { x[m][n][e] = fmaf(x[m][n][e], scale, -base(m, n, e)); });
-    const float* at = KEYS ? strip + 8 * N - 1 + first : strip + ROWS - 1 - first;
+// f(m, n, e, across, forth) for every element of a tile whose warps' first query is i and first key j: whether the two are on different
+// sides of the prompt's edge, and whether the query is the prompt's. Rows are queries, or KEYS.
+template <bool KEYS, int M, int N, class F>
+__device__ __forceinline__ void each_side(const Problem& p, const Sequence& of, int32_t i, int32_t j, F f) {
+    const int32_t query = p.prompt - (i + of.t - of.s), key = p.prompt - j;  // so many of the prompt from there on
+    const int32_t row = (KEYS ? key : query) - g(), column = (KEYS ? query : key) - 2 * c();
     each<M, N>([&](int m, int n, int e) {
-        const int ahead = 16 * m + e / 2 * 8 - 8 * n - e % 2;
-        x[m][n][e] = fmaf(x[m][n][e], scale, fmaf(at[KEYS ? ahead : -ahead], LOG2E, -base(m, n, e)));
+        const bool own = 16 * m + e / 2 * 8 < row, other = 8 * n + e % 2 < column;
+        f(m, n, e, own != other, KEYS ? other : own);
     });
+}
+
+// Scores in units of log 2, for softmax is then a power of two, less what `base` says: x scale + bias - base(m, n, e). The tile's first
+// query is i, its first key j. Rows are queries, or KEYS: `strip` goes the other way.
+template <bool KEYS, int ROWS, int M, int N, class F>
+__device__ __forceinline__ void score(float (&x)[M][N][4], const Problem& p, const Sequence& of, int32_t i, int32_t j, bool mixed,
+                                      const float* strip, F base) {
+    const int own = warp() * 16 * M, first = own + g() - 2 * c();
+    if (!strip) return each<M, N>([&](int m, int n, int e) { x[m][n][e] = fmaf(x[m][n][e], p.scale, -base(m, n, e)); });
+    const float* at = KEYS ? strip + 8 * N - 1 + first : strip + ROWS - 1 - first;
+    const auto ahead = [](int m, int n, int e) { return (KEYS ? 1 : -1) * (16 * m + e / 2 * 8 - 8 * n - e % 2); };
+    if (mixed) {
+        const float* const constants = p.bias + of.head * p.numbers + p.distances;
+        const float to_text = constants[0], to_prompt = constants[1];
+        return each_side<KEYS, M, N>(p, of, KEYS ? i : i + own, KEYS ? j + own : j, [&](int m, int n, int e, bool across, bool forth) {
+            const float bias = across ? forth ? to_text : to_prompt : at[ahead(m, n, e)];
+            x[m][n][e] = fmaf(x[m][n][e], p.scale, fmaf(bias, LOG2E, -base(m, n, e)));
+        });
+    }
+    each<M, N>([&](int m, int n, int e) {
+        x[m][n][e] = fmaf(x[m][n][e], p.scale, fmaf(at[ahead(m, n, e)], LOG2E, -base(m, n, e)));
+    });
+}
+
+// Whether one of the keys [j, j + COUNT) of the sequence is not seen; most tiles have none, and nothing to hide. All of a warp ask.
+template <int COUNT>
+__device__ __forceinline__ bool padded(const Problem& p, const Sequence& of, int32_t j) {
+    if (!p.seen) return false;
+    bool whole = true;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 32) {
+        const int32_t key = j + i + lane();
+        whole &= key >= of.t || p.seen[of.k0 + key];
+    }
+    return __any_sync(0xFFFFFFFFu, !whole);
 }
 
 // A score of what is not there, or not seen, becomes -inf. The warp's first query is i, its first key j. Rows are queries, or KEYS.
@@ -343,10 +392,13 @@ inline Problem read(Call& call, Array& q) {
     const Array bias = call.maybe("bias", F32);
     const Array seen = call.maybe("seen", BOOL, Shape{p.batch, p.t});
     const Array ends_q = call.maybe("lengths_q", I32), ends_k = call.maybe("lengths_k", I32);
+    const Array context = call.maybe("context", I32);
     p.longest_q = call.integer("longest_q", 0, p.s), p.longest_k = call.integer("longest_k", 0, p.t);
+    p.prompt = static_cast<int32_t>(call.integer("prompt", 0, (int64_t{1} << 30) - 1));
     p.distances = p.longest_q + p.longest_k ? p.longest_q + p.longest_k - 1 : 0;
-    if (bias && !(bias.shape == Shape{p.heads, p.distances}))
-        call.refuse("bias: wanted (heads, longest_q + longest_k - 1), a number for each distance");
+    p.numbers = p.distances + (p.prompt ? 2 : 0);
+    if (bias && !(bias.shape == Shape{p.heads, p.numbers}))
+        call.refuse("bias: wanted (heads, longest_q + longest_k - 1), a number for each distance, and with a prompt two more");
     if (ends_q.given != ends_k.given) call.refuse("lengths_q and lengths_k go together");
     if (ends_q) {
         p.sequences = ends_q.shape.count() - 1;
@@ -356,8 +408,10 @@ inline Problem read(Call& call, Array& q) {
     } else if (p.longest_q != p.s || p.longest_k != p.t) {
         call.refuse("without lengths the longest sequences are all of q and of k");
     }
+    if (context && !(context.shape == Shape{p.batch, p.sequences / (p.batch ? p.batch : 1)}))
+        call.refuse("context: wanted (batch, sequences of a row), a number of keys for each");
     p.bias = bias.as<float>(), p.seen = seen.as<uint8_t>();
-    p.ends_q = ends_q.as<int32_t>(), p.ends_k = ends_k.as<int32_t>();
+    p.ends_q = ends_q.as<int32_t>(), p.ends_k = ends_k.as<int32_t>(), p.context = context.as<int32_t>();
     p.scale = static_cast<float>(call.real("scale")) * LOG2E;
     p.causal = call.flag("causal");
     p.seed = call.maybe("seed", I64, Shape{1}).as<int64_t>();
@@ -402,19 +456,19 @@ constexpr int HOPPER = 90;
 constexpr int HOPPER = -1;
 #endif
 // Few sizes, for each is compiled six times: smaller heads are filled up with zeros.
-#define MC_FOR_SIZES(chip, dim, S, ...)                        \
-    if (chip == HOPPER && dim <= Groups::DIM) {                \
-        using S = Groups;                                      \
-        __VA_ARGS__;                                           \
-    } else if (dim <= 64) {                                    \
-        using S = Warps<64>;                                   \
-        __VA_ARGS__;                                           \
-    } else if (dim <= 96) {                                    \
-        using S = Warps<96>;                                   \
-        __VA_ARGS__;                                           \
-    } else {                                                   \
-        using S = Warps<128>;                                  \
-        __VA_ARGS__;                                           \
+#define MC_FOR_SIZES(chip, dim, S, ...)    \
+    if (chip == HOPPER && dim <= 64) {     \
+        using S = Groups<64>;              \
+        __VA_ARGS__;                       \
+    } else if (dim <= 64) {                \
+        using S = Warps<64>;               \
+        __VA_ARGS__;                       \
+    } else if (dim <= 96) {                \
+        using S = Warps<96>;               \
+        __VA_ARGS__;                       \
+    } else {                               \
+        using S = Warps<128>;              \
+        __VA_ARGS__;                       \
     }
 #define MC_FOR_HALF(dtype, T, ...) \
     if (dtype == mc::BF16) {       \

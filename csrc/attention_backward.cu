@@ -24,7 +24,7 @@ struct Gradients {
     const float* lse;
     float* inner;  // D, laid out as lse
     void *dq, *dk, *dv;
-    float* partial;  // (heads, parts, distances), zero at first, or null
+    float* partial;  // (heads, parts, numbers), zero at first, or null
     int64_t parts;   // blocks of a head
 };
 
@@ -33,16 +33,22 @@ struct Gradients {
 template <class S>
 struct KeysLayout : Block<S, typename S::OfKeys> {
     using B = Block<S, typename S::OfKeys>;
-    static constexpr int STAGES = std::is_same_v<S, Groups> ? 3 : 2;  // tiles of queries
+    static constexpr int STAGES = S::TURNS ? 3 : 2;  // tiles of queries
     static constexpr size_t BYTES = S::ALIGN - 16 + 2 * B::OWN + STAGES * (2 * B::OTHER + sizeof(float) * (B::STRIP + 2 * B::ACROSS));
 };
 
-// Of a tile of keys in rows [j0, j0 + ROWS) and queries [i0, i0 + 8 N): scores to probabilities.
+// Queries that see keys before this one see all of the ROWS from j0 on: where the last of them ends, or where one of them is padding none do.
+template <int ROWS>
+__device__ __forceinline__ int32_t end_of(const Problem& p, const Sequence& of, int32_t j0) {
+    return padded<ROWS>(p, of, j0) ? INT32_MAX : j0 + ROWS;
+}
+
+// Of a tile of keys in rows [j0, j0 + ROWS) and queries [i0, i0 + 8 N): scores to probabilities. `end`: see `end_of`.
 template <int ROWS, int M, int N>
-__device__ __forceinline__ void probable(float (&x)[M][N][4], const Problem& p, const Sequence& of, int32_t i0, int32_t j0, const float* lse,
-                                         const float* strip) {
-    score<true, ROWS>(x, strip, p.scale, [&](int, int n, int e) { return lse[8 * n + e % 2]; });
-    if (p.seen || i0 + 8 * N > of.s || j0 + ROWS > of.limit(i0)) hide<true>(x, p, of, i0, j0 + warp() * 16 * M);
+__device__ __forceinline__ void probable(float (&x)[M][N][4], const Problem& p, const Sequence& of, int32_t i0, int32_t j0, bool mixed,
+                                         const float* lse, const float* strip, int32_t end) {
+    score<true, ROWS>(x, p, of, i0, j0, mixed, strip, [&](int, int n, int e) { return lse[8 * n + e % 2]; });
+    if (i0 + 8 * N > of.s || end > of.limit(i0)) hide<true>(x, p, of, i0, j0 + warp() * 16 * M);
     each<M, N>([&](int m, int n, int e) { x[m][n][e] = quick_exp2(x[m][n][e]); });
 }
 
@@ -59,8 +65,7 @@ __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& 
     const Sequence of(p, block / tiles_of_one);
     for (int64_t tile = block % tiles_of_one; tile * L::ROWS < of.t; tile += tiles_of_one) {
         const auto j0 = static_cast<int32_t>(tile * L::ROWS);
-        const int32_t blind = of.causal ? j0 - (of.t - of.s) : 0;  // queries before this one see none of these keys
-        const int32_t first = blind > 0 ? blind / L::ACROSS : 0, steps = (of.s + L::ACROSS - 1) / L::ACROSS;
+        const int32_t first = of.viewer(j0) / L::ACROSS, steps = (of.s + L::ACROSS - 1) / L::ACROSS;
         Feed<L::ACROSS, L::THREADS, S, T, 2> rows(of, first * L::ACROSS, of.s, of.queries(static_cast<const T*>(p.q)),
                                                   of.queries(static_cast<const T*>(to.grad)));
         Strip<L::ACROSS, L::ROWS, L::THREADS, -L::ACROSS> bias(p, of, first * L::ACROSS, j0);
@@ -75,6 +80,7 @@ __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& 
         Feed<L::ROWS, L::THREADS, S, T, 1>(of, j0, of.t, of.keys(static_cast<const T*>(p.k))).to(ks);
         Feed<L::ROWS, L::THREADS, S, T, 1>(of, j0, of.t, of.keys(static_cast<const T*>(p.v))).to(vs);
         if (first < steps) load(first);
+        const int32_t end = end_of<L::ROWS>(p, of, j0), mixed = of.mixed_queries(p, j0);
         for (int32_t step = first; step < steps; step++) {
             wait(0);
             S::arrived();
@@ -86,7 +92,7 @@ __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& 
             S::template rows_by_rows<T>(x, ks, qs + at);
             S::template rows_by_rows<T>(y, vs, grads + at);
             S::finish(x, y);
-            probable<L::ROWS>(x, p, of, i0, j0, lse, p.bias ? strips + step % 2 * L::STRIP : nullptr);
+            probable<L::ROWS>(x, p, of, i0, j0, i0 < mixed, lse, p.bias ? strips + step % 2 * L::STRIP : nullptr, end);
             each_kept<true, M, N>(p, of.row + i0, j0 + warp() * 16 * M, [&](int m, int n, int e, bool keep) {
                 y[m][n][e] = x[m][n][e] * ((keep ? y[m][n][e] * p.kept : 0.0f) - inner[8 * n + e % 2]);
                 x[m][n][e] = keep ? x[m][n][e] : 0.0f;
@@ -107,9 +113,8 @@ __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& 
 // The same by a warpgroup, which goes on while the tensor cores multiply: exponentials are computed under the products of dO and V, of
 // the next queries' scores and of the dK before, and what becomes of dP under the one of dV. Two blocks of it are faster on a
 // multiprocessor than three that wait for each product; forward, and for dQ, it is the other way round, for there is less to do at once.
-template <class T>
+template <class T, class S>
 __device__ __forceinline__ void of_keys_in_turns(const Problem& p, const Gradients& to, uint32_t block, uint32_t tiles_of_one) {
-    using S = Groups;
     using L = KeysLayout<S>;
     constexpr int N = L::N;
     static_assert(L::M == 1);
@@ -122,8 +127,7 @@ __device__ __forceinline__ void of_keys_in_turns(const Problem& p, const Gradien
     const Sequence of(p, block / tiles_of_one);
     for (int64_t tile = block % tiles_of_one; tile * L::ROWS < of.t; tile += tiles_of_one) {
         const auto j0 = static_cast<int32_t>(tile * L::ROWS);
-        const int32_t blind = of.causal ? j0 - (of.t - of.s) : 0;  // queries before this one see none of these keys
-        const int32_t first = blind > 0 ? blind / L::ACROSS : 0, all = (of.s + L::ACROSS - 1) / L::ACROSS;
+        const int32_t first = of.viewer(j0) / L::ACROSS, all = (of.s + L::ACROSS - 1) / L::ACROSS;
         const int32_t steps = all > first ? all : first + 1;  // one at least, of queries that are not there
         Feed<L::ACROSS, L::THREADS, S, T, 2> rows(of, first * L::ACROSS, of.s, of.queries(static_cast<const T*>(p.q)),
                                                   of.queries(static_cast<const T*>(to.grad)));
@@ -142,6 +146,7 @@ __device__ __forceinline__ void of_keys_in_turns(const Problem& p, const Gradien
         Feed<L::ROWS, L::THREADS, S, T, 1>(of, j0, of.t, of.keys(static_cast<const T*>(p.v))).to(vs);
         load(first, 0);
         load(first + 1, 1);
+        const int32_t end = end_of<L::ROWS>(p, of, j0), mixed = of.mixed_queries(p, j0);
         wait(1);
         S::arrived();
         __syncthreads();
@@ -165,9 +170,9 @@ __device__ __forceinline__ void of_keys_in_turns(const Problem& p, const Gradien
             } else {
                 S::forget(next);
             }
-            probable<L::ROWS>(x, p, of, i0, j0, lse, strip);
+            probable<L::ROWS>(x, p, of, i0, j0, i0 < mixed, lse, strip, end);
             S::finish(y, next, dk);
-            S::Left left;
+            typename S::Left left;
             if (p.seed) {
                 float kept[1][N][4];
                 each_kept<true, 1, N>(p, of.row + i0, j0 + warp() * 16, [&](int m, int n, int e, bool keep) {
@@ -203,7 +208,7 @@ __device__ __forceinline__ void of_keys_in_turns(const Problem& p, const Gradien
 template <class T, class S>
 __global__ __launch_bounds__(KeysLayout<S>::THREADS, KeysLayout<S>::BLOCKS) void of_keys(const Problem p, const Gradients to, uint32_t tiles_of_one) {
     if constexpr (!ABLE<T, S>) return;
-    else if constexpr (std::is_same_v<S, Groups>) of_keys_in_turns<T>(p, to, blockIdx.x, tiles_of_one);
+    else if constexpr (S::TURNS) of_keys_in_turns<T, S>(p, to, blockIdx.x, tiles_of_one);
     else of_keys_body<T, S>(p, to, blockIdx.x, tiles_of_one);
 }
 
@@ -216,8 +221,8 @@ struct QueriesLayout : Block<S, typename S::OfQueries> {
     // 4 modulo 16: what a warp stores at once lies in different banks. The last 12 are zeros, also as what is left of the next row.
     static constexpr int FOLD = 8 * SLOTS + 12, FOLDED = B::WARPS * 8 * FOLD;
     static_assert(FOLD % 16 == 4);
-    static constexpr int FOLDS = std::is_same_v<S, Groups> ? 2 : 1;  // one may be stored while another is added up
-    static constexpr size_t BYTES = S::ALIGN - 16 + 2 * B::OWN + 4 * B::OTHER + sizeof(float) * (2 * B::STRIP + FOLDS * FOLDED);
+    static constexpr int FOLDS = S::GROUP && S::DIM <= 96 ? 2 : 1;  // one may be stored while another is added up
+    static constexpr size_t BYTES = S::ALIGN - 16 + 2 * B::OWN + 4 * B::OTHER + sizeof(float) * (2 * B::STRIP + FOLDS * FOLDED + 2 * B::WARPS);
 };
 
 // Adds up a warp's dS along diagonals as far as one thread can: fold[r][x], r = 2 c + e % 2 a column modulo 8, has what lies at
@@ -235,6 +240,22 @@ __device__ __forceinline__ void store_diagonals(float* fold, const float (&x)[M]
         const int at = 8 * slot + 7 - g();
         fold[(2 * c()) * FOLD + at] = sums[0], fold[(2 * c() + 1) * FOLD + at] = sums[1];
     }
+}
+
+// What dS has across the prompt's edge is no distance's: taken out, and added to the sums of the warp, one for either way.
+template <int M, int N>
+__device__ __forceinline__ void set_apart(float (&x)[M][N][4], const Problem& p, const Sequence& of, int32_t i, int32_t j, float* sums) {
+    float to_text = 0.0f, to_prompt = 0.0f;
+    each_side<false, M, N>(p, of, i, j, [&](int m, int n, int e, bool across, bool forth) {
+        to_text += across && forth ? x[m][n][e] : 0.0f, to_prompt += across && !forth ? x[m][n][e] : 0.0f;
+        x[m][n][e] = across ? 0.0f : x[m][n][e];
+    });
+#pragma unroll
+    for (int hop = 16; hop; hop /= 2) {
+        to_text += __shfl_xor_sync(0xFFFFFFFFu, to_text, hop);
+        to_prompt += __shfl_xor_sync(0xFFFFFFFFu, to_prompt, hop);
+    }
+    if (lane() == 0) sums[0] += to_text, sums[1] += to_prompt;
 }
 
 // Of all warps, to the vector: of queries [i, i + I) and keys [j, j + J).
@@ -303,11 +324,12 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
     T *const ks = grads + S::elements(L::ROWS), *const vs = ks + 2 * S::elements(L::ACROSS);  // two of each
     float* const strips = reinterpret_cast<float*>(vs + 2 * S::elements(L::ACROSS));
     float* const folds = strips + 2 * L::STRIP;
-    zero(folds, L::FOLDS * L::FOLDED);
+    float* const constants = folds + L::FOLDS * L::FOLDED;  // two a warp
+    zero(folds, L::FOLDS * L::FOLDED + 2 * L::WARPS);
 
     const auto parts = static_cast<uint32_t>(to.parts), part = block % parts;
     const int64_t head = block / parts;
-    float* const vector = to.partial ? to.partial + (head * to.parts + part) * p.distances : nullptr;
+    float* const vector = to.partial ? to.partial + (head * to.parts + part) * p.numbers : nullptr;
     for (int64_t item = part; item < p.sequences * tiles_of_one; item += to.parts) {
         const Sequence of(p, item / tiles_of_one, head);
         for (int64_t tile = tiles_of_one - 1 - item % tiles_of_one; tile * L::ROWS < of.s; tile += tiles_of_one) {
@@ -321,6 +343,7 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                 commit();
             };
 
+            const int32_t mixed = of.mixed_keys(p, i0);
             float dq[M][S::TILES][4] = {}, lse[2 * M], inner[2 * M];
 #pragma unroll
             for (int r = 0; r < 2 * M; r++) {
@@ -341,9 +364,11 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                 S::template rows_by_rows<T>(y, grads, vs + at);
                 if (step + 1 < steps) load(step + 1);
                 if (vector && step) Diagonals<L>(vector, p, of, i0, j0 - L::ACROSS).add(folds + (step - 1) % L::FOLDS * L::FOLDED);
+                const bool some = padded<L::ACROSS>(p, of, j0);
                 S::finish(x, y);
-                score<false, L::ROWS>(x, p.bias ? strips + step % 2 * L::STRIP : nullptr, p.scale, [&](int m, int, int e) { return lse[2 * m + e / 2]; });
-                if (p.seen || j0 + L::ACROSS > of.limit(i0)) hide<false>(x, p, of, i0 + warp() * 16 * M, j0);
+                score<false, L::ROWS>(x, p, of, i0, j0, j0 < mixed, p.bias ? strips + step % 2 * L::STRIP : nullptr,
+                                      [&](int m, int, int e) { return lse[2 * m + e / 2]; });
+                if (some || j0 + L::ACROSS > of.limit(i0)) hide<false>(x, p, of, i0 + warp() * 16 * M, j0);
                 each_kept<false, M, N>(p, of.row + i0 + warp() * 16 * M, j0, [&](int m, int n, int e, bool keep) {
                     const int r = 2 * m + e / 2;
                     x[m][n][e] = quick_exp2(x[m][n][e]) * ((keep ? y[m][n][e] * p.kept : 0.0f) - inner[r]);
@@ -351,6 +376,7 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                 S::template weights_by_rows<T>(dq, x, ks + at);
                 if (vector) {
                     if (L::FOLDS == 1) __syncthreads();  // those of the last step are added up
+                    if (j0 < mixed) set_apart(x, p, of, i0 + warp() * 16 * M, j0, constants + 2 * warp());
                     store_diagonals<M, N, L::FOLD>(folds + step % L::FOLDS * L::FOLDED + warp() * 8 * L::FOLD, x);
                 }
                 S::finish(dq);
@@ -364,6 +390,14 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
             __syncthreads();
         }
     }
+    if (vector && p.prompt) {
+        __syncthreads();  // the zeros are there, if nothing else is
+        if (threadIdx.x < 2) {
+            float sum = 0.0f;
+            for (int w = 0; w < L::WARPS; w++) sum += constants[2 * w + threadIdx.x];
+            vector[p.distances + threadIdx.x] = sum;
+        }
+    }
 }
 
 template <class T, class S>
@@ -371,12 +405,12 @@ __global__ __launch_bounds__(QueriesLayout<S>::THREADS, QueriesLayout<S>::BLOCKS
     if constexpr (ABLE<T, S>) of_queries_body<T, S>(p, to, blockIdx.x, tiles_of_one);
 }
 
-__global__ __launch_bounds__(THREADS) void add_up(const float* partial, float* sum, int64_t heads, int64_t parts, int64_t distances) {
-    for (int64_t at = int64_t{blockIdx.x} * THREADS + threadIdx.x; at < heads * distances; at += int64_t{gridDim.x} * THREADS) {
-        const float* from = partial + at / distances * parts * distances + at % distances;
+__global__ __launch_bounds__(THREADS) void add_up(const float* partial, float* sum, int64_t heads, int64_t parts, int64_t numbers) {
+    for (int64_t at = int64_t{blockIdx.x} * THREADS + threadIdx.x; at < heads * numbers; at += int64_t{gridDim.x} * THREADS) {
+        const float* from = partial + at / numbers * parts * numbers + at % numbers;
         float total = 0.0f;
 #pragma unroll 8
-        for (int64_t part = 0; part < parts; part++) total += from[part * distances];
+        for (int64_t part = 0; part < parts; part++) total += from[part * numbers];
         sum[at] = total;
     }
 }
@@ -392,8 +426,8 @@ MC_KERNEL(relative_attention_backward) {
     const Array inner = call.out("inner", F32, rows);
     const Array dq = call.out("dq", q.dtype, q.shape), dk = call.out("dk", q.dtype, keys), dv = call.out("dv", q.dtype, keys);
     to.parts = call.integer("parts", 0);
-    const Array partial = call.maybe_out("partial", F32, Shape{p.heads, to.parts, p.distances});
-    const Array dbias = call.maybe_out("dbias", F32, Shape{p.heads, p.distances});
+    const Array partial = call.maybe_out("partial", F32, Shape{p.heads, to.parts, p.numbers});
+    const Array dbias = call.maybe_out("dbias", F32, Shape{p.heads, p.numbers});
     call.ready();
     if (partial.given != dbias.given || (dbias && dbias.shape.count() && !p.bias)) call.refuse("partial and dbias go together, and with a bias");
     if (!out.aligned() || !grad.aligned() || !dq.aligned() || !dk.aligned() || !dv.aligned())
@@ -412,6 +446,6 @@ MC_KERNEL(relative_attention_backward) {
                 launch<KeysLayout<S>>(call, of_keys<T, S>, p.sequences * p.heads * by_keys, p, to, by_keys);
         })
     })
-    if (dbias && p.heads && p.distances)
-        add_up<<<grid(p.heads * p.distances, THREADS), THREADS, 0, stream>>>(partial.as<float>(), dbias.as<float>(), p.heads, to.parts, p.distances);
+    if (dbias && p.heads && p.numbers)
+        add_up<<<grid(p.heads * p.numbers, THREADS), THREADS, 0, stream>>>(partial.as<float>(), dbias.as<float>(), p.heads, to.parts, p.numbers);
 }

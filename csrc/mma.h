@@ -126,7 +126,9 @@ __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32
 template <int CHANNELS>
 struct Padded {
     static constexpr int DIM = CHANNELS, TILES = DIM / 8, STRIDE = DIM + 8, ALIGN = 16;
+    static constexpr bool GROUP = false;
     static __host__ __device__ constexpr int elements(int rows) { return rows * STRIDE; }
+    static __host__ __device__ constexpr int below(int rows, int) { return rows * STRIDE; }
     static __host__ __device__ constexpr int place(int row, int channel) { return row * STRIDE + channel; }
     static __device__ __forceinline__ void arrived() {}
 

@@ -8,37 +8,52 @@
 #pragma once
 #include "mma.h"
 
-#define MC_WGMMA_SUMS(way)                                                                                                         \
-    way(sums[0][0][0]), way(sums[0][0][1]), way(sums[0][0][2]), way(sums[0][0][3]), way(sums[0][1][0]), way(sums[0][1][1]),        \
-        way(sums[0][1][2]), way(sums[0][1][3]), way(sums[0][2][0]), way(sums[0][2][1]), way(sums[0][2][2]),                        \
-        way(sums[0][2][3]), way(sums[0][3][0]), way(sums[0][3][1]), way(sums[0][3][2]), way(sums[0][3][3]),                        \
-        way(sums[0][4][0]), way(sums[0][4][1]), way(sums[0][4][2]), way(sums[0][4][3]), way(sums[0][5][0]),                        \
-        way(sums[0][5][1]), way(sums[0][5][2]), way(sums[0][5][3]), way(sums[0][6][0]), way(sums[0][6][1]),                        \
-        way(sums[0][6][2]), way(sums[0][6][3]), way(sums[0][7][0]), way(sums[0][7][1]), way(sums[0][7][2]),                        \
-        way(sums[0][7][3])
-#define MC_WGMMA(kind)                                                                                                             \
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32." kind "." kind                                                                    \
-    " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "   \
-    "%26, %27, %28, %29, %30, %31}, "
+#define MC_SUM(way, n) way(sums[0][n][0]), way(sums[0][n][1]), way(sums[0][n][2]), way(sums[0][n][3])
+#define MC_SUMS_16(way, n) MC_SUM(way, n), MC_SUM(way, n + 1)
+#define MC_SUMS_32(way, n) MC_SUMS_16(way, n), MC_SUMS_16(way, n + 2)
+#define MC_SUMS_64(way, n) MC_SUMS_32(way, n), MC_SUMS_32(way, n + 4)
+#define MC_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define MC_NAMES_32 MC_NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MC_NAMES_64 MC_NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MC_WGMMA(kind, columns) \
+    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." kind "." kind " {" MC_NAMES_##columns "}, "
 // both factors in shared memory, rows by rows; the first of a product does not add
 #define MC_WGMMA_SHARED(kind)                                                                                                      \
-    asm volatile(MC_WGMMA(kind) "%32, %33, 1, 1, 1, 0, 0;" : MC_WGMMA_SUMS("+f") : "l"(left), "l"(right) : "memory")
+    asm volatile(MC_WGMMA(kind, 64) "%32, %33, 1, 1, 1, 0, 0;" : MC_SUMS_64("+f", 0) : "l"(left), "l"(right) : "memory")
 #define MC_WGMMA_FIRST(kind)                                                                                                       \
-    asm volatile(MC_WGMMA(kind) "%32, %33, 0, 1, 1, 0, 0;" : MC_WGMMA_SUMS("=f") : "l"(left), "l"(right) : "memory")
-// the left factor in registers, the right one's rows as its depth
-#define MC_WGMMA_REGISTERS(kind, k)                                                                                                \
-    asm volatile(MC_WGMMA(kind) "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                           \
-                 : MC_WGMMA_SUMS("+f")                                                                                             \
+    asm volatile(MC_WGMMA(kind, 64) "%32, %33, 0, 1, 1, 0, 0;" : MC_SUMS_64("=f", 0) : "l"(left), "l"(right) : "memory")
+// the left factor in registers, the right one's rows as its depth: so many columns from tile n on; `inputs` number those operands
+#define MC_WGMMA_REGISTERS(kind, columns, n, inputs, k)                                                                            \
+    asm volatile(MC_WGMMA(kind, columns) inputs ", 1, 1, 1, 1;"                                                                    \
+                 : MC_SUMS_##columns("+f", n)                                                                                      \
                  : "r"(left[k][0]), "r"(left[k][1]), "r"(left[k][2]), "r"(left[k][3]), "l"(right)                                  \
                  : "memory")
+#define MC_WGMMA_64(kind, n, k) MC_WGMMA_REGISTERS(kind, 64, n, "{%32, %33, %34, %35}, %36", k)
+#define MC_WGMMA_PART(kind, k)                                                                                                     \
+    if constexpr (PART == 0) MC_WGMMA_64(kind, 0, k);                                                                              \
+    else if constexpr (REST == 16) MC_WGMMA_REGISTERS(kind, 16, 8, "{%8, %9, %10, %11}, %12", k);                                  \
+    else if constexpr (REST == 32) MC_WGMMA_REGISTERS(kind, 32, 8, "{%16, %17, %18, %19}, %20", k);                                \
+    else MC_WGMMA_64(kind, 8, k)
 
 namespace {
 
-// Rows of 64 numbers, 128 bytes, whose 16 bytes number i lie at i xor row modulo 8: eight of a column are then in different banks.
-struct Swizzled {
-    static constexpr int DIM = 64, TILES = DIM / 8, ALIGN = 1024;
+// 64 rows of numbers in shared memory, as warpgroups read them for either side of a product. The first 64 of each row are 128 bytes,
+// whose 16 bytes number i lie at i xor row modulo 8: eight of a column are then in different banks. The rest of all rows, 16, 32 or 64
+// of each, stand behind them, swizzled likewise: what is exchanged are the 16 bytes of a row, according to the row's place in 1024
+// bytes (PTX ISA, "Swizzling modes").
+template <int CHANNELS>
+struct Grouped {
+    static constexpr int DIM = CHANNELS, TILES = DIM / 8, REST = DIM - 64, ALIGN = 1024;
+    static constexpr bool GROUP = true;
+    static_assert(REST == 0 || REST == 16 || REST == 32 || REST == 64);
     static __host__ __device__ constexpr int elements(int rows) { return rows * DIM; }
-    static __host__ __device__ constexpr int place(int row, int channel) { return row * DIM + ((channel / 8 ^ row % 8) * 8 + channel % 8); }
+    // of a part, 64 numbers wide or fewer, where `rows` more lie, eight or a multiple
+    static __host__ __device__ constexpr int below(int rows, int channel) { return rows * (channel < 64 ? 64 : REST); }
+    static __host__ __device__ constexpr int place(int row, int channel) {
+        if (channel < 64) return row * 64 + (channel / 8 ^ row % 8) * 8 + channel % 8;
+        constexpr int PACKS = REST ? REST / 8 : 1;
+        return 64 * 64 + row * REST + ((channel - 64) / 8 ^ row % 8 * PACKS / 8) * 8 + channel % 8;
+    }
 
     static __device__ __forceinline__ void arrived() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -46,7 +61,7 @@ struct Swizzled {
 #endif
     }
 
-    // sums = 64 rows of a, of 64 numbers, by 64 rows of b; there after `finish`. A block is one warpgroup.
+    // sums = 64 rows of a by 64 rows of b; there after `finish`. A block is one warpgroup.
     template <class T>
     static __device__ __forceinline__ void rows_by_rows(float (&sums)[1][8][4], const T* a, const T* b) {
 #ifdef MC_EMULATED
@@ -58,11 +73,12 @@ struct Swizzled {
                     sums[0][n][e] += to_float(a[place(row + e / 2 * 8, k)]) * to_float(b[place(8 * n + column + e % 2, k)]);
             }
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-        const uint64_t own = described(a), other = described(b);
+        const uint64_t own[] = {described<64>(a), described<REST>(a + 64 * 64)};
+        const uint64_t other[] = {described<64>(b), described<REST>(b + 64 * 64)};
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < DIM; k += 16) {
-            const uint64_t left = own + k * sizeof(T) / 16, right = other + k * sizeof(T) / 16;
+            const uint64_t left = own[k / 64] + k % 64 * sizeof(T) / 16, right = other[k / 64] + k % 64 * sizeof(T) / 16;
             if constexpr (std::is_same_v<T, bf16>) {
                 if (k) MC_WGMMA_SHARED("bf16");
                 else MC_WGMMA_FIRST("bf16");
@@ -88,30 +104,25 @@ struct Swizzled {
 
     // sums += left times 64 rows of b; there after `finish`
     template <class T>
-    static __device__ __forceinline__ void left_by_rows(float (&sums)[1][8][4], const Left& left, const T* b) {
+    static __device__ __forceinline__ void left_by_rows(float (&sums)[1][TILES][4], const Left& left, const T* b) {
 #ifdef MC_EMULATED
         uint32_t all[32][4][4];
         emulate::exchange(left, sizeof left, all);
-        for (int n = 0; n < 8; n++)
+        for (int n = 0; n < TILES; n++)
             for (int e = 0; e < 4; e++)
                 for (int k = 0; k < 64; k++)
                     sums[0][n][e] += half_of<T>(all[lane() / 4 * 4 + k % 8 / 2][k / 16][e / 2 + k % 16 / 8 * 2], k % 2) *
                                      to_float(b[place(k, 8 * n + lane() % 4 * 2 + e % 2)]);
         __syncwarp();
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-        const uint64_t other = described(b);
         begin(sums);
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const uint64_t right = other + k * elements(16) * sizeof(T) / 16;
-            if constexpr (std::is_same_v<T, bf16>) MC_WGMMA_REGISTERS("bf16", k);
-            else MC_WGMMA_REGISTERS("f16", k);
-        }
+        left_by_part<0>(sums, left, b);
+        if constexpr (REST > 0) left_by_part<1>(sums, left, b);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
     }
     template <class T>
-    static __device__ __forceinline__ void weights_by_rows(float (&sums)[1][8][4], const float (&weights)[1][8][4], const T* b) {
+    static __device__ __forceinline__ void weights_by_rows(float (&sums)[1][TILES][4], const float (&weights)[1][8][4], const T* b) {
         Left left;
         round<T>(left, weights);
         left_by_rows<T>(sums, left, b);
@@ -131,33 +142,50 @@ struct Swizzled {
     }
 
     // The compiler moves nothing that uses these numbers across this.
-    static __device__ __forceinline__ void hold(float (&sums)[1][8][4]) {
+    template <int N>
+    static __device__ __forceinline__ void hold(float (&sums)[1][N][4]) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #pragma unroll
-        for (int n = 0; n < 8; n++)
+        for (int n = 0; n < N; n++)
             asm volatile("" : "+f"(sums[0][n][0]), "+f"(sums[0][n][1]), "+f"(sums[0][n][2]), "+f"(sums[0][n][3])::"memory");
 #endif
     }
     // What these numbers were no longer counts, as where a product is asked for. Where it is in one branch alone, in the other the
     // compiler must not think that they are kept: it would let no two products be on their way.
-    static __device__ __forceinline__ void forget(float (&sums)[1][8][4]) {
+    template <int N>
+    static __device__ __forceinline__ void forget(float (&sums)[1][N][4]) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #pragma unroll
-        for (int n = 0; n < 8; n++)
+        for (int n = 0; n < N; n++)
             asm volatile("" : "=f"(sums[0][n][0]), "=f"(sums[0][n][1]), "=f"(sums[0][n][2]), "=f"(sums[0][n][3])::"memory");
 #endif
     }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    static __device__ __forceinline__ void begin(float (&sums)[1][8][4]) {
+    template <int N>
+    static __device__ __forceinline__ void begin(float (&sums)[1][N][4]) {
         hold(sums);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     }
-    // Where a matrix begins, how its rows lie: groups of eight 1024 bytes apart, 128 bytes wide, swizzled.
-    template <class T>
+    template <int PART, class T>
+    static __device__ __forceinline__ void left_by_part(float (&sums)[1][TILES][4], const Left& left, const T* b) {
+        const uint64_t other = PART ? described<REST>(b + 64 * 64) : described<64>(b);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const uint64_t right = other + k * below(16, PART * 64) * sizeof(T) / 16;
+            if constexpr (std::is_same_v<T, bf16>) {
+                MC_WGMMA_PART("bf16", k);
+            } else {
+                MC_WGMMA_PART("f16", k);
+            }
+        }
+    }
+    // Where a part begins, how far groups of eight rows are apart, and which of the swizzles it has: by its width.
+    template <int WIDTH, class T>
     static __device__ __forceinline__ uint64_t described(const T* first) {
-        const uint64_t at = static_cast<uint32_t>(__cvta_generic_to_shared(first));
-        return at >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+        const uint64_t at = static_cast<uint32_t>(__cvta_generic_to_shared(first)) >> 4;
+        constexpr uint64_t KIND = WIDTH == 64 ? 1 : WIDTH == 32 ? 2 : 3;
+        return at | uint64_t{1} << 16 | uint64_t{8 * WIDTH * sizeof(T) >> 4} << 32 | KIND << 62;
     }
 #endif
 };

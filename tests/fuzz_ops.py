@@ -211,11 +211,15 @@ def of_relative_attention(rng: random.Random, device: str) -> tuple[Any, ...]:
     if max(s, t) >= 1 << 15:
         raise Unfit  # a square of scores, in the reference
     kind = torch.float32 if rng.random() < 0.95 else rng.choice(LOW)
-    bias = numbers(rng, device, kind, h, max(0, longest_q + longest_k - 1)) if rng.random() < 0.8 else None
+    prompt = rng.choice((0, 0, 1, 8, 32, 63, 100))
+    count = max(0, longest_q + longest_k - 1) + 2 * (prompt > 0)
+    bias = numbers(rng, device, kind, h, count) if rng.random() < 0.8 else None
+    of_a_row = 1 if lengths[0] is None else len(lengths[0]) - 1
+    context = torch.randint(longest_k + 2, (b, of_a_row), dtype=torch.int32, device=device) if rng.random() < 0.3 else None
     seen = torch.rand(b, t, device=device) < rng.choice((0.9, 0.5, 0.0)) if rng.random() < 0.3 else None
     seed, p = (draw(torch.device(device)), rng.choice((0.1, 0.5, 1.0))) if rng.random() < 0.4 else (None, 0.0)
     q, k, v = (numbers(rng, device, dtype, b, n, h, d) for n in (s, t, t))
-    return q, k, v, bias, seen, *lengths, longest_q, longest_k, 1 / math.sqrt(d), rng.random() < 0.5, seed, p
+    return q, k, v, bias, seen, *lengths, context, longest_q, longest_k, prompt, 1 / math.sqrt(d), rng.random() < 0.5, seed, p
 
 
 def linear(kind: str) -> Maker:

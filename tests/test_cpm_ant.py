@@ -5,8 +5,16 @@ import torch
 import zoo
 from zoo import Case
 
+from modelcenter.layers import position
+
 CPM = Case("cpmant", "default", "lm")
 CONTEXT, AT = 4, 7  # tokens without a label; the token that is changed
+
+
+@pytest.fixture(params=["mask", "distances"], autouse=True)
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a mask is made of the bias, or the op is given it as it is."""
+    monkeypatch.setattr(position, "served", lambda like: request.param == "distances")
 
 
 def losses(ids: torch.Tensor, context: int) -> torch.Tensor:

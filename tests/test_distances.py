@@ -9,7 +9,7 @@ from zoo import Case, inputs, pair
 from modelcenter.layers import position
 from modelcenter.layers.view import View
 
-CASES = [case for case in FIRST if str(case).split("-")[0] in ("t5", "mt5", "bloom")]
+CASES = [case for case in FIRST if str(case).split("-")[0] in ("t5", "mt5", "bloom", "cpmant")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

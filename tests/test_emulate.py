@@ -22,10 +22,12 @@ class Mutant(Plant):
 
     only: str
     error: str
+    most: int = 600  # elements of a tensor
 
 
 ORDER = "depends on the order of threads"
 WRONG = r"AssertionError: (result|dequantised|tensor)"
+LONG_ENOUGH = 12_000  # for sequences of several tiles
 BOUNDS = "AddressSanitizer|runtime error: index"
 
 MUTANTS = (
@@ -41,6 +43,16 @@ MUTANTS = (
            "dim - column < 7 ? static_cast<int>(dim - column) : 8;\n            Pack", "embedding", BOUNDS),
     Mutant("diagonals-added-up-too-early", "attention_backward.cu",
            "    __syncthreads();  // as in the forward\n            if (v", "    if (v", "relative_attention", ORDER),
+    Mutant("edge-of-the-prompt-moved", "attention.h", "key = p.prompt - j;", "key = p.prompt - j + 1;", "relative_attention",
+           WRONG, LONG_ENOUGH),
+    Mutant("constants-without-a-gradient", "attention_backward.cu", "vector[p.distances + threadIdx.x] = sum;",
+           "vector[p.distances + threadIdx.x] = 0.0f;", "relative_attention", WRONG, LONG_ENOUGH),
+    Mutant("what-lies-across-left-to-its-distance", "attention_backward.cu", "x[m][n][e] = across ? 0.0f : x[m][n][e];", "",
+           "relative_attention", WRONG, LONG_ENOUGH),
+    Mutant("context-without-a-gradient-of-early-queries", "attention.h", "return j < open || j < t - s ? 0", "return j < t - s ? 0",
+           "relative_attention", WRONG, LONG_ENOUGH),
+    Mutant("second-part-of-a-row-one-off", "attention.h", "rest = (WIDE + at", "rest = (WIDE - 1 + at", "relative_attention",
+           WRONG, LONG_ENOUGH),
     Mutant("shared-memory-too-small", "norm_backward.cu",
            "__shared__ float sums[16][33];", "__shared__ float sums[15][33];", "rms_norm", BOUNDS),
     Mutant("one-pack-of-two", "activation.cu", "next = from[shift ? 1 : 0]", "next = from[0]", "swiglu", WRONG),
@@ -69,9 +81,10 @@ def python(kernels: Path, *arguments: str, loaded: str = "", chip: int = HOPPER)
     return subprocess.run([sys.executable, *arguments], cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=800)
 
 
-def fuzzed(kernels: Path, only: str, cases: int, loaded: str = "", chip: int = HOPPER) -> subprocess.CompletedProcess[str]:
+def fuzzed(kernels: Path, only: str, cases: int, loaded: str = "", chip: int = HOPPER,
+           most: int = 600) -> subprocess.CompletedProcess[str]:  # fmt: skip
     return python(kernels, "tests/emulate/pretend.py", "tests/fuzz_ops.py", "--only", only, "--cases", str(cases), "--compare", "1",
-                  "--most", "600", loaded=loaded, chip=chip)  # fmt: skip
+                  "--most", str(most), loaded=loaded, chip=chip)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +120,9 @@ import torch
 attention = importlib.import_module("modelcenter.ops.relative_attention")
 torch.manual_seed(0)
 q, k, v, grad = (torch.randn(3, 150, 2, 16).bfloat16() for _ in range(4))
-args = q, k, v, torch.randn(2, 299), None, None, None, 150, 150, 0.25, True, None, 0.0
+seen = torch.arange(150).expand(3, -1) != 100  # in the second half of a tile of keys
+context = torch.tensor([[0], [70], [150]], dtype=torch.int32)
+args = q, k, v, torch.randn(2, 301), seen, None, None, context, 150, 150, 40, 0.25, True, None, 0.0
 out, lse = attention.relative_attention_forward(*args)
 found = []
 for attention.PARTS in (1, 4, 256):
@@ -145,6 +160,6 @@ def test_mutant(mutant: Mutant, checked: Path, tmp_path: Path) -> None:
     shutil.copytree(CSRC, source)
     shutil.copytree(checked, folder)
     mutant.into(source)
-    done = fuzzed(build(folder, source, CHECKED), mutant.only, 100, preload())
+    done = fuzzed(build(folder, source, CHECKED), mutant.only, 100, preload(), most=mutant.most)
     said = done.stdout + done.stderr
     assert done.returncode != 0 and re.search(mutant.error, said), said[-3000:]

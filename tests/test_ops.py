@@ -147,23 +147,32 @@ def attended(
 
 def attended_by_distance(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Tensor | None, lengths_k: Tensor | None,
-    longest_q: int, longest_k: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
     """One query and one head at a time."""
     (b, s, h), t = q.shape[:3], k.shape[1]
     ends = [([0, n] if x is None else x.tolist()) for x, n in ((lengths_q, s), (lengths_k, t))]
     keep = None if seed is None else dropped(q.new_ones(b, h, s, -(-longest_k // 128) * 128), None, seed, p)
     out = torch.zeros_like(q) + sum(x.sum() * 0 for x in (q, k, v, bias) if x is not None)
-    for one, head, ((q0, q1), (k0, k1)) in itertools.product(range(b), range(h), zip(*map(itertools.pairwise, ends), strict=True)):
+    sequences = [*enumerate(zip(*map(itertools.pairwise, ends), strict=True))]
+    for one, head, (i, ((q0, q1), (k0, k1))) in itertools.product(range(b), range(h), sequences):
         for row in range(q0, q1):
             position = row - q0 + (k1 - k0) - (q1 - q0)
             distance = torch.arange(k1 - k0) - position
             see = (distance <= 0) if causal else torch.ones(k1 - k0, dtype=torch.bool)
+            if context is not None:
+                see[: int(context[one, i])] = True
             see = see if seen is None else see & seen[one, k0:k1]
             if not see.any():
                 continue
             score = (k[one, k0:k1, head] * q[one, row, head]).sum(-1) * scale
-            score = (score if bias is None else score + bias[head, distance + longest_k - 1])[see]
+            if bias is not None:
+                at = [x + longest_k - 1 for x in distance.tolist()]
+                for key in range(k1 - k0 if prompt else 0):
+                    if (key < prompt) != (position < prompt):
+                        at[key] = longest_q + longest_k - 1 + (position >= prompt)
+                score = score + bias[head, at]
+            score = score[see]
             weight = torch.exp(score - score.max().detach())
             weight = weight / weight.sum() * (1 if keep is None else keep[one, head, row, : k1 - k0][see])
             out[one, row, head] += (weight[:, None] * v[one, k0:k1, head][see]).sum(0)

@@ -35,12 +35,13 @@ class Batch:
     cache: Cache | None = None
     labels: Tensor | None = None
     target: "Batch | None" = None  # the decoder's side of an encoder-decoder
-    context: Tensor | None = None  # b s bool: what all tokens of a row see, those before it too, in a prefix LM
+    context: Tensor | None = None  # b 1|n int32: so many first tokens of each sequence are seen by all of it, in a prefix LM
     labelled: Tensor | None = None  # which of the labels, counted through, are any; None: not asked
+    prompt: int = 0  # positions before the text, of which the cache's length says nothing
 
     @property
     def past(self) -> int:
-        return self.cache.length if self.cache is not None else 0
+        return self.cache.length + self.prompt if self.cache is not None and self.cache.length else 0
 
     @property
     def queries(self) -> int:
@@ -94,8 +95,9 @@ class Batch:
     def view(self, *, causal: bool = False, bias: Tensor | Distances | None = None, angles: Angles | None = None) -> View:
         """Self-attention over these tokens; `bias` (1|b h s|1 t) of the longest sequence where they are packed."""
         if isinstance(bias, Distances):
-            if bias.served and not (causal and self.context is not None):
-                return View(None, causal, self.packing, angles, cache=self.cache, distances=bias, seen=self.mask, ends=self.ends)
+            if bias.served:
+                open_ = self.context if causal else None
+                return View(None, causal, self.packing, angles, None, self.cache, bias, self.mask, self.ends, open_)
             bias = bias.spread()
         merged = partial(merge, *self.span, self.x.device, causal=causal, bias=bias)
         if self.packing is None:
@@ -103,9 +105,8 @@ class Batch:
         elif self.context is None or not causal:
             mask, rule = merged(real=None)
         else:
-            known = [int(self.context[0, q].sum()) for q, _ in self.packing.spans()]
-            at = torch.arange(self.longest, device=self.x.device)[None]
-            masks = {n: merged(real=None, context=at < n)[0] for n in set(known)}
+            known = self.context[0].tolist()
+            masks = {n: merged(real=None, context=torch.full((1, 1), n, device=self.x.device))[0] for n in set(known)}
             return View([masks[n] for n in known], False, self.packing, angles, cache=self.cache)
         return View(mask, rule, self.packing, angles, cache=self.cache, ends=self.ends)
 
@@ -188,18 +189,18 @@ def batch_of(
         read = x
     context = None
     if prefix_lm and (cache is None or not cache.length):
-        context = torch.ones_like(x[..., 0] if x.dim() == 3 else x, dtype=torch.bool) if labels is None else context_of(labels, q)
+        context = context_of(torch.full(x.shape[:2], IGNORE, device=x.device) if labels is None else labels, q)
     real = boolean(mask, read, 0 if cache is None else cache.length, "attention_mask")
     return Batch(x, real, positions, segments, packing, cache, labels, side, context)
 
 
 def context_of(labels: Tensor, bounds: Sequence[int] | None = None) -> Tensor:
-    """What stands before the first label of each sequence (b s); packed ones lie between `bounds`. The very first label is nobody's
-    target: whether it is set says nothing."""
-    if bounds is not None:
-        return torch.cat([context_of(labels[:, a:b]) for a, b in pairwise(bounds)], 1)
-    seen = (labels[:, 1:] != IGNORE).cumsum(1) == 0
-    return torch.cat((seen[:, :1].any(1, keepdim=True), seen), 1)
+    """How many tokens stand before the first label of each sequence (b 1 int32); packed ones lie between `bounds` (1 n). The very
+    first label is nobody's target: whether it is set says nothing."""
+    ends = onto(torch.tensor(bounds if bounds is not None else (0, labels.size(1))), labels.device)
+    found = torch.nn.functional.pad(labels != IGNORE, (1, 1)).index_fill(1, ends[:-1] + 1, False).cumsum(1)
+    first = torch.searchsorted(found, found[:, ends[:-1]].contiguous(), right=True) - 1
+    return (torch.minimum(first, ends[1:]) - ends[:-1]).to(torch.int32)
 
 
 def shift_right(labels: Tensor, lengths: Tensor | None, start: int, pad: int) -> Tensor:

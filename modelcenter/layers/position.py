@@ -15,6 +15,7 @@ from ..ops._op import PLAIN, wide
 from ..ops.relative_attention import spread
 from ..ops.rotary import rotary_
 from .embedding import read
+from .onto import onto
 from .rope import Plain
 
 
@@ -52,16 +53,18 @@ class Rotary(nn.Module):
 @dataclass(frozen=True)
 class Distances:
     """A bias for each key - query: `vector` (h by queries + keys - 1), from the key furthest behind on; at least fp32. `served`: a
-    kernel takes it as it is."""
+    kernel takes it as it is. With a `prompt`, the first so many positions, `vector` has two more: for a query of the prompt and a
+    key of the rest, and the other way round."""
 
     vector: Tensor
     queries: int
     keys: int
     served: bool
+    prompt: int = 0
 
     def spread(self) -> Tensor:
-        """The bias (1 h s t) of the last `queries` of `keys` positions."""
-        return spread(self.vector, self.queries, self.keys, self.keys)[None].contiguous()  # once, and not in every layer
+        """The bias (1 h s t) of the last `queries` of `keys` positions, made once and not in every layer."""
+        return spread(self.vector, self.queries, self.keys, self.keys, self.prompt)[None].contiguous()
 
 
 def served(like: Tensor) -> bool:
@@ -83,9 +86,11 @@ class RelativeBias(nn.Module):
 
     def forward(self, queries: int, keys: int) -> Distances:
         """The bias of the last `queries` of `keys` positions."""
-        distance = torch.arange(1 - keys, queries, device=self.table.weight.device)
-        vector = read(self.table, self.bucket(distance)).t()
-        return Distances(wide(vector).contiguous(), queries, keys, served(self.table.weight))
+        return self.of(self.bucket(torch.arange(1 - keys, queries, device=self.table.weight.device)), queries, keys)
+
+    def of(self, rows: Tensor, queries: int, keys: int, prompt: int = 0) -> Distances:
+        """Those rows of the table, one for each distance and, with a prompt, two more."""
+        return Distances(wide(read(self.table, rows).t()).contiguous(), queries, keys, served(self.table.weight), prompt)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each key - query distance: half of them exact, the others growing with the logarithm."""
@@ -108,14 +113,13 @@ class SegmentBias(RelativeBias):
         self.segments = segments
         self.table = nn.Embedding(segments * segments + buckets, heads)
 
-    def forward(self, segments: Tensor, queries: int) -> Tensor:  # type: ignore[override]  # distances and segments
-        """The bias (b h s t) of the last `queries` positions of `segments` (b t)."""
-        keys = segments.size(1)
-        q, k = segments[:, keys - queries :, None], segments[:, None, :]
-        at = torch.arange(keys, device=segments.device)
-        within = self.bucket(at[None, :] - at[keys - queries :, None])
-        bias = read(self.table, torch.where(q == k, within, q * self.segments + k + self.buckets))
-        return bias.permute(0, 3, 1, 2).contiguous()
+    def forward(self, queries: int, keys: int, *, prompt: int, pair: tuple[int, int]) -> Distances:  # type: ignore[override]  # segments
+        """The bias of the last `queries` of `keys` positions, of which the first `prompt` are one segment of `pair`, the rest the
+        other."""
+        distance = torch.arange(1 - keys, queries, device=self.table.weight.device)
+        a, b = pair
+        across = torch.tensor([self.buckets + a * self.segments + b, self.buckets + b * self.segments + a])
+        return self.of(torch.cat((self.bucket(distance), onto(across, distance.device))), queries, keys, prompt)
 
 
 class ALiBi(nn.Module):

@@ -62,6 +62,7 @@ class View:
     distances: Distances | None = None  # a bias in place of a mask, for a kernel of its own
     seen: Tensor | None = None  # b t: with it, the keys that are there
     ends: tuple[Tensor, Tensor] | None = None  # the packing's lengths on the device, if that is a GPU
+    context: Tensor | None = None  # with `distances` and `causal`: see Batch.context
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """softmax(q k^T scale + mask) v, each of shape b h s|t d. Rows that see nothing give zero. Vaswani et al., 2017."""
@@ -102,7 +103,7 @@ class View:
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        given = (bias.vector, self.seen, *self.lengths(q.device), bias.queries, bias.keys)
+        given = (bias.vector, self.seen, *self.lengths(q.device), self.context, bias.queries, bias.keys, bias.prompt)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
@@ -111,7 +112,7 @@ class View:
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        given = (None, None, *self.lengths(q.device), *packing.span)
+        given = (None, None, *self.lengths(q.device), None, *packing.span, 0)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
@@ -144,7 +145,8 @@ def merge(
     queries: int, keys: int, device: torch.device, *, causal: bool, real: Tensor | None, bias: Tensor | None,
     context: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
-    """One mask out of causality, `real` keys (b t), those of the `context` (b t), which no causality hides, and an additive `bias`,
+    """One mask out of causality, `real` keys (b t), those of the `context`, the first so
+    many of each row (b 1), which no causality hides, and an additive `bias`,
     and whether the kernel's causal rule is left to do.
 
     Queries are the last `queries` of the `keys` positions. Nothing to hide: no mask, so that the fastest kernel applies.
@@ -160,7 +162,7 @@ def merge(
         seen = at[None, :] <= at[keys - queries :, None]
         seen = seen[None, None]
         if context is not None:
-            seen = seen | context[:, None, None, :]
+            seen = seen | (at < context[:, :, None, None])
     if real is not None:
         seen = real[:, None, None, :] if seen is None else seen & real[:, None, None, :]
     if bias is None or seen is None:

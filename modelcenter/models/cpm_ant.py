@@ -6,15 +6,16 @@ label is context that all may see, and what follows sees only what came before i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..checkpoint.config import Config, Table
-from ..layers import Attention, Batch, Embedding, EmbedHead, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack, View
+from ..layers import Attention, Batch, Embedding, EmbedHead, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack
 from ..layers.head import mean_token
 from ..layers.output import context_of
 from ..names import Row, Shape
@@ -70,48 +71,36 @@ class CPMAnt(Model):
 
     def body(self, batch: Batch) -> Tensor:
         text = batch.x.ne(0) if batch.x.dim() == 2 else batch.x.new_ones(batch.x.shape[:2], dtype=torch.bool)
-        x = self.embed(batch.x, segments=text * TEXT)
+        x, prompt = self.embed(batch.x, segments=text * TEXT), self.prompts()
         labels = None if self.task == "embed" else batch.labels  # for a text's vector both directions are read
-        if batch.packing is not None:
-            return self.packed(x, batch.packing, labels)
-        real = text if batch.mask is None else batch.mask
-        if batch.past and batch.mask is None:
-            real = text.new_ones(len(text), batch.keys)
-        n = self.config.prompt_length
-        if not batch.past:
-            x = torch.cat((self.prompts(x).expand(len(x), -1, -1), x), 1)
-        segments = nn.functional.pad(real * TEXT, (n, 0), value=PROMPT)
-        bias = self.bias(segments, x.size(1))
-        seen = nn.functional.pad(real, (n, 0), value=True)[:, None, :]
-        if labels is not None:
-            context = nn.functional.pad(context_of(labels), (n, 0), value=True)
-            seen = seen & (context[:, None, :] | past_only(x.size(1), x.device))
-        mask = torch.where(seen[:, None], bias, float("-inf"))
-        out: Tensor = self.decoder(x, View(mask, cache=batch.cache))
-        return out[:, -batch.queries :]
+        n, packing = len(prompt), batch.packing
+        bounds = (0, x.size(1)) if packing is None else packing.q
+        if not batch.past:  # each sequence behind its own prompt
+            before = prompt.to(x.dtype).expand(len(x), -1, -1)
+            x = torch.cat([part for a, b in pairwise(bounds) for part in (before, x[:, a:b])], 1)
+        mask = None
+        if packing is None:
+            real = text if batch.mask is None else batch.mask
+            if batch.past and batch.mask is None:
+                real = text.new_ones(len(text), batch.keys)
+            mask = nn.functional.pad(real, (n, 0), value=True)
+        else:
+            ends = [end + n * i for i, end in enumerate(packing.q)]
+            packing = Packing(ends, ends)
+        context = None if labels is None else context_of(labels, bounds) + n
+        whole = replace(batch, x=x, mask=mask, packing=packing, context=context, prompt=n)
+        bias = self.bias(*whole.span, prompt=n, pair=(PROMPT, TEXT))
+        out: Tensor = self.decoder(x, whole.view(causal=labels is not None, bias=bias))
+        if packing is None:
+            return out[:, -batch.queries :]
+        return torch.cat([out[:, a + n * (i + 1) : b + n * (i + 1)] for i, (a, b) in enumerate(pairwise(bounds))], 1)
 
-    def packed(self, x: Tensor, packing: Packing, labels: Tensor | None) -> Tensor:
-        """Each sequence behind its own prompt; with labels the future is hidden but within a sequence's own context."""
-        n, spans = self.config.prompt_length, [q for q, _ in packing.spans()]
-        whole = torch.cat([part for q in spans for part in (self.prompts(x), x[:, q])], 1)
-        ends = [end + n * i for i, end in enumerate(packing.q)]
-        longest = nn.functional.pad(torch.full((1, packing.longest), TEXT, device=x.device), (n, 0), value=PROMPT)
-        bias = self.bias(longest, longest.size(1))
-        mask: Tensor | list[Tensor] = bias
-        if labels is not None:
-            at, past = torch.arange(longest.size(1), device=x.device), past_only(longest.size(1), x.device)
-            known = [n + int(context_of(labels[:, q]).sum()) for q in spans]  # the prompt and the context
-            masks = {c: torch.where((at < c) | past, bias, float("-inf")) for c in set(known)}
-            mask = [masks[c] for c in known] if len(masks) > 1 else masks[known[0]]
-        out = self.decoder(whole, View(mask, packing=Packing(ends, ends)))
-        return torch.cat([out[:, q.start + n * (i + 1) : q.stop + n * (i + 1)] for i, q in enumerate(spans)], 1)
-
-    def prompts(self, x: Tensor) -> Tensor:
-        """The soft prompt (1 n dim) in the dtype of `x`."""
+    def prompts(self) -> Tensor:
+        """The soft prompt (n dim)."""
         n = self.config.prompt_length
         at = torch.arange(2 * n, 3 * n, device=self.prompt.weight.device)
         out: Tensor = self.prompt(at) + self.embed.segments(torch.full_like(at, PROMPT))  # type: ignore[misc]  # they are there
-        return out[None].to(x.dtype)
+        return out
 
     presets = {"cpm-ant-10b": Preset("openbmb/cpm-ant-10b", 9_517_453_312)}
 
@@ -140,7 +129,3 @@ class CPMAnt(Model):
         yield f"{layer}.ffn.ffn.w_in.w_0", f"{block}.ffn.gate"
         yield f"{layer}.ffn.ffn.w_in.w_1", f"{block}.ffn.up"
         yield f"{layer}.ffn.ffn.w_out", f"{block}.ffn.down"
-
-
-def past_only(n: int, device: torch.device) -> Tensor:
-    return torch.ones(n, n, dtype=torch.bool, device=device).tril()

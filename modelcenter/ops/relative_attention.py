@@ -1,11 +1,15 @@
 """Attention with a bias for each distance: softmax(q k^T scale + bias[key - query]) v, and the bias' gradient, in tiles that keep
-no score (FlashAttention-2, Dao, 2023). T5's learned buckets (Raffel et al., 2019) and ALiBi (Press et al., 2021) are such biases.
+no score (FlashAttention-2, Dao, 2023). T5's learned buckets (Raffel et al., 2019), ALiBi (Press et al., 2021) and CPM-Ant's, which
+has a soft prompt before each text, are such biases.
 
 Shapes: b batch, s queries, t keys, h heads, d head dim. q is b s h d, k and v are b t h d, as projections leave them. The queries
 are the last s of the t positions, and `causal` hides what lies behind each. `bias` (h by longest_q + longest_k - 1) has at key -
 query + longest_k - 1, positions so counted, what is added to that score. `seen` (b t, bool): keys that are there. `lengths_q` and
 `lengths_k` (n + 1 cumulative lengths from 0 to s and to t, int32, on the device of q) lay n sequences end to end in one row
 (b = 1): each sees itself alone; `longest_q` and `longest_k` are the longest ones' lengths, and s and t where there are no lengths.
+`context` (b by the sequences of a row, int32, on the device of q): under `causal` all queries of a sequence see so many of its
+first keys. `prompt`: the first so many positions of every sequence are a segment of their own; `bias` then has two more numbers a
+head, for a query of the prompt and a key behind it, and for the other way round, whatever the distance.
 A row that sees nothing gives zero. With a seed, probabilities are dropped, numbered as attention.py says.
 
 On a GPU memory grows as s + t: the backward has beside the gradients one number a row and at most PARTS vectors a head.
@@ -28,36 +32,51 @@ ROWS = 128  # queries of a block
 TURING = 64  # channels of a head that fit into the shared memory of chips before Ampere
 
 
-def spread(bias: Tensor, s: int, t: int, longest_k: int) -> Tensor:
+def spread(bias: Tensor, s: int, t: int, longest_k: int, prompt: int = 0) -> Tensor:
     """The bias of each query and key (h s t): its row of query s - 1 - i begins i further on."""
     if not s:
         return bias[:, :0, None].expand(-1, 0, t)
-    return bias[:, longest_k - t : longest_k + s - 1].unfold(1, t, 1).flip(1)
+    found = bias[:, longest_k - t : longest_k + s - 1].unfold(1, t, 1).flip(1)
+    if not prompt:
+        return found
+    at = torch.arange(t - s, t, device=bias.device)[:, None], torch.arange(t, device=bias.device)
+    own, other = (x < prompt for x in at)
+    return torch.where(own == other, found, torch.where(own, bias[:, -2, None, None], bias[:, -1, None, None]))
+
+
+def past(s: int, t: int, context: Tensor, device: torch.device) -> Tensor:
+    """Which keys the last s of t positions see (b 1 s t): those before them, and the `context`'s (b)."""
+    at = torch.arange(t, device=device)
+    behind = at <= torch.arange(t - s, t, device=device)[:, None]
+    return (behind | (at < context[:, None, None]))[:, None]
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
-    longest_q: int, longest_k: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
     ends_q = [0, q.shape[1]] if lengths_q is None else lengths_q.tolist()
     ends_k = [0, k.shape[1]] if lengths_k is None else lengths_k.tolist()
     span = -(-longest_k // 128) * 128
     keep = kept(torch.Size((q.shape[0], q.shape[2], q.shape[1], span)), seed, p) if seed is not None else None
     parts = [q[:, :0]]
-    for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+    for i, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(ends_q), pairwise(ends_k), strict=True)):
         s, t = q1 - q0, k1 - k0
-        mask = None if bias is None else spread(wide(bias), s, t, longest_k)[None]
-        if seen is not None:
-            here = seen[:, None, None, k0:k1]
+        mask = None if bias is None else spread(wide(bias), s, t, longest_k, prompt)[None]
+        here = None if seen is None else seen[:, None, None, k0:k1]
+        if causal and context is not None:
+            open_ = past(s, t, context[:, i], q.device)
+            here = open_ if here is None else here & open_
+        if here is not None:
             mask = here if mask is None else mask.masked_fill(~here, float("-inf"))
         left = keep[:, :, q0:q1, :t] if keep is not None else None
-        parts.append(one(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], mask, scale, causal, left, p))
+        parts.append(one(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], mask, scale, causal and context is None, left, p))
     return torch.cat(parts, 1)
 
 
 ARGS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? seen, Tensor? lengths_q, Tensor? lengths_k, "
-    "SymInt longest_q, SymInt longest_k, float scale, bool causal, Tensor? seed, float p"
+    "Tensor? context, SymInt longest_q, SymInt longest_k, SymInt prompt, float scale, bool causal, Tensor? seed, float p"
 )
 
 
@@ -73,31 +92,31 @@ def packs(*args: Tensor) -> list[Tensor]:
 @raw(f"({ARGS}) -> (Tensor, Tensor)")
 def relative_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
-    longest_q: int, longest_k: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = packs(q, k, v)
     out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    given = dense(bias, seen, lengths_q, lengths_k)
-    call("relative_attention", q, k, v, *given, longest_q, longest_k, scale, causal, seed, p, out, lse)
+    given = dense(bias, seen, lengths_q, lengths_k, context)
+    call("relative_attention", q, k, v, *given, longest_q, longest_k, prompt, scale, causal, seed, p, out, lse)
     return out, lse
 
 
 @raw(f"({ARGS}, Tensor out, Tensor lse, Tensor grad, bool wanted) -> (Tensor, Tensor, Tensor, Tensor)")
 def relative_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
-    longest_q: int, longest_k: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
     out: Tensor, lse: Tensor, grad: Tensor, wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the bias."""
     q, k, v, grad = packs(q, k, v, grad)
-    given = dense(bias, seen, lengths_q, lengths_k)
+    given = dense(bias, seen, lengths_q, lengths_k, context)
     dq, dk, dv, inner = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
     sequences = q.shape[0] if lengths_q is None else lengths_q.shape[0] - 1
     parts = min(PARTS, sequences * -(-longest_q // ROWS))
     partial, dbias = None, q.new_empty((0,), dtype=torch.float32)
     if wanted and bias is not None:
         partial, dbias = bias.new_zeros((bias.shape[0], parts, bias.shape[1])), bias.new_empty(bias.shape)
-    rest = (longest_q, longest_k, scale, causal, seed, p, out, lse, grad, inner)
+    rest = (longest_q, longest_k, prompt, scale, causal, seed, p, out, lse, grad, inner)
     found = (dq, dk, dv, parts, partial, dbias if partial is not None else None)
     call("relative_attention_backward", q, k, v, *given, *rest, *found)
     return dq, dk, dv, dbias
@@ -110,7 +129,7 @@ def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
 def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
     *args, out, lse, wanted = rest
     dq, dk, dv, dbias = relative_attention_backward(*args, out, lse, grad, wanted)
-    return dq, dk, dv, dbias if wanted else None, *(None,) * 9
+    return dq, dk, dv, dbias if wanted else None, *(None,) * 11
 
 
 def generation(index: int) -> tuple[int, int]:
@@ -144,29 +163,35 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     kind = torch.promote_types(dtype, torch.float32)
     seed = draw(torch.device(device))
 
-    def some(b: int, s: int, t: int, h: int, d: int, biased: bool = True) -> tuple[Tensor | None, ...]:
+    def some(b: int, s: int, t: int, h: int, d: int, biased: bool = True, constants: int = 0) -> tuple[Tensor | None, ...]:
         q, k, v = (torch.randn(b, n, h, d, device=device, dtype=dtype) for n in (s, t, t))
-        return q, k, v, torch.randn(h, max(0, s + t - 1), device=device, dtype=kind) if biased else None
+        return q, k, v, torch.randn(h, max(0, s + t - 1) + constants, device=device, dtype=kind) if biased else None
 
     def seen(*shape: int) -> Tensor:
         return torch.rand(shape, device=device) < 0.6
 
-    none = None, None, None
-    yield *some(1, 1, 1, 1, 8), *none, 1, 1, 1.0, False, None, 0.0
-    yield *some(2, 0, 3, 2, 8), *none, 0, 3, 1.0, False, None, 0.0
-    yield *some(2, 3, 0, 2, 8), *none, 3, 0, 1.0, False, None, 0.0
-    yield *some(2, 70, 70, 2, 16), *none, 70, 70, 0.2, True, None, 0.0
-    yield *some(1, 9, 5, 2, 40), *none, 9, 5, 0.2, True, None, 0.0  # more queries than keys: the first see nothing
-    yield *some(2, 33, 150, 2, 64), seen(2, 150), None, None, 33, 150, 0.125, False, seed, 0.1
-    yield *some(1, 140, 20, 1, 80), *none, 140, 20, 0.1, False, seed, 1.0
-    yield *some(1, 40, 131, 1, 96), *none, 40, 131, 0.1, True, seed, 0.3
-    yield *some(1, 65, 66, 1, 128, False), seen(1, 66), None, None, 65, 66, 0.1, False, None, 0.0
-    yield *some(2, 7, 9, 1, 32), torch.zeros(2, 9, dtype=torch.bool, device=device), None, None, 7, 9, 0.1, False, None, 0.0
+    def known(*counts: list[int]) -> Tensor:
+        return torch.tensor(counts, dtype=torch.int32, device=device)
+
+    none = None, None, None, None
+    yield *some(1, 1, 1, 1, 8), *none, 1, 1, 0, 1.0, False, None, 0.0
+    yield *some(2, 0, 3, 2, 8), *none, 0, 3, 0, 1.0, False, None, 0.0
+    yield *some(2, 3, 0, 2, 8), *none, 3, 0, 0, 1.0, False, None, 0.0
+    yield *some(2, 70, 70, 2, 16), *none, 70, 70, 0, 0.2, True, None, 0.0
+    yield *some(1, 9, 5, 2, 40), *none, 9, 5, 0, 0.2, True, None, 0.0  # more queries than keys: the first see nothing
+    yield *some(2, 33, 150, 2, 64), seen(2, 150), *none[1:], 33, 150, 0, 0.125, False, seed, 0.1
+    yield *some(1, 140, 20, 1, 80), *none, 140, 20, 0, 0.1, False, seed, 1.0
+    yield *some(1, 40, 131, 1, 96), *none, 40, 131, 0, 0.1, True, seed, 0.3
+    yield *some(1, 65, 66, 1, 128, False), seen(1, 66), *none[1:], 65, 66, 0, 0.1, False, None, 0.0
+    yield *some(2, 7, 9, 1, 32), torch.zeros(2, 9, dtype=torch.bool, device=device), *none[1:], 7, 9, 0, 0.1, False, None, 0.0
+    yield *some(2, 70, 70, 2, 80, True, 2), seen(2, 70), None, None, known([40], [0]), 70, 70, 32, 0.1, True, None, 0.0
+    yield *some(1, 30, 100, 2, 16, True, 2), *none, 30, 100, 72, 0.2, False, seed, 0.1  # more keys than queries
     lengths = ((5, 0, 1, 9, 30), (7, 2, 1, 20, 30))
     ends_q, ends_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in lengths)
     q, k, v, _ = some(1, 45, 60, 2, 64)
-    yield q, k, v, torch.randn(2, 59, device=device, dtype=kind), None, ends_q, ends_k, 30, 30, 0.25, False, seed, 0.2
-    yield q, k, v, torch.randn(2, 59, device=device, dtype=kind), seen(1, 60), ends_q, ends_k, 30, 30, 0.25, True, None, 0.0
+    ends, context = (ends_q, ends_k), known([3, 9, 0, 15, 30])
+    yield q, k, v, torch.randn(2, 59, device=device, dtype=kind), None, *ends, None, 30, 30, 0, 0.25, False, seed, 0.2
+    yield q, k, v, torch.randn(2, 61, device=device, dtype=kind), seen(1, 60), *ends, context, 30, 30, 8, 0.25, True, None, 0.0
 
 
 kernel = Kernel(relative_attention_forward, saved, backward, takes=takes, devices=("cuda",))
