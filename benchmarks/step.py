@@ -50,6 +50,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+WARM = 4.0  # seconds, beside the first steps, after which compilers are done and the card is as hot as it gets
 STILL = {"dropout": 0.0, "attn_dropout": 0.0, "embed_dropout": 0.0}
 CASES = {
     "bert-large": Case(
@@ -160,7 +161,9 @@ def run(name: str, kind: str, size: int, options: argparse.Namespace, device: to
     model, step = (ours if kind.startswith("ours") else theirs)(case, batch, device, kind, options.layers)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    losses = [step() for _ in range(3)]
+    losses, began = [step() for _ in range(3)], time.perf_counter()
+    while device.type == "cuda" and time.perf_counter() - began < WARM:
+        step()
     times = [seconds(step, device) for _ in range(options.steps)]
     work, taken = flops(plain, case, batch), statistics.median(times)
     tokens = batch["input_ids"].numel() * (2 if case.task == "seq2seq" else 1)
