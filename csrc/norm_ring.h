@@ -159,6 +159,7 @@ bool launch(int packs, int rows, Problem p, bool shift, int slots, int64_t& line
         return found.numRegs > 0 ? (found.numRegs + 7) / 8 * 8 : 96;
     }();
     int groups = threads < 512 ? min(static_cast<int>(512 / threads), 15) : 1;  // each has a barrier of its own, of fifteen
+    groups = static_cast<int>(min(int64_t{groups}, lines));
     while (shift && groups & (groups - 1)) groups--;
     const int block = static_cast<int>(threads) * groups;
     int resident = 65536 / (registers * block);
