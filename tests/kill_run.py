@@ -25,7 +25,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch._dynamo  # imported by a model that is built, for two seconds: here once and not in each life
+import torch.distributed.tensor
+import torch.fx.experimental.symbolic_shapes  # imported by a rehearsal, both for most of a second: here once and not in each life
 
 from modelcenter.__main__ import main as command
 from modelcenter.checkpoint.state import steps, verify
