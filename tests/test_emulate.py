@@ -64,7 +64,8 @@ MUTANTS = (
     Mutant("a-four-copied-from-beyond-the-row", "norm_ring.h", "GAP == 4 || first(j) + GAP < dim", "true", "rms_norm", BOUNDS),
     Mutant("the-neighbour's-random-bits", "norm_rows.h", "odd ? other >> 4 | (mine & 0xF0u)", "odd ? other >> 4 | (other & 0xF0u)",
            "add_layer_norm", WRONG),
-    Mutant("eight-columns-in-a-row", "norm_rows.h", "first + k + (k < 4 ? 0 : GAP - 4)", "first + k", "rms_norm", WRONG),
+    Mutant("eight-columns-in-a-row", "norm_rows.h", "first + k + (k < 4 ? 0 : GAP - 4)", "first + k", "rms_norm",
+           f"{ORDER}|{WRONG}"),
     Mutant("the-first-of-a-pair-twice", "rotary.cu", "in[head][APART - 1]", "in[head][0]", "rotary", WRONG),
 )
 
