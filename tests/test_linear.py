@@ -380,7 +380,7 @@ def test_factors_are_cast_together() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS", "ignore:.*Profiler clears events")
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_relu_of_a_product_on_a_gpu(low: torch.dtype) -> None:
     """As near the truth as torch's, twice the same, in one product; what is no number stays none."""
