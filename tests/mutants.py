@@ -633,6 +633,8 @@ MUTANTS = (
            "test_parallel.py::test_a_table_s_gradient_is_cut_as_the_table_is"),
     Mutant("impatient-ever-after", "parallel/peers.py", "    store.set_timeout(usual)", "    pass",
            "test_peers.py::test_one_that_may_not_map_keeps_nobody"),
+    Mutant("the-first-choice-stays", "parallel/survey.py", "        known.add(exact.machine)\n        sort(found)",
+           "        known.add(exact.machine)", "test_layout.py::test_what_is_slower_than_it_seemed_is_not_the_choice"),
     Mutant("plan-of-gradients-that-grow", "parallel/layout.py", "1 / ratio / n if forwards == 1 else 0.0", "1 / ratio / n",
            "test_layout.py::test_the_gradients_of_micro_batches_before_are_there_all_the_while"),
     Mutant("plan-without-hooks", "parallel/layout.py", "host.hooked(job.model, machine, forwards) + host.updated", "host.updated",

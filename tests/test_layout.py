@@ -271,6 +271,21 @@ def test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth()
             assert other.need < found.choice.need, name
 
 
+def test_what_is_slower_than_it_seemed_is_not_the_choice() -> None:
+    """An estimate that a rehearsal of just that micro-batch does not keep: another layout is faster."""
+    job = job_of(gpt(heads=2), 64)
+    first = survey(Costs(job, CHIPS["h200"]), 2, Machine()).choice
+
+    class Surprised(Costs):
+        def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Any:
+            e = super().exact(machine, rows, forwards)
+            return replace(e, seconds=100 * e.seconds) if forwards is None and machine == first.machine else e
+
+    found = survey(Surprised(job, CHIPS["h200"]), 2, Machine())
+    assert found.choice.machine != first.machine and found.choice.seconds == min(e.seconds for e in found.estimates if e.fits)
+    assert found.choice.seconds < 100 * first.seconds
+
+
 def test_parts_of_heads_are_refused() -> None:
     with pytest.raises(InputError, match="tensor_parallel: 4 heads over 8 ranks; a divisor of the heads"):
         Costs(job_of(gpt(), 8), CHIPS["h200"]).exact(Machine(tensor_parallel=8), 1)

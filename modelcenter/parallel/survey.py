@@ -101,15 +101,23 @@ def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, 
     found = [best_of(costs, m, rows) for m in layouts(costs.job, ranks, costs.chip.node, machine) if allowed(m)]
     if not found:
         refuse(None, "batch", f"{costs.job.rows} sequences for {ranks} devices", "a multiple of the devices, or fewer of them")
-    found.sort(key=lambda e: (not e.fits, e.seconds if e.fits else e.need))
-    choice = found[0]
-    # What was interpolated is rehearsed as it is before it is promised.
-    exact = costs.exact(choice.machine, choice.rows)
-    while choice.fits and not exact.fits and exact.rows > 1:
-        fewer = next(n for n in range(exact.rows - 1, 0, -1) if exact.rows * exact.forwards % n == 0)
-        exact = costs.exact(choice.machine, fewer)
-    found[0] = exact
+    sort(found)
+    known: set[Machine] = set()
+    while (choice := found[0]).machine not in known:
+        # What was interpolated is rehearsed as it is before it is promised; then another may be faster.
+        exact = costs.exact(choice.machine, choice.rows)
+        while choice.fits and not exact.fits and exact.rows > 1:
+            fewer = next(n for n in range(exact.rows - 1, 0, -1) if exact.rows * exact.forwards % n == 0)
+            exact = costs.exact(choice.machine, fewer)
+        found[0] = exact
+        known.add(exact.machine)
+        sort(found)
     return Survey(costs, found, others or {})
+
+
+def sort(found: list[Estimate]) -> None:
+    """The fastest that fits first, then those that do not, the smallest first."""
+    found.sort(key=lambda e: (not e.fits, e.seconds if e.fits else e.need))
 
 
 def remedies(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator[tuple[str, Estimate]]:
