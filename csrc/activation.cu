@@ -96,7 +96,7 @@ constexpr int PARTS = 8 / SPAN<T>;  // packs of a thread: eight elements
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, const Bias bias, T* __restrict__ y, int64_t count,
                                                    int64_t dim) {
-    constexpr int AHEAD = 2 * PARTS<T>;  // packs read before the first is used
+    constexpr int AHEAD = 2;  // packs read before the first is used
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * AHEAD);
     whole_or_not(first + TILE<T> * AHEAD, count, [&](auto whole) {
         Pack<T, SPAN<T>> in[AHEAD];
@@ -308,7 +308,7 @@ MC_KERNEL(activation) {
     call.ready();
     if (!count) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    const unsigned blocks = blocks_for(count, THREADS * 16);
+    const unsigned blocks = blocks_for(count, THREADS * (x.dtype == F32 ? 8 : 16));
     MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND,
         forward<KIND, T><<<blocks, THREADS, 0, stream>>>(x.as<T>(), bias_of(bias, dim), y.as<T>(), count, dim)))
 }

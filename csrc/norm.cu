@@ -62,7 +62,8 @@ struct Held<BF16, 4> : Halves<BF16> {};
 template <>
 struct Held<F16, 4> : Halves<F16> {};
 
-template <int D, bool CENTRED>
+// ONCE: what passes is kept out of the caches. It pays where a row is a warp's and has no residual, and costs elsewhere.
+template <int D, bool CENTRED, bool ONCE>
 __global__ void __launch_bounds__(WIDE, D == BF16 || D == F16 ? 2 : 1) norm_rows(const Problem p) {
     constexpr int OWN = D == ANY ? F32 : D, GAP = gap<D>;
     constexpr int PACKS = SHARE<D>;
@@ -76,19 +77,16 @@ __global__ void __launch_bounds__(WIDE, D == BF16 || D == F16 ? 2 : 1) norm_rows
         return mine;
     };
     constexpr bool HALF = D == BF16 || D == F16;
-    const bool alone = blockDim.x == 32 && !p.residual.data;  // a row is a warp's: then it pays to keep what passes out of the caches
     Held<D, GAP> h[PACKS];
 #pragma unroll
-    for (int j = 0; j < PACKS; j++) h[j].set(Eight{});
-#pragma unroll
     for (int j = 0; j < PACKS; j++) {
+        h[j].set(Eight{});
         const auto mine = window(j);
-        if constexpr (HALF) {
-            if (alone && mine.valid) h[j].load_once(p.x, at + mine.first);
-        }
-        if (!(HALF && alone) && mine.valid) h[j].load(p.x, at + mine.first, mine.valid);
+        if (!mine.valid) continue;
+        if constexpr (ONCE) h[j].load_once(p.x, at + mine.first);
+        else h[j].load(p.x, at + mine.first, mine.valid);
     }
-    if (p.residual.data) {
+    if (!ONCE && p.residual.data) {
         const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
         const float scale = p.seed ? p.scale : 1.0f;
         Held<D, GAP> more[PACKS];
@@ -164,11 +162,12 @@ __global__ void __launch_bounds__(WIDE, D == BF16 || D == F16 ? 2 : 1) norm_rows
             Eight y = h[j].get();
 #pragma unroll
             for (int k = 0; k < 8; k++) y.at[k] = fmaf(s.normal(y.at[k]), weight.at[k], bias.at[k]);
-            if constexpr (HALF) {
+            if constexpr (ONCE) {
                 h[j].set(y);
-                if (alone) h[j].store_once(p.out, at + mine.first);
+                h[j].store_once(p.out, at + mine.first);
+            } else {
+                mine.template store<D>(p.out, at, y);
             }
-            if (!(HALF && alone)) mine.template store<D>(p.out, at, y);
         }
     };
     if (D == ANY) finish(Held<ANY, GAP>{}, Held<ANY, GAP>{});
@@ -348,11 +347,12 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
     if (threads > WIDE || blocks > INT32_MAX) return false;
     const dim3 block(static_cast<unsigned>(threads), together);
     const auto run = [&](auto kernel) { kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(p); };
+    const bool once = threads == 32 && !p.residual.data;
     MC_FOR_BOOL(p.centred, CENTRED,
-        if (known && dtype == BF16) run(norm_rows<BF16, CENTRED>);
-        else if (known && dtype == F16) run(norm_rows<F16, CENTRED>);
-        else if (known) run(norm_rows<F32, CENTRED>);
-        else run(norm_rows<ANY, CENTRED>);)
+        if (known && dtype == BF16) run(once ? norm_rows<BF16, CENTRED, true> : norm_rows<BF16, CENTRED, false>);
+        else if (known && dtype == F16) run(once ? norm_rows<F16, CENTRED, true> : norm_rows<F16, CENTRED, false>);
+        else if (known) run(norm_rows<F32, CENTRED, false>);
+        else run(norm_rows<ANY, CENTRED, false>);)
     return true;
 }
 
