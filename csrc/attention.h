@@ -43,7 +43,7 @@ struct Groups : Grouped<CHANNELS> {
         static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = 2;
     };
     struct OfQueries {
-        static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = CHANNELS <= 64 ? 3 : 2;
+        static constexpr int WARPS = 4, M = 1, ACROSS = 64, BLOCKS = CHANNELS <= 80 ? 3 : 2;
     };
 };
 
@@ -57,7 +57,7 @@ struct Block : L {
 // Whether the chip that is compiled for has the instructions and the shared memory, and nothing better.
 template <class T, class S>
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool ABLE = S::GROUP || S::DIM > 64;
+constexpr bool ABLE = S::GROUP;
 #elif defined(__CUDA_ARCH__)
 constexpr bool ABLE = !S::GROUP && (__CUDA_ARCH__ >= 800 || (std::is_same_v<T, fp16> && S::DIM <= 64));
 #else
@@ -456,19 +456,28 @@ constexpr int HOPPER = 90;
 constexpr int HOPPER = -1;
 #endif
 // Few sizes, for each is compiled six times: smaller heads are filled up with zeros.
-#define MC_FOR_SIZES(chip, dim, S, ...)    \
-    if (chip == HOPPER && dim <= 64) {     \
-        using S = Groups<64>;              \
-        __VA_ARGS__;                       \
-    } else if (dim <= 64) {                \
-        using S = Warps<64>;               \
-        __VA_ARGS__;                       \
-    } else if (dim <= 96) {                \
-        using S = Warps<96>;               \
-        __VA_ARGS__;                       \
-    } else {                               \
-        using S = Warps<128>;              \
-        __VA_ARGS__;                       \
+#define MC_FOR_SIZES(chip, dim, S, ...)      \
+    if (chip == HOPPER && dim <= 64) {       \
+        using S = Groups<64>;                \
+        __VA_ARGS__;                         \
+    } else if (chip == HOPPER && dim <= 80) { \
+        using S = Groups<80>;                \
+        __VA_ARGS__;                         \
+    } else if (chip == HOPPER && dim <= 96) { \
+        using S = Groups<96>;                \
+        __VA_ARGS__;                         \
+    } else if (chip == HOPPER) {             \
+        using S = Groups<128>;               \
+        __VA_ARGS__;                         \
+    } else if (dim <= 64) {                  \
+        using S = Warps<64>;                 \
+        __VA_ARGS__;                         \
+    } else if (dim <= 96) {                  \
+        using S = Warps<96>;                 \
+        __VA_ARGS__;                         \
+    } else {                                 \
+        using S = Warps<128>;                \
+        __VA_ARGS__;                         \
     }
 #define MC_FOR_HALF(dtype, T, ...) \
     if (dtype == mc::BF16) {       \

@@ -221,8 +221,10 @@ struct QueriesLayout : Block<S, typename S::OfQueries> {
     // 4 modulo 16: what a warp stores at once lies in different banks. The last 12 are zeros, also as what is left of the next row.
     static constexpr int FOLD = 8 * SLOTS + 12, FOLDED = B::WARPS * 8 * FOLD;
     static_assert(FOLD % 16 == 4);
-    static constexpr int FOLDS = S::GROUP && S::DIM <= 96 ? 2 : 1;  // one may be stored while another is added up
-    static constexpr size_t BYTES = S::ALIGN - 16 + 2 * B::OWN + 4 * B::OTHER + sizeof(float) * (2 * B::STRIP + FOLDS * FOLDED + 2 * B::WARPS);
+    static constexpr size_t REST = S::ALIGN - 16 + 2 * B::OWN + 4 * B::OTHER + sizeof(float) * (2 * B::STRIP + 2 * B::WARPS);
+    // Of two one may be stored while another is added up; where Hopper's shared memory has the room, of which a block takes 1 KiB more.
+    static constexpr int FOLDS = S::GROUP && B::BLOCKS * (REST + sizeof(float) * 2 * FOLDED + 1024) <= 228 * 1024 ? 2 : 1;
+    static constexpr size_t BYTES = REST + sizeof(float) * FOLDS * FOLDED;
 };
 
 // Adds up a warp's dS along diagonals as far as one thread can: fold[r][x], r = 2 c + e % 2 a column modulo 8, has what lies at
