@@ -171,6 +171,21 @@ def test_a_model_built_here_opens_in_transformers(case: Case, tmp_path: Path) ->
         close(scores(ours.to(dtype)(**args)), scores(theirs.to(dtype).eval()(**args)), tolerance, str(case))
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shapes_are_found_without_storage(case: Case) -> None:
+    """A forward on `meta` says what one on a CPU would: scores, and of labels a loss, in training too."""
+    _, ours = pair(case)
+    bare = mc.load(zoo.reference(case)[1], task=case.task, device="meta")
+    args = inputs(case)
+    wanted = scores(ours(**args)).shape
+    there = {name: value.to("meta") for name, value in args.items()}
+    assert scores(bare(**there)).shape == wanted
+    if case.task in ("lm", "mlm", "seq2seq", "tag"):
+        for train in (False, True):
+            found = bare.train(train)(**there, labels=there["decoder_input_ids" if case.seq2seq else "input_ids"])
+            assert found.loss.is_meta and found.loss.shape == ()
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.task not in ("backbone", "embed")], ids=str)
 def test_a_folder_is_loaded_with_the_head_that_it_names(case: Case) -> None:
     _, folder = zoo.reference(case)

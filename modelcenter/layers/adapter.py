@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops._op import autocast_dtype
 from .dropout import Dropout
 from .linear import Linear
 from .quantized import QuantizedLinear
@@ -36,7 +37,7 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         out: Tensor = self.base(x, bias=bias)
         x = self.dropout(x)
-        low = x if torch.is_autocast_enabled(x.device.type) else x.to(self.a.weight.dtype)
+        low = x.to(self.a.weight.dtype) if autocast_dtype(x.device) is None else x
         change = (self.b(self.a(low)) * self.scale).to(out.dtype)
         if self.magnitude is None:
             return out.add(change)

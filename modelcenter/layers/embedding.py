@@ -1,10 +1,9 @@
 """Token, position and segment embeddings."""
 
-import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops._op import wide
+from ..ops._op import autocast_dtype, wide
 from ..ops.embedding import untrained
 from .dropout import Dropout
 from .linear import alone
@@ -60,4 +59,4 @@ def read(table: nn.Embedding, ids: Tensor, pad: int | None = None) -> Tensor:
     precision, which other ranks sent: they are added up before the residual stream is given its dtype."""
     plain = alone(table, nn.Embedding) and table.padding_idx is None and table.max_norm is None and not table.sparse
     out: Tensor = ops.embedding(ids, table.weight, pad) if plain else untrained(table(ids), ids, pad)
-    return wide(out) if torch.is_autocast_enabled(out.device.type) else out
+    return out if autocast_dtype(out.device) is None else wide(out)

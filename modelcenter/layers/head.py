@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._op import plain as has_memory
+from ..ops._op import without_autocast
 from ..ops.cross_entropy import IGNORE
 from ..ops.linear_cross_entropy import chunked
 from .dropout import Dropout
@@ -68,8 +69,9 @@ class LMHead(Head):
         self.out = Linear(dim, vocab, bias=bias)
 
     def prepared(self, batch: Batch) -> Batch:
-        """Where few positions have a label the others are left out, though a GPU must be waited for to know them."""
-        if batch.labels is None or self.shift or not self.training:
+        """Where few positions have a label the others are left out, though a GPU must be waited for to know them; labels on `meta`
+        have no values, and all count."""
+        if batch.labels is None or self.shift or not self.training or batch.labels.is_meta:
             return batch
         return replace(batch, labelled=(batch.labels.flatten() != IGNORE).nonzero().squeeze(1))
 
@@ -266,7 +268,7 @@ class EmbedHead(Head):
         if self.pooler is not None:
             out["pooler_output"] = torch.tanh(self.pooler(first_token(x, batch)))
         if batch.labels is not None:
-            with torch.autocast(x.device.type, enabled=False):  # 20 times a cosine in bf16 is off by a tenth
+            with without_autocast(x.device):  # 20 times a cosine in bf16 is off by a tenth
                 e = out["embeddings"].to(torch.promote_types(x.dtype, torch.float32))
                 loss, out["logits"] = self.judged(e, batch.labels)
             out = Output(loss=mean(loss, batch.labels, items), **out)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._norm import beside
+from ..ops._op import autocast_dtype
 from .dropout import Dropout
 
 
@@ -57,10 +58,7 @@ class RMSNorm(nn.Module):
 
 def factors(x: Tensor) -> torch.dtype | None:
     """The dtype in which autocast multiplies matrices: a norm that only they read is written in it, once and not by each reader."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
+    return None if x.dtype == torch.float64 else autocast_dtype(x.device)
 
 
 def stream(x: Tensor) -> torch.dtype | None:

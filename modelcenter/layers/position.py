@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import relative_attention
-from ..ops._op import PLAIN, wide
+from ..ops._op import PLAIN, autocast_dtype, wide
 from ..ops.relative_attention import spread
 from ..ops.rotary import rotary_
 from .embedding import read
@@ -43,7 +43,7 @@ class Rotary(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Angles at `positions` (1|b s); never below fp32, whatever `dtype` the model has."""
         # real tokens, for padding does not lengthen a text; read only where it counts, because a device must be waited for
-        length = int(positions.max()) + 1 if self.frequencies.by_length else 0
+        length = int(positions.max()) + 1 if self.frequencies.by_length and not positions.is_meta else 0
         frequencies, factor = self.frequencies(self.channels, length)
         kind = torch.promote_types(dtype, torch.float32)
         angle = positions[:, :, None, None].to(kind) * frequencies.to(positions.device, kind)
@@ -69,8 +69,7 @@ class Distances:
 
 def served(like: Tensor) -> bool:
     """Whether attention in the precision of `like`, or autocast's, has a kernel for distances."""
-    device = like.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
+    kind = autocast_dtype(like.device) or like.dtype
     return kind in (torch.float16, torch.bfloat16) and type(like) in PLAIN and relative_attention.fast(like)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import dequantize_int8, dequantize_nf4, linear_int8, linear_nf4, quantize_int8, quantize_nf4
+from ..ops._op import autocast_dtype
 from .linear import Linear
 
 
@@ -66,8 +67,8 @@ class QuantizedLinear(nn.Module, ABC):
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """x (.. in): .. out, in the dtype of x, or autocast's."""
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if (low := autocast_dtype(x.device)) is not None and x.dtype != torch.float64:
+            x = x.to(low)
         x = x if self.given is None else self.given(x)
         own: Any = self.bias if bias else None
         if self.summed is None:

@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -75,6 +75,18 @@ def call(name: str, *args: Any) -> None:
             _observer(name, args)
         return
     getattr(_C.cuda if tensor.is_cuda else _C.cpu, name)(*args)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast forms products on this kind of device; None outside it. `meta` has none, and torch refuses the
+    question."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off on this kind of device, `meta` included."""
+    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
 @dataclass(frozen=True)

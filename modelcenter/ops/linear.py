@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import on_gpu, plain, transformed
+from ._op import autocast_dtype, on_gpu, plain, transformed
 from .activation import relu
 
 LOW = (torch.bfloat16, torch.float16)
@@ -39,7 +39,7 @@ def low_dtype(x: Tensor) -> torch.dtype | None:
     """The low precision that a product with `x` would be formed in on a CPU without units for it; None anywhere else."""
     if x.device.type != "cpu" or on_gpu(x):
         return None
-    low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    low = autocast_dtype(x.device) or x.dtype
     return low if low in LOW and x.dtype != torch.float64 and not has_low_units(low) else None
 
 
@@ -79,8 +79,7 @@ def trained_low(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
     if not any(w.requires_grad for w in weights) and not (len(weights) > 1 and x.requires_grad):
         return None
     kinds = {x.dtype, *(w.dtype for w in weights)}
-    kind = x.device.type
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype if len(kinds) == 1 else None
+    low = autocast_dtype(x.device) or (x.dtype if len(kinds) == 1 else None)
     return low if low in LOW and torch.float64 not in kinds else None
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._op import OPS, Kernel, Op, call, look, on_gpu, raw, real, unseen
+from ._op import OPS, Kernel, Op, autocast_dtype, call, look, on_gpu, raw, real, unseen
 from .cross_entropy import IGNORE, cross_entropy, summed
 from .linear import LOW, has_low_units, multiply
 
@@ -178,11 +178,10 @@ class LinearCrossEntropy(Op):
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: float) -> Any:
         scale, smoothing, z = (*rest, *(1.0, 0.0, 0.0)[len(rest) :])
-        grads, device = 0, x.device.type
+        grads = 0
         if torch.is_grad_enabled():
             grads = X * x.requires_grad + WEIGHT * weight.requires_grad + BIAS * (bias is not None and bias.requires_grad)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return super().__call__(x, weight, bias, labels, scale, smoothing, z, grads, dtype)
+        return super().__call__(x, weight, bias, labels, scale, smoothing, z, grads, autocast_dtype(x.device))
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import FLOATS, Kernel, call, op, raw, served, wide
+from ._op import FLOATS, Kernel, call, op, raw, served, wide, without_autocast
 from .linear import LOW, has_low_units
 
 LEVELS = (
@@ -160,7 +160,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight^T + bias in the dtype of the weight and the result in that of x, whatever autocast would have."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).to(x.dtype)
 
 

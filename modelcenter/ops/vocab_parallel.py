@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import on_gpu, part, wide
+from ._op import autocast_dtype, on_gpu, part, wide
 from .cross_entropy import IGNORE
 from .linear import LOW, has_low_units
 from .linear_cross_entropy import rows_of_a_chunk
@@ -36,11 +36,11 @@ def vocab_parallel_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None,
     linear_cross_entropy in all else: a label that is neither a word nor `IGNORE` is a ValueError on the CPU and a loss of NaN
     elsewhere."""
     parts: Any = weight, bias
-    alone, device = part(weight), x.device.type
+    alone = part(weight)
     own, shift = (p if p is None or alone else p.to_local(grad_placements=p.placements) for p in parts)
     assert own is not None
     mesh = None if alone else parts[0].device_mesh
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x.dtype
+    kind = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype
     if not on_gpu(x):
         unknown = (labels != IGNORE) & ((labels < 0) | (labels >= vocab))
         if bool(unknown.any()):
