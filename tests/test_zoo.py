@@ -194,6 +194,15 @@ def test_a_folder_is_loaded_with_the_head_that_it_names(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(families()))
+def test_a_family_called_with_a_config_says_how_models_are_made(kind: str) -> None:
+    family = families()[kind]
+    preset = next(iter(family.presets))
+    with pytest.raises(mc.InputError, match=rf"mc.{family.__name__}: .*mc.build\('{preset}'.*mc.{family.__name__}.from_pretrained"):
+        family(tiny(kind))
+    assert mc.build(preset, config={"layers": 1}, device="meta").head is not None
+
+
+@pytest.mark.parametrize("kind", sorted(families()))
 def test_no_field_is_left_at_its_default(kind: str) -> None:
     assert not zoo.unseen(kind), "a field that the bench never moves may be unwired"
 

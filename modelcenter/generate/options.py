@@ -131,7 +131,8 @@ def chosen(values: Mapping[str, Any], known: list[str], file: str | None) -> dic
     for name, neutral in UNSUPPORTED.items():
         value = values.get(name)
         if value is not None and value not in neutral:
-            refuse(file, name, f"{str(value)[:60]} is not implemented", "leave it out")
+            held = "take it out of the file, or in Python read none of it: generation_config={}"
+            refuse(file, name, f"{str(value)[:60]} is not implemented", held if file and file.endswith(FILE) else "leave it out")
     return {name: plain(values[name]) for name in known if values.get(name) is not None}
 
 

@@ -94,7 +94,7 @@ def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
         held = parse_json(FILE, model.companions.get(FILE, b"{}"))
         if not isinstance(held, dict):
             refuse(FILE, None, f"a {type(held).__name__}", "an object with generation's options")
-        return read(held, options, model.config.to_dict(), FILE)
+        return read(held, options, model.config.to_dict(), f"{model.source}/{FILE}" if model.source else FILE)
     values = given if isinstance(given, dict) else given.to_dict()
     return read(values, options, model.config.to_dict(), "generation_config")
 
