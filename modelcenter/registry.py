@@ -95,7 +95,7 @@ class Model(nn.Module):
         super().__init__()
         if torch.get_default_device().type != "meta":  # `skeleton` has storage, head and values to come
             name, preset = type(self).__name__, next(iter(type(self).presets), "NAME")
-            wanted = f"mc.build({preset!r}, config={{...}}) for random weights, mc.{name}.from_pretrained({preset!r}) for trained ones"
+            wanted = f"mc.build({preset!r}, config={{...}}), its weights random, or mc.{name}.from_pretrained({preset!r})"
             refuse(None, f"mc.{name}", "called with a config, which gives it no head and no weights", wanted)
         self.config = config
 
