@@ -557,12 +557,6 @@ def task_of(family: type[Model], folder: Folder) -> str:
     return "backbone"
 
 
-def task_named(path: Path) -> str:
-    """The task of the checkpoint in a local folder."""
-    with Folder(path) as folder:
-        return task_of(family_of(folder, Model), folder)
-
-
 def untie(family: type[Model], config: Any, folder: Folder, task: str) -> tuple[Any, list[str]]:
     """The tensors decide what is tied, not the config: a copy that differs from its source is a parameter of its own."""
     heads = {row[0]: row[1] for row in family.tasks[task].rows}

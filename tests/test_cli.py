@@ -250,6 +250,22 @@ def test_take_apart_refuses() -> None:
 # ------------------------------------------------------------------------------------------------------------ the work
 
 
+def test_evaluate_asks_the_model_what_a_folder_is_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its head and its positions, where they are fewer than data.seq_len is by default; an adapter's are its base's."""
+    (here / "a.txt").write_text("the cat sat on the mat.\n" * 60)
+    rest = ["data.path=a.txt", "data.seq_len=16", "max_steps=1", "schedule.warmup_steps=0", "data.eval_fraction=0.1"]
+    sizes = [f"config.{key}" for key in ("layers=1", "dim=16", "heads=2", "positions=16")]
+    assert main(["train", "pretrain", *rest, *sizes, "tokenizer=char", "--output-dir", "out"]) == 0
+    assert main(["train", "lora", *rest, "model=out/model", "--output-dir", "lora"]) == 0
+    for folder in ("out/model", "lora/model"):
+        capsys.readouterr()
+        assert main(["evaluate", folder, "data.path=a.txt"]) == 0
+        found = capsys.readouterr().out.splitlines()
+        assert found[0] == "data.seq_len: 16, the model's positions" and found[1].startswith("loss ")
+        assert main(["evaluate", folder, "data.path=a.txt", "data.seq_len=16"]) == 0
+        assert capsys.readouterr().out.splitlines() == found[1:]
+
+
 def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One small run through every verb that does work; the numbers of one verb agree with those of another."""
     (here / "a.txt").write_text("the cat sat on the mat. " * 60)

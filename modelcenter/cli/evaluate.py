@@ -42,13 +42,13 @@ def evaluate(args: Arguments) -> Answer:
         lines = [f"{task} {score:.1f}" for task, score in found["tasks"].items()]
         lack = f" (the mean of what is there; missing: {', '.join(found['missing'])})" if found["missing"] else ""
         return Answer(f"{suite[0]} {found['score']:.1f}{lack}: {', '.join(lines)}", found)
-    folder = Path(args.names[0]) if args.names else None
+    folder, said = Path(args.names[0]) if args.names else None, ""
     if folder is not None and (folder / "recipe.yaml").is_file():
         recipe, machine = run_of(replace(args, names=[str(folder / "recipe.yaml"), *args.names[1:]]))
         recipe = replace(recipe, model=str(folder / "model"), tokenizer=None, init="pretrained", config={},
                          adapter=AdapterConfig())
     elif folder is not None and any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        recipe, machine = recipe_of(folder, args)
+        recipe, machine, said = recipe_of(folder, args)
     else:
         if folder is not None and not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
             refuse_missing(folder, None, "no such folder, and no recipe", "a run's output_dir, a model's folder, or a recipe")
@@ -65,7 +65,7 @@ def evaluate(args: Arguments) -> Answer:
     else:
         results, speaks = evaluated(recipe, machine)
     told = ", ".join(f"{key.removeprefix('eval_')} {value:.6g}" for key, value in results.items())
-    return Answer(told if speaks else None, results)
+    return Answer(said + told if speaks else None, results)
 
 
 def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[dict[str, float], bool]:
@@ -108,9 +108,11 @@ def examined(asked: Examination) -> Answer:
     return Answer("\n".join(lines), found)
 
 
-def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
-    """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head."""
+def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine, str]":
+    """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head; the machine; and a line
+    if texts are cut sooner than they are by default, after as many tokens as the model has positions."""
     from ..config import assignments
+    from ..data.config import DataConfig
     from ..train.recipe import Recipe, settle
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
@@ -121,11 +123,15 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     data["path"] = data.get("path", data["eval_path"])
     if data["path"] is None:
         refuse(None, "data.path", "missing", "give data.path=FILE")
-    if "objective" not in over:
-        if not (folder / "config.json").is_file():
-            refuse(None, "objective", "missing", "an adapter does not say what it is for: give objective=...")
-        from ..registry import task_named
+    if "objective" not in over and not (folder / "config.json").is_file():
+        refuse(None, "objective", "missing", "an adapter does not say what it is for: give objective=...")
+    from ..registry import load
 
-        over["objective"] = task_named(folder)
+    model, said = load(folder, device="meta"), ""  # an adapter's base says what its folder does not
+    over.setdefault("objective", model.task)
+    most = vars(model.config).get("positions")
+    if "seq_len" not in data and most is not None and most < DataConfig.seq_len:
+        data["seq_len"] = most
+        said = f"data.seq_len: {most}, the model's positions\n"
     base = {"model": str(folder), "output_dir": "unused", "max_steps": 1, **over, "data": data}
-    return bind(Recipe, base, COMMAND_LINE), machine_of(args, own)
+    return bind(Recipe, base, COMMAND_LINE), machine_of(args, own), said
