@@ -618,6 +618,31 @@ def test_a_classifier_by_the_last_token_takes_texts_of_any_length_in_transformer
     assert torch.allclose(ours(ids, mask).logits, theirs(ids, attention_mask=mask).logits, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+def test_an_adapter_on_a_classifier_says_what_pads(tmp_path: Path) -> None:
+    """Of a base that does not: here, merged, and in peft, whose base is told so by the config.json beside the adapter."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    for name in ("base", "lora"):
+        (tmp_path / name).mkdir()
+    train(recipe_of(tmp_path / "base", config=TINY, tokenizer="roberta:300", max_steps=1), MACHINE)
+    base, folder = tmp_path / "base" / "out" / "model", tmp_path / "lora" / "out" / "model"
+    said = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({key: value for key, value in said.items() if key != "pad_token_id"}))
+    lines = [json.dumps({"text": f"{n} f of x", "label": "yes" if n % 2 else "no"}) + "\n" for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    changes = {"objective": "classify", "model": str(base), "init": "pretrained", "tokenizer": None, "config": {}, "max_steps": 2,
+               "data.path": str(tmp_path / "data.jsonl"), "adapter.name": "lora"}  # fmt: skip
+    train(recipe_of(tmp_path / "lora", **changes), MACHINE)
+    pad = mc.load_tokenizer(folder).pad_id
+    ours = mc.load(folder)
+    assert ours.config.get("pad_token_id") == pad
+    config = transformers.AutoConfig.from_pretrained(folder)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(base, config=config)
+    theirs = peft.PeftModel.from_pretrained(theirs, str(folder)).eval()
+    ids, mask = torch.tensor([[5, 6, pad, pad], [7, 8, 9, 10]]), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    assert torch.allclose(ours(ids, mask).logits, theirs(ids, attention_mask=mask).logits, atol=1e-5)
+
+
 def test_span_corruption_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a tokenizer that has sentinels; the sample shows what stands behind each."""
     tokenizer = open_tokenizer("roberta:300", [TEXT])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 A, B, M = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 TASK_TYPES = {"lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classify": "SEQ_CLS", "tag": "TOKEN_CLS", "qa": "QUESTION_ANS",
               "backbone": "FEATURE_EXTRACTION", "embed": "FEATURE_EXTRACTION"}  # fmt: skip
-SETTLED = ("prefix_lm",)  # keys of config.json by which a model reads, and which training may have changed
+SETTLED = ("prefix_lm", "pad_token_id")  # keys of config.json by which a model reads, and which training may have changed
 PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}  # others change the base, or more
 READ = {"peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
         "rank_pattern", "alpha_pattern", "modules_to_save", *PLAIN}  # fmt: skip
