@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import modelcenter as mc
 from modelcenter import ops
@@ -330,6 +331,13 @@ def test_a_vocabulary_in_two_pieces(monkeypatch: pytest.MonkeyPatch, vocab: int,
     close(loss.detach().cpu(), wanted)
     for found, one in zip(torch.autograd.grad(loss, there[:3]), gradients, strict=True):
         close(found.cpu(), one)
+
+
+def test_a_rehearsal_has_no_addresses() -> None:
+    """Nor may it be asked for one: torch warns of it."""
+    with FakeTensorMode():
+        x = torch.empty(4, 8, device="cuda")
+    assert module.aligned(x) is x
 
 
 def test_what_holds_the_gradient_of_the_weight() -> None:
