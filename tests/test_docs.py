@@ -87,3 +87,13 @@ def test_names_of_trainer_are_trainers() -> None:
     scripts = {"model_name_or_path", "tokenizer_name", "train_file", "validation_file", "max_seq_length", "packing"}
     older = {"group_by_length", "warmup_ratio"}  # gone, or going, from transformers 5
     assert {*ALIASES, *PARTIAL} - scripts - older <= arguments
+
+
+def test_the_chinese_readme_has_the_same_commands_and_as_many_figures() -> None:
+    def told(name: str) -> tuple[list[str], list[int]]:
+        text = (PAGE.parents[1] / name).read_text()
+        commands = [line.partition(" #")[0].strip() for line in text.splitlines() if line.startswith("    ")]
+        tables = [len(block.splitlines()) for block in re.findall(r"(?:^\|.*\n)+", text, re.M)]
+        return commands, tables
+
+    assert told("README-zh.md") == told("README.md")
