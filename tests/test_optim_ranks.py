@@ -11,6 +11,8 @@ import pytest
 import torch
 from mesh import spawn
 from test_ranks import BERT, MESHES, STILL, Rows, full, machine_of, padded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import modelcenter as mc
 from modelcenter.checkpoint.load import put
@@ -203,3 +205,21 @@ def refused(rank: int) -> None:
 
 def test_rows_that_tensor_parallel_cuts_within_a_block_are_refused() -> None:
     spawn(2, refused)
+
+
+def whole_gradient(rank: int) -> None:
+    join(machine_of((1, 2)))
+    mesh = init_device_mesh("cpu", (2,))
+    start, grad = torch.arange(32.0).view(8, 4), torch.linspace(-1, 1, 32).view(8, 4)
+    p = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+    p.grad = distribute_tensor(grad, mesh, [Replicate()])
+    alone = torch.nn.Parameter(start.clone())
+    alone.grad = grad
+    for one in (p, alone):
+        build_optimizer(torch.nn.ParameterList([one]), OptimizerConfig()).step()
+    assert torch.equal(p.full_tensor(), alone)
+
+
+def test_a_gradient_that_is_whole_is_cut_as_its_parameter_is() -> None:
+    """What a user's own use of a weight may leave, in the type of a parameter in parts."""
+    spawn(2, whole_gradient)
