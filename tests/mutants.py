@@ -628,7 +628,7 @@ MUTANTS = (
     Mutant("micro-batch-not-taken", "train/choose.py", "replace(recipe, micro_batch=best.rows) if free else recipe", "recipe",
            "test_choose.py::test_the_fastest_that_fits_is_taken_and_said"),
     Mutant("a-rank-s-part-as-a-whole", "parallel/twin.py", "memo[id(tensor)].part = id(tensor) in cut", "memo[id(tensor)].part = False",
-           "test_layout.py::test_what_ranks_hold_is_foreseen[gpt, tensors, full]"),
+           "test_layout.py::test_what_tensor_parallel_cuts_is_known_for_a_part"),
     Mutant("whole-gradient-of-a-table", "parallel/apply.py", "table.forward = partial(looked_up, table)", "pass",
            "test_parallel.py::test_a_table_s_gradient_is_cut_as_the_table_is"),
     Mutant("impatient-ever-after", "parallel/peers.py", "    store.set_timeout(usual)", "    pass",

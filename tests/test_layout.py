@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mesh import spawn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 import modelcenter as mc
@@ -26,6 +27,7 @@ from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.rehearse import rehearse
 from modelcenter.parallel.survey import survey
 from modelcenter.parallel.tally import Tally
+from modelcenter.parallel.twin import shards, twin
 from modelcenter.train.step import accumulate, autocast, update
 
 CPU = torch.device("cpu")
@@ -393,6 +395,15 @@ def test_what_ranks_hold_is_foreseen(family: str, name: str, tmp_path: Path) -> 
     off: dict[Any, float] = {kind: lasting[kind] / machine.fsdp / real[kind] - 1 for kind in ("weights", "gradients", "optimizer")}
     assert all(abs(x) < 0.005 for x in off.values()), off
     assert -0.08 < said.need / real["peak"] - 1 < 0.1, (said.need, real, dict(said.parts))
+
+
+def test_what_tensor_parallel_cuts_is_known_for_a_part() -> None:
+    """A kernel that wants a whole tensor asks, at a rehearsal too."""
+    model = mc.build("gpt2", config=GPT, device="meta")
+    cut = dict(shards(model, 2))
+    there = dict(twin(model, torch.device("cpu"), FakeTensorMode(), ranks=2).named_parameters())
+    assert {there[name].part for name, p in model.named_parameters() if id(p) in cut} == {True}
+    assert {there[name].part for name, p in model.named_parameters() if id(p) not in cut} == {False}
 
 
 # -------------------------------------------------------------------------------------------------------------- command

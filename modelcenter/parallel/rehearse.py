@@ -43,6 +43,7 @@ class Rehearsal:
 def sum_up(model: nn.Module, tally: Tally) -> None:
     """Make and count the sums over tensor-parallel ranks: what a layer cut by rows returns, and the gradient of what one cut by
     columns was given."""
+    import torch.distributed._functional_collectives  # noqa: F401  # says of which shape a sum is that no ranks make
 
     def count(tensor: Tensor) -> None:
         tally.work[Work("sum", named(tensor), 0, tensor.numel() * tensor.itemsize)] += 1
