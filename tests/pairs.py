@@ -85,6 +85,17 @@ def machine_of(changes: dict[str, Any]) -> Machine:
     return Machine(device=DEVICE, threads=1, **changes)
 
 
+def ranks_of(pair: tuple[str, str]) -> int:
+    return machine_of((merged(pair) or ({}, {}))[0]).ranks
+
+
+def here(some: list[tuple[str, str]], devices: int | None = None) -> list[tuple[str, str]]:
+    """Those of `some` for which there are `devices` enough, a rank each: those of this machine; CPUs take any number."""
+    if devices is None:
+        devices = torch.accelerator.device_count() if DEVICE != "cpu" else 2**20
+    return [pair for pair in some if ranks_of(pair) <= devices]
+
+
 def train(folder: str, sizes: dict[str, Any], machine: Machine | None, ranks: Ranks,
           beside: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of three steps and the weights after them."""
@@ -162,7 +173,7 @@ def tried(some: list[tuple[str, str]]) -> dict[str, str]:
         folders, out = (str(Path(name) / "model"), str(Path(name) / "wide")), Path(name) / "said.json"
         for folder, config in zip(folders, (SIZES, WIDE), strict=True):
             mc.build("gpt2", config=config, seed=3).save_pretrained(folder)
-        sizes = {pair: machine_of((merged(pair) or ({}, {}))[0]).ranks for pair in some}
+        sizes = {pair: ranks_of(pair) for pair in some}
         for ranks in sorted(set(sizes.values())):
             mine = [pair for pair in some if sizes[pair] == ranks]
             size = 8 if DEVICE == "cpu" else 50  # a spawn has a time in which to end

@@ -16,6 +16,14 @@ def test_the_page_has_every_pair_and_no_other() -> None:
     assert pairs.table(said) == pairs.DOC.read_text(encoding="utf-8")
 
 
+def test_where_devices_are_few_the_others_pairs_are_left_out() -> None:
+    """Two GPUs try what two ranks can show, and that is most of the page; no pair is for more than four."""
+    some = pairs.pairs()
+    assert {pairs.ranks_of(pair) for pair in some} == {1, 2, 4}
+    assert pairs.here(some, 2) == [pair for pair in some if pairs.ranks_of(pair) < 4] and len(pairs.here(some, 2)) > len(some) / 2
+    assert pairs.here(some, 4) == pairs.here(some) == some
+
+
 def test_what_is_refused_is_refused_with_that_text() -> None:
     """If anything is, and a few that are not."""
     said = pairs.written()
@@ -29,5 +37,5 @@ def test_what_is_refused_is_refused_with_that_text() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler has many to give
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_pair_is_what_the_page_says(part: int) -> None:
-    said, some = pairs.written(), pairs.pairs()[part::PARTS]
+    said, some = pairs.written(), pairs.here(pairs.pairs())[part::PARTS]
     assert pairs.tried(some) == {" x ".join(pair): said[" x ".join(pair)] for pair in some}
