@@ -254,3 +254,22 @@ def test_positions_of_a_scaling_and_of_the_config_are_one_number() -> None:
         changed(config, {"positions": 128})
     both = changed(config, {"positions": 128, "rope": Dynamic(theta=300.0, factor=3.3, positions=128)})
     assert LLaMAConfig.from_dict(both.to_dict()) == both
+
+
+def test_frequencies_are_brought_to_a_device_once_unless_a_length_changes_them() -> None:
+    """And what a dispatch mode sees is nobody else's: tensors without values would be, too."""
+    at = torch.arange(100)[None]
+    for rope in SCALINGS.values():
+        rotary, short = Rotary(R, rope), at[:, :16]
+        if not rope.by_length:
+            with torch._subclasses.FakeTensorMode() as mode:
+                rotary(mode.from_tensor(short), torch.float32)
+        assert not rotary.known
+        fresh = [Rotary(R, rope)(p, torch.float64) for p in (short, at, short)]
+        found = [rotary(p, torch.float64) for p in (short, at, short)]
+        assert all(torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin) for a, b in zip(fresh, found, strict=True))
+        assert [key[1] for key in rotary.known] == ([] if rope.by_length else [torch.float64])
+        assert rotary(at, torch.bfloat16).cos.dtype == torch.float32
+        if not rope.by_length:
+            assert rotary.turning(short, torch.float32)[0] is rotary.turning(at, torch.float32)[0]
+    assert not Rotary(R, Plain()).state_dict()

@@ -39,15 +39,30 @@ class Rotary(nn.Module):
     def __init__(self, channels: int, frequencies: Plain, *, interleaved: bool = False):
         super().__init__()
         self.channels, self.frequencies, self.interleaved = channels, frequencies, interleaved
+        self.known: dict[tuple[torch.device, torch.dtype], tuple[Tensor, float]] = {}  # no buffer: it is no part of a checkpoint
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Angles at `positions` (1|b s); never below fp32, whatever `dtype` the model has."""
-        # real tokens, for padding does not lengthen a text; read only where it counts, because a device must be waited for
-        length = int(positions.max()) + 1 if self.frequencies.by_length and not positions.is_meta else 0
-        frequencies, factor = self.frequencies(self.channels, length)
         kind = torch.promote_types(dtype, torch.float32)
-        angle = positions[:, :, None, None].to(kind) * frequencies.to(positions.device, kind)
+        frequencies, factor = self.turning(positions, kind)
+        angle = positions[:, :, None, None].to(kind) * frequencies
         return Angles(angle.cos() * factor, angle.sin() * factor, self.interleaved)
+
+    def turning(self, positions: Tensor, kind: torch.dtype) -> tuple[Tensor, float]:
+        """The frequencies in `kind`, where the positions are, and the factor. Those that no length changes are brought there once:
+        a forward, above all one of a single token, has no copy to wait for."""
+        by_length, place = self.frequencies.by_length, (positions.device, kind)
+        # what a compiler or a dispatch mode sees is not what others may have, nor the other way round
+        kept = not by_length and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+        if kept and place in self.known:
+            return self.known[place]
+        # real tokens, for padding does not lengthen a text; read only where it counts, because a device must be waited for
+        length = int(positions.max()) + 1 if by_length and not positions.is_meta else 0
+        frequencies, factor = self.frequencies(self.channels, length)
+        found = onto(frequencies.to(kind), positions.device), factor
+        if kept:
+            self.known[place] = found
+        return found
 
 
 @dataclass(frozen=True)
@@ -117,8 +132,9 @@ class SegmentBias(RelativeBias):
         other."""
         distance = torch.arange(1 - keys, queries, device=self.table.weight.device)
         a, b = pair
-        across = torch.tensor([self.buckets + a * self.segments + b, self.buckets + b * self.segments + a])
-        return self.of(torch.cat((self.bucket(distance), onto(across, distance.device))), queries, keys, prompt)
+        there, back = self.buckets + a * self.segments + b, self.buckets + b * self.segments + a
+        across = torch.arange(2, device=distance.device) * (back - there) + there  # made there: nothing is brought from the host
+        return self.of(torch.cat((self.bucket(distance), across)), queries, keys, prompt)
 
 
 class ALiBi(nn.Module):
