@@ -14,7 +14,7 @@ CONTEXT, AT = 4, 7  # tokens without a label; the token that is changed
 @pytest.fixture(params=["mask", "distances"], autouse=True)
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a mask is made of the bias, or the op is given it as it is."""
-    monkeypatch.setattr(position, "served", lambda like: request.param == "distances")
+    monkeypatch.setattr(position, "served", lambda *_: request.param == "distances")
 
 
 def losses(ids: torch.Tensor, context: int) -> torch.Tensor:

@@ -1,11 +1,16 @@
 """Models whose bias is a function of the distance, by the op that makes no mask of it: the logits and gradients of transformers."""
 
+from typing import Any
+
 import pytest
 import torch
+import zoo
+from mesh import spawn
 from test_zoo import FIRST, compare
 from torch import Tensor
 from zoo import Case, inputs, pair
 
+import modelcenter as mc
 from modelcenter.layers import position
 from modelcenter.layers.view import View
 
@@ -21,7 +26,7 @@ def test_by_distance(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(View, "by_distance", counted)
-    monkeypatch.setattr(position, "served", lambda like: True)
+    monkeypatch.setattr(position, "served", lambda *_: True)
     for side in ("none", "right", "left"):
         if not case.excused(f"padding-{side}"):
             compare(case, torch.float64, side)
@@ -35,7 +40,7 @@ def test_packed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, ends = torch.randint(3, 30, (1, 12)), torch.tensor([0, 5, 12])
     args = {"input_ids": ids, "cu_seq_lens_q": ends, **({"decoder_input_ids": ids.flip(1)} if case.seq2seq else {})}
     wanted = ours(**args)
-    monkeypatch.setattr(position, "served", lambda like: True)
+    monkeypatch.setattr(position, "served", lambda *_: True)
     found = ours(**args)
     key = "logits" if "logits" in wanted else "last_hidden_state"
     torch.testing.assert_close(found[key], wanted[key], rtol=1e-10, atol=1e-10)
@@ -48,5 +53,40 @@ def test_generated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     args = {k: v for k, v in inputs(case, "left").items() if k in ("input_ids", "attention_mask")}
     how = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
     wanted = [ours.generate(**args, **how, num_beams=beams) for beams in (1, 3)]
-    monkeypatch.setattr(position, "served", lambda like: True)
+    monkeypatch.setattr(position, "served", lambda *_: True)
     assert all(torch.equal(ours.generate(**args, **how, num_beams=beams), ids) for beams, ids in zip((1, 3), wanted, strict=True))
+
+
+def cut(rank: int, folders: list[tuple[str, str]]) -> None:
+    """Ranks that share the heads hand their own rows of a table to the kernel, though the table is a DTensor."""
+    calls, real = [], View.by_distance
+    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(3))
+
+    def counted(self: View, *args: Any) -> Tensor:
+        calls.append(args)
+        return real(self, *args)
+
+    def trained(folder: str, machine: mc.Machine | None) -> dict[str, Tensor]:
+        model = mc.load(folder, dtype="fp64", machine=machine)
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+        return {"loss": out.loss.detach()} | {n: g[tuple(slice(0, k) for k in model.shapes[n])] for n, g in whole.items()}
+
+    wanted = {name: trained(folder, None) for name, folder in folders}
+    View.by_distance = counted  # type: ignore[method-assign]  # to see that it is taken
+    # what a GPU has: autocast in low precision, and a kernel
+    position.autocast_dtype = lambda device: torch.bfloat16  # type: ignore[assignment]  # of any device
+    object.__setattr__(position.relative_attention, "fast", lambda x: type(x) in (Tensor, torch.nn.Parameter))
+    for name, folder in folders:
+        calls.clear()
+        found = trained(folder, mc.Machine(device="cpu", tensor_parallel=2))
+        assert calls, f"{name}: a mask was made"
+        assert found.keys() == wanted[name].keys()
+        for n, x in found.items():
+            torch.testing.assert_close(x, wanted[name][n], rtol=1e-9, atol=1e-9, msg=f"{name}: {n}")
+
+
+def test_ranks_that_share_the_heads_make_no_mask() -> None:
+    spawn(2, cut, [(str(case), zoo.reference(case)[1]) for case in CASES if case.task in ("lm", "seq2seq")])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import relative_attention
-from ..ops._op import PLAIN, autocast_dtype, wide
+from ..ops._op import autocast_dtype, plain, wide
 from ..ops.relative_attention import spread
 from ..ops.rotary import rotary_
 from .embedding import read
@@ -82,10 +82,11 @@ class Distances:
         return spread(self.vector, self.queries, self.keys, self.keys, self.prompt)[None].contiguous()
 
 
-def served(like: Tensor) -> bool:
-    """Whether attention in the precision of `like`, or autocast's, has a kernel for distances."""
-    kind = autocast_dtype(like.device) or like.dtype
-    return kind in (torch.float16, torch.bfloat16) and type(like) in PLAIN and relative_attention.fast(like)
+def served(vector: Tensor, kind: torch.dtype) -> bool:
+    """Whether attention in `kind`, or autocast's precision, has a kernel for distances that are where `vector` is: under tensor
+    parallelism that of this rank's heads, whose table is a DTensor and which is none."""
+    low = (autocast_dtype(vector.device) or kind) in (torch.float16, torch.bfloat16)
+    return low and plain(vector) and relative_attention.fast(vector)
 
 
 class RelativeBias(nn.Module):
@@ -104,7 +105,8 @@ class RelativeBias(nn.Module):
 
     def of(self, rows: Tensor, queries: int, keys: int, prompt: int = 0) -> Distances:
         """Those rows of the table, one for each distance and, with a prompt, two more."""
-        return Distances(wide(read(self.table, rows).t()).contiguous(), queries, keys, served(self.table.weight), prompt)
+        vector = wide(read(self.table, rows).t()).contiguous()
+        return Distances(vector, queries, keys, served(vector, self.table.weight.dtype), prompt)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each key - query distance: half of them exact, the others growing with the logarithm."""
@@ -158,7 +160,7 @@ class ALiBi(nn.Module):
     def forward(self, queries: int, keys: int, like: Tensor) -> Tensor | Distances:
         """The bias of the last `queries` of `keys` positions, on the device of `like`: as a mask (1 h 1 t) in its dtype."""
         kind = torch.promote_types(like.dtype, torch.float32)
-        if served(like):
+        if served(like, like.dtype):
             distance = torch.arange(1 - keys, queries, device=like.device, dtype=kind)
             return Distances(self.slopes.to(like.device, kind)[:, None] * distance, queries, keys, True)
         at = torch.arange(keys, device=like.device, dtype=kind)
