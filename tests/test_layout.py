@@ -105,6 +105,23 @@ def test_products_into_another_dtype_need_none_of_torchs_shapes(monkeypatch: pyt
     assert {w.dtype for w in tally.work} == {"fp16"}
 
 
+def test_attention_with_a_bias_is_arithmetic_whichever_kernel_does_it() -> None:
+    """Ours for distances, as for a mask: what is to be multiplied, not what is to be moved."""
+    found = []
+    with FakeTensorMode():
+        q, bias, seed, ends = torch.empty(2, 8, 4, 16), torch.empty(4, 15), torch.empty(1), torch.zeros(3, dtype=torch.int32)
+        for back in ("", "_backward"):
+            some = q.flatten(0, 1)[None]
+            for tensors, lengths, p in (((q,) * 3, (None, None), 0.1), ((some,) * 3, (ends, ends), 0.0)):
+                masked, distant = Tally(), Tally()
+                masked.kernel(f"attention{back}", (*tensors, bias, *lengths, 0.25, True, seed, p))
+                distant.kernel(f"relative_attention{back}", (*tensors, bias, None, *lengths, None, 8, 8, 0, 0.25, True, seed, p))
+                assert [w._replace(bytes=0) for w in masked.work] == [w._replace(bytes=0) for w in distant.work]
+                found += masked.work
+    assert all(w.kind == "attention" for w in found) and [w.flops / found[0].flops for w in found] == [1, 1, 2.5, 2.5]
+    assert found[0].times > found[1].times  # some are dropped
+
+
 # --------------------------------------------------------------------------------------------------------- closed forms
 
 

@@ -192,9 +192,12 @@ class Tally(FakeTensorMode):
         """Count a call of one of our kernels."""
         self.calls += 1
         size = bytes_of(args)
-        if name in ("attention", "attention_backward"):
+        forward = name.removesuffix("_backward")
+        if forward in ATTENTION:
             q, k, v = (x.transpose(1, 2) for x in args[:3])
-            self.attended(q, k, v, bool(args[7]), name != "attention", size, (args[3] is not None) + bool(args[9]), args[4:6])
+            ends, causal, p = ATTENTION[forward]
+            more = (args[3] is not None) + bool(args[p])
+            self.attended(q, k, v, bool(args[causal]), name != forward, size, more, args[ends : ends + 2])
             return
         if name == "adamw":  # what is updated is read and written, gradients are read
             size = 2 * size - bytes_of(args[2])
@@ -222,6 +225,7 @@ class Tally(FakeTensorMode):
 # each score as long as SCORE channels of the products, and as MORE each for a bias and a chance to be dropped; keys come in tiles
 # of KEYS, of which one on a causal diagonal is computed whole, and AROUND of them are for what is before the first and after all.
 SCORE, MORE, KEYS, AROUND = 57, 60, 128, 1.6
+ATTENTION = {"attention": (4, 7, 9), "relative_attention": (5, 12, 14)}  # where our kernels have lengths, `causal` and `p`
 NOTHING = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::lift_fresh", "aten::resize_",
            "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"}  # sums are counted by themselves
 PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten._addmm_activation: 1, torch.ops.aten.bmm: 0,
