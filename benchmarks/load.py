@@ -114,11 +114,12 @@ class Parts:
         """Those of loading."""
         from modelcenter import registry
         from modelcenter.checkpoint import exchange
+        from modelcenter.parallel import apply, peers
 
         for owner, name in ((registry, "skeleton"), (registry, "match"), (registry, "place"), (registry, "fill_all"),
                             (exchange, "planned"), (exchange.Group, "regions"), (exchange.Group, "trade"), (exchange, "begin"),
                             (exchange.Buffer, "__init__"), (exchange.Buffer, "free"), (exchange.Buffer, "moved"),
-                            (exchange.Future, "result")):  # fmt: skip
+                            (exchange.Reading, "wait"), (registry, "open_roads"), (peers, "ways"), (apply, "shard")):  # fmt: skip
             self.see(owner, name)
 
 

@@ -6,9 +6,11 @@ import os
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -22,7 +24,7 @@ from .adapter.config import AdapterConfig
 from .adapter.folder import is_adapter, read_adapter, save_adapter
 from .checkpoint import hub
 from .checkpoint.config import Config, changed
-from .checkpoint.exchange import Group, neighbours
+from .checkpoint.exchange import Group, neighbours, open_roads
 from .checkpoint.folder import Folder
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions, save_model
@@ -428,7 +430,8 @@ def load(
             own = first_values(model, seed) if saved is None else saved.values(model, places)
         if is_meta(device):
             return model.eval()
-        place(model, device, machine, precision)
+        size = sum(p.nbytes for p in model.parameters())
+        place(model, device, machine, precision, partial(open_roads, size))
         if put_off is not None and adapter is None and together(machine) is None:
             left = stack.pop_all()  # the folder stays open until it is read
 
@@ -473,35 +476,41 @@ def spoken(model: Model, keys: Keys) -> Names:
     return next((t for t in (table.under(p) for p in prefixes if p) if not bare(keys, t, model.shapes)), table)
 
 
-def place(model: Model, device: str | torch.device | None, machine: str | Machine | None, precision: str | None = None) -> None:
-    """Give the parameters storage, sharded as the machine says."""
-    if machine is not None:
-        machine = machine if isinstance(machine, Machine) else load_machine(machine)
-        if machine.ranks > 1:
-            from .parallel.apply import parallelize  # FSDP and DTensor take seconds to import
+def place(model: Model, device: str | torch.device | None, machine: str | Machine | None, precision: str | None = None,
+          beside: Callable[[torch.device], object] = lambda home: None) -> None:
+    """Give the parameters storage, sharded as the machine says. Where there are several ranks a thread does `beside` meanwhile."""
+    with ThreadPoolExecutor(1) as thread:
+        jobs: list[Future[object]] = []
+        if machine is not None:
+            machine = machine if isinstance(machine, Machine) else load_machine(machine)
+            where = partial(device_of, machine)
+            if machine.ranks > 1:
+                from .parallel.apply import parallelize  # FSDP and DTensor take seconds to import
 
-            parallelize(model, machine, precision)
-        else:
-            check(machine)
-            fit_blocks(model, machine)
-        device = device or device_of(machine)
-    check_memory(model, torch.device(device or "cpu"))
-    home = torch.device(device or "cpu")
+                parallelize(model, machine, precision, quiet=lambda: jobs.append(thread.submit(beside, where())))
+            else:
+                check(machine)
+                fit_blocks(model, machine)
+            device = device or where()
+        check_memory(model, torch.device(device or "cpu"))
+        home = torch.device(device or "cpu")
 
-    def stored(t: Tensor) -> Tensor:
-        if not t.is_meta:  # quantised layers have their values already
-            return t.to(home)
-        # `empty_like` of what has no storage imports torch's compiler first, and of a DTensor takes a thousandth of a second
-        whole: Any = t
-        out = torch.empty(local(t)[1].shape, dtype=t.dtype, device=home)
-        if not hasattr(whole, "placements"):
-            return out
-        from torch.distributed.tensor import DTensor
+        def stored(t: Tensor) -> Tensor:
+            if not t.is_meta:  # quantised layers have their values already
+                return t.to(home)
+            # `empty_like` of what has no storage imports torch's compiler first, and of a DTensor takes a thousandth of a second
+            whole: Any = t
+            out = torch.empty(local(t)[1].shape, dtype=t.dtype, device=home)
+            if not hasattr(whole, "placements"):
+                return out
+            from torch.distributed.tensor import DTensor
 
-        return DTensor.from_local(out, whole.device_mesh, whole.placements, run_check=False, shape=t.shape, stride=t.stride())
+            return DTensor.from_local(out, whole.device_mesh, whole.placements, run_check=False, shape=t.shape, stride=t.stride())
 
-    model._apply(stored)  # type: ignore[no-untyped-call]  # torch has no types there
-    model.tie()
+        model._apply(stored)  # type: ignore[no-untyped-call]  # torch has no types there
+        model.tie()
+    for job in jobs:
+        job.result()
 
 
 def together(machine: str | Machine | None) -> Group | None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from zoo import Case, cases
 
 import modelcenter as mc
+from modelcenter import registry
 from modelcenter.checkpoint import exchange, write
 from modelcenter.checkpoint.folder import FileSlice
 from modelcenter.errors import InputError, refuse
@@ -88,6 +90,50 @@ def test_one_rank_that_cannot_read_is_everybodys_error(tmp_path: Path) -> None:
     save_file(load_file(first / "model.safetensors"), tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((first / "config.json").read_bytes())
     spawn(4, broken, tmp_path)
+
+
+def beside(rank: int, folder: str) -> None:
+    """What ranks do while FSDP wraps is done once, by another thread, when nothing else is on its way between them."""
+    found: list[Any] = []
+
+    def roads(size: int, device: torch.device) -> None:
+        mine, come = torch.full((2,), rank), torch.empty(2, dtype=torch.int64)
+        dist.all_to_all_single(come, mine)
+        found.append((size, device.type, come.tolist(), threading.current_thread() is threading.main_thread()))
+
+    registry.open_roads = roads
+    wanted = mc.load(folder, dtype="bf16")
+    for degrees in ({"fsdp": 2}, {"tensor_parallel": 2}, {"replicate": 2}):
+        found.clear()
+        equal(mc.load(folder, machine=mc.Machine(device="cpu", **degrees), dtype="bf16"), wanted, f"{degrees}")
+        assert len(found) == 1 and found[0][1:] == ("cpu", [0, 1], False)
+        assert found[0][0] == sum(p.nbytes for p in wanted.parameters())
+
+
+def test_ranks_connect_beside_the_wrapping() -> None:
+    spawn(2, beside, zoo.reference(CASES[0])[1])
+
+
+def test_threads_that_read_hand_on_what_is_wrong() -> None:
+    """What a file has against it is kept until all pieces were waited for; anything else is raised."""
+    into = bytearray(4)
+
+    def piece(start: int, stop: int, part: memoryview) -> None:
+        if start == 2:
+            raise errors[0]
+        part[:] = bytes(range(start, stop))
+
+    for error in (OSError("no"), InputError("no"), RuntimeError("no")):
+        errors, told = [error], exchange.Told()
+        with exchange.Readers(3) as threads:
+            for start in range(4):
+                threads.pieces.put((piece, start, start + 1, memoryview(into)[start : start + 1], told))
+            if isinstance(error, RuntimeError):
+                with pytest.raises(RuntimeError, match="no"):
+                    exchange.Reading(4, told).wait()
+            else:
+                assert exchange.Reading(4, told).wait() is error
+        assert into == bytes([0, 1, 0, 3]) and not any(thread.is_alive() for thread in threads.threads)
 
 
 def test_one_process_reads_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -150,6 +152,57 @@ class Buffer:
             self.used.record(self.home)
 
 
+Told = SimpleQueue[BaseException | None]  # of each piece what was wrong with it
+
+
+class Readers:
+    """Threads that read pieces of files, first told first read. To tell them takes a millionth of a second: thousands of futures
+    took as long as the tenth part of what they read."""
+
+    def __init__(self, count: int) -> None:
+        self.pieces: SimpleQueue[tuple[Callable[..., object], int, int, memoryview, Told] | None] = SimpleQueue()
+        self.threads = [Thread(target=self.work, daemon=True) for _ in range(count)]
+
+    def work(self) -> None:
+        while (piece := self.pieces.get()) is not None:
+            read, start, stop, into, told = piece
+            try:
+                read(start, stop, into)
+                told.put(None)
+            except BaseException as error:  # it is raised where it is waited for
+                told.put(error)
+
+    def __enter__(self) -> Self:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _ in range(len(self.threads)):
+            self.pieces.put(None)
+        for thread in self.threads:  # nothing is written into a buffer that is gone
+            thread.join()
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What is being read into one buffer, in so many pieces."""
+
+    pieces: int
+    told: Told
+
+    def wait(self) -> Exception | None:
+        """Until all is there; what a file had against it. Any other error is raised."""
+        failure: Exception | None = None
+        for _ in range(self.pieces):
+            error = self.told.get()
+            if isinstance(error, InputError | OSError):
+                failure = failure or error
+            elif error is not None:
+                raise error
+        return failure
+
+
 def stored(source: Lazy) -> bool:
     """Whether a parameter's values come out of files, all of them."""
     return all(isinstance(part.source, FileSlice | BinSlice) for part in trace(source, everything(source.shape)))
@@ -170,13 +223,9 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
     def store(block: Block, values: Tensor) -> None:
         parameters[block.name][1][block.place].copy_(values.mT if block.turned else values)
 
-    with ThreadPoolExecutor(readers(group)) as pool:
-        for turn, buffer, jobs in ahead(todo, size, group.rank, device, pool):
-            try:
-                for job in jobs:
-                    job.result()
-            except (InputError, OSError) as error:
-                failure = failure or error  # the others wait for this rank's blocks, whatever is in them
+    with Readers(readers(group)) as threads:
+        for turn, buffer, reading in ahead(todo, size, group.rank, device, threads):
+            failure = reading.wait() or failure  # the others wait for this rank's blocks, whatever is in them
             mine = turn[group.rank]
             chunk = buffer.moved(max((run.at + run.size for run in mine), default=0))
             give = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
@@ -197,7 +246,26 @@ def readers(group: Group) -> int:
 def buffer_size(sources: Sequence[Stored], group: Group) -> int:
     """Bytes of a rank's buffer: a small part of the folder, and a row at least."""
     share = sum(row_of(source) * (source.shape[0] if source.shape else 1) for source in sources) // group.size
-    return max(min(MOST, max(LEAST, share // TURNS), share), *map(row_of, sources))
+    return max(part_of(share), *map(row_of, sources))
+
+
+def part_of(share: int) -> int:
+    """Bytes of a rank's buffer where it has so many to read, if no row is longer."""
+    return min(MOST, max(LEAST, share // TURNS), share)
+
+
+def open_roads(size: int, device: torch.device) -> None:
+    """What reading `size` bytes would wait for first, done before: NCCL connects each rank of a node with each other at the first
+    exchange of all with all, for a fifth of a second, and the host's memory is pinned, which torch then keeps for who asks next.
+    All ranks call it, and say nothing else to each other meanwhile."""
+    if device.type != "cuda":
+        return
+    torch.cuda.set_device(device)  # of this thread
+    group = neighbours()
+    row = torch.zeros(group.size, dtype=torch.uint8, device=device)
+    dist.all_to_all_single(torch.empty_like(row), row, group=group.group)
+    for buffer in [torch.empty(part_of(size // group.size), dtype=torch.uint8, pin_memory=True) for _ in range(AHEAD)]:
+        del buffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,9 +368,9 @@ def position(source: Any) -> tuple[str, int]:
 
 
 def ahead(todo: Plan, size: int, rank: int, device: torch.device,
-          pool: ThreadPoolExecutor) -> Iterator[tuple[list[list[Run]], Buffer, list[Future[None]]]]:
+          threads: Readers) -> Iterator[tuple[list[list[Run]], Buffer, Reading]]:
     """Each turn with this rank's buffer and what is being read into it; the reading of those that follow has begun."""
-    waiting: deque[tuple[list[list[Run]], Buffer, list[Future[None]]]] = deque()
+    waiting: deque[tuple[list[list[Run]], Buffer, Reading]] = deque()
     buffers: list[Buffer] = []
     road = torch.cuda.Stream(device) if device.type == "cuda" else None
     most = AHEAD if road is not None else 2
@@ -310,16 +378,17 @@ def ahead(todo: Plan, size: int, rank: int, device: torch.device,
         if len(buffers) < most:
             buffers.append(Buffer(device, size, road))
         buffer = buffers[number % most]
-        waiting.append((turn, buffer, begin(turn[rank], buffer, pool)))
+        waiting.append((turn, buffer, begin(turn[rank], buffer, threads)))
         if len(waiting) == most:
             yield waiting.popleft()
     yield from waiting
 
 
-def begin(runs: Iterable[Run], buffer: Buffer, pool: ThreadPoolExecutor) -> list[Future[None]]:
+def begin(runs: Iterable[Run], buffer: Buffer, threads: Readers) -> Reading:
     """Start to read `runs` into `buffer`, in pieces."""
     buffer.free()
-    jobs = []
+    told: Told = SimpleQueue()
+    pieces, into = 0, raw(buffer.host)
     for run in runs:
         source: Any = run.source
         row = run.size // (run.stop - run.start)
@@ -327,5 +396,6 @@ def begin(runs: Iterable[Run], buffer: Buffer, pool: ThreadPoolExecutor) -> list
         for start in range(run.start, run.stop, step):
             stop = min(run.stop, start + step)
             at = run.at + (start - run.start) * row
-            jobs.append(pool.submit(source.read, start, stop, raw(buffer.host[at : at + (stop - start) * row])))
-    return jobs
+            threads.pieces.put((source.read, start, stop, into[at : at + (stop - start) * row], told))
+            pieces += 1
+    return Reading(pieces, told)

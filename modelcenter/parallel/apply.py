@@ -46,12 +46,14 @@ def styles(sequence: bool) -> "dict[str, Callable[[], ParallelStyle]]":
     }
 
 
-def parallelize(model: nn.Module, machine: Machine | str, precision: str | None = None) -> nn.Module:
+def parallelize(model: nn.Module, machine: Machine | str, precision: str | None = None, *,
+                quiet: Callable[[], object] = lambda: None) -> nn.Module:
     """Shard `model` as `machine` (a profile or its name) says, in place; a model on the meta device stays there.
 
     `precision`: bf16 or fp16 if forwards will run under torch.autocast of it. Ranks then send each other weights in it, half as
-    many bytes; they hold, add up gradients and update in the model's own dtype. Errors: `InputError` where the machine asks for
-    what does not go together, before anything is allocated.
+    many bytes; they hold, add up gradients and update in the model's own dtype. `quiet` is called once ranks have said to each
+    other what there is to say: the rest, FSDP's hooks, each does for itself. Errors: `InputError` where the machine asks for what
+    does not go together, before anything is allocated.
     """
     machine = load_machine(machine) if isinstance(machine, str) else machine
     check(machine)
@@ -64,7 +66,9 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
             sequence_parallel(model, mesh["tp"])
     fit_blocks(model, machine)
     if mesh is not None and machine.shares > 1:
-        shard(model, mesh["fsdp" if machine.replicate == 1 else ("replicate", "fsdp")], machine.zero, precision)
+        shard(model, mesh["fsdp" if machine.replicate == 1 else ("replicate", "fsdp")], machine.zero, precision, quiet)
+    elif mesh is not None:
+        quiet()
     return model
 
 
@@ -160,7 +164,7 @@ def retie(model: nn.Module) -> None:
         tie()
 
 
-def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None) -> None:
+def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None, quiet: Callable[[], object]) -> None:
     """FSDP2: each block gathers its own parameters, the root the rest. Of a mesh (replicate, fsdp) each row shards, and rows add up
     their gradients; a row of one rank is plain data parallelism.
 
@@ -183,6 +187,7 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
     bits = whole.param_dtype or next(model.parameters()).dtype
     short = whole.reduce_dtype is not None and bits == torch.bfloat16 and zero > 1 and inner.size() > 1
     gather, add = ways(inner.get_group(), mesh.device_type) if short else (None, None)
+    quiet()
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": replace(whole, reduce_dtype=None) if add is not None else whole}
     for module in (*blocks(model), model):
         sharded: Any = fully_shard(module, **how, reshard_after_forward=zero == 3)
