@@ -1,12 +1,14 @@
 """A training step on several GPUs: ours beside transformers under FSDP2 with compiled blocks, each alone, one after the other.
 
     torchrun --nproc-per-node 4 benchmarks/engine.py [--preset gpt2-13b] [--length 512] [--batch 16] [--contenders ours,hf]
-             [--recompute none] [--zero 3] [--steps 6] [--layers N] [--profile] [--out DIR]
+             [--recompute none] [--zero 3] [--steps 6] [--layers N] [--profile] [--limit SECONDS] [--out DIR]
 
-Both hold fp32 weights and moments in parts, compute in bf16, exchange weights in bf16 and gradients in fp32, without dropout, on
-random ids; a step is forward, backward, clip and update. `ours compile` compiles our blocks too, `hf eager` leaves theirs alone;
+Both hold fp32 weights and moments in parts, compute in bf16, exchange weights in bf16 and gradients in fp32 (ours in bf16, summed
+in fp32, where ranks reach each other), without dropout, on random ids; a step is forward, backward, clip and update. `ours compile`
+compiles our blocks too, `ours moments` keeps moments in bf16, `hf eager` compiles no block, `selective` and `full` recompute;
 `hf@16` is theirs with 16 sequences a rank, whatever --batch says.
-FLOPs and the product that they are a share of: step.py.
+FLOPs and the product that they are a share of: step.py. One more step is traced: `exposed` is the share of it in which the stream
+that computes stands still while another one sends or waits for a rank, `idle` that in which nothing runs.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import json
 import os
 import statistics
 import sys
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -39,18 +42,22 @@ STILL = {"dropout": 0.0, "attn_dropout": 0.0, "embed_dropout": 0.0}
 Batch = dict[str, torch.Tensor]
 
 
+def recompute_of(kind: str, options: argparse.Namespace) -> Any:
+    return next((word for word in kind.split() if word in ("selective", "full")), options.recompute)
+
+
 def ours(preset: str, config: dict[str, Any], batch: Batch, options: argparse.Namespace, kind: str) -> tuple[nn.Module, Step]:
     split = options.tensor_parallel
     where = mc.Machine(
         device=options.device,
         fsdp=dist.get_world_size() // split,
         tensor_parallel=split,
-        recompute=options.recompute,
+        recompute=recompute_of(kind, options),
         zero=options.zero,
         compile="compile" in kind,
     )
     model: Any = noisy(mc.build(preset, task="lm", config=config, device="meta"), where, "bf16", batch["labels"].device)
-    ranks, optimizer = join(where), build_optimizer(model, OptimizerConfig())
+    ranks, optimizer = join(where), build_optimizer(model, OptimizerConfig(moments="bf16" if "moments" in kind else "fp32"))
     compute, targets = partial(autocast, "bf16", batch["labels"].device), batch["labels"].numel() * ranks.shares
 
     def step() -> float:
@@ -70,7 +77,7 @@ def theirs(preset: str, config: dict[str, Any], batch: Batch, options: argparse.
     sizes.use_cache = False
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(sizes, dtype=torch.float32)
-    if options.recompute == "full":
+    if recompute_of(kind, options) == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in next(m for m in model.modules() if isinstance(m, nn.ModuleList)):
@@ -100,6 +107,32 @@ def theirs(preset: str, config: dict[str, Any], batch: Batch, options: argparse.
     return model, step
 
 
+def waits(step: Step) -> tuple[float, float]:
+    """Shares of a step's time in which the stream that computes most stands still: beside another stream, and beside none."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    streams: dict[int, list[tuple[int, int]]] = {}
+    for e in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]  # it has been
+        if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation():
+            streams.setdefault(e.device_resource_id(), []).append((e.start_ns(), e.start_ns() + e.duration_ns()))
+    most = max(streams.values(), key=lambda spans: covered(spans))
+    every = [span for spans in streams.values() for span in spans]
+    whole = max(end for _, end in every) - min(start for start, _ in every)
+    return (covered(every) - covered(most)) / whole, 1 - covered(every) / whole
+
+
+def covered(spans: list[tuple[int, int]]) -> int:
+    """The length of the union of some spans."""
+    total = last = 0
+    for start, end in sorted(spans):
+        total, last = total + max(0, end - max(start, last)), max(end, last)
+    return total
+
+
 def run(kind: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     config = dict(STILL if options.preset.startswith("gpt") else {}) | ({"layers": options.layers} if options.layers else {})
     case = Case(options.preset, "lm", "AutoModelForCausalLM", options.length, {}, config)
@@ -115,6 +148,7 @@ def run(kind: str, options: argparse.Namespace, device: torch.device) -> dict[st
     times = [seconds(step, device) for _ in range(options.steps)]
     taken = statistics.median(times)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    exposed, idle = waits(step) if device.type == "cuda" else (0.0, 0.0)
     if options.profile:
         text = profile(step)
         if dist.get_rank() == 0:
@@ -122,7 +156,7 @@ def run(kind: str, options: argparse.Namespace, device: torch.device) -> dict[st
     split = options.tensor_parallel if kind.startswith("ours") else 1  # ranks with one batch
     return {"contender": kind, "preset": options.preset, "length": options.length, "batch": rows, "seconds": times,
             "ranks": dist.get_world_size(), "tokens": batch["input_ids"].numel() / taken / split, "peak": peak, "loss": losses[0],
-            "flops": flops(plain, case, batch) / taken / split}  # fmt: skip
+            "exposed": exposed, "idle": idle, "flops": flops(plain, case, batch) / taken / split}  # fmt: skip
 
 
 def main() -> int:
@@ -137,11 +171,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--layers", type=int, help="fewer than the model has, for a trial")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    device = torch.device(options.device)
+    device, began = torch.device(options.device), time.monotonic()
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -150,6 +185,11 @@ def main() -> int:
     top = ceiling(device) if device.type == "cuda" else float("nan")
     day, rows = datetime.datetime.now(datetime.UTC).date().isoformat(), []
     for kind in options.contenders.split(","):
+        late = torch.tensor(float(time.monotonic() - began > options.limit))
+        dist.all_reduce(late)  # all go on, or none
+        if late:
+            print(f"{kind}: no time left", file=sys.stderr, flush=True)
+            continue
         try:
             row = run(kind, options, device) | {"ceiling": top, "date": day, "machine": about(device.type)}
         except torch.OutOfMemoryError as error:
@@ -164,7 +204,7 @@ def main() -> int:
         if first:
             print(f"{row['contender']}, {row['batch']} x {row['length']}: {row['tokens']:.0f} tok/s a GPU, "
                   f"{row['flops'] / 1e12:.0f} TFLOP/s, {row['flops'] / top:.0%} of {top / 1e12:.0f}, peak {row['peak']:.1f} GiB, "
-                  f"loss {row['loss']:.3f}", flush=True)  # fmt: skip
+                  f"exposed {row['exposed']:.1%}, idle {row['idle']:.1%}, loss {row['loss']:.3f}", flush=True)  # fmt: skip
     if first and options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         with (options.out / "engine.jsonl").open("a") as out:
