@@ -38,7 +38,7 @@ def test_binds(name: str) -> None:
     if given:
         assert load_recipe(name).data.eval_path is not None
     else:
-        with pytest.raises(InputError, match=r"data\.path: missing|best: given without evaluation data"):
+        with pytest.raises(InputError, match=r"data\.path: missing|data\.eval_path: missing, and best"):
             load_recipe(name)
 
 
@@ -48,7 +48,7 @@ def test_data_of_ones_own_is_not_judged_on_the_recipes(name: str, key: str) -> N
     recipe = load_recipe(name, [f"{key}=a.txt", "data.eval_path=b.txt"])
     assert (recipe.data.path, recipe.data.eval_path) == ("a.txt", "b.txt")
     if recipe.best:
-        with pytest.raises(InputError, match=r"best: given without evaluation data; data\.eval_path or eval_fraction"):
+        with pytest.raises(InputError, match=r"data\.eval_path: missing, and best .* asks for an evaluation; data\.eval_path=FILE"):
             load_recipe(name, [f"{key}=a.txt"])
     assert load_recipe(name, [f"{key}=a.txt", "best=null"]).data.eval_path is None
     assert load_recipe(name, ["data.eval_path=b.txt"]).data.path == load_recipe(name).data.path

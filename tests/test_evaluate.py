@@ -133,7 +133,7 @@ def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixt
     ("changes", "words"),
     [({"metrics": ["acuracy"]}, "metrics: 'acuracy'; did you mean 'accuracy'"), ({"metrics": ["bleu"]}, "bleu with objective lm"),
      ({"best": "mcc"}, "best: mcc with objective lm"), ({"generation": {"num_beam": 2}}, "generation.num_beam: unknown key"),
-     ({"patience": 2, "data.eval_fraction": 0.0}, "patience: given without evaluation data"),
+     ({"patience": 2, "data.eval_fraction": 0.0}, "data.eval_path: missing, and patience 2 asks for an evaluation"),
      ({"data.packing": True, "metrics": ["bits_per_byte"]}, "bits_per_byte of packed")],
     ids=["unknown", "of texts", "best", "generation", "nothing to wait for", "packed"],
 )  # fmt: skip

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 import modelcenter as mc
 from modelcenter import registry
+from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, objectives
 from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.errors import InputError
@@ -469,6 +470,17 @@ def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data.seq_len: 64; at most 32, the model's positions"):
         train(recipe, MACHINE)
     assert not (tmp_path / "a").exists()
+
+
+def test_a_model_of_few_positions_cuts_texts_where_no_length_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The default is the model's, which is said and kept; a length of one's own is refused instead (above)."""
+    recipe = recipe_of(tmp_path, **{"max_steps": 1, "schedule.warmup_steps": 0, "data.seq_len": DataConfig.seq_len})
+    train(recipe, MACHINE)
+    assert "at most 32 tokens each, the model has no more positions" in capsys.readouterr().err
+    assert "seq_len: 32" in (tmp_path / "out" / "recipe.yaml").read_text()
+    folder = replace(recipe, model=str(tmp_path / "out" / "model"), init="pretrained", config={}, tokenizer=None)
+    assert [resolve(r, MACHINE)[0].data.seq_len for r in (recipe, folder)] == [32, 32]
+    assert resolve(replace(recipe, model="nobody/has-this", init="pretrained"), MACHINE)[0].data.seq_len == DataConfig.seq_len
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers

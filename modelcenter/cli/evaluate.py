@@ -42,13 +42,13 @@ def evaluate(args: Arguments) -> Answer:
         lines = [f"{task} {score:.1f}" for task, score in found["tasks"].items()]
         lack = f" (the mean of what is there; missing: {', '.join(found['missing'])})" if found["missing"] else ""
         return Answer(f"{suite[0]} {found['score']:.1f}{lack}: {', '.join(lines)}", found)
-    folder, said = Path(args.names[0]) if args.names else None, ""
+    folder = Path(args.names[0]) if args.names else None
     if folder is not None and (folder / "recipe.yaml").is_file():
         recipe, machine = run_of(replace(args, names=[str(folder / "recipe.yaml"), *args.names[1:]]))
         recipe = replace(recipe, model=str(folder / "model"), tokenizer=None, init="pretrained", config={},
                          adapter=AdapterConfig())
     elif folder is not None and any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        recipe, machine, said = recipe_of(folder, args)
+        recipe, machine = recipe_of(folder, args)
     else:
         if folder is not None and not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
             refuse_missing(folder, None, "no such folder, and no recipe", "a run's output_dir, a model's folder, or a recipe")
@@ -59,26 +59,27 @@ def evaluate(args: Arguments) -> Answer:
         check_model(recipe.model)
     from ..train.launch import launch, to_launch
 
-    speaks = True
+    said, speaks = "", True
     if to_launch(machine):
         results = launch(recipe, machine, "evaluate")
     else:
-        results, speaks = evaluated(recipe, machine)
+        said, results, speaks = evaluated(recipe, machine)
     told = ", ".join(f"{key.removeprefix('eval_')} {value:.6g}" for key, value in results.items())
     return Answer(said + told if speaks else None, results)
 
 
-def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[dict[str, float], bool]:
-    """The results, and whether this is the process that says them."""
+def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, float], bool]:
+    """A line if texts are cut sooner than the recipe says, the results, and whether this is the process that says them."""
     from ..train.prepare import enter, prepare, resolve
     from ..train.step import autocast
 
-    recipe, device = resolve(recipe, machine)
+    asked, (recipe, device) = recipe.data.seq_len, resolve(recipe, machine)
+    said = f"data.seq_len: {recipe.data.seq_len}, the model's positions\n" if recipe.data.seq_len < asked else ""
     ranks = enter(recipe, machine)
     setup = prepare(recipe, machine, device, ranks)
     assert setup.evaluation is not None
     with autocast(recipe.precision, device):
-        return setup.evaluation(setup.model), ranks.first
+        return said, setup.evaluation(setup.model), ranks.first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +109,9 @@ def examined(asked: Examination) -> Answer:
     return Answer("\n".join(lines), found)
 
 
-def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine, str]":
-    """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head; the machine; and a line
-    if texts are cut sooner than they are by default, after as many tokens as the model has positions."""
+def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
+    """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head, and the machine."""
     from ..config import assignments
-    from ..data.config import DataConfig
     from ..train.recipe import Recipe, settle
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
@@ -125,13 +124,9 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine, str]":
         refuse(None, "data.path", "missing", "give data.path=FILE")
     if "objective" not in over and not (folder / "config.json").is_file():
         refuse(None, "objective", "missing", "an adapter does not say what it is for: give objective=...")
-    from ..registry import load
+    if "objective" not in over:
+        from ..registry import load
 
-    model, said = load(folder, device="meta"), ""  # an adapter's base says what its folder does not
-    over.setdefault("objective", model.task)
-    most = vars(model.config).get("positions")
-    if "seq_len" not in data and most is not None and most < DataConfig.seq_len:
-        data["seq_len"] = most
-        said = f"data.seq_len: {most}, the model's positions\n"
+        over["objective"] = load(folder, device="meta").task
     base = {"model": str(folder), "output_dir": "unused", "max_steps": 1, **over, "data": data}
-    return bind(Recipe, base, COMMAND_LINE), machine_of(args, own), said
+    return bind(Recipe, base, COMMAND_LINE), machine_of(args, own)

@@ -70,7 +70,10 @@ class DataConfig:
         default=None, metadata=_is("the field of a conversation's messages; absent: messages or conversations (chat)")
     )
     chat_template: str | None = field(default=None, metadata=_is("chatml or plain; absent: the tokenizer's own (chat)"))
-    seq_len: int = field(default=512, metadata=_is("tokens of an example: blocks (lm, mlm) or truncation", min=2))
+    seq_len: int = field(
+        default=512,
+        metadata=_is("tokens of an example: blocks (lm, mlm) or truncation; 512: or the model's positions, if fewer", min=2),
+    )
     target_len: int | None = field(default=None, metadata=_is("tokens of a target; absent: seq_len (seq2seq)", min=2))
     packing: bool = field(
         default=False, metadata=_is("sequences side by side in rows of seq_len, unseen by one another; no blocks (lm, mlm)")

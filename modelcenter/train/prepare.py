@@ -19,6 +19,7 @@ from ..adapter.attach import choose, insert
 from ..checkpoint import hub
 from ..checkpoint.atomic import disk_errors
 from ..checkpoint.load import LoadReport
+from ..data.config import DataConfig
 from ..data.indexed import Tokens
 from ..data.loader import Budget, Chain, Examples, Loader
 from ..data.objective import find_objective, make_examples, texts_of
@@ -64,8 +65,11 @@ class Setup:
 def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that has it, fp16 on an
     older GPU and fp32 elsewhere: on a CPU bf16 pays only with matrix units and wide models, so there it has to be asked for.
-    The micro-batch is the largest divisor of the batch that keeps a forward within `forward_tokens`."""
+    The micro-batch is the largest divisor of the batch that keeps a forward within `forward_tokens`. The default of `data.seq_len`
+    is a model's positions where they are fewer."""
     check_ranks(recipe, machine)
+    if recipe.data.seq_len == DataConfig.seq_len and (most := positions_of(recipe)) and most < recipe.data.seq_len:
+        recipe = replace(recipe, data=replace(recipe.data, seq_len=most))
     device = device_of(machine)
     precision = recipe.precision
     if precision == "auto":
@@ -75,6 +79,19 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
         together = find_objective(recipe.objective).together
         micro = recipe.batch if together else max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
     return replace(recipe, precision=precision, micro_batch=micro, task=recipe.head), device
+
+
+def positions_of(recipe: Recipe) -> int | None:
+    """The positions of the recipe's model; None where they have no end, or where a hub id would have to be fetched to know."""
+    known, local = recipe.model in presets(), Path(recipe.model).expanduser().is_dir()
+    if recipe.init == "random" or (known and not local):
+        config = build(recipe.model, config=recipe.config, device="meta").config
+    elif local:
+        config = load(recipe.model, task=recipe.head, config=recipe.config, device="meta").config
+    else:
+        return None
+    most: int | None = vars(config).get("positions")
+    return most
 
 
 def check_ranks(recipe: Recipe, machine: Machine) -> None:
@@ -143,8 +160,9 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     if said := {**objective.settle(model.config), **padding(model, tokenizer)}:
         model.config = replace(model.config, file={**model.config.to_dict(), **said})
     size = vars(model.config)  # `vocab` in every family, `positions` where they are learned
-    if recipe.data.seq_len > (size.get("positions") or recipe.data.seq_len):
-        refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {size['positions']}, the model's positions")
+    most = size.get("positions")
+    if most is not None and recipe.data.seq_len > most:
+        refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {most}, the model's positions")
 
     def loader(some: Sequence[Record], train: bool) -> Loader:
         examples = make_examples(recipe.objective, some, tokenizer, recipe.data, vocab=size.get("vocab"), train=train,
@@ -167,11 +185,12 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
     many = f"{ranks.size} x " if ranks.size > 1 else ""
+    shorter = ", the model has no more positions" if most == recipe.data.seq_len < DataConfig.seq_len else ""
     lines = [
         f"model: {recipe.model} ({weights}), {count / 1e6:,.2f} M parameters, {trained / 1e6:,.2f} M of them trained; "
         f"{recipe.precision} on {many}{device.type}, {torch.get_num_threads()} threads",
         f"data: {len(train):,} examples, {len(evaluation) if evaluation else 0:,} for evaluation; {recipe.objective}, "
-        f"at most {recipe.data.seq_len} tokens each; tokenizer {tokenizer.name} of {len(tokenizer):,}",
+        f"at most {recipe.data.seq_len} tokens each{shorter}; tokenizer {tokenizer.name} of {len(tokenizer):,}",
         f"steps: {steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} forwards, "
         f"about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
         f"sample, trained on where it stands in [[ ]]:\n  {objective.sample(first, tokenizer, names)}",

@@ -119,14 +119,16 @@ class Recipe:
         if not objective.classes and self.loss.label_smoothing:
             found = f"{self.loss.label_smoothing} with objective {self.objective}"
             refuse(None, "loss.label_smoothing", found, "0: values are no classes")
+        if self.data.path is None:
+            refuse(None, "data.path", "missing", "give data.path=FILE")
         if (self.best or self.patience) and self.data.eval_path is None and not self.data.eval_fraction:
-            refuse(None, "best" if self.best else "patience", "given without evaluation data", "data.eval_path or eval_fraction")
+            key, value = ("best", self.best) if self.best else ("patience", self.patience)
+            wanted = f"data.eval_path=FILE, a part of data.path (data.eval_fraction=0.1), or {key}=null"
+            refuse(None, "data.eval_path", f"missing, and {key} {value} asks for an evaluation", wanted)
         if self.patience and self.eval_steps is None:
             refuse(None, "patience", f"{self.patience} without eval_steps", "give eval_steps: there is one evaluation, at the end")
         if self.task not in ("auto", self.head):
             refuse(None, "task", f"{self.task} with objective {self.objective}", "give one of the two")
-        if self.data.path is None:
-            refuse(None, "data.path", "missing", "give data.path=FILE")
         if self.data.group_by_length and isinstance(self.data.path, dict):
             refuse(None, "data.group_by_length", "true with a mixture", "a mixture has an order of its own: leave it out")
         if self.max_steps is None and self.num_epochs is None:
