@@ -138,6 +138,7 @@ class Model(nn.Module):
         output_hidden_states: bool = False,
         inputs_embeds: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        labelled: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -147,10 +148,12 @@ class Model(nn.Module):
         `input_ids` b s, or `inputs_embeds` b s dim; `attention_mask` b t, 1 where a token is real; `labels` as in transformers:
         -100 is ignored, a causal model shifts them itself. Packed sequences come as one row with `cu_seq_lens_q` and `_k`
         (n + 1 cumulative lengths; in an encoder-decoder k counts the source, q the target). The summed loss is divided by
-        `num_items_in_batch`, or by this batch's own targets. In training with labels `logits` is None. Where config.json says
-        `"prefix_lm": true` what stands before the first label is read in both directions; without labels and a past, all is.
-        `past_key_values` counts the tokens it has seen; `use_cache` makes one, to be given to the next forward. What tools of
-        transformers ask for is refused where it cannot be had: `output_attentions`, and `return_dict=False`.
+        `num_items_in_batch`, or by this batch's own targets. `labelled` (n): the places in the labels, counted through, among
+        which are all that are not ignored; a head that looks for them need not wait for the device. In training with labels
+        `logits` is None. Where config.json says `"prefix_lm": true` what stands before the first label is read in both directions;
+        without labels and a past, all is. `past_key_values` counts the tokens it has seen; `use_cache` makes one, to be given to
+        the next forward. What tools of transformers ask for is refused where it cannot be had: `output_attentions`, and
+        `return_dict=False`.
         """
         if output_attentions:
             refuse(None, "output_attentions", "True", "leave it out: attention here keeps no weights")
@@ -169,7 +172,7 @@ class Model(nn.Module):
             decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, past_key_values, self.encoder_decoder,
             self.config.file.get("prefix_lm") is True,
         )  # fmt: skip
-        batch = self.head.prepared(batch)
+        batch = self.head.prepared(batch if labelled is None else replace(batch, labelled=labelled))
         with recorded(self, output_hidden_states) as trace:
             h = self.body(batch)
         if batch.packing is not None and any(t.size(1) != h.size(1) for t in trace):

@@ -35,6 +35,11 @@ class Head(nn.Module):
         """The smoothing of this moment."""
         return self.smoothing if self.training else 0.0
 
+    def labelled_of(self, labels: Tensor) -> Tensor | None:
+        """Of labels on the host those that `prepared` would find on the device, filled up to a number that comes again, with what
+        is no label; None where it looks for nothing."""
+        return None
+
     def prepared(self, batch: Batch) -> Batch:
         """`batch` with what the head has to wait for the device to know, asked for before the body is at work there."""
         return batch
@@ -68,10 +73,21 @@ class LMHead(Head):
         self.transform = transform
         self.out = Linear(dim, vocab, bias=bias)
 
+    def labelled_of(self, labels: Tensor) -> Tensor | None:
+        if self.shift or not self.training:
+            return None
+        known = (labels.flatten() != IGNORE).nonzero().squeeze(1)
+        step = max(64, -(-labels.numel() // 32))  # a CUDA graph is of a number that comes again; a few rows more cost little
+        more = min(-(-len(known) // step) * step, labels.numel()) - len(known)
+        if not more:
+            return known
+        none = (labels.flatten() == IGNORE).nonzero()[0]
+        return torch.cat((known, none.expand(more)))
+
     def prepared(self, batch: Batch) -> Batch:
-        """Where few positions have a label the others are left out, though a GPU must be waited for to know them; labels on `meta`
-        have no values, and all count."""
-        if batch.labels is None or self.shift or not self.training or batch.labels.is_meta:
+        """Where few positions have a label the others are left out, though a GPU must be waited for to know them if nobody has said
+        it; labels on `meta` have no values, and all count."""
+        if batch.labels is None or batch.labelled is not None or self.shift or not self.training or batch.labels.is_meta:
             return batch
         return replace(batch, labelled=(batch.labels.flatten() != IGNORE).nonzero().squeeze(1))
 

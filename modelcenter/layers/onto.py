@@ -1,11 +1,28 @@
 """Numbers on their way to a device."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 def onto(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on `device`. From the host to a GPU it goes by itself: what the GPU still has to do is not waited for."""
+    """`x` on `device`. From the host to a GPU it goes by itself: what the GPU still has to do is not waited for. A CUDA graph would
+    read the host's memory again when that holds something else: RuntimeError."""
     if device.type == "cuda" and x.device.type == "cpu":
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("numbers of the host cannot be a part of a CUDA graph")
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
+
+
+def kept(known: dict[Any, Tensor], name: Any, make: Callable[[], Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`make()`, numbers that never change, on `device`. On a GPU they stay, in `known`: sent again at each forward they would be
+    waited for, and no CUDA graph could have them."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return make().to(device, dtype)
+    key = name, device, dtype
+    if key not in known:
+        known[key] = make().to(device, dtype)
+    return known[key]

@@ -5,6 +5,7 @@ Shapes: b batch, s queries, t keys, h heads, d head dim, r rotated channels.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ..ops._op import autocast_dtype, plain, wide
 from ..ops.relative_attention import spread
 from ..ops.rotary import rotary_
 from .embedding import read
-from .onto import onto
+from .onto import kept, onto
 from .rope import Plain
 
 
@@ -148,6 +149,7 @@ class ALiBi(nn.Module):
     def __init__(self, heads: int):
         super().__init__()
         self.slopes = self.geometric(heads)  # no buffer: a model built on the meta device would lose its values
+        self.known: dict[Any, Tensor] = {}  # the same on a GPU
 
     @staticmethod
     def geometric(heads: int) -> Tensor:
@@ -160,8 +162,7 @@ class ALiBi(nn.Module):
     def forward(self, queries: int, keys: int, like: Tensor) -> Tensor | Distances:
         """The bias of the last `queries` of `keys` positions, on the device of `like`: as a mask (1 h 1 t) in its dtype."""
         kind = torch.promote_types(like.dtype, torch.float32)
+        slopes = kept(self.known, self.slopes.shape, lambda: self.slopes, like.device, kind)[:, None]
         if served(like, like.dtype):
-            distance = torch.arange(1 - keys, queries, device=like.device, dtype=kind)
-            return Distances(self.slopes.to(like.device, kind)[:, None] * distance, queries, keys, True)
-        at = torch.arange(keys, device=like.device, dtype=kind)
-        return (self.slopes.to(like.device, kind)[:, None] * at)[None, :, None, :].to(like.dtype)
+            return Distances(slopes * torch.arange(1 - keys, queries, device=like.device, dtype=kind), queries, keys, True)
+        return (slopes * torch.arange(keys, device=like.device, dtype=kind))[None, :, None, :].to(like.dtype)

@@ -47,6 +47,10 @@ class Machine:
         metadata={"help": "in the backward: selective, all but matrix products and attention; full or true, whole blocks"},
     )
     compile: bool = field(default=False, metadata={"help": "torch.compile each block"})
+    cuda_graphs: bool = field(
+        default=True, metadata={"help": "on one GPU, without recompute and compile: forward and backward of batches whose shapes "
+                                 "come again are begun by one call of the host, where there is memory for that"}
+    )  # fmt: skip
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata={"help": "auto: a GPU if there is one"})
     threads: int | None = field(
         default=None, metadata={"min": 1, "max": 1024, "help": "CPU threads of a rank; null: torch's choice"}
@@ -87,6 +91,12 @@ class Machine:
     @property
     def ranks(self) -> int:
         return self.tensor_parallel * self.shares
+
+    @property
+    def graphs(self) -> bool:
+        """Whether a GPU may be given a micro-batch as a CUDA graph: not where others take part, nor where what is drawn is drawn
+        again, or blocks are compiled."""
+        return self.cuda_graphs and self.ranks == 1 and self.recompute == "none" and not self.compile
 
     @property
     def shares(self) -> int:

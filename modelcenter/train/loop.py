@@ -31,6 +31,7 @@ from .background import Background
 from .choose import choose
 from .fit import Verdict, verdict
 from .folder import claim, find_start, flat, write_recipe
+from .graphs import graphs_of
 from .interrupt import Interrupt
 from .journal import Journal
 from .launch import launch, to_launch
@@ -143,4 +144,5 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     if start is not None:
         progress.say(f"resumed from {start}: step {at.step} of {setup.steps}")
     background = Background(ranks) if machine.async_save else None
-    return Session(recipe, device, setup, ranks, optimizer, ema, at, metrics, progress, journal, memory, background)
+    graphs = graphs_of(setup.model, machine, device, progress.say)
+    return Session(recipe, device, setup, ranks, optimizer, ema, at, metrics, progress, journal, memory, graphs, background)

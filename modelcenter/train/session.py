@@ -23,6 +23,7 @@ from ..parallel.ranks import Ranks
 from .background import Background
 from .calibrate import remember
 from .evaluate import Arguments, count_targets, count_tokens
+from .graphs import Graphs
 from .guard import give_up, go_back, in_trouble
 from .interrupt import Interrupt
 from .journal import Journal
@@ -61,6 +62,7 @@ class Session:
     progress: Progress
     journal: Journal
     memory: Memory
+    graphs: Graphs | None = None  # None: the host calls every kernel by itself
     background: Background | None = None  # None: the run waits while a state is written
     saved: int = field(init=False)
     seconds: float = 0.0  # since the last row of metrics
@@ -102,7 +104,7 @@ class Session:
         if asked:  # one rank, and so all
             return None
         told = self.progress.forward if not self.progress.steps else None
-        found, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks, told)
+        found, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks, told, self.graphs)
         squares, found = ranks.verdict(self.optimizer.squares(ranks.copies), found)
         lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, self.setup.steps)
         norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, at.scale.value, squares)
@@ -155,6 +157,8 @@ class Session:
         """Evaluate the model, or its average; the best so far is written out if the recipe asks for it."""
         assert self.setup.evaluation is not None
         at, metric = self.at, self.recipe.best or "loss"
+        if self.graphs is not None:
+            self.graphs.make_room()
         with self.ema.in_place() if self.ema is not None else nullcontext(), self.progress.aside("evaluation", at.step):
             with self.compute():
                 results = self.setup.evaluation(self.model)

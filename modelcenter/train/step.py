@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..layers import Head
+from ..layers.onto import onto
 from ..optim.adamw import AdamW
 from ..optim.clipped import Clipped
 from ..optim.optimizers import set_lr
@@ -15,6 +18,7 @@ from ..parallel.device import LOW
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.watch import beat
 from .evaluate import Arguments, count_targets, on_device
+from .graphs import Graphs
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -25,28 +29,63 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
                compute: Callable[[], AbstractContextManager[Any]] = nullcontext, scale: float = 1.0, targets: int | None = None,
-               ranks: Ranks = ALONE, told: Callable[[int, int, Tensor], None] | None = None) -> tuple[Tensor, int]:
+               ranks: Ranks = ALONE, told: Callable[[int, int, Tensor], None] | None = None,
+               graphs: Graphs | None = None) -> tuple[Tensor, int]:
     """Add to the gradients those of the mean loss over all target tokens of `batches`, times `scale`, whichever way these are
     cut; the loss (float64, on the device, which nobody has waited for) and the number of targets. Without any target the loss is 0
     and the gradients are zeros.
 
     On several ranks `batches` are this one's share and `targets` those of all; the gradients are formed when it returns, and the
     loss is the mean over the ranks of what each returns. `told` hears of each of them: its number, how many there are, and
-    its own mean loss."""
+    its own mean loss. `graphs`: those of the model, where forward and backward may be recorded."""
+    step = partial(added_up, model, batches, task, compute, scale, targets, ranks, told, graphs)
+    return step() if graphs is None else graphs.attempt(step)
+
+
+def added_up(model: nn.Module, batches: Sequence[Arguments], task: str, compute: Callable[[], AbstractContextManager[Any]],
+             scale: float, targets: int | None, ranks: Ranks, told: Callable[[int, int, Tensor], None] | None,
+             graphs: Graphs | None) -> tuple[Tensor, int]:
+    """As `accumulate`, once."""
     device = next(model.parameters()).device
     targets = sum(count_targets(batch, task) for batch in batches) if targets is None else targets
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
     total = torch.zeros((), dtype=torch.float64, device=device)
+    items, factor = number_on(each, device), None if scale == 1 else number_on(scale, device)
+    work = partial(forward_and_backward, model, compute)
     for number, batch in enumerate(batches, 1):
         ranks.reduce(model, number == len(batches))
-        with compute():
-            loss = model(**on_device(batch, device), num_items_in_batch=each).loss
-        (loss if scale == 1 else loss * scale).backward()
-        total = total + loss.detach().to(total)
+        given = {**arguments(model, batch, device), "num_items_in_batch": items}
+        loss = work(given, factor) if graphs is None else graphs.run(work, given, factor)
+        total = total + loss.to(total)
         beat(step=True)
         if told is not None:
-            told(number, len(batches), loss.detach() * (each / max(1, count_targets(batch, task))))
+            told(number, len(batches), loss * (each / max(1, count_targets(batch, task))))
     return total, targets
+
+
+def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContextManager[Any]], given: Arguments,
+                         scale: Tensor | float | None) -> Tensor:
+    """The loss of a micro-batch; the gradients of its `scale`-fold are added."""
+    with compute():
+        loss: Tensor = model(**given).loss
+    (loss if scale is None else loss * scale).backward()
+    return loss.detach()
+
+
+def arguments(model: nn.Module, batch: Arguments, device: torch.device) -> dict[str, Any]:
+    """What a forward of `batch` takes, on `device`. Which of the labels its head will ask for is known where they still are on the
+    host: there no device is waited for."""
+    here, labels, head = on_device(batch, device), batch.get("labels"), getattr(model, "head", None)
+    if device.type == "cuda" and isinstance(head, Head) and isinstance(labels, Tensor) and labels.is_cpu:
+        labelled = head.labelled_of(labels)
+        if labelled is not None:
+            here["labelled"] = onto(labelled, device)
+    return here
+
+
+def number_on(value: float, device: torch.device) -> Tensor | float:
+    """A number for a device to compute with. A GPU reads it from its memory, so that a record of the calls has none of its own."""
+    return torch.full((), value, device=device) if device.type == "cuda" else value
 
 
 def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, lr: float, max_norm: float,

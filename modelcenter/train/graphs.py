@@ -1,0 +1,317 @@
+"""Forward and backward of a micro-batch as one CUDA graph: recorded once, then begun by one call of the host.
+
+A step of a small model has thousands of kernels, and the host takes longer to call them than the GPU to run them. Where the shapes
+of a micro-batch come again the same calls are made again, so that a record of them will do: the kernels, their arguments and the
+memory they use, which the record keeps for itself. What changes from one micro-batch to the next is read there: the batch, the
+number of targets and the loss scale are copied to where the recorded kernels find them; what dropout draws is a function of the
+generator's position, which torch hands to a graph each time and moves on as the calls themselves would. So a run with graphs has
+the bits of one without, and one that is resumed those of one that was not.
+
+Gradients. A step's first micro-batch finds none: its backward makes them, in memory of the record, and the parameters are given
+them each time. Further ones find those and add to them. These are two records. The gradients of other shapes are copied to where
+the first shapes' are, so that any micro-batch may follow any other.
+
+What cannot be recorded runs as it always did: packed sequences, whose bounds the host reads; what waits for the device or brings
+something from the host; what there is no memory for. A run that then lacks memory gives the records up and does its step again.
+"""
+
+import gc
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import printable
+from ..parallel.machine import Machine
+
+WARM = 3  # micro-batches of the same shapes before theirs is recorded: libraries have chosen their kernels then
+MOST = 16  # shapes that are recorded
+WORTH = 32  # micro-batches of a shape after which it may take the place of the one that was not used for longest
+SEEN = 1024  # shapes that are counted
+FAILURES = 3  # after which nothing is recorded any more
+ROOM = 1.25  # of what a micro-batch takes must be free: a record's memory is its own
+
+Arguments = Mapping[str, Any]
+Scale = Tensor | float | None  # of the loss; a number where the host computes
+Work = Callable[[Arguments, Scale], Tensor]  # forward and backward: arguments, loss scale -> the loss
+T = TypeVar("T")
+Kind = Literal["first", "later"]  # of a step's micro-batches
+
+
+class Recorder(Protocol):
+    """What records calls: `GPU`, or what stands for it."""
+
+    def room(self) -> bool:
+        """Whether there is memory for a record."""
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """The calls of `work`, none of which is done: a function that does them, and where the result will be."""
+
+    def drawn(self) -> Tensor:
+        """Where the device's generator stands."""
+
+    def rewind(self, drawn: Tensor) -> None:
+        """Let it stand there again."""
+
+    def tight(self) -> bool:
+        """Whether other work may lack the memory that records hold."""
+
+    def close(self) -> None:
+        """After a failure: leave torch as it was."""
+
+
+class GPU:
+    """Records on a GPU. All records share one pool of memory, for one is done after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
+
+    def room(self) -> bool:
+        torch.cuda.empty_cache()  # what micro-batches that were not recorded have left
+        free, _ = torch.cuda.mem_get_info(self.device)
+        taken = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        return free >= ROOM * taken
+
+    def drawn(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.device)
+
+    def rewind(self, drawn: Tensor) -> None:
+        torch.cuda.set_rng_state(drawn, self.device)
+
+    def tight(self) -> bool:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return free < total / 2
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads may pin memory meanwhile
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), undisturbed():
+            loss = work()
+        return graph.replay, loss
+
+    def close(self) -> None:
+        """Torch's generator may believe that it is still being recorded, and would refuse to draw: it is given a new state, at the
+        same place."""
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if self.device.index is None else self.device.index]
+        generator.graphsafe_set_state(generator.clone_state())
+        self.pool = torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Whatever would wait for the device is an error before it is tried, when the record is still whole; and nothing is collected,
+    for some things may not be destroyed meanwhile."""
+    collects, mode = gc.isenabled(), torch.cuda.get_sync_debug_mode()
+    gc.disable()
+    waiting_is("error")
+    try:
+        yield
+    finally:
+        waiting_is(mode)
+        if collects:
+            gc.enable()
+
+
+def waiting_is(mode: str | int) -> None:
+    """Torch warns that it does not know of all that waits; what it does not know of fails by itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@dataclass
+class Record:
+    """The calls of one kind of micro-batch, and where they leave the loss."""
+
+    launch: Callable[[], object]
+    loss: Tensor
+
+
+@dataclass
+class Shapes:
+    """What is known of micro-batches of the same shapes; `inputs` and `scale` are what their records read."""
+
+    seen: int = 0
+    refused: bool = False
+    inputs: dict[str, Any] = field(default_factory=dict)
+    scale: Scale = None
+    records: dict[Kind, Record] = field(default_factory=dict)
+
+
+class Graphs:
+    """The records of one model's micro-batches, while its parameters stay where they are. `tell` hears of the first one, and of
+    what could not be recorded."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, tell: Callable[[str], object] = lambda line: None) -> None:
+        self.model, self.recorder, self.tell = model, recorder, tell
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.all = [*model.parameters(), *model.buffers()]
+        self.shapes: OrderedDict[tuple[Any, ...], Shapes] = OrderedDict()  # the last used at the end
+        self.gradients: dict[Tensor, Tensor] = {}  # the memory of all records' gradients; empty without a record
+        self.places: list[int] = []  # of parameters and buffers, as the records know them
+        self.ended = self.told = False
+        self.failures = 0
+
+    def run(self, work: Work, arguments: Arguments, scale: Scale) -> Tensor:
+        """What `work` does with `arguments` and `scale`: the loss, its gradients added to those that are there."""
+        key = None if self.ended else key_of(self.model, arguments, scale)
+        kind: Kind = "first" if all(p.grad is None for p in self.trained) else "later"
+        if kind == "first" and self.gradients and self.places != self.here():
+            self.drop()
+        if key is None or (kind == "later" and not self.held()):
+            return work(arguments, scale)
+        shapes = self.known(key)
+        record = shapes.records.get(kind)
+        if record is None:
+            shapes.seen += 1
+            if shapes.refused or shapes.seen <= WARM or not self.free(shapes):
+                return work(arguments, scale)
+            record = self.record(shapes, kind, work, arguments, scale)
+            if record is None:
+                return work(arguments, scale)
+        put(shapes, arguments, scale)
+        record.launch()
+        for p, gradient in self.gradients.items():
+            p.grad = gradient
+        return record.loss.clone()
+
+    def attempt(self, step: Callable[[], T]) -> T:
+        """What `step` gives; if it lacks the memory that records hold, what it gives without them."""
+        if not self.gradients or any(p.grad is not None for p in self.trained):
+            return step()
+        drawn = self.recorder.drawn()
+        try:
+            return step()
+        except torch.OutOfMemoryError:
+            pass  # what the error holds is let go
+        self.end()
+        self.tell("out of memory beside CUDA graphs: the step is done again, and the run goes on, without")
+        for p in self.trained:
+            p.grad = None
+        self.recorder.rewind(drawn)
+        return step()
+
+    def held(self) -> bool:
+        """Whether the gradients that are there are those of the records."""
+        return bool(self.gradients) and all(p.grad is self.gradients.get(p) for p in self.trained)
+
+    def here(self) -> list[int]:
+        return [p.data_ptr() for p in self.all]
+
+    def known(self, key: tuple[Any, ...]) -> Shapes:
+        """What is known of the shapes `key`, now the last used. Those that were not used for longest and have no record are not
+        remembered for ever."""
+        if key not in self.shapes:
+            self.shapes[key] = Shapes()
+            if len(self.shapes) > MOST + SEEN:
+                del self.shapes[next(key for key, shapes in self.shapes.items() if not shapes.records)]
+        self.shapes.move_to_end(key)
+        return self.shapes[key]
+
+    def free(self, shapes: Shapes) -> bool:
+        """Whether `shapes` may have a record more: memory is there, and a place, which shapes that come often take from others."""
+        with_records = [key for key, other in self.shapes.items() if other.records]
+        full = not shapes.records and len(with_records) >= MOST
+        if (full and shapes.seen <= WORTH) or not self.recorder.room():
+            return False
+        if full:
+            del self.shapes[with_records[0]]
+        return True
+
+    def record(self, shapes: Shapes, kind: Kind, work: Work, arguments: Arguments, scale: Scale) -> Record | None:
+        """Record `work`; None, and all is as it was, where that cannot be done."""
+        before = {p: p.grad for p in self.trained}
+        hooks = []
+        try:
+            if not shapes.inputs:
+                shapes.inputs = {key: v.clone() if isinstance(v, Tensor) else v for key, v in arguments.items()}
+                shapes.scale = scale.clone() if isinstance(scale, Tensor) else scale
+            if kind == "first" and self.gradients:
+                hooks = [p.register_post_accumulate_grad_hook(self.bring) for p in self.trained]
+            launch, loss = self.recorder(lambda: work(shapes.inputs, shapes.scale))
+            found: dict[Tensor, Tensor] = {p: p.grad for p in self.trained if p.grad is not None}
+            others = found.keys() ^ (self.gradients or found).keys()
+            if others or any(g is not self.gradients.get(p, g) for p, g in found.items()):
+                raise ValueError("it has gradients of other parameters")
+        except Exception as error:
+            shapes.refused = True
+            self.failed(error, arguments)
+            return None
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for p, gradient in before.items():
+                p.grad = gradient
+        if not self.gradients:
+            self.gradients, self.places = found, self.here()
+        shapes.records[kind] = record = Record(launch, loss)
+        if not self.told:
+            self.tell(f"forward and backward of {said(arguments)} are a CUDA graph from here on")
+            self.told = True
+        return record
+
+    @torch.no_grad()
+    def bring(self, p: Tensor) -> None:
+        """A gradient of other shapes' backward goes where those of the first shapes are."""
+        if p.grad is not None and p in self.gradients:
+            p.grad = self.gradients[p].copy_(p.grad)
+
+    def failed(self, error: Exception, arguments: Arguments) -> None:
+        """Shapes could not be recorded. What is recorded goes too: the generator that it knows may be of no more use."""
+        self.drop()
+        self.recorder.close()
+        self.failures += 1
+        self.ended = self.failures >= FAILURES
+        why = printable(" ".join(str(error).split()))[:160]
+        self.tell(f"{said(arguments)} cannot be a CUDA graph and run without: {type(error).__name__}: {why}")
+
+    def drop(self) -> None:
+        """Give up what is recorded, and its memory."""
+        for shapes in self.shapes.values():
+            shapes.records, shapes.inputs, shapes.scale = {}, {}, None
+        self.gradients, self.places = {}, []
+
+    def make_room(self) -> None:
+        """For work of another kind, whose memory nobody has measured: give up what is recorded if there is little left."""
+        if self.gradients and self.recorder.tight():
+            self.drop()
+
+    def end(self) -> None:
+        """Record nothing any more."""
+        self.drop()
+        self.ended = True
+
+
+def key_of(model: nn.Module, arguments: Arguments, scale: Scale) -> tuple[Any, ...] | None:
+    """What micro-batches with one record have in common; None for those that have none."""
+    if any(name.startswith("cu_seq_lens") for name in arguments):
+        return None
+    each = ((name, (v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v) for name, v in sorted(arguments.items()))
+    return (model.training, isinstance(scale, Tensor) or scale, *each)
+
+
+def put(shapes: Shapes, arguments: Arguments, scale: Scale) -> None:
+    """Copy what a record reads to where it reads it."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            shapes.inputs[name].copy_(value)
+    if isinstance(scale, Tensor) and isinstance(shapes.scale, Tensor):
+        shapes.scale.copy_(scale)
+
+
+def said(arguments: Arguments) -> str:
+    """Arguments in words."""
+    ids = arguments.get("input_ids")
+    return f"batches of {' x '.join(map(str, ids.shape))} tokens" if isinstance(ids, Tensor) else "batches"
+
+
+def graphs_of(model: nn.Module, machine: Machine, device: torch.device, tell: Callable[[str], object]) -> Graphs | None:
+    """Those of a run, if it has any."""
+    if not machine.graphs or device.type != "cuda":
+        return None
+    return Graphs(model, GPU(device), tell)
