@@ -1,11 +1,12 @@
 """A whole training step on one GPU at published sizes: ours beside transformers', each alone on the card.
 
-    python benchmarks/step.py [--cases bert-large,gpt2-xl,t5-large,llama-3b,llama-8b,cpm-ant-2b] [--contenders ours,...] [--batch 0]
-                              [--steps 6] [--layers N] [--limit SECONDS] [--out DIR]
+    python benchmarks/step.py [--cases bert-large,gpt2-xl,t5-large,llama-3b,llama-8b,cpm-ant-2b,gpt2,gpt2-medium,bert-base]
+                              [--contenders ours,...] [--batch 0] [--steps 6] [--layers N] [--limit SECONDS] [--out DIR]
 
-A step is forward, backward, clip and update on random ids, without dropout. Contenders: `ours` is what `precision=bf16` of
-modelcenter.train does (fp32 weights and moments), `ours bf16` has weights and moments in bf16; theirs are transformers with
-torch's fused AdamW, `amp` autocast over fp32 weights, `bf16` weights and moments in bf16, each with its torch.compile, and with
+A step is forward, backward, clip and update on random ids, without dropout but in the last three, which are small. Contenders:
+`ours` is what `precision=bf16` of modelcenter.train does (fp32 weights and moments), `ours bf16` has weights and moments in bf16,
+`eager` is without CUDA graphs; theirs are transformers with torch's fused AdamW, `amp` autocast over fp32 weights, `bf16` weights
+and moments in bf16, each with its torch.compile, `reduce` that of mode="reduce-overhead", which makes CUDA graphs, and with
 liger-kernel's patches where it has them. Each case names the batch of each; `--batch` sets one for all.
 
 FLOPs are the model's: 6 for a weight of a matrix and token, and 12 x layers x width x length a token for attention, half of it
@@ -52,6 +53,7 @@ class Case:
 
 WARM = 4.0  # seconds, beside the first steps, after which compilers are done and the card is as hot as it gets
 STILL = {"dropout": 0.0, "attn_dropout": 0.0, "embed_dropout": 0.0}
+SMALL = ("ours", "ours eager", "hf amp", "hf amp compile", "hf amp reduce")
 CASES = {
     "bert-large": Case(
         "bert-large-uncased", "mlm", "AutoModelForMaskedLM", 512,
@@ -64,7 +66,7 @@ CASES = {
     ),
     "t5-large": Case(
         "t5-large", "seq2seq", "AutoModelForSeq2SeqLM", 512,
-        {"ours": (32,), "ours bf16": (32,), "hf amp compile": (32,), "hf bf16 compile": (32,)}, {"dropout": 0.0},
+        dict.fromkeys(("ours", "ours eager", "ours bf16", "hf amp compile", "hf bf16 compile"), (32,)), {"dropout": 0.0},
     ),
     "llama-3b": Case(
         "llama-3.2-3b", "lm", "AutoModelForCausalLM", 4096,
@@ -80,6 +82,10 @@ CASES = {
         {"ours": (8, 16), "ours bf16": (8, 16), "hf amp": (8,), "hf bf16": (8, 16)},
         {"dim": 2560, "head_dim": 80, "hidden": 6400, "layers": 24},
     ),
+    # Small ones, as they are fine-tuned: with their dropout, and few tokens a step.
+    "gpt2": Case("gpt2", "lm", "AutoModelForCausalLM", 1024, dict.fromkeys(SMALL, (4,))),
+    "gpt2-medium": Case("gpt2-medium", "lm", "AutoModelForCausalLM", 1024, dict.fromkeys(SMALL, (4,))),
+    "bert-base": Case("bert-base-uncased", "mlm", "AutoModelForMaskedLM", 128, dict.fromkeys(SMALL, (32,))),
 }  # fmt: skip
 
 
@@ -91,9 +97,10 @@ def build(case: Case, dtype: torch.dtype, layers: int | None, device: Any = "met
 
 
 def ours(case: Case, batch: Batch, device: torch.device, kind: str, layers: int | None) -> tuple[nn.Module, Step]:
-    low = kind.endswith("bf16")
+    low, graphed = "bf16" in kind.split(), "eager" not in kind.split()
     model = build(case, torch.bfloat16 if low else torch.float32, layers, device)
-    return model, our_step(model, batch, case.task, "fp32" if low else "bf16", device, moments="bf16" if low else "fp32")
+    moments = "bf16" if low else "fp32"
+    return model, our_step(model, batch, case.task, "fp32" if low else "bf16", device, moments=moments, graphed=graphed)
 
 
 def theirs(case: Case, batch: Batch, device: torch.device, kind: str, layers: int | None) -> tuple[nn.Module, Step]:
@@ -111,6 +118,9 @@ def theirs(case: Case, batch: Batch, device: torch.device, kind: str, layers: in
         model = getattr(transformers, case.auto).from_config(config, dtype=dtype)
     if "compile" in words:
         model.compile()
+    if "reduce" in words:
+        model.compile(mode="reduce-overhead")
+    batch = {key: value.to(device) for key, value in batch.items()}
     return model, their_step(model, batch, partial(autocast, "bf16" if "amp" in words else "fp32", device))
 
 
@@ -157,7 +167,7 @@ def run(name: str, kind: str, size: int, options: argparse.Namespace, device: to
     torch.manual_seed(0)
     plain = build(case, torch.float32, options.layers)
     length = options.length or case.length
-    batch = batch_of(case.task, size, length, plain.config.vocab, device.type)
+    batch = batch_of(case.task, size, length, plain.config.vocab, "cpu")
     model, step = (ours if kind.startswith("ours") else theirs)(case, batch, device, kind, options.layers)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -28,6 +28,8 @@ from ops import machine
 import modelcenter as mc
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.machine import Machine
+from modelcenter.train.graphs import graphs_of
 from modelcenter.train.step import accumulate, autocast, update
 
 Step = Callable[[], Any]
@@ -49,12 +51,14 @@ def batch_of(task: str, size: int, length: int, vocab: int, device: str) -> dict
 
 
 def our_step(model: Any, batch: dict[str, torch.Tensor], task: str, precision: str, device: torch.device, *,
-             moments: Any = "fp32") -> Step:  # fmt: skip
+             moments: Any = "fp32", graphed: bool = True) -> Step:  # fmt: skip
+    """`batch` on the host, where a loader leaves it; `graphed`: as a CUDA graph, where the device has them."""
     model.train()
     optimizer, compute = build_optimizer(model, OptimizerConfig(moments=moments)), partial(autocast, precision, device)
+    graphs = graphs_of(model, Machine(cuda_graphs=graphed), device, lambda line: None)
 
     def step() -> float:
-        loss, _ = accumulate(model, [batch], task, compute)
+        loss, _ = accumulate(model, [batch], task, compute, graphs=graphs)
         update(model, optimizer, loss, 5e-5, 1.0)
         return float(loss)
 
@@ -97,7 +101,7 @@ def contenders(name: str, precision: str, dropout: str, device: torch.device, sm
         models = {"eager": load(dtype=torch.float32).to(device)}
         if precision == "bf16":
             models = {"autocast": models["eager"], "bf16 weights": load(dtype=torch.bfloat16).to(device)}
-    steps = {"ours": our_step(plain.to(device), batch, task, precision, device)}
+    steps = {"ours": our_step(plain.to(device), {key: value.cpu() for key, value in batch.items()}, task, precision, device)}
     for kind, model in models.items():
         compute = partial(autocast, "bf16" if kind == "autocast" else "fp32", device)
         steps[f"transformers {kind}"] = their_step(model, batch, compute)

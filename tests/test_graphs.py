@@ -4,12 +4,14 @@ On a CPU `Played` stands for CUDA's graphs: it makes the recorded calls again an
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_train import bytes_of, recipe_of, rows
 from torch import Tensor, nn
 
 import modelcenter as mc
@@ -20,8 +22,11 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import graphs as module
+from modelcenter.train import loop
 from modelcenter.train import step as stepping
 from modelcenter.train.graphs import GPU, WARM, Graphs, graphs_of
+from modelcenter.train.loop import train
+from modelcenter.train.recipe import load_recipe
 from modelcenter.train.step import accumulate, autocast, update
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -567,3 +572,26 @@ def test_memory_beside_a_record(tmp_path: Path) -> None:
         assert torch.cuda.memory_reserved() < lasting * 1.2 + 100e6
         del run, loss
     assert held[1] < 1.25 * held[0]
+
+
+@pytest.mark.gpu
+def test_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs, without, and resumed from the middle: the same metrics and states, evaluations between steps too."""
+    monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+    runs = {}
+    for name, graphed in (("calls", False), ("graphs", True), ("resumed", True)):
+        (tmp_path / name).mkdir()
+        recipe = recipe_of(tmp_path / name, **{"data.packing": False, "precision": "bf16"})
+        if name == "resumed":
+            data = load_recipe(runs["graphs"] / "recipe.yaml").data
+            recipe = replace(recipe, data=data, resume=str(runs["graphs"] / "step-10"))
+        train(recipe, Machine(device="cuda", cuda_graphs=graphed))
+        runs[name] = tmp_path / name / "out"
+        assert ("are a CUDA graph from here on" in capsys.readouterr().out) == graphed
+    states = [bytes_of(folder / "step-20") for folder in runs.values()]
+    for state in states[1:]:
+        assert {k: v for k, v in state.items() if k.endswith("safetensors")} == {
+            k: v for k, v in states[0].items() if k.endswith("safetensors")
+        }
+    said = [rows(folder)[1:] for folder in runs.values()]
+    assert said[0] == said[1] and said[2] == [row for row in said[0] if row["step"] > 10]

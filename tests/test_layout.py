@@ -22,7 +22,7 @@ from modelcenter.parallel import host
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.chips import CHIPS, Chip, chip_named
 from modelcenter.parallel.deep import Deep, rehearse_deep
-from modelcenter.parallel.layout import Costs, Job, layouts
+from modelcenter.parallel.layout import GRAPHED, Costs, Job, layouts
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.rehearse import rehearse
 from modelcenter.parallel.survey import survey
@@ -198,7 +198,7 @@ def test_an_update_moves_28_bytes_a_parameter() -> None:
 def test_one_process_has_its_update_from_the_rehearsal_of_its_step(change: dict[str, int], rows: int) -> None:
     """Which is then the update that ranks rehearse by itself."""
     costs = Costs(job_of(gpt(**change), 4), CHIPS["h200"])
-    found = costs.exact(Machine(), rows)
+    found = costs.exact(Machine(cuda_graphs=False), rows)
     assert not any(key[0] == "update" for key in costs.known)
     step, alone = costs.rehearsed(1, "none", rows, 4 // rows, False), costs.update_of(1)
     first, second = ({w: n for w, n in deep.work(update=True).items() if w.bytes} for deep in (step, alone))
@@ -210,6 +210,22 @@ def test_one_process_has_its_update_from_the_rehearsal_of_its_step(change: dict[
     assert found.seconds == pytest.approx(max(wanted["compute"] + wanted["memory"], wanted["host"]), rel=0.01)
 
 
+def test_a_graph_leaves_little_to_the_host() -> None:
+    """Of forward and backward; the update is its own. Packed sequences, a CPU and several ranks have no graphs."""
+    job = job_of(gpt(), 4)
+    costs = Costs(job, CHIPS["h200"])
+    calls, graph = (costs.exact(Machine(cuda_graphs=graphs), 2) for graphs in (False, True))
+    step = costs.rehearsed(1, "none", 2, 2, False)
+    least = costs.timed(step, 1, update=True)["host"] + costs.called(host.updated(gpt(), Machine()))
+    assert graph.seconds < 0.4 * calls.seconds and graph.parts == calls.parts
+    busy = sum(graph.spent[what] for what in ("compute", "memory"))
+    assert graph.seconds == pytest.approx(max(busy, least + 2 * GRAPHED * costs.timed(step, 1)["host"]), rel=0.01)
+    packed = replace(job, batch=lambda rows: {**job.batch(rows), "cu_seq_lens_q": torch.tensor([0, 1])})
+    assert costs.graphed(Machine(), 2) and not costs.graphed(Machine(fsdp=2), 2) and not costs.graphed(Machine(compile=True), 2)
+    assert not Costs(packed, CHIPS["h200"]).graphed(Machine(), 2)
+    assert not Costs(replace(job, gpu=False), CHIPS["h200"]).graphed(Machine(), 2)
+
+
 def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
     """FSDP's hooks and DTensor's dispatch are the host's: of a small model on a fast device they are the step, of a slow device
     nothing of them is seen; on a host that computes itself they come on top."""
@@ -217,7 +233,7 @@ def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
     costs = [Costs(job_of(gpt(), 8), chip) for chip in (fast, slow, replace(slow, apart=False))]
     for one in costs[1:]:
         one.known = costs[0].known
-    plain = costs[0].exact(Machine(), 8)
+    plain = costs[0].exact(Machine(cuda_graphs=False), 8)
     for machine in (Machine(fsdp=2), Machine(tensor_parallel=2)):
         quick, late, alone = (one.exact(machine, 8 // machine.shares) for one in costs)
         assert quick.bottleneck == "host" and late.spent["host"] == 0
