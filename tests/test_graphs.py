@@ -362,14 +362,19 @@ def test_few_shapes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert repr(found.losses[: len(wanted.losses)]) == repr(wanted.losses)
 
 
-def test_no_record_where_memory_is_short(tmp_path: Path) -> None:
+def test_no_record_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once, and asked for again after a while."""
     run = Run(tmp_path, "gpt", True, torch.device("cpu"))
     run.recorder.memory = False
-    run.through(8)
-    assert run.recorder.played == 0
+    asked: list[int] = []
+    monkeypatch.setattr(Played, "room", lambda self: bool(asked.append(1)) or self.memory)
+    monkeypatch.setattr(module, "WORTH", 2)
+    run.through(12)
+    assert run.recorder.played == 0 and len(asked) == 2
+    assert run.said == ["there is too little memory for a CUDA graph of batches of 3 x 24 tokens"]
     run.recorder.memory = True
-    run.through(8, 10)
-    assert run.recorder.played == 2
+    run.through(12, 20)
+    assert run.recorder.played == 5 and len(asked) == 3
 
 
 def test_work_of_another_kind_is_given_the_memory(tmp_path: Path) -> None:

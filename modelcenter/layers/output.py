@@ -197,7 +197,8 @@ def batch_of(
 def context_of(labels: Tensor, bounds: Sequence[int] | None = None) -> Tensor:
     """How many tokens stand before the first label of each sequence (b 1 int32); packed ones lie between `bounds` (1 n). The very
     first label is nobody's target: whether it is set says nothing."""
-    ends = onto(torch.tensor(bounds if bounds is not None else (0, labels.size(1))), labels.device)
+    whole = torch.arange(2, device=labels.device) * labels.size(1)
+    ends = whole if bounds is None else onto(torch.tensor(bounds), labels.device)
     found = torch.nn.functional.pad(labels != IGNORE, (1, 1)).index_fill(1, ends[:-1] + 1, False).cumsum(1)
     first = torch.searchsorted(found, found[:, ends[:-1]].contiguous(), right=True) - 1
     return (torch.minimum(first, ends[1:]) - ends[:-1]).to(torch.int32)

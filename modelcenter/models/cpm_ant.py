@@ -87,7 +87,7 @@ class CPMAnt(Model):
         else:
             ends = [end + n * i for i, end in enumerate(packing.q)]
             packing = Packing(ends, ends)
-        context = None if labels is None else context_of(labels, bounds) + n
+        context = None if labels is None else context_of(labels, None if packing is None else bounds) + n
         whole = replace(batch, x=x, mask=mask, packing=packing, context=context, prompt=n)
         bias = self.bias(*whole.span, prompt=n, pair=(PROMPT, TEXT))
         out: Tensor = self.decoder(x, whole.view(causal=labels is not None, bias=bias))

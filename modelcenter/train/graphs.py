@@ -154,7 +154,7 @@ class Graphs:
         self.shapes: OrderedDict[tuple[Any, ...], Shapes] = OrderedDict()  # the last used at the end
         self.gradients: dict[Tensor, Tensor] = {}  # the memory of all records' gradients; empty without a record
         self.places: list[int] = []  # of parameters and buffers, as the records know them
-        self.ended = self.told = False
+        self.ended = self.told = self.short = False  # `told`, `short`: it has been said that there is a record, or no room for one
         self.failures = 0
 
     def run(self, work: Work, arguments: Arguments, scale: Scale) -> Tensor:
@@ -169,7 +169,7 @@ class Graphs:
         record = shapes.records.get(kind)
         if record is None:
             shapes.seen += 1
-            if shapes.refused or shapes.seen <= WARM or not self.free(shapes):
+            if shapes.refused or shapes.seen <= WARM or not self.free(shapes, arguments):
                 return work(arguments, scale)
             record = self.record(shapes, kind, work, arguments, scale)
             if record is None:
@@ -213,11 +213,17 @@ class Graphs:
         self.shapes.move_to_end(key)
         return self.shapes[key]
 
-    def free(self, shapes: Shapes) -> bool:
+    def free(self, shapes: Shapes, arguments: Arguments) -> bool:
         """Whether `shapes` may have a record more: memory is there, and a place, which shapes that come often take from others."""
         with_records = [key for key, other in self.shapes.items() if other.records]
         full = not shapes.records and len(with_records) >= MOST
-        if (full and shapes.seen <= WORTH) or not self.recorder.room():
+        if full and shapes.seen <= WORTH:
+            return False
+        if not self.recorder.room():
+            shapes.seen = -WORTH  # to ask costs time
+            if not self.short:
+                self.tell(f"there is too little memory for a CUDA graph of {said(arguments)}")
+            self.short = True
             return False
         if full:
             del self.shapes[with_records[0]]
