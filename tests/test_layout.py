@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import modelcenter as mc
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
-from modelcenter.parallel import host
+from modelcenter.parallel import chips, host
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.chips import CHIPS, Chip, chip_named
 from modelcenter.parallel.deep import Deep, rehearse_deep
@@ -135,6 +136,18 @@ def test_zero_3_holds_sixteen_bytes_a_parameter_shared_out(ranks: int) -> None:
     less = costs.exact(Machine(fsdp=ranks, zero=1), 1).parts
     assert less["optimizer"] == parts["optimizer"] and less["gradients"] == 4 * count
     assert less["gathered"] - parts["gathered"] > 0
+
+
+def test_the_outermost_layers_send_their_gradients_when_the_blocks_are_done() -> None:
+    """While blocks hold their activations, of a longer table there are the weights that have come, in bf16, and what ranks map of
+    each other for it (one and a half times as much for two of them), and no gradient on its way."""
+    parts = []
+    for vocab in (4096, 8192):
+        model = mc.build("llama-3.1-8b", config={"layers": 8, "dim": 256, "heads": 4, "kv_heads": 4, "hidden": 512, "vocab": vocab},
+                         device="meta")  # fmt: skip
+        parts.append(Costs(job_of(model, 32, length=64), CHIPS["h200"]).exact(Machine(fsdp=2), 16).parts)
+    assert parts[0]["activations"] == parts[1]["activations"] > parts[1]["gathered"]
+    assert parts[1]["gathered"] - parts[0]["gathered"] == 2 * 4096 * 256 * 2 * (1 + 1.5)
 
 
 def test_the_gradients_of_micro_batches_before_are_there_all_the_while() -> None:
@@ -343,6 +356,19 @@ def test_chips(tmp_path: Path) -> None:
         chip_named(str(file))
     with pytest.raises(InputError, match="no such device"):
         chip_named("h20")
+
+
+def test_a_gpu_is_known_by_its_name_and_its_host_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="NVIDIA H200", total_memory=150 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(chips, "host_call", lambda: 2 * chips.HOST)
+    here = chips.chip_here(torch.device("cuda"))
+    assert here == replace(CHIPS["h200"], memory=150e9, call=2 * CHIPS["h200"].call)
+    card.name = "another"
+    assert chips.chip_here(torch.device("cuda")) is None
+    monkeypatch.undo()
+    state = torch.get_rng_state()
+    assert 1e-7 < chips.host_call() < 1e-3 and torch.equal(torch.get_rng_state(), state)
 
 
 # -------------------------------------------------------------------------------------------------------- measured ranks

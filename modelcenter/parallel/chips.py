@@ -113,7 +113,8 @@ def chip_named(name: str) -> Chip:
 
 
 def chip_here(device: Any) -> Chip | None:
-    """The chip that a torch device is: a CPU is probed, a GPU known by its name, its memory read off it; None if it is unknown."""
+    """The chip that a torch device is: a CPU is probed, a GPU known by its name, its memory read off it and its host timed; None if
+    it is unknown."""
     if device.type == "cpu":
         return probe()
     if device.type != "cuda":
@@ -125,7 +126,34 @@ def chip_here(device: Any) -> Chip | None:
     card = torch.cuda.get_device_properties(device)
     known = [chip for chip in CHIPS.values() if card.name.startswith(chip.name.removesuffix(" 80GB HBM3"))]
     near = min(known, key=lambda chip: abs(chip.memory - card.total_memory), default=None)
-    return replace(near, memory=float(card.total_memory)) if near is not None else None
+    return replace(near, memory=float(card.total_memory), call=near.call * host_call() / HOST) if near is not None else None
+
+
+HOST = 5.0e-6  # seconds of `host_call` on a host whose calls in a step take the 8.5 µs of `Chip.call`: benchmarks/README.md
+LINKS, CALLS = 25, 10  # of a chain of small calls, and of torch in each of its links
+
+
+def host_call() -> float:
+    """Seconds of this thread for a small call of torch's, forward and backward, timed for about a fiftieth of a second on a
+    processor's tensors: a GPU's context would take half a gigabyte of it, and what else runs here is none of a step's."""
+    import torch
+    from torch.nn import functional as F
+
+    x, scale = (torch.ones(8, requires_grad=True) for _ in range(2))
+
+    def act() -> None:
+        y = x
+        for _ in range(LINKS):
+            y = F.gelu(F.layer_norm(y, (8,))) * scale + y
+        torch.autograd.grad(y.sum(), (x, scale))
+
+    act()
+    found = []
+    for _ in range(8):
+        began = time.thread_time()
+        act()
+        found.append(time.thread_time() - began)
+    return min(found) / (LINKS * CALLS)
 
 
 def probe() -> Chip:

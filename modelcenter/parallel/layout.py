@@ -223,7 +223,8 @@ class Costs:
         def gathered(phase: str) -> float:
             """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own."""
             kind, _, of_a_block = phase.partition(" ")
-            mine = sent * max(block, outside) if kind == "backward" and of_a_block else 0.0
+            # gradients of the outermost layers are exchanged when the last of the backward is over
+            mine = sent * (max(block, outside) if of_a_block == "0 first" else block) if kind == "backward" and of_a_block else 0.0
             return there if kind in ("before", "head") else come + mine
 
         factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": grows}
