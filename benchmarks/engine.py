@@ -8,7 +8,8 @@ in fp32, where ranks reach each other), without dropout, on random ids; a step i
 compiles our blocks too, `ours moments` keeps moments in bf16, `hf eager` compiles no block, `selective` and `full` recompute;
 `hf@16` is theirs with 16 sequences a rank, whatever --batch says.
 FLOPs and the product that they are a share of: step.py. One more step is traced: `exposed` is the share of it in which the stream
-that computes stands still while another one sends or waits for a rank, `idle` that in which nothing runs.
+that computes stands still while another one sends or waits for a rank, `idle` that in which nothing runs. `retries`: how often
+memory was so full that the allocator gave back what it kept, for which the device stands still.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ops import machine as about
-from plan import noisy
+from plan import mapped, noisy
 from step import Case, ceiling, flops, profile, seconds
 from torch import nn
 from train import Step, batch_of
@@ -107,6 +108,10 @@ def theirs(preset: str, config: dict[str, Any], batch: Batch, options: argparse.
     return model, step
 
 
+def retried(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats()["num_alloc_retries"]) if device.type == "cuda" else 0
+
+
 def waits(step: Step) -> tuple[float, float]:
     """Shares of a step's time in which the stream that computes most stands still: beside another stream, and beside none."""
     from torch.profiler import ProfilerActivity
@@ -143,11 +148,13 @@ def run(kind: str, options: argparse.Namespace, device: torch.device) -> dict[st
     batch = batch_of("lm", rows, options.length, plain.config.vocab, str(device))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    before = retried(device)
     _, step = (ours if kind.startswith("ours") else theirs)(options.preset, config, batch, options, kind)
     losses = [step() for _ in range(3)]
     times = [seconds(step, device) for _ in range(options.steps)]
     taken = statistics.median(times)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    peak = (torch.cuda.max_memory_allocated() + mapped()) / 2**30 if device.type == "cuda" else 0.0
+    retries = retried(device) - before
     exposed, idle = waits(step) if device.type == "cuda" else (0.0, 0.0)
     if options.profile:
         text = profile(step)
@@ -156,7 +163,7 @@ def run(kind: str, options: argparse.Namespace, device: torch.device) -> dict[st
     split = options.tensor_parallel if kind.startswith("ours") else 1  # ranks with one batch
     return {"contender": kind, "preset": options.preset, "length": options.length, "batch": rows, "seconds": times,
             "ranks": dist.get_world_size(), "tokens": batch["input_ids"].numel() / taken / split, "peak": peak, "loss": losses[0],
-            "exposed": exposed, "idle": idle, "flops": flops(plain, case, batch) / taken / split}  # fmt: skip
+            "retries": retries, "exposed": exposed, "idle": idle, "flops": flops(plain, case, batch) / taken / split}  # fmt: skip
 
 
 def main() -> int:
@@ -203,8 +210,10 @@ def main() -> int:
         rows.append(row)
         if first:
             print(f"{row['contender']}, {row['batch']} x {row['length']}: {row['tokens']:.0f} tok/s a GPU, "
-                  f"{row['flops'] / 1e12:.0f} TFLOP/s, {row['flops'] / top:.0%} of {top / 1e12:.0f}, peak {row['peak']:.1f} GiB, "
-                  f"exposed {row['exposed']:.1%}, idle {row['idle']:.1%}, loss {row['loss']:.3f}", flush=True)  # fmt: skip
+                  f"{row['flops'] / 1e12:.0f} TFLOP/s, {row['flops'] / top:.0%} of {top / 1e12:.0f}, peak {row['peak']:.1f} GiB "
+                  f"({row['retries']} retries), steps {min(row['seconds']):.3f} to "
+                  f"{max(row['seconds']):.3f} s, exposed {row['exposed']:.1%}, idle {row['idle']:.1%}, "
+                  f"loss {row['loss']:.3f}", flush=True)  # fmt: skip
     if first and options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         with (options.out / "engine.jsonl").open("a") as out:

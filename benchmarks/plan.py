@@ -9,8 +9,9 @@ The points below were written down before they were run, and nothing is fitted t
 never made again, and DIR/point-K.json is what its point took. Points of one GPU run side by side, on each GPU one after the other;
 those of several follow, on groups of GPUs side by side, started anew with the rest if one brings its processes down. What runs is
 what `modelcenter train` runs of a step: forward, backward, clip, update, on random ids. No calibration from past runs is used.
-Memory is the most that any rank's allocator held (on a CPU the profiler's record of allocations), beside what is foreseen without
-the allowance for fragments; time is the median of the steps after two. `--tiny`: the points with tiny models, on CPU ranks.
+Memory is the most that any rank's allocator held, and what ranks map of each other (on a CPU the profiler's record of allocations),
+beside what is foreseen without the allowance for fragments; time is the median of the steps after two. `--tiny`: the
+points with tiny models, on CPU ranks.
 """
 
 import argparse
@@ -42,6 +43,7 @@ from modelcenter.parallel.chips import CHIPS, chip_here, chip_named
 from modelcenter.parallel.layout import Costs
 from modelcenter.parallel.layout import Job as Planned
 from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.peers import Mapped
 from modelcenter.registry import place
 from modelcenter.train.step import accumulate, autocast, update
 
@@ -263,11 +265,16 @@ def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
         if cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    most = torch.cuda.max_memory_allocated() if cuda else recorded(step, model, optimizer, batches)
+    most = torch.cuda.max_memory_allocated() + mapped() if cuda else recorded(step, model, optimizer, batches)
     most = max(int(said) for said in ranks.agree(str(most)))
     name = torch.cuda.get_device_name() if cuda else "CPU"
     return {"bytes": most, "seconds": statistics.median(times[2:]), "times": times, "device": name, "torch": torch.__version__,
             "at": now()}  # fmt: skip
+
+
+def mapped() -> int:
+    """Bytes that other ranks reach, of which the allocator does not know."""
+    return sum(one.size for one in gc.get_objects() if type(one) is Mapped)
 
 
 def recorded(step: Any, model: Any, optimizer: Any, batches: list[Any]) -> int:
