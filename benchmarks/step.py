@@ -10,17 +10,22 @@ and moments in bf16, each with its torch.compile, `reduce` that of mode="reduce-
 liger-kernel's patches where it has them. Each case names the batch of each; `--batch` sets one for all.
 
 FLOPs are the model's: 6 for a weight of a matrix and token, and 12 x layers x width x length a token for attention, half of it
-where that is causal; the share is of a product of 8192^3 in bf16, measured before each case.
+where that is causal; the share is of a product of 8192^3 in bf16, measured before each case. Energy and clock are what the card's
+driver tells of the timed steps: at the limit of its power a step takes its energy over that limit.
 """
 
 import argparse
+import ctypes
 import datetime
 import gc
 import json
+import math
+import re
 import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,7 +179,12 @@ def run(name: str, kind: str, size: int, options: argparse.Namespace, device: to
     losses, began = [step() for _ in range(3)], time.perf_counter()
     while device.type == "cuda" and time.perf_counter() - began < WARM:
         step()
-    times = [seconds(step, device) for _ in range(options.steps)]
+    meter, times, clocks = Meter(device), list[float](), list[float]()
+    before = meter.joules()
+    for _ in range(options.steps):
+        times.append(seconds(step, device))
+        clocks.append(meter.clock())
+    joules = (meter.joules() - before) / options.steps
     work, taken = flops(plain, case, batch), statistics.median(times)
     tokens = batch["input_ids"].numel() * (2 if case.task == "seq2seq" else 1)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
@@ -182,21 +192,78 @@ def run(name: str, kind: str, size: int, options: argparse.Namespace, device: to
         print(f"\n{name} {kind} B{size}\n{profile(step)}", file=sys.stderr, flush=True)
     return {"case": name, "contender": kind, "batch": size, "length": length, "seconds": times, "tokens": tokens / taken,
             "samples": size / taken, "flops": work / taken, "peak": peak, "loss": losses[0],
+            "joules": joules, "clock": statistics.mean(clocks),
             "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
 
 
-def profile(step: Step) -> str:
-    """The kernels that a step spends its time in."""
+# Of kernels by words in their names; ours that are called `forward` and `backward` are among the others, by their types.
+KINDS = {"attention": "fmha|flash|sdpa|cudnn|of_keys|of_queries", "products": "nvjet|gemm|gemv|cutlass|splitK", "norms": "norm",
+         "activations": "gated|gelu|threshold", "optimizer": "update_all|squares", "rotary": "rotate",
+         "embeddings": "embedding|gather", "copies": "[Cc]opy|Memcpy|Memset", "additions": "[Aa]dd"}  # fmt: skip
+
+
+def profile(step: Step, steps: int = 3) -> str:
+    """The kernels that a step spends its time in, and where the GPU has none."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
+        for _ in range(steps):
+            step()
         torch.cuda.synchronize()
-    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
-    whole = sum(row.self_device_time_total for row in rows)
-    lines = [f"{row.self_device_time_total / 1e3:9.2f} ms {row.count:5d} x {row.key[:110]}" for row in rows[:28]]
-    return "\n".join([f"{whole / 1e3:9.2f} ms in all", *lines])
+    found = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    found.sort(key=lambda e: e.time_range.start)
+    kinds, names, gaps, end = Counter[str](), Counter[str](), list[tuple[float, int]](), found[0].time_range.start
+    for i, e in enumerate(found):
+        if e.time_range.start > end:
+            gaps.append((e.time_range.start - end, i))
+        end = max(end, e.time_range.end)
+        kinds[next((kind for kind, words in KINDS.items() if re.search(words, e.name)), "others")] += e.time_range.elapsed_us()
+        names[short(e.name)] += e.time_range.elapsed_us()
+    calls, each = Counter(short(e.name) for e in found), 1e3 * steps
+    taken, idle, near = (end - found[0].time_range.start, sum(gap for gap, _ in gaps), sum(gap for gap, _ in gaps if gap < 3))
+    by_kind = ", ".join(f"{kind} {us / each:.1f}" for kind, us in kinds.most_common())
+    lines = [f"{taken / each:9.2f} ms a step, of which kernels {kinds.total() / each:.2f}: {by_kind}",
+             f"{idle / each:9.2f} ms between {len(found) // steps} kernels, {near / each:.2f} by less than 3 us; the longest:"]
+    for gap, i in sorted(gaps)[-6:]:
+        lines.append(f"{gap / 1e3:9.2f} ms before {short(found[i].name, 56)} after {short(found[i - 1].name, 56)}")
+    lines += [f"{us / each:9.2f} ms {calls[name] / steps:5.0f} x {name}" for name, us in names.most_common(40)]
+    return "\n".join(lines)
+
+
+def short(name: str, most: int = 100) -> str:
+    """A kernel's name without what all have, and without its arguments' types."""
+    for part in ("(anonymous namespace)::", "at::native::", "void "):
+        name = name.replace(part, "")
+    return re.sub(r"\(.*", "", name)[:most]
+
+
+class Meter:
+    """The energy that the GPU has taken, in joules, and its clock, in MHz, as its driver tells them; NaN where it does not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.library, self.card = None, ctypes.c_void_p()
+        if device.type != "cuda":
+            return
+        try:
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+            identity = str(torch.cuda.get_device_properties(device).uuid)
+            name = identity if identity.startswith("GPU-") else f"GPU-{identity}"
+            found = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(self.card))
+        except (OSError, AttributeError):
+            return
+        self.library = None if found else library
+
+    def joules(self) -> float:
+        taken = ctypes.c_ulonglong()
+        known = self.library is not None and not self.library.nvmlDeviceGetTotalEnergyConsumption(self.card, ctypes.byref(taken))
+        return taken.value / 1e3 if known else math.nan
+
+    def clock(self) -> float:
+        found = ctypes.c_uint()
+        known = self.library is not None and not self.library.nvmlDeviceGetClockInfo(self.card, 1, ctypes.byref(found))
+        return float(found.value) if known else math.nan
 
 
 def main() -> int:
@@ -238,12 +305,12 @@ def main() -> int:
                 said = f"{row['tokens']:.0f} tok/s, {row['flops'] / 1e12:.0f} TFLOP/s, {row['peak']:.1f} GiB"
                 print(f"{name} {kind} B{size}: {said}", file=sys.stderr, flush=True)
     text = [f"# Training steps, {day}, {machine(device.type)}", "", f"`python benchmarks/step.py {' '.join(sys.argv[1:])}`", "",
-            "| case | contender | batch | tok/s | samples/s | TFLOP/s | of the product's | peak GiB |",
-            "|---|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+            "| case | contender | batch | tok/s | samples/s | TFLOP/s | of the product's | peak GiB | J a step | MHz |",
+            "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for row in rows:
         spread = (max(row["seconds"]) - min(row["seconds"])) / 2 / statistics.median(row["seconds"])
         rates = f"{row['tokens']:.0f} ±{spread:.0%} | {row['samples']:.1f} | {row['flops'] / 1e12:.0f}"
-        share = f"{row['flops'] / row['ceiling']:.0%} | {row['peak']:.1f}"
+        share = f"{row['flops'] / row['ceiling']:.0%} | {row['peak']:.1f} | {row['joules']:.0f} | {row['clock']:.0f}"
         text.append(f"| {row['case']} S{row['length']} | {row['contender']} | {row['batch']} | {rates} | {share} |")
     page = "\n".join(text) + "\n"
     print(page)
