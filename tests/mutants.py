@@ -76,7 +76,7 @@ MUTANTS = (
            "test_rope.py::test_frequencies_are_brought_to_a_device_once_unless_a_length_changes_them"),
     Mutant("frequencies-of-another-length", "layers/position.py", "kept = not by_length and", "kept =",
            "test_rope.py::test_frequencies_are_brought_to_a_device_once_unless_a_length_changes_them"),
-    Mutant("cached-query-at-0", "generate/state.py", "positions[:, cache.length :]", "positions[:, : ids.size(1) - cache.length]",
+    Mutant("cached-query-at-0", "generate/state.py", "self.positions(cache.length))", "self.positions(0)[:, : new.size(1)])",
            zoo("greedy_generation_token_for_token", LLAMA)),
     Mutant("cache-without-past-positions", "layers/output.py", "torch.arange(self.past, self.keys, device", "torch.arange(self.queries, device",
            "test_generate.py::test_steps_with_a_cache_equal_one_forward[gpt2-default-lm]"),

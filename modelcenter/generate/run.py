@@ -15,7 +15,7 @@ from .beam import search
 from .options import FILE, Options, read
 from .scores import Allowed, Rule, apply, rules
 from .state import State
-from .stop import Stop
+from .stop import Over, Stop
 
 if TYPE_CHECKING:
     from ..registry import Model
@@ -72,6 +72,7 @@ def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: to
     scores = state.scores().repeat_interleave(o.num_return_sequences, 0)
     state.repeat(o.num_return_sequences)
     done = torch.zeros(len(state.ids), dtype=torch.bool, device=state.ids.device)
+    over = Over(late=state.ids.is_cuda and streamer is None)
     while True:
         scores = apply(changes, state.seen, scores)
         new = torch.multinomial(scores.softmax(1), 1, generator=source)[:, 0] if o.do_sample else scores.argmax(1)
@@ -80,7 +81,10 @@ def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: to
         if streamer is not None:
             streamer.put(new.cpu())
         done |= stop(state.seen)
-        if state.length == state.ids.size(1) or bool(done.all()):
+        if over(done):
+            state.length -= over.late
+            break
+        if state.length == state.ids.size(1):
             break
         scores = state.scores()
     if streamer is not None:

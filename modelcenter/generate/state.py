@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 
 from ..layers import Cache
+from .steps import Steps, last, suits
 
 if TYPE_CHECKING:
     from ..registry import Model
+
+
+ROOM = 64  # the cache's places are a multiple of it, which kernels like in a mask
 
 
 class State:
@@ -25,28 +29,33 @@ class State:
         self.mask = None if mask is None or bool(mask.all()) else mask.bool()  # without one the fastest attention applies
         if self.mask is not None and start is None:
             self.mask = torch.cat((self.mask, self.mask.new_ones(len(begin), new)), 1)
-        self.cache = Cache(ahead=new)
+        self.cache: Cache = Cache(ahead=-(-self.ids.size(1) // ROOM) * ROOM - self.length)
+        self.steps: Steps | None = None
 
     @property
     def seen(self) -> Tensor:
         """The ids so far (b t)."""
         return self.ids[:, : self.length]
 
+    def positions(self, start: int) -> Tensor:
+        """Where the tokens from `start` on stand (1|b s): a row's first real one at 0, whatever pads it."""
+        if self.mask is None or self.source is not None:
+            return torch.arange(start, self.length, device=self.ids.device)[None]
+        return (self.mask[:, : self.length].cumsum(1) - 1).clamp(min=0)[:, start:]
+
     def scores(self) -> Tensor:
         """Scores of the next token (b vocab), in at least fp32. Only what the cache lacks is run."""
+        if self.steps is None and self.cache.length and suits(self):
+            self.steps = Steps(self)
+        if self.steps is not None:
+            return self.steps(self)
         cache, mask, ids = self.cache, self.mask, self.seen
+        new = ids[:, cache.length :]
         if self.source is not None:
             first = {"input_ids": self.source} if cache.memory is None else {}
-            new = ids[:, cache.length :]
-            out = self.model(**first, attention_mask=mask, decoder_input_ids=new, past_key_values=cache, logits_to_keep=1)
-        elif mask is None:
-            out = self.model(ids[:, cache.length :], past_key_values=cache, logits_to_keep=1)
-        else:
-            mask = mask[:, : self.length]
-            positions = (mask.cumsum(1) - 1).clamp(min=0)  # a row's first real token stands at 0, whatever pads it
-            out = self.model(ids[:, cache.length :], mask, positions[:, cache.length :], past_key_values=cache, logits_to_keep=1)
-        last: Tensor = out.logits[:, -1]
-        return last.to(torch.promote_types(last.dtype, torch.float32))
+            return last(self.model(**first, attention_mask=mask, decoder_input_ids=new, past_key_values=cache, logits_to_keep=1))
+        given = (None, None) if mask is None else (mask[:, : self.length], self.positions(cache.length))
+        return last(self.model(new, *given, past_key_values=cache, logits_to_keep=1))
 
     def append(self, new: Tensor) -> None:
         """Write the next token of every row (b)."""
@@ -55,6 +64,8 @@ class State:
 
     def repeat(self, n: int) -> None:
         """Make n rows of every row."""
+        if n == 1:
+            return
         self.ids = self.ids.repeat_interleave(n, 0)
         self.mask = None if self.mask is None else self.mask.repeat_interleave(n, 0)
         self.cache.repeat(n)

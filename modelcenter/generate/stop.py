@@ -20,7 +20,7 @@ class Stop:
         self.window = max((len(s.encode()) for s in strings), default=0) + 4
 
     def __call__(self, ids: Tensor) -> Tensor:
-        ended = torch.isin(ids[:, -1], self.ends)
+        ended = (ids[:, -1:] == self.ends).any(1)
         if self.strings:
             ended |= torch.tensor([self.found(row) for row in ids[:, -self.window :].tolist()], device=ids.device)
         return ended
@@ -31,3 +31,24 @@ class Stop:
         pairs = zip(before, text, strict=False)
         old = next((i for i, (a, b) in enumerate(pairs) if a != b), len(before))  # half a character may have been completed
         return any(at >= 0 and at + len(s) > old for s in self.strings for at in [text.rfind(s)])
+
+
+class Over:
+    """Asked after every token whether all rows have ended (b). A GPU is not waited for: the answer is that of the token before
+    (`late`), so that one more is written than need be."""
+
+    def __init__(self, late: bool):
+        self.late, self.known = late, torch.zeros((), dtype=torch.bool, pin_memory=late and torch.cuda.is_available())
+        self.copied: torch.cuda.Event | None = None
+
+    def __call__(self, done: Tensor) -> bool:
+        if not self.late:
+            return bool(done.all())
+        if self.copied is not None:
+            self.copied.synchronize()
+        answer = bool(self.known)
+        self.known.copy_(done.all(), non_blocking=True)
+        if done.is_cuda:
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+        return answer

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import refuse
+from ..ops.relative_attention import generation
 
 Pair = tuple[Tensor, Tensor]  # keys and values, b h t d
 
@@ -59,10 +60,76 @@ class Cache:
             v.copy_(v.index_select(0, rows))
 
 
+class Fixed(Cache):
+    """A cache in which every step is the same but for numbers on the device: one token, written to the place `at` (1) of each
+    layer's room, of which the first `span` places are read. So a step can be recorded once and done again without the host.
+
+    To whoever asks, `span` - 1 places are full; what is not there yet is hidden (`there`). `used` (b int32) counts the keys that
+    are, for a kernel that needs no mask then (`counted`). It goes on with the memory of `cache`, in which `full` places of each
+    room are filled.
+    """
+
+    def __init__(self, cache: Cache, full: int, span: int):
+        super().__init__(0, 0, cache.pairs, cache.across, cache.memory, cache.room)
+        k, _ = next(iter(self.room.values()))
+        self.before, self.span, self.dtype = full - cache.length, span, k.dtype
+        self.places = torch.arange(span, device=k.device)
+        self.at = torch.full((1,), full, device=k.device)
+        self.used = torch.full((len(k),), full + 1, dtype=torch.int32, device=k.device)
+        self.rows = torch.arange(len(k) + 1, dtype=torch.int32, device=k.device)
+        self.bounds = self.rows * k.size(2)  # where a row's keys begin, all rooms being one row
+        for pair in self.room.values():
+            for x in pair:
+                x[:, :, full:] = 0  # hidden is what counts nothing, and nothing times what memory happens to hold may be no number
+        self.counted = counts(k)
+        self.begin()
+
+    def begin(self) -> None:
+        """Before a step: as many tokens as ever."""
+        self.length = self.span - 1 - self.before
+
+    def advance(self) -> None:
+        """Behind a step: the next one has one key more."""
+        self.at += 1
+        self.used += 1
+
+    @property
+    def there(self) -> Tensor:
+        """Which places are filled, the new token's too (1 span)."""
+        return (self.places <= self.at)[None]
+
+    def additive(self, mask: Tensor) -> Tensor:
+        """`mask` as attention adds it, made once and not in every layer."""
+        if mask.dtype != torch.bool:
+            return mask.to(self.dtype)
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> Pair:
+        room_k, room_v = self.room[layer]
+        room_k.index_copy_(2, self.at, k)
+        room_v.index_copy_(2, self.at, v)
+        return room_k, room_v
+
+    def reorder(self, rows: Tensor) -> None:
+        for pair in self.room.values():
+            for x in pair:
+                x[:, :, : self.span] = x[:, :, : self.span].index_select(0, rows)
+
+
+def counts(room: Tensor) -> bool:
+    """Whether torch's flash attention takes such a room (b h t d), and a number on the device of the keys that are there."""
+    if not room.is_cuda or room.dtype not in (torch.float16, torch.bfloat16) or not room.transpose(1, 2).is_contiguous():
+        return False
+    modern = torch.backends.cuda.is_flash_attention_available() and generation(room.get_device()) >= (8, 0)
+    return modern and room.size(3) % 8 == 0 and room.size(3) <= 256
+
+
 def taken(x: Tensor, ahead: int) -> Tensor:
-    """Memory for x (b h s d) and `ahead` further tokens."""
-    return x.new_empty(x.size(0), x.size(1), x.size(2) + ahead, x.size(3))
+    """Memory for x (b h s d) and `ahead` further tokens, a token's heads side by side."""
+    return x.new_empty(x.size(0), x.size(2) + ahead, x.size(1), x.size(3)).transpose(1, 2)
 
 
 def repeated(pair: Pair, n: int) -> Pair:
-    return pair[0].repeat_interleave(n, 0), pair[1].repeat_interleave(n, 0)
+    """n rows of every row, laid out as they were."""
+    k, v = (x.transpose(1, 2).repeat_interleave(n, 0).transpose(1, 2) for x in pair)
+    return k, v

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from ..errors import refuse
 from ..ops.cross_entropy import IGNORE
 from .block import Block
-from .cache import Cache
+from .cache import Cache, Fixed
 from .onto import onto
 from .position import Angles, Distances
 from .view import Packing, View, merge
@@ -94,6 +94,8 @@ class Batch:
 
     def view(self, *, causal: bool = False, bias: Tensor | Distances | None = None, angles: Angles | None = None) -> View:
         """Self-attention over these tokens; `bias` (1|b h s|1 t) of the longest sequence where they are packed."""
+        if isinstance(self.cache, Fixed):
+            return self.step(self.cache, bias, angles)
         if isinstance(bias, Distances):
             if bias.served:
                 open_ = self.context if causal else None
@@ -109,6 +111,18 @@ class Batch:
             masks = {n: merged(real=None, context=torch.full((1, 1), n, device=self.x.device))[0] for n in set(known)}
             return View([masks[n] for n in known], False, self.packing, angles, cache=self.cache)
         return View(mask, rule, self.packing, angles, cache=self.cache, ends=self.ends)
+
+    def step(self, cache: Fixed, bias: Tensor | Distances | None, angles: Angles | None) -> View:
+        """Self-attention of one token to what is there in a cache of fixed shape. Where nothing but that is hidden a kernel that
+        counts the keys needs no mask."""
+        if bias is None and self.mask is None and cache.counted:
+            return View(None, False, None, angles, cache=cache)
+        if isinstance(bias, Distances):
+            bias = bias.row(cache.at)
+        real = cache.there if self.mask is None else self.mask & cache.there
+        mask, _ = merge(1, self.keys, self.x.device, causal=False, real=real, bias=bias)
+        assert mask is not None
+        return View(cache.additive(mask), False, None, angles, cache=cache)
 
     def across(self, memory: Tensor, source: "Batch") -> View:
         """Cross-attention from these tokens to `memory` (b t dim), the encoder's output for `source`."""

@@ -82,6 +82,14 @@ class Distances:
         """The bias (1 h s t) of the last `queries` of `keys` positions, made once and not in every layer."""
         return spread(self.vector, self.queries, self.keys, self.keys, self.prompt)[None].contiguous()
 
+    def row(self, at: Tensor) -> Tensor:
+        """The bias (1 h 1 t) of one query at the position `at` (1) on the device, behind the prompt; of keys beyond it, any."""
+        key = torch.arange(self.keys, device=at.device)
+        found = self.vector[:, (key - at + self.keys - 1).clamp(max=self.keys - 1)]
+        if self.prompt:
+            found = torch.where(key < self.prompt, self.vector[:, -1:], found)
+        return found[None, :, None]
+
 
 def served(vector: Tensor, kind: torch.dtype) -> bool:
     """Whether attention in `kind`, or autocast's precision, has a kernel for distances that are where `vector` is: under tensor

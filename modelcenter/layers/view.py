@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.relative_attention import packed_by
-from .cache import Cache
+from .cache import Cache, Fixed
 from .onto import onto
 from .position import Angles, Distances
 
@@ -77,6 +77,8 @@ class View:
         grouped = q.size(1) != k.size(1)
         if self.packing is None:
             assert not isinstance(mask, Sequence)
+            if isinstance(self.cache, Fixed) and self.memory is None:
+                return self.step(self.cache, q, k, v, scale)
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
         if self.ends is not None and mask is None:
             road = packed_by(q, k, v, dropout)
@@ -123,6 +125,22 @@ class View:
         found = torch.ops.aten._flash_attention_forward(*turned, *given, 0.0, self.causal, False, scale=scale)
         out: Tensor = found[0]
         return out[None].transpose(1, 2)
+
+    def step(self, cache: Fixed, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """The same for one query (b h 1 d) of each row and the keys of a cache of fixed shape: those that it counts, or those that
+        the mask shows. Heads that share their keys are as queries of one head, for which every kernel is made."""
+        if self.mask is None:
+            flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+            counted = (cache.rows, cache.bounds, 1, cache.span, 0.0, False, False)
+            found = torch.ops.aten._flash_attention_forward(*flat, *counted, scale=scale, seqused_k=cache.used)
+            out: Tensor = found[0]
+            return out[:, None].transpose(1, 2)
+        assert isinstance(self.mask, Tensor)
+        b, h, _, d = q.shape
+        heads = k.size(1)
+        mask = self.mask if self.mask.size(1) == 1 else self.mask.view(-1, heads, h // heads, cache.span)
+        q, k, v = q.reshape(b, heads, h // heads, d), k[:, :, : cache.span], v[:, :, : cache.span]
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).view(b, h, 1, d)
 
     def tiled(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """The same by our own kernel, which reads and writes b s h d, as the projections around it do: no copies."""
