@@ -5,9 +5,9 @@
                                   [--limit SECONDS] [--out DIR]
 
 Timed is the whole call of `generate`: the prompt, the tokens, and what ends a row. `ours calls` is ours without CUDA graphs, `hf
-dynamic` transformers as it comes, `hf static` their cache of fixed size, which they compile by themselves on a GPU (the first calls,
-with the compiler, are not timed). Drawn are all tokens of top_k 50 at temperature 0.8 from one seed. Weights are random; the row
-of the token that ends a text is zero, so that it never does.
+dynamic` transformers as it comes, `hf static` their cache of fixed size, which they compile by themselves on a GPU (the first
+calls, with the compiler, are not timed). Drawn are all tokens of top_k 50 at temperature 0.8 from one seed. Weights are random; the
+row of the token that ends a text is zero, so that it never does.
 
 Before anything is timed every contender writes 24 tokens in fp32 from the same prompts: they must be the same tokens. In lower
 precision near ties are decided by rounding; `same` is then the share of tokens before the first that differs from `ours`.

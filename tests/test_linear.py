@@ -53,6 +53,24 @@ def test_equal_to_torch_and_closer_to_the_truth(dtype: torch.dtype, weights: tor
         assert off[0] <= max(off[1] * 1.05, 1e-6)
 
 
+def test_few_rows_of_generation_need_no_wide_copy_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those, without a gradient, the only product is one of bf16; of more, or with one, one of fp32."""
+    seen: list[torch.dtype] = []
+    plain = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: seen.append(x.dtype) or plain(x, *rest))
+    w = torch.randn(32, 48, dtype=torch.bfloat16)
+    for rows, kind in ((1, torch.bfloat16), (4, torch.bfloat16), (5, torch.float32)):
+        x = torch.randn(rows, 1, 48, dtype=torch.bfloat16)
+        with torch.no_grad():
+            found = module.linear(x, w)
+            assert seen.pop() == kind and found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, module.linear(x, w), rtol=2e-2, atol=1e-1)
+        assert seen.pop() == torch.float32
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        module.linear(torch.randn(1, 48), w.float())
+        assert seen.pop() == torch.float32  # its weight would be copied either way
+
+
 def test_the_product_is_formed_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in bf16, which is what makes it fast: the only product seen is one of fp32 matrices."""
     seen = []
