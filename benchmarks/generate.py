@@ -54,8 +54,11 @@ def models(case: str, dtype: torch.dtype, device: torch.device, quick: bool) -> 
     import transformers
 
     preset, task, auto, small = CASES[case]
-    ours = mc.build(preset, task=task, dtype=dtype, device=device, config=small if quick else None)
-    with torch.no_grad():
+    ours = mc.build(preset, task=task, dtype=dtype, device="meta", config=small if quick else None).to_empty(device=device)
+    ours.tie()
+    with torch.no_grad():  # drawn where they will be: sooner than weights that are the same on every machine
+        for p in ours.parameters():
+            p.normal_(0, 0.02) if p.dim() > 1 else p.fill_(1)
         ours.head.out.weight[END] = 0
     with tempfile.TemporaryDirectory() as folder:
         ours.save_pretrained(folder)

@@ -140,7 +140,7 @@ class View:
         heads = k.size(1)
         mask = self.mask if self.mask.size(1) == 1 else self.mask.view(-1, heads, h // heads, cache.span)
         q, k, v = q.reshape(b, heads, h // heads, d), k[:, :, : cache.span], v[:, :, : cache.span]
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).view(b, h, 1, d)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).reshape(b, h, 1, d)
 
     def tiled(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """The same by our own kernel, which reads and writes b s h d, as the projections around it do: no copies."""
