@@ -39,7 +39,7 @@ from .layers.output import batch_of, recorded, shift_right
 from .names import Lazy, Names, Row, Shape
 from .parallel.blocks import fit_blocks
 from .parallel.check import check
-from .parallel.device import device_of
+from .parallel.device import check_device, device_of
 from .parallel.machine import Machine, load_machine
 
 M = TypeVar("M", bound="type[Model]")
@@ -459,8 +459,11 @@ def part_of(ours: str | tuple[str, ...]) -> str:
 
 
 def is_meta(device: str | torch.device | None) -> bool:
-    """Whether nothing is to be allocated."""
-    return device is not None and torch.device(device).type == "meta"
+    """Whether nothing is to be allocated; a device that is not here is refused."""
+    if device is None:
+        return False
+    check_device(device)
+    return torch.device(device).type == "meta"
 
 
 def check_adapter(model: Model, adapter: AdapterConfig, machine: str | Machine | None) -> None:
@@ -540,7 +543,7 @@ def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> 
     file = Path(folder.path) / "config.json"
     known = families()
     if not isinstance(kind, str) or kind not in known:
-        refuse(file, "model_type", repr(kind), nearest(kind, known))
+        refuse(file, "model_type", repr(kind), f"one of the families that are here: {', '.join(sorted(known))}")
     if not issubclass(known[kind], wanted):
         names = [w.Config.hf.model_type for w in (wanted if isinstance(wanted, tuple) else (wanted,))]
         refuse(file, "model_type", repr(kind), f"{' or '.join(map(repr, names))}; modelcenter.load takes any family")

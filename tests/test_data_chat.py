@@ -20,6 +20,7 @@ from modelcenter.data.objectives.chat import conversation
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer, train_tokenizer
 from modelcenter.errors import InputError
+from modelcenter.train.recipe import load_recipe
 
 TEXT = "To be, or not to be, that is the question. Whether 'tis nobler: 2 + 2 = 4.\n\nnaïve café 中文 🙂 " * 3
 TURNS = ["hi", "2 + 2?", "", "  spaces  ", "naïve 中文 🙂", "to be\n\nor not", "<|im_end|> inside", "café " * 9]
@@ -114,6 +115,16 @@ def test_the_named_templates_are_kept_with_the_tokenizer(tokenizer: Tokenizer, t
     batch = examples.collate([make_examples("chat", rows([asked]), bare, DataConfig()).at(0, 0)])
     shown = find_objective("chat").sample(batch, bare, None)
     assert shown == "User: hi\n\nAssistant:[[ yes<|endoftext|>]]\n\n"
+
+
+def test_instruct_keeps_a_template_that_is_there(tokenizer: Tokenizer) -> None:
+    """Or a chat model would unlearn how it is asked, and its folder be given another template."""
+    name = load_recipe("instruct", {"data.path": "x.jsonl", "output_dir": "x"}).data.chat_template
+    own, bare = (Tokenizer(tokenizer.raw, {"eos": "<|endoftext|>"}) for _ in range(2))
+    own.chat_template = INST
+    for made, wanted in ((own, INST), (bare, NAMED["plain"][0])):
+        Template(made, name)
+        assert made.chat_template == wanted
 
 
 def test_where_a_folder_keeps_its_template(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -46,6 +46,16 @@ def test_a_row_that_has_ended_is_padded_and_all_ended_stop() -> None:
     assert found.shape[1] <= 5 and all(any(t in ends for t in row) for row in found.tolist())
 
 
+def test_a_row_that_has_ended_is_filled_with_what_the_model_knows() -> None:
+    """Not with the end of a config that is beyond its vocabulary: on a GPU that would end the process."""
+    _, ours = zoo.pair(GPT)
+    free = ours.generate(prompt(), max_new_tokens=12, eos_token_id=[])[:, 11:].tolist()
+    end = next(t for t in free[0] if t not in free[1])
+    found = ours.generate(prompt(), max_new_tokens=12, eos_token_id=[500, end])[:, 11:].tolist()
+    stop = free[0].index(end) + 1
+    assert found == [free[0][:stop] + [0] * (12 - stop), free[1]]
+
+
 def test_the_prompt_stands_and_the_mode_is_left() -> None:
     _, ours = zoo.pair(GPT)
     for training in (True, False):
@@ -358,10 +368,17 @@ def test_refusals() -> None:
         ({"num_return_sequences": 2}, "num_return_sequences: 2 of 1 beams"),
         ({"bad_words_ids": [[1, 128]]}, "bad_words_ids: 128; ids below 128"), ({"suppress_tokens": [-1]}, "suppress_tokens"),
         ({"num_beams": 2, "num_beam_groups": 2, "do_sample": True}, "do_sample: with num_beam_groups"),
+        ({"temperature": 0.7}, "temperature: 0.7, which does nothing without do_sample=true"), ({"top_k": 5}, "top_k: 5, which"),
+        ({"length_penalty": 2.0}, "length_penalty: 2.0, which does nothing without num_beams from 2"),
+        ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens: 4 with max_new_tokens 3; at most as many"),
+        ({"max_length": 20, "min_length": 21}, "min_length: 21 with max_length 20"),
+        ({"pad_token_id": 128}, "pad_token_id: 128; an id below 128"),
+        ({"decoder_start_token_id": 128}, "decoder_start_token_id: 128; ids below"),
         ({"output_scores": True}, "output_scores"), ({"max_new_tokens": 54}, "max_new_tokens: 54 after a prompt of 11 tokens"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             ours.generate(prompt(), **options)
+    ours.generate(prompt(), generation_config={"temperature": 0.7, "top_k": 5}, max_new_tokens=1)  # a file's are for who draws
     with pytest.raises(InputError, match="predicts the next token"):
         mc.build("gpt2", config={"layers": 1}, task="classify", device="meta").generate(prompt())
 
@@ -440,3 +457,13 @@ def test_a_mask_may_be_of_any_dtype() -> None:
     assert not torch.equal(wanted, ours.generate(prompt(), max_new_tokens=5))
     for kind in (torch.float32, torch.bool, torch.int8):
         assert torch.equal(ours.generate(prompt(), mask.to(kind), max_new_tokens=5), wanted)
+
+
+@pytest.mark.parametrize(("device", "said"), [
+    ("tpu", "device: 'tpu'; cpu, cuda"), ("cuda:99", "device: 'cuda:99'"), ("xpu", "device: 'xpu', which torch does not find"),
+])
+def test_a_device_that_is_not_here_is_one_line(device: str, said: str) -> None:
+    for make in (lambda: mc.build("gpt2", config={"layers": 1, "dim": 24, "heads": 2}, device=device),
+                 lambda: mc.load(zoo.reference(GPT)[1], device=device)):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            make()

@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused_by_name(name: str, tmp_path: Path) -> None
         ({"n_embd": 0}, "n_embd: 0"),
         ({"vocab_size": 2**40}, "vocab_size: 1099511627776"),
         ({"layer_norm_epsilon": -1.0}, "layer_norm_epsilon: -1.0"),
-        ({"model_type": "gpt3"}, "model_type: 'gpt3'.*gpt2"),
+        ({"model_type": "gpt3"}, "model_type: 'gpt3'; one of the families that are here: .*gpt2"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     ],

@@ -35,12 +35,14 @@ NAMED = {  # name: the template, and the tokens without which nothing would end 
 
 
 class Template:
-    """A tokenizer's chat template, or one of `NAMED`, which then is the tokenizer's."""
+    """A tokenizer's chat template, or one of `NAMED`, which then is the tokenizer's; `auto`: its own, or else `plain`."""
 
     def __init__(self, tokenizer: "Tokenizer", name: str | None = None) -> None:
+        if name == "auto":
+            name = "plain" if tokenizer.chat_template is None else None
         if name is not None:
             if name not in NAMED:
-                refuse(None, "data.chat_template", repr(name), nearest(name, NAMED))
+                refuse(None, "data.chat_template", repr(name), nearest(name, (*NAMED, "auto")))
             source, needed = NAMED[name]
             lack = [token for token in needed if token not in tokenizer.vocabulary]
             if name == "plain" and tokenizer.id("eos") is None:

@@ -69,7 +69,9 @@ class DataConfig:
     messages_key: str | None = field(
         default=None, metadata=_is("the field of a conversation's messages; absent: messages or conversations (chat)")
     )
-    chat_template: str | None = field(default=None, metadata=_is("chatml or plain; absent: the tokenizer's own (chat)"))
+    chat_template: str | None = field(
+        default=None, metadata=_is("chatml or plain; absent: the tokenizer's own; auto: that, or plain where it has none (chat)")
+    )
     seq_len: int = field(
         default=512,
         metadata=_is("tokens of an example: blocks (lm, mlm) or truncation; 512: or the model's positions, if fewer", min=2),

@@ -30,6 +30,8 @@ WITHOUT_EFFECT = frozenset((
     "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
 ))  # fmt: skip
 
+DRAWN, SEARCHED = ("temperature", "top_k", "top_p", "min_p"), ("length_penalty", "early_stopping")  # what else says nothing
+
 
 def _is(help: str, **bounds: float) -> dict[str, Any]:
     return {"help": help, **bounds}
@@ -81,6 +83,10 @@ class Options:
         if self.num_return_sequences > self.num_beams and not self.do_sample:
             found = f"{self.num_return_sequences} of {self.num_beams} beams"
             refuse(None, "num_return_sequences", found, "at most num_beams, or do_sample")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            refuse(None, "min_new_tokens", f"{self.min_new_tokens} with max_new_tokens {self.max_new_tokens}", "at most as many")
+        if self.max_new_tokens is None and self.max_length is not None and self.min_length > self.max_length:
+            refuse(None, "min_length", f"{self.min_length} with max_length {self.max_length}", "at most as many")
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             ids = several(getattr(self, name))
             if ids and set(ids) <= set(self.suppress_tokens):
@@ -123,7 +129,12 @@ def read(given: Mapping[str, Any], options: Mapping[str, Any], config: Mapping[s
     bind(Options, base, file)
     ids = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
     model = {name: config[name] for name in ids if config.get(name) is not None}
-    return bind(Options, {**model, **base, **over})
+    found = bind(Options, {**model, **base, **over})
+    for names, used, wanted in ((DRAWN, found.do_sample, "do_sample=true"), (SEARCHED, found.num_beams > 1, "num_beams from 2")):
+        for name in names:  # of the call alone: a file's are for those who draw
+            if name in over and not used and over[name] != getattr(Options, name):
+                refuse(None, name, f"{over[name]}, which does nothing without {wanted}", f"{wanted}, or leave it out")
+    return found
 
 
 def chosen(values: Mapping[str, Any], known: list[str], file: str | None) -> dict[str, Any]:

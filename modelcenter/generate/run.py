@@ -3,6 +3,7 @@
 The rows and their cache are a `State`; `rules` change scores before a token is chosen; a `Stop` says which rows end.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,10 @@ def generate(
         refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")
     check_prompt(model, input_ids, attention_mask)
     o = settings(model, generation_config, options)
+    if o.pad >= model.config.vocab:  # the model is given it where a row has ended, though nothing is made of the answer
+        if options.get("pad_token_id") is not None:
+            refuse(None, "pad_token_id", str(o.pad), f"an id below {model.config.vocab}, the model's vocabulary")
+        o = replace(o, pad_token_id=0)
     start = (o.decoder_start_token_id or 0) if model.encoder_decoder else None
     new = o.new_tokens(1 if model.encoder_decoder else input_ids.size(1))
     check_ids(model, input_ids, new)

@@ -22,6 +22,7 @@ def rules(o: Options, prompts: int, prompt: int, new: int, mask: Tensor | None, 
     Rows of one prompt stand together.
     """
     for name, ids in (("suppress_tokens", o.suppress_tokens), ("begin_suppress_tokens", o.begin_suppress_tokens),
+                      ("decoder_start_token_id", several(o.decoder_start_token_id)),
                       ("bad_words_ids", [i for word in o.bad_words_ids for i in word]),
                       ("forced_bos_token_id", several(o.forced_bos_token_id)),
                       ("forced_eos_token_id", several(o.forced_eos_token_id))):  # fmt: skip

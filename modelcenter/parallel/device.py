@@ -23,6 +23,22 @@ def device_of(machine: Machine) -> torch.device:
     return torch.device(found.type, variable("LOCAL_RANK", 0, torch.accelerator.device_count() - 1, default=0))
 
 
+def check_device(device: str | torch.device) -> None:
+    """Refuse a name of no device, and one of a device that is not here."""
+    try:
+        named = torch.device(device)
+    except (RuntimeError, TypeError):
+        refuse(None, "device", repr(device), "cpu, cuda, cuda:1, mps, xpu or meta")
+    if named.type in ("cpu", "meta"):
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != named.type:
+        refuse(None, "device", f"{str(device)!r}, which torch does not find here", f"cpu{f' or {found.type}' if found else ''}")
+    count = torch.accelerator.device_count()
+    if (named.index or 0) >= count:
+        refuse(None, "device", repr(str(device)), f"a number below {count}: so many are here")
+
+
 def count_of(machine: Machine) -> int:
     """The devices that `machine.devices` means; those of NNODES machines like this one."""
     kind, nodes = device_of(machine).type, variable("NNODES", 1, 2**20, default=1)
