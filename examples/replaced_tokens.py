@@ -1,5 +1,5 @@
-"""Go on pretraining an encoder by finding replaced tokens (ELECTRA; Clark et al., 2020), before it is fine-tuned. No recipe does this:
-it is a loop of one's own out of the library's parts, two models at once.
+"""Go on pretraining an encoder by finding replaced tokens (ELECTRA; Clark et al., 2020), before it is fine-tuned. No recipe does
+this: it is a loop of one's own out of the library's parts, two models at once.
 
     python examples/replaced_tokens.py model=bert-base-uncased data.path=corpus.txt max_steps=4000 output_dir=runs/replaced
 
@@ -79,7 +79,8 @@ def main(settings: list[str]) -> int:
             update(model, optimizer, loss.detach(), rate, recipe.max_grad_norm)
         if step % recipe.logging_steps == 0 or step == setup.steps:
             right, share = ((scores > 0) == wrong).float().mean(), wrong.float().mean()
-            print(f"step {step}/{setup.steps} masked {guess.loss:.3f} replaced {found:.3f}: {right:.1%} right, {share:.1%} replaced", flush=True)
+            said = f"masked {guess.loss:.3f} replaced {found:.3f}: {right:.1%} right, {share:.1%} replaced"
+            print(f"step {step}/{setup.steps} {said}", flush=True)
         if step == setup.steps or (recipe.save_steps and step % recipe.save_steps == 0):
             detector.encoder.save_pretrained(out)
             setup.tokenizer.save(out)

@@ -820,6 +820,10 @@ MUTANTS = (
     Mutant("prompt-read-in-one-direction", "layers/view.py", "seen = seen | (at < context[:, :, None, None])", "seen = seen.clone()",
            "test_prefix_lm.py::test_the_mask_is_that_of_transformers_with_four_dimensions[gpt2];"
            "test_prefix_lm.py::test_what_a_token_depends_on[bloom]"),
+    Mutant("prompt-hidden-from-the-kernel", "layers/view.py", "self.lengths(q.device), self.context, *span", "self.lengths(q.device), None, *span",
+           "test_prefix_lm.py::test_by_a_kernel_that_knows_the_prompt[gpt2-False]"),
+    Mutant("padding-seen-by-the-kernel", "layers/view.py", "(None, self.seen, *self.lengths", "(None, None, *self.lengths",
+           "test_prefix_lm.py::test_by_a_kernel_that_knows_the_prompt[llama-False]"),
     Mutant("packed-prompt-one-longer", "layers/output.py", "full((1, 1), n,", "full((1, 1), n + 1,",
            "test_data_packing.py::test_gradients_are_those_of_the_same_sequences_padded[llama-prefix_lm]"),
     Mutant("generation-from-a-prompt-of-one-direction", "layers/output.py", "(cache is None or not cache.length)", "cache is None",

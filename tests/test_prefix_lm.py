@@ -17,7 +17,8 @@ from modelcenter.data.objective import make_examples
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import train_tokenizer
 from modelcenter.errors import InputError
-from modelcenter.layers.output import context_of
+from modelcenter.layers import output, view
+from modelcenter.layers.output import Batch, context_of
 from modelcenter.train.loop import train
 from modelcenter.train.prepare import prepare, resolve
 
@@ -87,6 +88,64 @@ def test_what_a_token_depends_on(kind: str) -> None:
         one = labels.clone()
         one[:, 1:] = ids[:, 1:]
         assert torch.equal(ours(ids, labels=one).logits, plain(ids, labels=one).logits)
+
+
+def judged(ours: Any, packed: bool, device: str = "cpu") -> list[torch.Tensor]:
+    """The logits of real tokens, and every gradient, of rows that are padded on the left or lie side by side."""
+    ids, labels, real = (x.to(device) for x in rows())
+    if not packed:
+        ids, labels, real = (torch.stack([row.roll(11 - n) for row, n in zip(x, REAL, strict=True)]) for x in (ids, labels, real))
+    if packed:
+        ends = torch.tensor([0, *REAL], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        kept, first = real.bool(), torch.tensor(REAL[:-1]).cumsum(0)
+        ids, labels = ids[kept][None], labels[kept][None].index_fill(1, first.to(device), IGNORED)
+        args = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11,
+                "position_ids": torch.cat([torch.arange(n) for n in REAL])[None].to(device)}  # fmt: skip
+    else:
+        args = {"attention_mask": real}
+    ours.zero_grad()
+    out = ours(ids, labels=labels, **args)
+    out.loss.backward()
+    return [out.logits if packed else out.logits[real.bool()], *(p.grad for p in ours.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_by_a_kernel_that_knows_the_prompt(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one no mask is made, and what is computed is the same; where it does not take the heads, one is, once."""
+    _, ours = flagged(kind)
+    wanted, calls = judged(ours, packed), []
+    real, masked = view.View.by_lengths, Batch.masked
+    monkeypatch.setattr(output, "on_gpu", lambda x: True)
+    monkeypatch.setattr(Batch, "masked", lambda self, *rest: calls.append("mask") or masked(self, *rest))
+    for said, taken in ((lambda *_: True, ["kernel"] * 2), (lambda *_: False, ["mask"])):
+        calls.clear()
+        monkeypatch.setattr(view, "covers", said)
+        monkeypatch.setattr(view.View, "by_lengths", lambda *args: calls.append("kernel") or real(*args))
+        found = judged(ours, packed)
+        assert calls == taken
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).abs().max() <= 1e-10 * other.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_by_a_kernel_on_a_gpu(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to fp64 as the road that makes a mask."""
+    name, more = ("gpt2", {}) if kind == "gpt2" else ("llama-3.2-1b", {"kv_heads": 2, "hidden": 256, "head_dim": 32})
+    sizes = {"layers": 2, "dim": 128, "heads": 4, "vocab": 90, **more}
+    found, roads = [], []
+    real = view.View.by_lengths
+    monkeypatch.setattr(view.View, "by_lengths", lambda self, *rest: roads.append(found) or real(self, *rest))
+    for dtype, open_ in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        ours = mc.build(name, config=sizes, dtype=torch.float32, device="cuda").to(dtype).eval()
+        ours.config = replace(ours.config, file={**ours.config.file, "prefix_lm": True})
+        monkeypatch.setattr(output, "on_gpu", lambda x, open_=open_: open_)
+        found.append([x.double() for x in judged(ours, packed, "cuda")])
+        assert bool(roads) is open_
+    for wanted, masked, one in zip(*found, strict=True):
+        assert (one - wanted).norm() <= 2 * (masked - wanted).norm() + 2e-3 * wanted.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)

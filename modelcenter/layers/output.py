@@ -20,7 +20,12 @@ from .block import Block
 from .cache import Cache, Fixed
 from .onto import onto
 from .position import Angles, Distances
-from .view import Packing, View, merge
+from .view import Once, Packing, View, merge
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a kernel may know by itself what a prefix LM's prompt sees."""
+    return x.is_cuda
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,13 @@ class Batch:
                 open_ = self.context if causal else None
                 return View(None, causal, self.packing, angles, None, self.cache, bias, self.mask, self.ends, open_)
             bias = bias.spread()
+        if causal and bias is None and self.context is not None and on_gpu(self.x):
+            masked = Once(partial(self.masked, causal, bias, angles))
+            return View(None, causal, self.packing, angles, None, self.cache, None, self.mask, self.ends, self.context, masked)
+        return self.masked(causal, bias, angles)
+
+    def masked(self, causal: bool, bias: Tensor | None, angles: Angles | None) -> View:
+        """The same by a mask, where there is anything to hide that a kernel has no rule for."""
         merged = partial(merge, *self.span, self.x.device, causal=causal, bias=bias)
         if self.packing is None:
             mask, rule = merged(real=self.mask, context=self.context if causal else None)

@@ -3,7 +3,7 @@
 Shapes: b batch, h heads, s queries, t keys (earlier ones in the cache included), d head dim, n packed sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..ops.relative_attention import packed_by
+from ..ops.relative_attention import covers, packed_by
 from .cache import Cache, Fixed
 from .onto import onto
 from .position import Angles, Distances
@@ -45,6 +45,19 @@ class Packing:
         return self.span[1]
 
 
+class Once:
+    """A view that is made when a layer first asks for it."""
+
+    def __init__(self, make: "Callable[[], View]"):
+        self.make = make
+        self.made: View | None = None
+
+    def __call__(self) -> "View":
+        if self.made is None:
+            self.made = self.make()
+        return self.made
+
+
 @dataclass(frozen=True)
 class View:
     """`mask` (1|b 1|h s t; bool, or an additive bias with -inf where nothing is seen), how keys are found, and rotary angles.
@@ -62,12 +75,19 @@ class View:
     distances: Distances | None = None  # a bias in place of a mask, for a kernel of its own
     seen: Tensor | None = None  # b t: with it, the keys that are there
     ends: tuple[Tensor, Tensor] | None = None  # the packing's lengths on the device, if that is a GPU
-    context: Tensor | None = None  # with `distances` and `causal`: see Batch.context
+    context: Tensor | None = None  # with `causal`, and `distances` or `masked`: see Batch.context
+    masked: Once | None = None  # the same with a mask, where no kernel takes the context as it is
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """softmax(q k^T scale + mask) v, each of shape b h s|t d. Rows that see nothing give zero. Vaswani et al., 2017."""
         if self.distances is not None:
             return self.by_distance(self.distances, q, k, v, scale, dropout)
+        if self.masked is not None:
+            if not covers(q) or not q.dtype == k.dtype == v.dtype:
+                return self.masked().attend(q, k, v, scale, dropout)
+            each = q.size(1) // k.size(1)
+            k, v = (x.repeat_interleave(each, 1) if each > 1 else x for x in (k, v))
+            return self.by_lengths(self.packing, q, k, v, scale, dropout)
         mask = self.mask
         if not isinstance(mask, Sequence):
             if self.tiles_pay(q, k, v, dropout):
@@ -109,12 +129,13 @@ class View:
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
-    def by_lengths(self, packing: Packing, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """All sequences of a packed row by one kernel of ours, which also knows a bias."""
+    def by_lengths(self, packing: Packing | None, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+        """All sequences of a packed row, or a context that all see, by one kernel of ours, which also knows a bias."""
+        span = (q.size(2), k.size(2)) if packing is None else packing.span
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        given = (None, None, *self.lengths(q.device), None, *packing.span, 0)
+        given = (None, self.seen, *self.lengths(q.device), self.context, *span, 0)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 

@@ -148,13 +148,18 @@ def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> b
     return bool(d) and d % 8 == 0 and d <= 128 and q.shape[2] == k.shape[2] and fits
 
 
+def covers(q: Tensor) -> bool:
+    """Whether the kernel takes q (b h s d) with keys and values of its dtype and heads, without a bias."""
+    return relative_attention.fast(q) and takes(*[q.transpose(1, 2)] * 3, None)
+
+
 def packed_by(q: Tensor, k: Tensor, v: Tensor, p: float) -> str:
     """What multiplies packed sequences without a bias (b h s|t d, halves) soonest on their GPU: `ours` or torch's `flash`; `none`
     where neither can. Ours drops too, and up to 64 channels it is ahead of flash on Hopper (benchmarks/README.md)."""
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
         return "none"
     chip, d = generation(q.get_device()), q.shape[3]
-    ours = relative_attention.fast(q) and takes(*(x.transpose(1, 2) for x in (q, k, v)), None)
+    ours = covers(q) and q.shape[1] == k.shape[1]
     flash = not p and torch.backends.cuda.is_flash_attention_available() and chip >= (8, 0) and d % 8 == 0 and d <= 256
     return "ours" if ours and (not flash or (chip == (9, 0) and d <= 64)) else "flash" if flash else "none"
 
@@ -185,6 +190,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield *some(1, 65, 66, 1, 128, False), seen(1, 66), *none[1:], 65, 66, 0, 0.1, False, None, 0.0
     yield *some(2, 7, 9, 1, 32), torch.zeros(2, 9, dtype=torch.bool, device=device), *none[1:], 7, 9, 0, 0.1, False, None, 0.0
     yield *some(2, 70, 70, 2, 80, True, 2), seen(2, 70), None, None, known([40], [0]), 70, 70, 32, 0.1, True, None, 0.0
+    yield *some(2, 70, 70, 2, 64, False), seen(2, 70), None, None, known([40], [0]), 70, 70, 0, 0.125, True, seed, 0.1
     yield *some(1, 30, 100, 2, 16, True, 2), *none, 30, 100, 72, 0.2, False, seed, 0.1  # more keys than queries
     lengths = ((5, 0, 1, 9, 30), (7, 2, 1, 20, 30))
     ends_q, ends_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in lengths)
