@@ -74,8 +74,9 @@ class GPU:
     def room(self) -> bool:
         torch.cuda.empty_cache()  # what micro-batches that were not recorded have left
         free, _ = torch.cuda.mem_get_info(self.device)
-        taken = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-        return free >= ROOM * taken
+        now, most = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        kept = torch.cuda.memory_reserved(self.device) - now  # what other records keep serves this one too
+        return free + kept >= ROOM * (most - now)
 
     def drawn(self) -> Tensor:
         return torch.cuda.get_rng_state(self.device)
@@ -182,13 +183,15 @@ class Graphs:
 
     def attempt(self, step: Callable[[], T]) -> T:
         """What `step` gives; if it lacks the memory that records hold, what it gives without them."""
-        if not self.gradients or any(p.grad is not None for p in self.trained):
+        if self.ended or any(p.grad is not None for p in self.trained):
             return step()
         drawn = self.recorder.drawn()
         try:
             return step()
         except torch.OutOfMemoryError:
-            pass  # what the error holds is let go
+            if not self.gradients:
+                raise
+        # what the error held is let go
         self.end()
         self.tell("out of memory beside CUDA graphs: the step is done again, and the run goes on, without")
         for p in self.trained:
