@@ -94,20 +94,23 @@ Stats norm_row(const R* x, const float* weight, const float* bias, O* out, int64
     return s;
 }
 
-// With g = grad * weight and h the normalised row: stream = rstd * (g - mean(g) - h * mean(g * h)) + more; RMSNorm: no mean(g).
+// With g = (grad + also) * weight and h the normalised row: stream = rstd * (g - mean(g) - h * mean(g * h)) + more; RMSNorm: no mean(g).
 template <class R, class O>
-void gradient_row(const O* grad, const R* more, const R* x, const float* weight, R* stream, float* dweight, float* dbias,
+void gradient_row(const O* grad, const O* also, const R* more, const R* x, const float* weight, R* stream, float* dweight, float* dbias,
                   int64_t dim, Stats s) {
     const float n = static_cast<float>(dim);
+    const auto given = [=](int64_t i, int lanes) {
+        return also ? load_n(grad + i, lanes) + load_n(also + i, lanes) : load_n(grad + i, lanes);
+    };
     const Two found = summed(dim, [=](int64_t i, int lanes) {
-        const vf d = load_n(grad + i, lanes), g = d * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
+        const vf d = given(i, lanes), g = d * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
         store_n(dweight + i, load_n(dweight + i, lanes) + d * h, lanes);
         if (dbias) store_n(dbias + i, load_n(dbias + i, lanes) + d, lanes);
         return Two{g * h, g};
     });
     const float skewed = sum(found.first) / n, level = dbias ? sum(found.second) / n : 0.0f;
     each(dim, [&](int64_t i, int lanes) {
-        const vf g = load_n(grad + i, lanes) * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
+        const vf g = given(i, lanes) * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
         const vf d = (g - level - h * skewed) * s.rstd;
         store_n(stream + i, more ? d + load_n(more + i, lanes) : d, lanes);
     });
@@ -176,8 +179,8 @@ MC_KERNEL(norm_backward) {
                 for (int64_t row = chunk * n / chunks; row < (chunk + 1) * n / chunks; row++) {
                     const int64_t at = row * dim;
                     R* to = a.stream.as<R>() + at;
-                    gradient_row(a.grad.as<O>() + at, a.more ? a.more.as<R>() + at : nullptr, a.total.as<R>() + at, w, to, dw, db, dim,
-                                 Stats{s[row], s[n + row], s[2 * n + row]});
+                    gradient_row(a.grad.as<O>() + at, a.also ? a.also.as<O>() + at : nullptr, a.more ? a.more.as<R>() + at : nullptr,
+                                 a.total.as<R>() + at, w, to, dw, db, dim, Stats{s[row], s[n + row], s[2 * n + row]});
                     if (a.branch) add<R, T>(to, nullptr, a.branch.as<T>() + at, at, dim, a.seed ? &drawn : nullptr);
                 }
             }

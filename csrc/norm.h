@@ -43,16 +43,18 @@ struct Forward {
     }
 };
 
-// `total`: what was normalised; `more`: the gradient that reaches it by another way. Gives `stream`, its gradient, and where wanted
-// `branch`, that of what was dropped and added; `dbias` is none for RMSNorm. `partial` is room for `lines` of sums over rows.
+// `grad` and `also`: gradients of the norm from two who read it, which are added. `total`: what was normalised; `more`: the gradient that
+// reaches it by another way. Gives `stream`, its gradient, and where wanted `branch`, that of what was dropped and added; `dbias` is
+// none for RMSNorm. `partial` is room for `lines` of sums over rows.
 struct Backward {
-    mc::Array grad, total, more, weight, stats, seed, stream, branch, dweight, dbias, partial;
+    mc::Array grad, also, total, more, weight, stats, seed, stream, branch, dweight, dbias, partial;
     int64_t rows, dim, lines, width;  // width: of a line, the sums for weight and bias
     double rate;
 
     Backward(mc::Call& call, uint32_t weights) {
         grad = call.in("grad", mc::FLOATS);
         rows = grad.shape.rows(), dim = grad.shape.last();
+        also = call.maybe("also", grad.dtype, grad.shape);
         total = call.in("total", mc::FLOATS, grad.shape);
         more = call.maybe("more", total.dtype, grad.shape);
         weight = call.in("weight", weights, mc::Shape{dim});

@@ -3,10 +3,15 @@
 // The groups write their sums for weight and bias to lines of `partial`, which a second kernel adds up in a fixed order. Arithmetic is
 // in fp32; in half precision a difference from the mean may be rounded as one product, of which their own steps show nothing.
 //
-// Bytes an element must move in bf16: 6, 8 with a residual.
+// Bytes an element must move in bf16: 6, and 2 more with a residual or with a second gradient.
 #include "norm_ring.h"
 
 namespace {
+
+// Whether a kernel may be given a second gradient, in the residual's place. Others lack registers for one, and for both there is no
+// room: then norm_any_rows_backward does it.
+template <int D, bool SHIFT>
+constexpr bool TWO = !SHIFT && D != ANY;
 
 template <int D, bool CENTRED, bool SHIFT, int PACKS, int ROWS>
 __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
@@ -18,17 +23,17 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
     const int dim = static_cast<int>(p.dim);
     const int64_t group = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
     const int skew = SHIFT ? p.total.skew(group * dim) : 0;
-    const bool adds = p.residual.data;
+    const bool adds = p.residual.data, two = TWO<D, SHIFT> && p.also.data;
     const Source<D, SHIFT, PACKS> grad(p.x, p.rows * p.dim, group * dim, skew),
         normed(p.normed, p.rows * p.dim, group * dim, skew);
-    const Source<D, SHIFT, PACKS> residual(adds ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
-    const int after = grad.slots(), last = after + normed.slots(), slots = last + (adds ? residual.slots() : 0);
+    const Source<D, SHIFT, PACKS> other(two ? p.also : adds ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
+    const int after = grad.slots(), last = after + normed.slots(), slots = last + (adds || two ? other.slots() : 0);
     Ring<PACKS> ring{memory};
     ring.base += threadIdx.y * ring.packs() * p.stages * ROWS * slots;
     for (int i = 0; i < p.stages * ROWS; i++) {
         grad.clear(ring, i * slots, dim);
         normed.clear(ring, i * slots + after, dim);
-        if (adds) residual.clear(ring, i * slots + last, dim);
+        if (adds || two) other.clear(ring, i * slots + last, dim);
     }
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
     const float share = 1.0f / static_cast<float>(dim), scale = p.seed ? p.scale : 1.0f;
@@ -53,6 +58,14 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
     const auto normal = [](const Stats& s, float x) {
         return !CENTRED ? x * s.rstd : HALF ? fmaf(x, s.rstd, -s.mean * s.rstd) : s.normal(x);
     };
+    const auto given = [&](int slot, int j, uint32_t valid) {
+        Eight g = grad.get(ring, slot, j, valid);
+        if (!two) return g;
+        const Eight second = other.get(ring, slot + last, j, valid);
+#pragma unroll
+        for (int k = 0; k < 8; k++) g.at[k] += second.at[k];
+        return g;
+    };
     const int64_t apart = p.groups * p.dim;
     float next = read_stats(group);
     if (SHIFT) group_barrier<true>();
@@ -61,7 +74,7 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
         [&](int64_t at, int slot, bool exists) {
             grad.copy(ring, slot, at, dim, exists);
             normed.copy(ring, slot + after, at, dim, exists);
-            if (adds) residual.copy(ring, slot + last, at, dim, exists);
+            if (adds || two) other.copy(ring, slot + last, at, dim, exists);
         },
         [&](int64_t row, int64_t start, int slot) {
             const float held = next;
@@ -73,7 +86,7 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
                 float level = 0.0f, skewed = 0.0f;
 #pragma unroll
                 for (int j = 0; j < PACKS; j++) {
-                    const Eight g = grad.get(ring, slot + r * slots, j, mine[j].valid);
+                    const Eight g = given(slot + r * slots, j, mine[j].valid);
                     const Eight v = normed.get(ring, slot + r * slots + after, j, mine[j].valid);
 #pragma unroll
                     for (int k = 0; k < 8; k++) {  // no column, no row: a gradient of zero
@@ -96,14 +109,14 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
                 if (ROWS > 1 && row + r * p.groups >= p.rows) continue;
 #pragma unroll
                 for (int j = 0; j < PACKS; j++) {
-                    Eight d = grad.get(ring, slot + r * slots, j, mine[j].valid);  // again, rather than in registers meanwhile
+                    Eight d = given(slot + r * slots, j, mine[j].valid);  // again, rather than in registers meanwhile
                     const Eight v = normed.get(ring, slot + r * slots + after, j, mine[j].valid);
 #pragma unroll
                     for (int k = 0; k < 8; k++)
                         d.at[k] = HALF ? fmaf(d.at[k] * w[j].at[k], s.rstd, fmaf(-v.at[k], slope, offset))
                                        : fmaf(-normal(s, v.at[k]), skewed, fmaf(d.at[k], w[j].at[k], -level)) * s.rstd;
                     if (adds) {
-                        const Eight more = residual.get(ring, slot + r * slots + last, j, mine[j].valid);
+                        const Eight more = other.get(ring, slot + r * slots + last, j, mine[j].valid);
 #pragma unroll
                         for (int k = 0; k < 8; k++) d.at[k] += more.at[k];
                     }
@@ -129,6 +142,11 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
             }
 }
 
+// The gradient of element `at` of the norm.
+__device__ __forceinline__ float given(const Problem& p, int64_t at) {
+    return p.also.data ? p.x.one(at) + p.also.one(at) : p.x.one(at);
+}
+
 // Rows of any length and alignment: a block each; the sums for weight and bias are another kernel's.
 __global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) {
     __shared__ Board<1, false> board;
@@ -138,7 +156,7 @@ __global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) 
         const int64_t at = row * p.dim;
         const Stats s = {p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]};
         const auto each = [&](auto f) {
-            columns(p.dim, [&](int64_t c) { f(at + c, p.x.one(at + c) * p.weight.one(c), s.normal(p.normed.one(at + c))); });
+            columns(p.dim, [&](int64_t c) { f(at + c, given(p, at + c) * p.weight.one(c), s.normal(p.normed.one(at + c))); });
         };
         float sums[2] = {};
         each([&](int64_t, float g, float h) {
@@ -172,7 +190,7 @@ __global__ void __launch_bounds__(256) norm_columns(const Problem p) {
     if (c < p.dim)
         for (int64_t row = int64_t{blockIdx.y} + int64_t{gridDim.y} * threadIdx.y; row < p.rows; row += step) {
             const Stats s = {p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]};
-            const float d = p.x.one(row * p.dim + c);
+            const float d = given(p, row * p.dim + c);
             dw = fmaf(d, s.normal(p.normed.one(row * p.dim + c)), dw);
             db += d;
         }
@@ -204,6 +222,7 @@ __global__ void __launch_bounds__(512) norm_add_partial(const float* partial, in
 bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cudaStream_t stream) {
     const Dtype dtype = p.normed.dtype;
     const bool same = p.x.dtype == dtype && (!p.out.data || p.out.dtype == dtype);
+    if (p.also.data && (shift || !same || p.residual.data)) return false;
     MC_FOR_BOOL(p.centred, CENTRED,
         if (shift && same && dtype == BF16) return launch<norm_rows_backward<BF16, CENTRED, true, 1, 4>>(1, 4, p, true, slots, lines, stream);
         if (shift && same && dtype == F16) return launch<norm_rows_backward<F16, CENTRED, true, 1, 4>>(1, 4, p, true, slots, lines, stream);
@@ -217,12 +236,12 @@ bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cu
         if (same && dtype == BF16 && halves(std::integral_constant<int, BF16>{})) return true;
         if (same && dtype == F16 && halves(std::integral_constant<int, F16>{})) return true;
         if (same && dtype == F32 && launch<norm_rows_backward<F32, CENTRED, false, 1, 1>>(1, 1, p, false, slots, lines, stream)) return true;
-        return launch<norm_rows_backward<ANY, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream);)
+        return !p.also.data && launch<norm_rows_backward<ANY, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream);)
 }
 
 // How many lines of `partial` there are.
 int64_t backward(const Problem& p, int64_t lines, bool shift, cudaStream_t stream) {
-    const int slots = slots_of(p.x) + slots_of(p.normed) + slots_of(p.residual);
+    const int slots = slots_of(p.x) + slots_of(p.also) + slots_of(p.normed) + slots_of(p.residual);
     if (p.alike && launch_backward(p, shift, slots, lines, stream)) return lines;
     const int threads = threads_for(p.dim);
     norm_any_rows_backward<<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
@@ -239,12 +258,12 @@ MC_KERNEL(norm_backward) {
     call.ready();
     if (!a.dim) return;
     Problem p{};
-    p.x = tensor(a.grad), p.normed = tensor(a.total), p.residual = tensor(a.more), p.weight = tensor(a.weight);
+    p.x = tensor(a.grad), p.also = tensor(a.also), p.normed = tensor(a.total), p.residual = tensor(a.more), p.weight = tensor(a.weight);
     p.total = tensor(a.stream), p.out = tensor(a.branch), p.stats = a.stats.as<float>(), p.partial = a.partial.as<float>();
     p.centred = static_cast<bool>(a.dbias), p.alike = alike(a.stream, a.branch), p.rows = a.rows, p.dim = a.dim;
     set_rate(p, a.seed, a.rate);
     const auto on = static_cast<cudaStream_t>(call.stream);
-    const bool shift = !packed(p.dim, a.grad, a.total, a.more, a.stream, a.branch);
+    const bool shift = !packed(p.dim, a.grad, a.also, a.total, a.more, a.stream, a.branch);
     const int64_t used = p.rows ? backward(p, a.lines, shift, on) : 0;
     MC_FOR_FLOAT(a.weight.dtype, W, norm_add_partial<W><<<static_cast<unsigned>((a.width + 31) / 32), dim3(32, 16), 0, on>>>(
         p.partial, used, p.dim, a.width, a.dweight.as<W>(), a.dbias.as<W>()))

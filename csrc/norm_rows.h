@@ -50,7 +50,7 @@ __device__ __forceinline__ int column_of(int pack) {
 
 struct Problem {
     Tensor x, residual;      // backward: the gradient of the norm, and of the total by another way
-    Tensor normed;           // backward: what was normalised
+    Tensor also, normed;     // backward: another gradient of the norm, which is added; what was normalised
     Tensor weight, bias;
     Tensor out, total;       // backward: the gradients of the branch and of the total
     const int64_t* seed;

@@ -31,7 +31,7 @@ import torch
 from contract import DTYPES, LAYOUTS, LOW, OPS, each, error, floating, kernel_backed, kernels_called, run, shown
 from torch import Tensor, nn
 
-from modelcenter.ops import _op, draw, quantize
+from modelcenter.ops import _norm, _op, draw, quantize
 from modelcenter.ops.cross_entropy import IGNORE
 from modelcenter.ops.rotary import rotary_
 from modelcenter.optim import adamw
@@ -326,6 +326,34 @@ def of_rotary_in_place(rng: random.Random, device: str, compared: bool) -> list[
     return [*shown([x, cos, sin]), interleaved]
 
 
+def of_norm_twice(rng: random.Random, device: str, compared: bool) -> list[Any]:
+    """A norm for two who read it, beside the op whose two gradients are added in a pass of their own."""
+    biased = rng.random() < 0.5
+    norm_of, lay = OPS["add_layer_norm" if biased else "add_rms_norm"], laid_out(rng)
+    args = each(norm(biased, True)(rng, device)[:-1], lay)
+    x, residual, weight, *rest = args
+    bias = rest.pop(0) if biased else None
+    if not _norm.takes(x, residual, weight, bias, None):
+        raise Unfit
+    said, found, ways = shown(args), [], laid_out(rng, 0.3, APART if compared else STRANGE)
+    grads = [ways(torch.randn_like(residual, memory_format=torch.contiguous_format)).detach() for _ in range(2)]
+    for both in (True, False):
+        leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, residual, weight, bias)]
+        if both:
+            outs = _norm.twice(norm_of, *leaves, *rest)
+        else:
+            outs = (norm_of(*(t for t in leaves if t is not None), *rest)[0],) * 2
+        torch.autograd.backward(outs, grads)
+        found.append([outs[0].detach(), *(t.grad for t in leaves if t is not None)])
+    if compared and all(t.isfinite().all() and (t.abs() < 1e4).all() for t in found[1]):
+        rough = 8 * max(torch.finfo(t.dtype).eps for t in (residual, weight))
+        for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
+            added = residual.numel() / max(1, ours.numel())  # rows, of a weight's gradient
+            most = float(theirs.abs().max()) if theirs.numel() else 0.0
+            assert ((ours - theirs).abs() <= rough * (1 + most) * math.sqrt(added)).all(), f"result {i}"
+    return said
+
+
 def of_adamw(rng: random.Random, device: str, compared: bool) -> list[Any]:
     """Some steps of tensors of several sizes. The reference agrees to the bit."""
     dtype, count = rng.choice(DTYPES), rng.choice((1, 1, 2, 3, 5, 12, 41))
@@ -384,7 +412,7 @@ def subjects(device: str) -> dict[str, tuple[str, Callable[[random.Random, str, 
     return {
         **{name: ("", bound(of_op, name)) for name in kernel_backed(device)},
         **{f"quantize_{kind}": (f"dequantize_{kind}", bound(of_quantize, kind)) for kind in ("nf4", "int8")},
-        "rotary_": ("rotary", of_rotary_in_place), "adamw": ("adamw", of_adamw),
+        "rotary_": ("rotary", of_rotary_in_place), "norm_twice": ("norm_backward", of_norm_twice), "adamw": ("adamw", of_adamw),
     }  # fmt: skip
 
 

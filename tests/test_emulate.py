@@ -59,6 +59,8 @@ MUTANTS = (
     Mutant("one-pack-of-two", "activation.cu", "next = from[shift ? 1 : 0]", "next = from[0]", "swiglu", WRONG),
     Mutant("a-pack-beyond-the-end", "activation.cu",
            "at >= N && at + 2 * N <= count", "at >= N && at + N <= count", "swiglu", BOUNDS),
+    Mutant("second-gradient-not-brought", "norm_backward.cu", "if (adds || two) other.copy(", "if (adds) other.copy(",
+           "norm_twice", f"{WRONG}|{ORDER}"),
     Mutant("a-four-beyond-the-row", "norm_rows.h",
            "(at + GAP < dim ? 0xF0 : 0)", "(at < dim ? 0xF0 : 0)", "layer_norm", f"{BOUNDS}|{WRONG}"),
     Mutant("a-four-copied-from-beyond-the-row", "norm_ring.h", "GAP == 4 || first(j) + GAP < dim", "true", "rms_norm", BOUNDS),

@@ -41,6 +41,8 @@ STEP = "    p = p - exact.ratio(m * item.size, exact.root(v) * item.root + c.eps
 MUTANTS = (
     Mutant("norm-forgets-the-mean-of-the-gradient", "norm.cpp", "level = dbias ? sum(found.second) / n : 0.0f;",
            "level = 0.0f;", exact("layer_norm")),
+    Mutant("second-gradient-half-read", "norm.cpp", "const vf d = given(i, lanes), g", "const vf d = load_n(grad + i, lanes), g",
+           "test_norm.py::test_two_read_a_norm[both-0.0-torch.float32-cpu-LayerNorm]"),
     Mutant("partial-sum-of-one-chunk-lost", "norm.cpp", "for (int64_t chunk = 0; chunk < chunks; chunk++) total",
            "for (int64_t chunk = 0; chunk + 1 < chunks; chunk++) total", exact("rms_norm")),
     Mutant("last-part-of-a-bias-lost", "activation.cpp", "for (int64_t part = 0; part * height < rows; part++)",

@@ -1,4 +1,4 @@
-"""A norm that hands on what it is of: values and gradients of the norm and of its input, met in one pass of the kernel."""
+"""A norm that hands on what it is of, or itself a second time: values, and gradients that meet in one pass of the kernel."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from modelcenter import ops
-from modelcenter.layers import FFN, Attention, Batch, LayerNorm, Parallel, PreNorm, RMSNorm
+from modelcenter.layers import FFN, Attention, Batch, LayerNorm, Parallel, PostNorm, PreNorm, RMSNorm, Stack, block
+from modelcenter.layers.dropout import Dropout
 from modelcenter.ops import _norm, _op
 
 pytestmark = pytest.mark.skipif(_op._C is None, reason="without kernels there is nothing to be had")
@@ -19,13 +20,13 @@ each_norm = pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 
 @pytest.fixture
 def met(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Of each backward of a norm, whether it was given the stream's gradient too."""
+    """Of each backward of a norm, whether it was given another gradient too: the stream's, or a second one of the norm."""
     seen: list[bool] = []
     backward = _norm.norm_backward
 
-    def watched(grad: Tensor, total: Tensor, more: Tensor | None, *rest: Any) -> Any:
-        seen.append(more is not None)
-        return backward(grad, total, more, *rest)
+    def watched(grad: Tensor, also: Tensor | None, total: Tensor, more: Tensor | None, *rest: Any) -> Any:
+        seen.append(more is not None or also is not None)
+        return backward(grad, also, total, more, *rest)
 
     monkeypatch.setattr(_norm, "norm_backward", watched)
     yield seen
@@ -60,6 +61,62 @@ def test_both_gradients(kind: Any, device: str, dtype: torch.dtype, used: str, m
             assert not found.any()
         else:
             assert (found.double() - wanted).norm() <= (1e-6 if dtype == torch.float32 else 4e-3) * wanted.norm()
+
+
+@each_norm
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("used", ["both", "first", "second"])
+def test_two_read_a_norm(kind: Any, device: str, dtype: torch.dtype, p: float, used: str, met: list[bool]) -> None:
+    source = torch.Generator().manual_seed(0)
+    x, residual, *grads = (torch.randn(3, 5, 24, generator=source).to(device, dtype) for _ in range(4))
+    norm, dropout, results = norm_of(kind, device, dtype), Dropout(p), []
+    for exact in (False, True):
+        layer = norm_of(kind, device, dtype).double() if exact else norm
+        leaves = [(t.double() if exact else t.clone()).requires_grad_() for t in (x, residual)]
+        torch.manual_seed(3)  # what is dropped
+        outs = (layer.add(*leaves, dropout)[0],) * 2 if exact else layer.twice(*leaves, dropout)
+        ends = [(o, g.to(o.dtype)) for o, g, name in zip(outs, grads, ("first", "second"), strict=True) if used in ("both", name)]
+        torch.autograd.backward(*zip(*ends, strict=True))
+        results.append([*outs, *(t.grad for t in leaves), *(t.grad for t in layer.parameters())])
+    assert met == [used == "both"]
+    assert results[0][0] is not results[0][1] and results[0][0].data_ptr() == results[0][1].data_ptr()
+    for found, wanted in zip(*results, strict=True):
+        assert (found.double() - wanted).norm() <= (1e-6 if dtype == torch.float32 else 4e-3) * wanted.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_stack_of_post_norms_adds_no_gradients_on_a_gpu(device: str, met: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the last norm, which one reads, and the stack's input, which is no norm's."""
+    torch.manual_seed(0)
+    blocks = [PostNorm(lambda: LayerNorm(32, 1e-5), Attention(32, 4), FFN(32, 64, ops.relu)) for _ in range(2)]
+    stack, found = Stack(blocks).to(device), []
+    x, towards = (torch.randn(2, 5, 32, device=device) for _ in range(2))
+    for as_gpu in (False, True):
+        monkeypatch.setattr(block, "on_gpu", lambda x, as_gpu=as_gpu: as_gpu)
+        stack.zero_grad()
+        leaf = x.clone().requires_grad_()
+        (stack(leaf, Batch(x).view()) * towards).sum().backward()
+        assert met == [False] + [as_gpu] * 3
+        met.clear()
+        found.append([leaf.grad, *(p.grad for p in stack.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@each_norm
+def test_read_twice_where_there_is_no_kernel_or_no_gradient(kind: Any) -> None:
+    norm, x = norm_of(kind, "cpu", torch.float32), torch.randn(2, 24, requires_grad=True)
+    with torch.no_grad():
+        first, second = norm.twice(x, x, Dropout(0.0))
+    assert first is second and torch.equal(first, norm.add(x, x, Dropout(0.0))[0])
+    with FlopCounterMode(display=False):
+        first, second = norm.twice(x, x, Dropout(0.0))
+    assert first is second
+    wide = x.detach().double().requires_grad_()
+    first, second = norm.double().twice(wide, wide, Dropout(0.0))
+    assert first is second
 
 
 def test_the_input_lies_where_it_lay() -> None:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,12 @@ from .attention import Attention
 from .dropout import Dropout
 from .norm import LayerNorm, RMSNorm, factors
 from .view import View
+
+Twice = Tensor | tuple[Tensor, Tensor]  # b s dim; two: the same for a layer and for the stream, whose gradients come apart
+
+
+def pair(x: Twice) -> tuple[Tensor, Tensor]:
+    return x if isinstance(x, tuple) else (x, x)
 
 
 class Block(nn.Module, ABC):
@@ -34,7 +41,7 @@ class Block(nn.Module, ABC):
         self.dropout = Dropout(dropout)
 
     @abstractmethod
-    def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
+    def forward(self, x: Any, view: View, cross: View | None = None) -> Twice:
         """x and the result: b s dim; `view` for self-attention, `cross` for cross-attention."""
 
 
@@ -60,12 +67,19 @@ class PreNorm(Block):
 class PostNorm(Block):
     """norm(x + layer(x)) for each layer, as the original transformer and BERT."""
 
-    def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
-        x, _ = self.attn_norm.add(self.attn(x, view), x, self.dropout)
+    def after(self, norm: LayerNorm | RMSNorm, h: Tensor, x: Tensor) -> Twice:
+        """The norm of x + h, for the next layer and for the stream. On a GPU its kernel adds their gradients; see `first`."""
+        if not on_gpu(x):
+            return norm.add(h, x, self.dropout)[0]
+        one, other = norm.twice(h, x, self.dropout)
+        return one if one is other else (one, other)
+
+    def forward(self, x: Twice, view: View, cross: View | None = None) -> Twice:
+        h, x = pair(x)
+        h, x = pair(self.after(self.attn_norm, self.attn(h, view), x))
         if self.cross is not None and self.cross_norm is not None:
-            x, _ = self.cross_norm.add(self.cross(x, cross), x, self.dropout)
-        x, _ = self.ffn_norm.add(self.ffn(x), x, self.dropout)
-        return x
+            h, x = pair(self.after(self.cross_norm, self.cross(h, cross), x))
+        return self.after(self.ffn_norm, self.ffn(h), x)
 
 
 class Parallel(PreNorm):
@@ -89,6 +103,8 @@ class Stack(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
+        out: Twice = x
         for block in self.blocks:
-            x = block(x, view, cross)
+            out = block(out, view, cross)
+        x, _ = pair(out)
         return x if self.norm is None else self.norm(x)

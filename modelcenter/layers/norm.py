@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops._norm import beside
+from ..ops._norm import beside, twice
 from ..ops._op import autocast_dtype
 from .dropout import Dropout
 
@@ -33,6 +33,10 @@ class LayerNorm(nn.Module):
         out, total = ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps, dropout.seed(x), dropout.p, dtype)
         return out, total
 
+    def twice(self, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
+        """The norm of residual + dropout(x): for a layer, and for whoever adds to it."""
+        return twice(ops.add_layer_norm, x, residual, self.weight, self.bias, self.eps, dropout.seed(x), dropout.p)
+
 
 class RMSNorm(nn.Module):
     """Scale by the root mean square, then weight; no centring, no bias. Zhang & Sennrich, 2019."""
@@ -54,6 +58,10 @@ class RMSNorm(nn.Module):
         """The norm of residual + dropout(x), and that sum."""
         out, total = ops.add_rms_norm(x, residual, self.weight, self.eps, dropout.seed(x), dropout.p, dtype)
         return out, total
+
+    def twice(self, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
+        """The norm of residual + dropout(x): for a layer, and for whoever adds to it."""
+        return twice(ops.add_rms_norm, x, residual, self.weight, None, self.eps, dropout.seed(x), dropout.p)
 
 
 def factors(x: Tensor) -> torch.dtype | None:

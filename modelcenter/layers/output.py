@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from ..errors import refuse
 from ..ops.cross_entropy import IGNORE
-from .block import Block
+from .block import Block, pair
 from .cache import Cache, Fixed
 from .onto import onto
 from .position import Angles, Distances
@@ -268,7 +268,7 @@ def recorded(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
     blocks = [m for m in (stack.modules() if isinstance(stack, nn.Module) else []) if isinstance(m, Block)] if wanted else []
 
     def see(block: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0]
+        x, _ = pair(args[0])
         trace.append(x.full_tensor() if hasattr(x, "full_tensor") else x)  # ranks may have parts
 
     hooks = [b.register_forward_pre_hook(see) for b in blocks]

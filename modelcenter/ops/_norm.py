@@ -73,22 +73,23 @@ def lines(total: Tensor, rows: int) -> int:
 
 
 @raw(
-    "(Tensor grad, Tensor total, Tensor? more, Tensor weight, Tensor stats, bool centred, Tensor? seed, float p,"
+    "(Tensor grad, Tensor? also, Tensor total, Tensor? more, Tensor weight, Tensor stats, bool centred, Tensor? seed, float p,"
     " ScalarType? branch) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def norm_backward(
-    grad: Tensor, total: Tensor, more: Tensor | None, weight: Tensor, stats: Tensor, centred: bool, seed: Tensor | None, p: float,
-    branch: torch.dtype | None,
+    grad: Tensor, also: Tensor | None, total: Tensor, more: Tensor | None, weight: Tensor, stats: Tensor, centred: bool,
+    seed: Tensor | None, p: float, branch: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the total, of the branch in that dtype, of weight and bias; empty where there is none."""
+    """Gradients of the total, of the branch in that dtype, of weight and bias; empty where there is none. `grad` and `also`: what
+    two who read the norm want of it. `more`: what is wanted of the total by another way."""
     total = total.contiguous()
     stream = torch.empty_like(total)
     apart = None if branch is None else torch.empty_like(total, dtype=branch)
     scale = narrow(weight)
     dweight, dbias = torch.empty_like(scale), torch.empty_like(scale) if centred else None
     partial = scale.new_empty((lines(total, stats.size(1)), 2 if centred else 1, weight.size(0)), dtype=torch.float32)
-    more = None if more is None else more.contiguous()
-    call("norm_backward", grad.contiguous(), total, more, scale, stats, seed, p, stream, apart, dweight, dbias, partial)
+    also, more = (None if g is None else g.contiguous() for g in (also, more))
+    call("norm_backward", grad.contiguous(), also, total, more, scale, stats, seed, p, stream, apart, dweight, dbias, partial)
     none = total.new_empty(0)
     dweight = dweight.to(weight.dtype)
     return stream, none if apart is None else apart, dweight, none.clone() if dbias is None else dbias.to(weight.dtype)
@@ -96,12 +97,12 @@ def norm_backward(
 
 def backward(
     grad: Tensor | None, more: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor, centred: bool, seed: Tensor | None,
-    p: float, branch: torch.dtype,
+    p: float, branch: torch.dtype, also: Tensor | None = None,
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """Gradients of the branch (in its dtype), the total, weight and bias, from those of the norm and of the total."""
     grad = torch.zeros_like(total) if grad is None else grad
     same = seed is None and branch == total.dtype
-    found = norm_backward(grad, total, more, weight, stats, centred, seed, p, None if same else branch)
+    found = norm_backward(grad, also, total, more, weight, stats, centred, seed, p, None if same else branch)
     stream, apart, dweight, dbias = found
     return stream if same else apart, stream, dweight, dbias if centred else None
 
@@ -111,11 +112,29 @@ def beside(
 ) -> tuple[Tensor, Tensor]:
     """The norm of x, and x for whoever adds to the stream: to autograd a tensor of its own, so that the kernel adds its gradient to
     the norm's, and no pass over both does."""
-    fits = plain(x) and plain(weight) and unseen() and norm.fast(x) and takes(x, x, weight, bias, dtype)
-    if not fits or not torch.is_grad_enabled() or not x.requires_grad:
+    if not straight(norm, x, x, weight, bias, dtype) or not x.requires_grad:
         return norm(x, weight, *(() if bias is None else (bias,)), eps, dtype), x
     out: tuple[Tensor, Tensor] = Beside.apply(x, weight, bias, eps, dtype)  # type: ignore[no-untyped-call]  # torch has no types there
     return out
+
+
+def twice(
+    norm: Op, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float
+) -> tuple[Tensor, Tensor]:
+    """The norm of residual + dropout(x), for two who read it: to autograd two tensors, whose gradients the kernel adds as it reads
+    them, in fp32, and no pass over both does. `norm`: one that adds."""
+    alike = not x.is_cuda or (x.dtype == residual.dtype and x.size(-1) % 8 == 0)  # csrc/norm_backward.cu: TWO
+    if not alike or not straight(norm, x, residual, weight, bias, None):
+        out = norm(x, residual, weight, *(() if bias is None else (bias,)), eps, seed, p)[0]
+        return out, out
+    both: tuple[Tensor, Tensor] = Twice.apply(x, residual, weight, bias, eps, seed, p)  # type: ignore[no-untyped-call]  # as below
+    return both
+
+
+def straight(norm: Op, x: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> bool:
+    """Whether a norm is to be differentiated, by a kernel, and nothing watches: its Function may be another than the op's."""
+    fits = plain(x) and plain(total) and plain(weight) and unseen() and norm.fast(x) and takes(x, total, weight, bias, dtype)
+    return fits and torch.is_grad_enabled()
 
 
 class Beside(torch.autograd.Function):
@@ -137,6 +156,29 @@ class Beside(torch.autograd.Function):
         x, weight, stats = ctx.saved_tensors
         _, dx, dweight, dbias = backward(grad, more, x, weight, stats, ctx.centred, None, 0.0, x.dtype)
         return dx, dweight, dbias, None, None
+
+
+class Twice(torch.autograd.Function):
+    """A norm after an addition, as two tensors that lie in one place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float
+    ) -> tuple[Tensor, Tensor]:
+        out, total, stats = forward(x, residual, weight, bias, eps, seed, p, None)
+        ctx.save_for_backward(total, weight, stats, seed)
+        ctx.rest = bias is not None, p, x.dtype
+        ctx.set_materialize_grads(False)
+        return out, out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, also: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, stats, seed = ctx.saved_tensors
+        centred, p, branch = ctx.rest
+        if grad is None:
+            grad, also = also, None
+        return *backward(grad, None, total, weight, stats, centred, seed, p, branch, also), None, None, None
 
 
 def cases(device: str, dtype: torch.dtype, biased: bool) -> Iterator[tuple[Any, ...]]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..layers import Stack
+from ..layers.block import pair
 from ..ops._op import rehearsal
 from .blocks import recompute as recompute_blocks
 from .machine import Recompute
@@ -89,8 +90,8 @@ def mark(model: nn.Module, tally: Tally) -> None:
                 tally.enter(phase)
 
             def end(module: nn.Module, args: Any, out: Any, phase: str = f"backward {i} {place}") -> None:
-                if out.requires_grad:
-                    out.register_hook(lambda grad: tally.enter(phase))
+                if (one := pair(out)[0]).requires_grad:
+                    one.register_hook(lambda grad: tally.enter(phase))
 
             block.register_forward_pre_hook(begin)
             block.register_forward_hook(end)
