@@ -3,7 +3,7 @@
 // For the gradient tokens come sorted by row, stably (`order`), with where each row's begin (`start`). A block adds up RUN of them
 // in their order; what it finds whole goes to the table, of a row that goes on before or behind it the sum goes to `partial` (two
 // rows of fp32 a block: the row it began with, the row it ends with). A second kernel adds those, in a fixed order, and writes zero
-// where no token is.
+// where no token is; a third has the rows of frequent words.
 #include "cuda.h"
 
 namespace {
@@ -53,7 +53,7 @@ __global__ __launch_bounds__(128) void add_runs(
     const int64_t last = first + RUN < n ? first + RUN : n;
     float sums[EACH] = {};
     bool whole = first == 0 || ids[first - 1] != ids[first];  // the run of equal ids began in this block
-    constexpr int AHEAD = 4;
+    constexpr int AHEAD = sizeof(T) == 4 ? 8 : 4;  // tokens that are read before the first is added
     for (int64_t at = first; at < last; at += AHEAD) {
         Pack<T, EACH> given[AHEAD];
 #pragma unroll
@@ -96,50 +96,55 @@ __device__ __forceinline__ void add(float (&sums)[EACH], const float* partial, i
     }
 }
 
-// Rows of the table without a token, and those whose tokens are in several blocks: a warp each, or where they are in many, as those of
-// the most frequent words are, all warps of a block.
+// The blocks in which the tokens of a row are; the last is before the first where there is none.
+struct Blocks {
+    int64_t first, last;
+    __device__ __forceinline__ Blocks(const int64_t* start, int64_t row, int64_t pad) {
+        const int64_t begin = start[row], end = row == pad ? begin : start[row + 1];
+        first = begin / RUN, last = begin < end ? (end - 1) / RUN : first - 1;
+    }
+    __device__ __forceinline__ bool many() const { return last - first >= TEAM; }
+};
+
+// Rows of the table without a token, and those whose tokens are in several blocks, a warp each.
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(32 * TEAM) void finish(const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
     constexpr int EACH = SPAN<T>, SIDE = 32 * EACH;  // columns of a thread, of a warp
-    __shared__ float said[TEAM][SIDE];
-    const auto span = [&](int64_t row, int64_t& first, int64_t& last) {
-        const int64_t begin = start[row], end = row == pad ? begin : start[row + 1];
-        first = begin / RUN, last = begin < end ? (end - 1) / RUN : first - 1;
-    };
-    for (int64_t base = int64_t{blockIdx.x} * TEAM; base < vocab; base += int64_t{gridDim.x} * TEAM) {
-        const int64_t mine = base + threadIdx.y;
-        int64_t first, last;
-        if (mine < vocab) {
-            span(mine, first, last);
-            if (last != first && last - first < TEAM)
-                for (int64_t column = threadIdx.x * EACH; column < dim; column += SIDE) {
-                    const int count = some<EACH>(column, dim);
-                    float sums[EACH] = {};
-                    add<VECTOR>(sums, partial, first, last, first, 1, dim, column, count);
-                    put<T, VECTOR>(dtable + mine * dim + column, sums, count);
-                }
-        }
-        for (int64_t row = base; row < base + TEAM && row < vocab; row++) {
-            span(row, first, last);
-            if (last - first < TEAM) continue;
-            for (int64_t at = 0; at < dim; at += SIDE) {
-                const int64_t column = at + threadIdx.x * EACH;
-                const int count = some<EACH>(column, dim);
-                float sums[EACH] = {};
-                if (count) add<VECTOR>(sums, partial, first, last, first + threadIdx.y, TEAM, dim, column, count);
-#pragma unroll
-                for (int i = 0; i < EACH; i++) said[threadIdx.y][threadIdx.x * EACH + i] = sums[i];
-                __syncthreads();
-                if (threadIdx.y == 0 && count) {
-                    for (int y = 1; y < TEAM; y++)
-#pragma unroll
-                        for (int i = 0; i < EACH; i++) sums[i] += said[y][threadIdx.x * EACH + i];
-                    put<T, VECTOR>(dtable + row * dim + column, sums, count);
-                }
-                __syncthreads();
-            }
+    for (int64_t row = int64_t{blockIdx.x} * TEAM + threadIdx.y; row < vocab; row += int64_t{gridDim.x} * TEAM) {
+        const Blocks in(start, row, pad);
+        if (in.last == in.first || in.many()) continue;
+        for (int64_t column = threadIdx.x * EACH; column < dim; column += SIDE) {
+            const int count = some<EACH>(column, dim);
+            float sums[EACH] = {};
+            add<VECTOR>(sums, partial, in.first, in.last, in.first, 1, dim, column, count);
+            put<T, VECTOR>(dtable + row * dim + column, sums, count);
         }
     }
+}
+
+// Rows whose tokens are in many, as those of the most frequent words are: all warps of a block for some columns of a row, which is that
+// of the token with which every TEAM-th block of those begins, the first such of a row counting.
+template <class T, bool VECTOR>
+__global__ __launch_bounds__(32 * TEAM) void finish_frequent(
+    const int32_t* ids, const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
+    constexpr int EACH = SPAN<T>, SIDE = 32 * EACH;
+    __shared__ float said[TEAM][SIDE];
+    const int64_t block = (int64_t{blockIdx.x} + 1) * TEAM, row = ids[block * RUN];
+    if (row < 0 || row >= vocab) return;
+    const Blocks in(start, row, pad);
+    if (!in.many() || block != (in.first / TEAM + 1) * TEAM) return;
+    const int64_t column = int64_t{blockIdx.y} * SIDE + threadIdx.x * EACH;
+    const int count = some<EACH>(column, dim);
+    float sums[EACH] = {};
+    if (count) add<VECTOR>(sums, partial, in.first, in.last, in.first + threadIdx.y, TEAM, dim, column, count);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) said[threadIdx.y][threadIdx.x * EACH + i] = sums[i];
+    __syncthreads();
+    if (threadIdx.y || !count) return;
+    for (int y = 1; y < TEAM; y++)
+#pragma unroll
+        for (int i = 0; i < EACH; i++) sums[i] += said[y][threadIdx.x * EACH + i];
+    put<T, VECTOR>(dtable + row * dim + column, sums, count);
 }
 
 const dim3 WARPS(32, TEAM);
@@ -184,5 +189,9 @@ MC_KERNEL(embedding_backward) {
                 ids.as<int32_t>(), order.as<int64_t>(), grad.as<T>(), pad, partial.as<float>(), dtable.as<T>(), n, vocab, dim);
         finish<T, VECTOR><<<grid(vocab, TEAM, 64), WARPS, 0, stream>>>(
             start.as<int64_t>(), pad, partial.as<float>(), dtable.as<T>(), vocab, dim);
+        const int64_t frequent = n ? (n - 1) / RUN / TEAM : 0, strips = (dim + 32 * SPAN<T> - 1) / (32 * SPAN<T>);
+        if (frequent)
+            finish_frequent<T, VECTOR><<<dim3(static_cast<unsigned>(frequent), static_cast<unsigned>(strips)), WARPS, 0, stream>>>(
+                ids.as<int32_t>(), start.as<int64_t>(), pad, partial.as<float>(), dtable.as<T>(), vocab, dim);
     }))
 }
