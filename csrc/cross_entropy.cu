@@ -61,6 +61,16 @@ __device__ Row read(const T* x, int64_t vocab) {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
             if (pack + u * blockDim.x < cut.packs) in[u] = load<true, SPAN<T>>(x + cut.head + (pack + u * blockDim.x) * SPAN<T>);
+        if (pack + (UNROLL - 1) * blockDim.x < cut.packs) {  // 16 at once, for which the sum is scaled anew once
+#pragma unroll
+            for (int u = 0; u < UNROLL; u += 16 / SPAN<T>) {
+                float value[16];
+#pragma unroll
+                for (int i = 0; i < 16; i++) value[i] = to_float(in[u + i / SPAN<T>].at[i % SPAN<T>]);
+                add<T>(row, value);
+            }
+            continue;
+        }
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
             if (pack + u * blockDim.x < cut.packs) {
