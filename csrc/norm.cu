@@ -62,9 +62,48 @@ struct Held<BF16, 4> : Halves<BF16> {};
 template <>
 struct Held<F16, 4> : Halves<F16> {};
 
-// ONCE: what passes is kept out of the caches. It pays where a row is a warp's and has no residual, and costs elsewhere.
+// A row's mean as it is rounded, the mean of what that leaves, and that of its squares.
+struct Moments {
+    float mean, left, squares;
+};
+
+// Of a row, from what each warp finds of its own columns about their own mean: one barrier, where a mean and then the squares about it
+// would be two. f(g) calls g(value, whether it is one of the row's) for each of a thread's columns.
+template <int PACKS, class F>
+__device__ __forceinline__ Moments moments(int dim, F f) {
+    __shared__ float said[32][3];
+    const auto columns = [&](int warp) {  // of the row that a warp has
+        int count = 0;
+#pragma unroll
+        for (int j = 0; j < PACKS; j++) count += max(min(dim - (warp * 32 + j * static_cast<int>(blockDim.x)) * 8, 256), 0);
+        return static_cast<float>(count);
+    };
+    float sum = 0.0f, about[2] = {};
+    f([&](float v, bool) { sum += v; });
+    const float own = across<1>(sum) / columns(warp());
+    f([&](float v, bool there) {
+        const float d = there ? v - own : 0.0f;
+        about[0] = fmaf(d, d, about[0]);
+        about[1] += d;
+    });
+    const float found = warp_sums(about);
+    const int first = static_cast<int>(threadIdx.y) * warps();
+    if (lane() < 2) said[first + warp()][lane()] = found;
+    if (lane() == 2) said[first + warp()][2] = own;
+    group_barrier<false>();
+    const bool there = lane() < warps();  // lane l has warp l's
+    const float* mine = said[first + (there ? lane() : 0)];
+    const float count = there ? columns(lane()) : 0.0f, squares = there ? mine[0] : 0.0f, left = there ? mine[1] : 0.0f;
+    const float mean = across<1>(count * mine[2]) / static_cast<float>(dim), apart = mine[2] - mean;
+    float all[2] = {squares + apart * (2.0f * left + count * apart), count * apart + left};
+    const float whole = warp_sums(all) / static_cast<float>(dim), rest = from_lane(whole, 1);
+    return {mean, rest, from_lane(whole, 0) - rest * rest};
+}
+
+// ONCE: what passes is kept out of the caches. It pays where a row is a warp's, alone in its block, and has no residual; it costs
+// elsewhere.
 template <int D, bool CENTRED, bool ONCE>
-__global__ void __launch_bounds__(WIDE, D == BF16 || D == F16 ? 2 : 1) norm_rows(const Problem p) {
+__global__ void __launch_bounds__(ONCE ? 32 : WIDE, !ONCE && (D == BF16 || D == F16) ? 2 : 1) norm_rows(const Problem p) {
     constexpr int OWN = D == ANY ? F32 : D, GAP = gap<D>;
     constexpr int PACKS = SHARE<D>;
     __shared__ Board<1, false> board;
@@ -109,43 +148,45 @@ __global__ void __launch_bounds__(WIDE, D == BF16 || D == F16 ? 2 : 1) norm_rows
             mine.template store<D>(p.total, at, v);
         }
     }
-    float sums[CENTRED ? 2 : 1] = {};
+    const auto each = [&](auto f) {
 #pragma unroll
-    for (int j = 0; j < PACKS; j++) {
-        const Eight v = h[j].get();
+        for (int j = 0; j < PACKS; j++) {
+            const Eight v = h[j].get();
+            const auto mine = window(j);
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            sums[0] = fmaf(v.at[k], v.at[k], sums[0]);
-            if (CENTRED) sums[CENTRED] += v.at[k];
+            for (int k = 0; k < 8; k++) f(v.at[k], mine.has(k));
+            h[j].forget();
         }
-        h[j].forget();
-    }
-    int turn = 0;
-    const float found = group_sums(sums, board, turn) / static_cast<float>(dim);
-    float squares = from_lane(found, 0);
+    };
     Stats s{};
-    if (CENTRED) {
-        s.mean = from_lane(found, 1);
-        squares -= s.mean * s.mean;
-        // in half precision one pass is good enough where the mean is small beside the spread
-        if (!HALF || s.mean * s.mean > 16.0f * squares) {  // about the mean as it was rounded
-            float about[2] = {};
-#pragma unroll
-            for (int j = 0; j < PACKS; j++) {
-                const Eight v = h[j].get();
-                const auto mine = window(j);
-#pragma unroll
-                for (int k = 0; k < 8; k++) {
-                    const float d = mine.has(k) ? v.at[k] - s.mean : 0.0f;
+    float squares;
+    if constexpr (CENTRED && !HALF) {
+        const Moments found = moments<PACKS>(dim, each);
+        s.mean = found.mean, s.shift = found.left, squares = found.squares;
+    } else {
+        float sums[CENTRED ? 2 : 1] = {};
+        each([&](float v, bool) {
+            sums[0] = fmaf(v, v, sums[0]);
+            if (CENTRED) sums[CENTRED] += v;
+        });
+        int turn = 0;
+        const float found = group_sums(sums, board, turn) / static_cast<float>(dim);
+        squares = from_lane(found, 0);
+        if (CENTRED) {
+            s.mean = from_lane(found, 1);
+            squares -= s.mean * s.mean;
+            // one pass is good enough where the mean is small beside the spread
+            if (s.mean * s.mean > 16.0f * squares) {  // about the mean as it was rounded; nothing shows of what that leaves
+                float about[2] = {};
+                each([&](float v, bool there) {
+                    const float d = there ? v - s.mean : 0.0f;
                     about[0] = fmaf(d, d, about[0]);
                     about[1] += d;
-                }
-                h[j].forget();
+                });
+                const float left = group_sums(about, board, turn) / static_cast<float>(dim), rest = from_lane(left, 1);
+                squares = from_lane(left, 0) - rest * rest;
             }
-            const float left = group_sums(about, board, turn) / static_cast<float>(dim);
-            s.shift = from_lane(left, 1), squares = from_lane(left, 0) - s.shift * s.shift;
         }
-        if (HALF) s.shift = 0.0f;  // nothing shows of it
     }
     s.rstd = inverse_root(squares + p.eps);
     s.shift *= -s.rstd;
@@ -342,12 +383,12 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
     const bool known = same && (p.weight.dtype == dtype || p.weight.dtype == F32);
     const int64_t side = 256 * (known && dtype != F32 ? SHARE<BF16> : SHARE<F32>);  // columns of a warp
     const int64_t threads = (p.dim + side - 1) / side * 32;
-    const int together = threads == 32 ? 2 : 1;
+    const bool once = threads == 32 && !p.residual.data && known && dtype != F32;
+    const int together = threads == 32 && !once ? 2 : 1;
     const int64_t blocks = (p.rows + together - 1) / together;
     if (threads > WIDE || blocks > INT32_MAX) return false;
     const dim3 block(static_cast<unsigned>(threads), together);
     const auto run = [&](auto kernel) { kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(p); };
-    const bool once = threads == 32 && !p.residual.data;
     MC_FOR_BOOL(p.centred, CENTRED,
         if (known && dtype == BF16) run(once ? norm_rows<BF16, CENTRED, true> : norm_rows<BF16, CENTRED, false>);
         else if (known && dtype == F16) run(once ? norm_rows<F16, CENTRED, true> : norm_rows<F16, CENTRED, false>);
