@@ -15,8 +15,26 @@ constexpr float SLACK = 8.0f;
 // Of 16 M rows a warp, in units of log 2: what scores are relative to, the largest that one may be without another `top`, and the sum
 // of their powers, a part of it in each of four lanes.
 template <int M>
-struct Rows {
-    float top[2 * M] = {}, total[2 * M] = {}, most[2 * M];
+struct Totals {
+    float top[2 * M] = {}, total[2 * M] = {};
+
+    // The other lanes' parts, and the logarithm of all (see above) to `lse`, rows [first, end) of b h s. What a result is multiplied by.
+    __device__ __forceinline__ void finish(float (&part)[2 * M], float kept, float* lse, int32_t first, int32_t end) {
+#pragma unroll
+        for (int r = 0; r < 2 * M; r++) {
+            total[r] += __shfl_xor_sync(0xFFFFFFFFu, total[r], 1);
+            total[r] += __shfl_xor_sync(0xFFFFFFFFu, total[r], 2);
+            part[r] = total[r] == 0.0f ? 0.0f : kept / total[r];
+            const int32_t i = first + r / 2 * 16 + r % 2 * 8 + g();
+            if (c() == 0 && i < end) lse[i] = total[r] == 0.0f ? INFINITY : top[r] + log2f(total[r]);
+        }
+    }
+};
+
+template <int M>
+struct Rows : Totals<M> {
+    using Totals<M>::top, Totals<M>::total;
+    float most[2 * M];
 
     __device__ Rows() {
 #pragma unroll
@@ -54,18 +72,6 @@ struct Rows {
             total[2 * m + e / 2] += x[m][n][e];
         });
         return above;
-    }
-
-    // The other lanes' parts, and the logarithm of all (see above) to `lse`, rows [first, end) of b h s. What a result is multiplied by.
-    __device__ __forceinline__ void finish(float (&part)[2 * M], float kept, float* lse, int32_t first, int32_t end) {
-#pragma unroll
-        for (int r = 0; r < 2 * M; r++) {
-            total[r] += __shfl_xor_sync(0xFFFFFFFFu, total[r], 1);
-            total[r] += __shfl_xor_sync(0xFFFFFFFFu, total[r], 2);
-            part[r] = total[r] == 0.0f ? 0.0f : kept / total[r];
-            const int32_t i = first + r / 2 * 16 + r % 2 * 8 + g();
-            if (c() == 0 && i < end) lse[i] = total[r] == 0.0f ? INFINITY : top[r] + log2f(total[r]);
-        }
     }
 };
 
@@ -150,6 +156,178 @@ __global__ __launch_bounds__(Layout<S>::THREADS, Layout<S>::BLOCKS) void forward
     if constexpr (ABLE<T, S>) attend<T, S>(p, out, lse, blockIdx.x, tiles_of_one);
 }
 
+// ---- the same where nothing is dropped, no key is padding and there is no prompt, heads of up to 64 channels, on Hopper: two
+// warpgroups of 64 queries each share their keys, which its copy engine brings. The second cache has then half as much to give, and a
+// score costs little but its own arithmetic. The groups wait for each other only where one is two tiles ahead.
+
+#ifdef MC_HOPPER
+constexpr int32_t LONGEST = 4096;  // keys, for which a bias fits in shared memory
+
+template <class T, bool BIASED>
+struct Pairs {
+    static constexpr int GROUPS = 2, THREADS = 128 * GROUPS, BLOCKS = 2, ROWS = 64 * GROUPS, STAGES = 4, AHEAD = STAGES - 2;
+    using Keys = Ring<T, STAGES, THREADS / 32>;
+    static constexpr size_t BYTES = 1024 - 16 + sizeof(T) * Keys::TILE * GROUPS + Keys::BYTES + 2 * sizeof(Barrier) +
+                                    sizeof(float) * (BIASED ? LONGEST + ROWS : 0);
+};
+
+// Scores to powers, rounded, that are relative to `top`: not a number before the first one. It is raised, or found, only where a lane's
+// powers of a row add up to more than MOST: so the largest score is mostly not looked for.
+template <class T>
+struct Powers : Totals<1> {
+    static constexpr float MOST = 4096.0f;
+
+    __device__ Powers() { top[0] = top[1] = NAN; }
+
+    __device__ __forceinline__ void powers(uint32_t (&left)[4][4], float (&sum)[2], const float (&x)[1][8][4], float times, float top0, float top1) {
+        sum[0] = sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float top = r ? top1 : top0;
+                const float a = quick_exp2(fmaf(x[0][n][2 * r], times, -top)), b = quick_exp2(fmaf(x[0][n][2 * r + 1], times, -top));
+                sum[r] += a, sum[r] += b;
+                left[n / 2][n % 2 * 2 + r] = pack2<T>(a, b);
+            }
+    }
+
+    // x `times` in units of log 2; `sums` are multiplied by what they lose where `top` rises
+    template <int TILES>
+    __device__ __forceinline__ void add(uint32_t (&left)[4][4], const float (&x)[1][8][4], float times, float (&sums)[1][TILES][4]) {
+        float sum[2];
+        powers(left, sum, x, times, top[0], top[1]);
+        if (__any_sync(0xFFFFFFFFu, !(sum[0] <= MOST && sum[1] <= MOST))) {
+            float less[2], base[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float high = -INFINITY;
+                if (!(sum[r] <= MOST))  // of a row's four lanes; the others' powers are none above MOST
+#pragma unroll
+                    for (int n = 0; n < 8; n++) high = fmaxf(high, fmaxf(x[0][n][2 * r] * times, x[0][n][2 * r + 1] * times));
+                high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, 1));
+                high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, 2));
+                const bool began = top[r] == top[r];
+                const float next = high == -INFINITY ? top[r] : began ? fmaxf(top[r], high) : high;
+                less[r] = began ? quick_exp2(top[r] - next) : 1.0f;
+                top[r] = next, total[r] *= less[r], base[r] = next == next ? next : 0.0f;
+            }
+            powers(left, sum, x, times, base[0], base[1]);
+            lessen(sums, less);
+        }
+        total[0] += sum[0], total[1] += sum[1];
+    }
+};
+
+template <class T, bool BIASED>
+__device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem& p, T* out, float* lse, uint32_t block, uint32_t tiles_of_one) {
+    using L = Pairs<T, BIASED>;
+    using S = Groups<64>;
+    extern __shared__ uint4 memory[];
+    T* const q = reinterpret_cast<T*>(aligned<S::ALIGN>(memory));
+    typename L::Keys keys(q + S::elements(L::ROWS));
+    Barrier* const own = keys.empty + L::STAGES;
+    auto* const strip = reinterpret_cast<float*>(own + 2);
+    const bool leads = threadIdx.x == 0;
+    if (leads) keys.begin_all(), begin(own, 1), begun();
+    __syncthreads();
+
+    const Sequence of(p, block / tiles_of_one);
+    const int group = static_cast<int>(threadIdx.x / 128);
+    uint32_t turn = 0;
+    for (int64_t tile = tiles_of_one - 1 - block % tiles_of_one; tile * L::ROWS < of.s; tile += tiles_of_one, turn++) {
+        const auto i0 = static_cast<int32_t>(tile * L::ROWS), last = i0 + L::ROWS < of.s ? i0 + L::ROWS : of.s;
+        const int32_t first = i0 + 64 * group, own_last = first + 64 < of.s ? first + 64 : of.s;
+        int32_t end = of.limit(last - 1);
+        if (BIASED && end > LONGEST) end = LONGEST;  // lengths that are not as was said
+        const int32_t steps = end > 0 ? (end + 63) / 64 : 1;  // one at least, whatever is there
+        const auto ask = [&](int32_t step) {
+            if (leads && step < steps) keys.ask(maps.k, maps.v, of.head, static_cast<int32_t>(of.k0) + 64 * step);
+            __syncwarp();
+        };
+        if (leads) {
+            expect(own, sizeof(T) * S::elements(L::ROWS));
+            for (int i = 0; i < L::GROUPS; i++) copy_tile(q + S::elements(64 * i), maps.q, own, of.head, static_cast<int32_t>(of.q0) + i0 + 64 * i);
+        }
+        for (int32_t step = 0; step < L::AHEAD; step++) ask(step);
+        if (BIASED) {
+            lay_out<L::THREADS>(strip, p, of, i0, L::ROWS, 0, 64 * steps);
+            __syncthreads();
+        }
+        wait_until(own, turn % 2);
+        typename S::Rows left;
+        S::template take<T>(left, q + S::elements(64 * group));
+
+        float sums[1][S::TILES][4] = {}, x[1][8][4];
+        Powers<T> rows;
+        const auto next = [&](int32_t step) {  // its scores are asked for
+            T* const k = keys.next();
+            if (64 * step + 64 > of.t) clear<S>(k + S::elements(64), of.t - 64 * step, group);
+            S::template rows_by_rows<T>(x, left, k);
+        };
+        const int32_t seen = first < of.s ? of.limit(own_last - 1) : 0;  // keys that one of the group's queries sees are before this one
+        S::hold(sums);
+        next(0);
+        S::finish(x);
+        ask(L::AHEAD);
+        for (int32_t step = 0;;) {
+            const int32_t j0 = 64 * step;
+            typename S::Left weights;
+            if (j0 < seen) {
+                float times = p.scale;
+                if (BIASED) {
+                    const float* const at = strip + j0 + L::ROWS - 1 - (warp() * 16 + g() - 2 * c());
+                    each<1, 8>([&](int m, int n, int e) { x[m][n][e] = fmaf(x[m][n][e], p.scale, at[8 * n + e % 2 - e / 2 * 8]); });
+                    times = 1.0f;
+                }
+                if (j0 + 64 > of.limit(first)) {
+                    if (!BIASED) each<1, 8>([&](int m, int n, int e) { x[m][n][e] *= p.scale; });
+                    hide<false>(x, p, of, i0 + warp() * 16, j0);
+                    times = 1.0f;
+                }
+                rows.add(weights, x, times, sums);
+            } else {
+#pragma unroll
+                for (int k = 0; k < 16; k++) weights[k / 4][k % 4] = 0;
+            }
+            S::template left_by_rows<T>(sums, weights, keys.last() + S::elements(64));
+            if (++step == steps) break;
+            next(step);
+            S::finish(sums, x);
+            keys.leave();
+            ask(step + L::AHEAD);
+        }
+        S::finish(sums);
+        keys.leave();
+
+        float part[2];
+        rows.finish(part, p.kept, lse + of.row, i0 + warp() * 16, of.s);
+        put_rows<S, 1>(of.queries(out), q, sums, of, i0, of.s, [&](int r) { return part[r]; });
+        S::arrived();
+        __syncthreads();  // the next queries, and the next bias, may come
+    }
+}
+
+template <class T, bool BIASED>
+__global__ __launch_bounds__(Pairs<T, BIASED>::THREADS, Pairs<T, BIASED>::BLOCKS) void forward_in_pairs(
+    const __grid_constant__ Maps maps, const Problem p, T* out, float* lse, uint32_t tiles_of_one) {
+#if defined(MC_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    attend_in_pairs<T, BIASED>(maps, p, out, lse, blockIdx.x, tiles_of_one);
+#endif
+}
+
+// Whether it is for this problem, which then is done.
+inline bool in_pairs(Call& call, int chip, const Problem& p, Dtype dtype, void* out, float* lse) {
+    const int64_t each = tiles(p.longest_q, 128), blocks = p.sequences * p.heads * each;
+    Maps maps;
+    if (blocks < multiprocessors() || (p.bias && p.longest_k > LONGEST) || !described(maps, chip, p)) return false;
+    MC_FOR_HALF(dtype, T, MC_FOR_BOOL(p.bias != nullptr, BIASED, {
+        launch<Pairs<T, BIASED>>(call, forward_in_pairs<T, BIASED>, blocks, maps, p, static_cast<T*>(out), lse, each);
+    }))
+    return true;
+}
+#endif
+
 }  // namespace
 
 MC_KERNEL(relative_attention) {
@@ -161,6 +339,9 @@ MC_KERNEL(relative_attention) {
     if (!out.aligned()) call.refuse("out: not aligned to 16 bytes");
     const int chip = check_chip(call, q, p);
     if (!p.sequences || !p.heads || !p.longest_q) return;
+#ifdef MC_HOPPER
+    if (in_pairs(call, chip, p, q.dtype, out.data, lse.as<float>())) return;
+#endif
     MC_FOR_HALF(q.dtype, T, MC_FOR_SIZES(chip, p.dim, S, {
         const int64_t each = tiles(p.longest_q, Layout<S>::ROWS);
         launch<Layout<S>>(call, forward<T, S>, p.sequences * p.heads * each, p, out.as<T>(), lse.as<float>(), each);

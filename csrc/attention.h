@@ -5,6 +5,7 @@
 // a block keeps the I + J - 1 values of its I x J tile in shared memory (`strip`), and of the 8 M N scores of a thread in a product of
 // 16 M x 8 N only 2 (2 M + N - 1) have one of their own, which is all that the loads cost.
 #pragma once
+#include "bulk.h"
 #include "philox.h"
 #include "wgmma.h"
 
@@ -32,7 +33,7 @@ struct Warps : Padded<CHANNELS> {
 };
 
 // The same by Hopper's warpgroups, of which a block has one: several blocks that wait for nothing in common keep a multiprocessor busier
-// than two warpgroups that share their keys (one H200, T5-large's forward: 120 and 124 microseconds).
+// than two warpgroups that share their keys and wait for each other at every tile (one H200, T5-large's forward: 120 and 124 microseconds).
 template <int CHANNELS>
 struct Groups : Grouped<CHANNELS> {
     static constexpr bool TURNS = CHANNELS <= 64;  // of_keys has the registers to do two things at once
@@ -372,6 +373,33 @@ __device__ __forceinline__ void put_rows(T* to, T* tile, const float (&sums)[M][
     }
 }
 
+#ifdef MC_HOPPER
+// ---- where Hopper's copy engine brings the tiles: heads of up to 64 channels, nothing dropped, no padding, no prompt
+
+struct Maps {
+    Map q, k, v;
+};
+
+// Rows of a tile from `rows` on are another sequence's, or nobody's: times a weight of zero they need not be zero. By a warpgroup, `group`
+// of its block.
+template <class S, class T>
+__device__ __forceinline__ void clear(T* tile, int32_t rows, int group) {
+    for (int at = static_cast<int>(threadIdx.x % 128); at < 64 * 8; at += 128)
+        if (at / 8 >= rows) *reinterpret_cast<uint4*>(tile + S::place(at / 8, at % 8 * 8)) = make_uint4(0, 0, 0, 0);
+    S::arrived();
+    wait_for(1 + group, 128);
+}
+
+// The bias of `rows` queries from i on and `count` keys from j on, as Strip has it, in units of log 2; by THREADS threads.
+template <int THREADS>
+__device__ __forceinline__ void lay_out(float* strip, const Problem& p, const Sequence& of, int32_t i, int32_t rows, int32_t j, int32_t count) {
+    const auto from = static_cast<int32_t>(p.longest_k - of.t + of.s) - rows + j - i;
+    const float* const bias = p.bias + of.head * p.numbers;
+    for (int at = static_cast<int>(threadIdx.x); at < rows + count - 1; at += THREADS)
+        strip[at] = static_cast<uint32_t>(from + at) < static_cast<uint32_t>(p.distances) ? bias[from + at] * LOG2E : 0.0f;
+}
+#endif
+
 // ---- arguments
 
 inline Problem read(Call& call, Array& q) {
@@ -455,6 +483,21 @@ constexpr int HOPPER = 90;
 #else
 constexpr int HOPPER = -1;
 #endif
+#ifdef MC_HOPPER
+namespace {
+
+// Whether Hopper's copy engine serves: then `maps` say where all is.
+inline bool described(Maps& maps, int chip, const Problem& p) {
+    if (chip != HOPPER || p.dim > 64 || p.seed || p.seen || p.prompt || !p.t) return false;
+    const int64_t queries = p.batch * p.s, keys = p.batch * p.t;
+    if (queries > INT32_MAX || keys > INT32_MAX) return false;
+    return describe(maps.q, p.q, queries, p.heads, p.dim) && describe(maps.k, p.k, keys, p.heads, p.dim) &&
+           describe(maps.v, p.v, keys, p.heads, p.dim);
+}
+
+}  // namespace
+#endif
+
 // Few sizes, for each is compiled six times: smaller heads are filled up with zeros.
 #define MC_FOR_SIZES(chip, dim, S, ...)      \
     if (chip == HOPPER && dim <= 64) {       \

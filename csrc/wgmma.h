@@ -22,7 +22,13 @@
     asm volatile(MC_WGMMA(kind, 64) "%32, %33, 1, 1, 1, 0, 0;" : MC_SUMS_64("+f", 0) : "l"(left), "l"(right) : "memory")
 #define MC_WGMMA_FIRST(kind)                                                                                                       \
     asm volatile(MC_WGMMA(kind, 64) "%32, %33, 0, 1, 1, 0, 0;" : MC_SUMS_64("=f", 0) : "l"(left), "l"(right) : "memory")
-// the left factor in registers, the right one's rows as its depth: so many columns from tile n on; `inputs` number those operands
+// the left factor in registers
+#define MC_WGMMA_OWN(kind, way, adds)                                                                                              \
+    asm volatile(MC_WGMMA(kind, 64) "{%32, %33, %34, %35}, %36, " adds ", 1, 1, 0;"                                                \
+                 : MC_SUMS_64(way, 0)                                                                                              \
+                 : "r"(left[k][0]), "r"(left[k][1]), "r"(left[k][2]), "r"(left[k][3]), "l"(right)                                  \
+                 : "memory")
+// the same, the right one's rows as its depth: so many columns from tile n on; `inputs` number those operands
 #define MC_WGMMA_REGISTERS(kind, columns, n, inputs, k)                                                                            \
     asm volatile(MC_WGMMA(kind, columns) inputs ", 1, 1, 1, 1;"                                                                    \
                  : MC_SUMS_##columns("+f", n)                                                                                      \
@@ -85,6 +91,49 @@ struct Grouped {
             } else {
                 if (k) MC_WGMMA_SHARED("f16");
                 else MC_WGMMA_FIRST("f16");
+            }
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+    }
+
+    // 64 rows of a, each warp its 16, in registers: the left factor of products, which then need shared memory half as often.
+    using Rows = uint32_t[DIM / 16][4];
+    template <class T>
+    static __device__ __forceinline__ void take(Rows& left, const T* a) {
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++)
+            load_matrices<false>(left[k], a + place(threadIdx.x % 128 / 32 * 16 + lane() % 16, 16 * k + lane() / 16 * 8));
+    }
+    // sums = those rows by 64 rows of b; there after `finish`
+    template <class T>
+    static __device__ __forceinline__ void rows_by_rows(float (&sums)[1][8][4], const Rows& left, const T* b) {
+#ifdef MC_EMULATED
+        const int row = lane() / 4 * 4, column = lane() % 4 * 2;
+        for (int n = 0; n < 8; n++)
+            for (int e = 0; e < 4; e++) sums[0][n][e] = 0.0f;
+        for (int k = 0; k < DIM; k += 16) {
+            uint32_t all[32][4];
+            emulate::exchange(left[k / 16], sizeof left[0], all);
+            for (int n = 0; n < 8; n++)
+                for (int e = 0; e < 4; e++)
+                    for (int i = 0; i < 16; i++)
+                        sums[0][n][e] += half_of<T>(all[row + i % 8 / 2][e / 2 + i / 8 * 2], i % 2) *
+                                         to_float(b[place(8 * n + column + e % 2, k + i)]);
+        }
+        __syncwarp();
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        const uint64_t other[] = {described<64>(b), described<REST>(b + 64 * 64)};
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++) {
+            const uint64_t right = other[k / 4] + k % 4 * 16 * sizeof(T) / 16;
+            if constexpr (std::is_same_v<T, bf16>) {
+                if (k) MC_WGMMA_OWN("bf16", "+f", "1");
+                else MC_WGMMA_OWN("bf16", "=f", "0");
+            } else {
+                if (k) MC_WGMMA_OWN("f16", "+f", "1");
+                else MC_WGMMA_OWN("f16", "=f", "0");
             }
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

@@ -54,6 +54,12 @@ MUTANTS = (
            "relative_attention", WRONG, LONG_ENOUGH),
     Mutant("second-part-of-a-row-one-off", "attention.h", "rest = (WIDE + at", "rest = (WIDE - 1 + at", "relative_attention",
            WRONG, LONG_ENOUGH),
+    Mutant("a-tile-in-place-of-one-still-read", "bulk.h", "if (round) wait_until(empty + stage, (round - 1) % 2);", "",
+           "relative_attention", f"{ORDER}|{WRONG}", LONG_ENOUGH),
+    Mutant("weights-so-far-not-lessened", "attention.cu", "top[r] = next, total[r] *= less[r],", "top[r] = next,",
+           "relative_attention", WRONG, LONG_ENOUGH),
+    Mutant("the-first-group's-queries-twice", "attention.cu", "q + S::elements(64 * group));", "q);", "relative_attention",
+           f"{ORDER}|{WRONG}", LONG_ENOUGH),
     Mutant("shared-memory-too-small", "norm_backward.cu",
            "__shared__ float sums[16][33];", "__shared__ float sums[15][33];", "rms_norm", BOUNDS),
     Mutant("one-pack-of-two", "activation.cu", "next = from[shift ? 1 : 0]", "next = from[0]", "swiglu", WRONG),
@@ -123,18 +129,28 @@ import importlib
 import torch
 attention = importlib.import_module("modelcenter.ops.relative_attention")
 torch.manual_seed(0)
-q, k, v, grad = (torch.randn(3, 150, 2, 16).bfloat16() for _ in range(4))
-seen = torch.arange(150).expand(3, -1) != 100  # in the second half of a tile of keys
-context = torch.tensor([[0], [70], [150]], dtype=torch.int32)
-args = q, k, v, torch.randn(2, 301), seen, None, None, context, 150, 150, 40, 0.25, True, None, 0.0
-out, lse = attention.relative_attention_forward(*args)
-found = []
-for attention.PARTS in (1, 4, 256):
-    found.append(attention.relative_attention_backward(*args, out, lse, grad, True))
-torch.testing.assert_close(out.double(), attention.reference(*(a.double() for a in args[:4]), *args[4:]), rtol=0.02, atol=0.02)
-for some in found[:-1]:
-    assert all(torch.equal(a, b) for a, b in zip(some[:3], found[-1]))
-    torch.testing.assert_close(some[3], found[-1][3], rtol=1e-4, atol=1e-4)
+for length, plain in ((150, False), (350, True)):  # where nothing is padding or a prompt there is a kernel of its own
+    q, k, v, grad = (torch.randn(3, length, 2, 16).bfloat16() for _ in range(4))
+    seen = None if plain else torch.arange(150).expand(3, -1) != 100  # in the second half of a tile of keys
+    context = torch.tensor([[0], [70], [150]], dtype=torch.int32)
+    bias = torch.randn(2, 2 * length - 1 + 2 * (not plain)) * (8 if plain else 1)
+    args = q, k, v, bias, seen, None, None, context, length, length, 0 if plain else 40, 0.25, True, None, 0.0
+    out, lse = attention.relative_attention_forward(*args)
+    found = []
+    for attention.PARTS in (1, 4, 256):
+        found.append(attention.relative_attention_backward(*args, out, lse, grad, True))
+    torch.testing.assert_close(out.double(), attention.reference(*(a.double() for a in args[:4]), *args[4:]), rtol=0.02, atol=0.02)
+    for some in found[:-1]:
+        assert all(torch.equal(a, b) for a, b in zip(some[:3], found[-1]))
+        torch.testing.assert_close(some[3], found[-1][3], rtol=1e-4, atol=1e-4)
+q, k, v = (torch.randn(1, 330, 2, 64).half() for _ in range(3))
+ends = torch.tensor([0, 130, 200, 330], dtype=torch.int32)
+args = None, None, ends, ends, None, 130, 130, 0, 0.125, False, None, 0.0
+out = attention.relative_attention_forward(q, k, v, *args)[0]
+for x in (q, k, v):
+    x[:, 130:200] = float("nan")
+again = attention.relative_attention_forward(q, k, v, *args)[0]
+assert torch.equal(out[:, :130], again[:, :130]) and torch.equal(out[:, 200:], again[:, 200:]), "neighbours of a sequence of nan"
 """
 
 

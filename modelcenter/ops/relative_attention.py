@@ -155,13 +155,13 @@ def covers(q: Tensor) -> bool:
 
 def packed_by(q: Tensor, k: Tensor, v: Tensor, p: float) -> str:
     """What multiplies packed sequences without a bias (b h s|t d, halves) soonest on their GPU: `ours` or torch's `flash`; `none`
-    where neither can. Ours drops too, and up to 64 channels it is ahead of flash on Hopper (benchmarks/README.md)."""
+    where neither can. Ours drops too, and is ahead of flash on Hopper (benchmarks/README.md)."""
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
         return "none"
     chip, d = generation(q.get_device()), q.shape[3]
     ours = covers(q) and q.shape[1] == k.shape[1]
     flash = not p and torch.backends.cuda.is_flash_attention_available() and chip >= (8, 0) and d % 8 == 0 and d <= 256
-    return "ours" if ours and (not flash or (chip == (9, 0) and d <= 64)) else "flash" if flash else "none"
+    return "ours" if ours and (not flash or chip == (9, 0)) else "flash" if flash else "none"
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

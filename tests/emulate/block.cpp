@@ -1,6 +1,7 @@
 #include "block.h"
 
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <new>
@@ -39,6 +40,16 @@ struct Gate {
 
 struct Meeting : Gate {
     Said said[2];  // in turns: who is late still reads what was said while others say the next
+};
+
+struct Counter : Gate {  // an mbarrier; `turn` is its phase
+    int left = 0, bytes = 0;
+};
+
+struct Bulk {
+    const void* barrier;
+    int bytes;
+    std::function<void()> copy;
 };
 
 struct Copy {
@@ -82,6 +93,8 @@ struct Block {
     std::vector<Thread> threads;  // by rank: who comes first where several may go on
     Ready ready;
     std::map<int, Gate> barriers;
+    std::map<const void*, Counter> counters;
+    std::deque<Bulk> bulk;  // on its way
     std::vector<Meeting> warps;                            // of all lanes
     std::map<std::pair<int, uint32_t>, Meeting> meetings;  // of some, by warp and lanes
     std::vector<void*> known;  // shared memory that has been filled
@@ -111,6 +124,20 @@ void wait(Gate& gate) {
     gate.waiting.push_back(rank), block->ready.remove(rank);
     me->gate = &gate;
     Fiber::leave();
+}
+
+void count(Counter& counter, int arrivals, int bytes) {
+    counter.left -= arrivals, counter.bytes += bytes;
+    if (counter.left || counter.bytes) return;
+    for (int rank : counter.waiting) block->ready.add(rank);
+    counter.waiting.clear(), counter.turn++, counter.left = counter.wanted;
+}
+
+void land() {  // the oldest
+    const Bulk first = block->bulk.front();
+    block->bulk.pop_front();
+    first.copy();
+    count(block->counters.at(first.barrier), 0, -first.bytes);
 }
 
 void work() {  // what a fiber does: one thread after another
@@ -172,13 +199,16 @@ void run_block(const std::function<void()>& body, std::mt19937& random) {
     // The first that may goes on until it waits: in orders 0 and 1 one warp runs ahead of the others as far as it is let.
     for (int left = n; left && here.error.empty();) {
         const int rank = here.ready.next(order > 1 ? static_cast<int>(random() % n) : 0);
-        if (rank < 0) {
+        if (rank < 0 && !here.bulk.empty()) {
+            land();
+        } else if (rank < 0) {
             here.error = stuck();
         } else {
             resume(here.threads[rank]);
             left -= here.threads[rank].ended;
         }
     }
+    if (here.error.empty() && !here.bulk.empty()) here.error = "tiles are on their way to a block that has ended";
     block = nullptr, me = nullptr;
     if (!here.error.empty()) {
         idle.clear(), all.clear();  // with what the threads held: no kernel holds anything but numbers
@@ -246,6 +276,32 @@ void wait_async(int newer) {
     size_t done = 0;
     while (done < copies.size() && copies[done].group < me->groups - newer) copies[done++].run();
     copies.erase(copies.begin(), copies.begin() + done);
+}
+
+void count_begin(const void* barrier, int arrivals) {
+    Counter& counter = block->counters[barrier];
+    counter.wanted = counter.left = arrivals;
+}
+void count_arrive(const void* barrier, int bytes, const char* file, int line) {
+    const auto found = block->counters.find(barrier);
+    if (found == block->counters.end()) fail(Where{file, line}.text() + ": a barrier that nobody has begun");
+    if (!found->second.left) fail(Where{file, line}.text() + ": more arrivals than a phase has");
+    count(found->second, 1, bytes);
+}
+void count_wait(const void* barrier, uint32_t parity, const char* file, int line) {
+    const auto found = block->counters.find(barrier);
+    if (found == block->counters.end()) fail(Where{file, line}.text() + ": a barrier that nobody has begun");
+    Counter& counter = found->second;
+    if (counter.turn % 2 != static_cast<int>(parity)) return;
+    const int rank = static_cast<int>(me - block->threads.data());
+    counter.where = {file, line};
+    counter.waiting.push_back(rank), block->ready.remove(rank);
+    me->gate = &counter;
+    Fiber::leave();
+}
+void copy_bulk(const void* barrier, int bytes, std::function<void()> copy) {
+    block->bulk.push_back({barrier, bytes, std::move(copy)});
+    if (order == 1) land();
 }
 
 void* dynamic_memory() { return memory; }

@@ -27,6 +27,13 @@ void copy_async(void* to, const void* from, int bytes, int given);
 void commit_async();
 void wait_async(int newer);
 
+// mbarriers, by their place; `bytes` are expected besides with the arrival. A copy of so many bytes comes when nobody can go on without
+// it, in order 1 at once.
+void count_begin(const void* barrier, int arrivals);
+void count_arrive(const void* barrier, int bytes, const char* file = __builtin_FILE(), int line = __builtin_LINE());
+void count_wait(const void* barrier, uint32_t parity, const char* file = __builtin_FILE(), int line = __builtin_LINE());
+void copy_bulk(const void* barrier, int bytes, std::function<void()> copy);
+
 void* dynamic_memory();
 void fresh(void* place, size_t bytes);  // of this block's shared memory: nothing is in it yet
 template <class T>

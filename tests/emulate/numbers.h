@@ -13,6 +13,7 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) alignas(n)
 
 inline float __int_as_float(int32_t x) { return emulate::as_float(static_cast<uint32_t>(x)); }
