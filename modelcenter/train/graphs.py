@@ -15,11 +15,8 @@ What cannot be recorded runs as it always did: packed sequences, whose bounds th
 something from the host; what there is no memory for. A run that then lacks memory gives the records up and does its step again.
 """
 
-import gc
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -27,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import printable
+from ..ops._graph import undisturbed
 from ..parallel.machine import Machine
 
 WARM = 3  # micro-batches of the same shapes before theirs is recorded: libraries have chosen their kernels then
@@ -101,28 +99,6 @@ class GPU:
         generator = torch.cuda.default_generators[torch.cuda.current_device() if self.device.index is None else self.device.index]
         generator.graphsafe_set_state(generator.clone_state())
         self.pool = torch.cuda.graph_pool_handle()
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Whatever would wait for the device is an error before it is tried, when the record is still whole; and nothing is collected,
-    for some things may not be destroyed meanwhile."""
-    collects, mode = gc.isenabled(), torch.cuda.get_sync_debug_mode()
-    gc.disable()
-    waiting_is("error")
-    try:
-        yield
-    finally:
-        waiting_is(mode)
-        if collects:
-            gc.enable()
-
-
-def waiting_is(mode: str | int) -> None:
-    """Torch warns that it does not know of all that waits; what it does not know of fails by itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @dataclass
