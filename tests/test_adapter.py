@@ -543,6 +543,8 @@ def test_a_run_trains_saves_and_resumes_the_adapter_alone(
     run.model.eval()
     assert torch.equal(scores(mc.load(tmp_path / "out" / "model", dtype="fp32")(**args)), scores(run.model(**args)))
     assert main(["evaluate", str(tmp_path / "out"), "--machine", "cpu"]) == 0
+    assert main(["merge", str(tmp_path / "out"), str(tmp_path / "merged")]) == 2
+    assert f"no adapter_config.json; what was trained there is {tmp_path / 'out' / 'model'}" in capsys.readouterr().err
     assert main(["merge", str(tmp_path / "out" / "model"), str(tmp_path / "merged")]) == 0
     torch.testing.assert_close(scores(mc.load(tmp_path / "merged")(**args)), scores(run.model(**args)), rtol=1e-3, atol=1e-3)
 
