@@ -224,6 +224,11 @@ class Model(nn.Module):
         """Where the weights are."""
         return self.get_input_embeddings().weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights."""
+        return self.get_input_embeddings().weight.dtype
+
     def get_input_embeddings(self) -> nn.Embedding:
         return self.get_submodule("embed.tokens")  # type: ignore[return-value]  # an embedding
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from transformers import TextStreamer
 from zoo import Case
 
 import modelcenter as mc
@@ -298,9 +299,30 @@ def test_columns_are_handed_out_as_they_are_written() -> None:
     _, ours = zoo.pair(GPT)
     streamer = Streamer()
     out = ours.generate(prompt(), max_new_tokens=4, eos_token_id=[], streamer=streamer)
-    assert streamer.columns.pop() is None and torch.equal(torch.stack(streamer.columns, 1), out[:, 11:])
+    assert streamer.columns.pop() is None and torch.equal(streamer.columns.pop(0), prompt())
+    assert torch.equal(torch.stack(streamer.columns, 1), out[:, 11:])
     with pytest.raises(InputError, match="streamer: with 2 beams"):
         ours.generate(prompt(), streamer=streamer, num_beams=2)
+
+
+@pytest.mark.parametrize("case", [GPT, Case("t5", "default", "seq2seq")], ids=str)
+def test_transformers_streamers_show_what_they_show_there(case: Case) -> None:
+    """One that leaves the prompt out would leave out the first token too, were it not given the prompt first."""
+    theirs, ours = zoo.pair(case)
+    ids = zoo.inputs(case)["input_ids"][:1]
+
+    class Letters:
+        def decode(self, ids: list[int], **options: object) -> str:
+            return "".join(chr(0x4E00 + int(i)) for i in ids)
+
+    def shown(model: object) -> list[str]:
+        streamer, texts = TextStreamer(Letters(), skip_prompt=True), []
+        streamer.on_finalized_text = lambda text, stream_end=False: texts.append(text)
+        with zoo.wide(torch.float64):
+            model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, streamer=streamer)  # type: ignore[attr-defined]  # both have it
+        return texts
+
+    assert shown(ours) == shown(theirs) and len("".join(shown(ours))) == 5
 
 
 def test_memory_is_taken_once_and_filled_in_place() -> None:
@@ -378,6 +400,10 @@ def test_refusals() -> None:
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             ours.generate(prompt(), **options)
+    for ids, said in (("hello", "input_ids: a str; a tensor of"), ([[1, 2]], "a list;"), (prompt().float(), "of float32; a")):
+        with pytest.raises(InputError, match=said):
+            ours.generate(ids)
+    assert ours.dtype == torch.float64 and ours.device.type == "cpu"
     ours.generate(prompt(), generation_config={"temperature": 0.7, "top_k": 5}, max_new_tokens=1)  # a file's are for who draws
     with pytest.raises(InputError, match="predicts the next token"):
         mc.build("gpt2", config={"layers": 1}, task="classify", device="meta").generate(prompt())

@@ -57,7 +57,8 @@ def merge(args: Arguments) -> Answer:
     check_new(Path(asked.out))
     if not os.path.isfile(Path(asked.adapter) / ADAPTER[0]):
         trained = Path(asked.adapter) / "model"  # where that is the folder of a run
-        wanted = f"what was trained there is {trained}" if (trained / ADAPTER[0]).is_file() else "an adapter's folder, in peft's format"
+        there = (trained / ADAPTER[0]).is_file()
+        wanted = f"what was trained there is {trained}" if there else "the folder of an adapter, in peft's format"
         refuse(asked.adapter, None, f"no {ADAPTER[0]}", wanted)
     check_model(asked.adapter)
     from ..adapter.attach import merge_adapter

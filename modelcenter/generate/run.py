@@ -39,8 +39,9 @@ def generate(
 
     `input_ids` b s, padded on the left with `attention_mask` 0. What can be asked for is `generate.options.Options`; what is not
     given comes from `generation_config` (an object or a mapping with these names), or else from the generation_config.json that
-    came with the weights, then from config.json. `streamer.put(ids)` is called with every new column and `streamer.end()` at the
-    end. `tokenizer.decode(ids)` is asked for `stop_strings`. `prefix_allowed_tokens_fn(row, ids)` says which ids may follow.
+    came with the weights, then from config.json. `streamer.put(ids)` is called with the prompt (b s), or a target's start, then
+    with every new column (b), as transformers' streamers expect it, and `streamer.end()` at the end. `tokenizer.decode(ids)` is
+    asked for `stop_strings`. `prefix_allowed_tokens_fn(row, ids)` says which ids may follow.
     """
     if not isinstance(model.head, LMHead) or not (model.head.shift or model.encoder_decoder):
         refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")
@@ -75,6 +76,8 @@ def generate(
 def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: torch.Generator, streamer: Any) -> Tensor:
     """Token by token, the likeliest or a drawn one: ids (b * num_return_sequences t)."""
     scores = state.scores().repeat_interleave(o.num_return_sequences, 0)
+    if streamer is not None:
+        streamer.put(state.seen.cpu())
     state.repeat(o.num_return_sequences)
     done = torch.zeros(len(state.ids), dtype=torch.bool, device=state.ids.device)
     over = Over(late=state.ids.is_cuda and streamer is None)
@@ -110,6 +113,9 @@ def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
 
 def check_prompt(model: "Model", ids: Tensor, mask: Tensor | None) -> None:
     """Refuse ids or a mask of another shape than (b s), and padding where the next token goes, from which a model would go on."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        found = f"of {str(ids.dtype)[6:]}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        refuse(None, "input_ids", found, "a tensor of whole numbers (batch, tokens), as a tokenizer gives")
     if ids.dim() != 2 or not ids.numel():
         refuse(None, "input_ids", f"shape {list(ids.shape)}", "(batch, tokens), and at least one token")
     if mask is None:

@@ -22,15 +22,16 @@ class Spelled:
 
 
 class Spoken:
-    """A streamer that hands the text of one row to `say`, piece by piece; half a character waits for its other half."""
+    """A streamer that hands the text of one row to `say`, `ids` first, piece by piece; half a character waits for its rest."""
 
     def __init__(self, tokenizer: Tokenizer, say: Any, ids: Sequence[int] = ()):
         self.tokenizer, self.say, self.ids, self.said = tokenizer, say, list(ids), 0
         self.flush()
 
     def put(self, ids: torch.Tensor) -> None:
-        self.ids += ids.tolist()
-        self.flush()
+        if ids.dim() == 1:  # what is not is the prompt
+            self.ids += ids.tolist()
+            self.flush()
 
     def end(self) -> None:
         self.flush(last=True)
