@@ -1,7 +1,7 @@
 """Go on pretraining an encoder by finding replaced tokens (ELECTRA; Clark et al., 2020), before it is fine-tuned. No recipe does
 this: it is a loop of one's own out of the library's parts, two models at once.
 
-    python examples/replaced_tokens.py model=bert-base-uncased data.path=corpus.txt max_steps=4000 output_dir=runs/replaced
+    python examples/replaced_tokens.py model=bert-base-uncased data.path=corpus.txt num_epochs=20 output_dir=runs/replaced
 
 takes what `modelcenter train mlm` takes. A masked LM, trained as that recipe says, fills its own masks with words that it draws; a
 second copy of the model learns which tokens are not the text's. That copy is written to output_dir/model as a bare encoder:
