@@ -138,16 +138,18 @@ def test_zero_3_holds_sixteen_bytes_a_parameter_shared_out(ranks: int) -> None:
     assert less["gathered"] - parts["gathered"] > 0
 
 
-def test_the_outermost_layers_send_their_gradients_when_the_blocks_are_done() -> None:
-    """While blocks hold their activations, of a longer table there are the weights that have come, in bf16, and what ranks map of
-    each other for it (one and a half times as much for two of them), and no gradient on its way."""
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 16), (8, 4)])
+def test_the_outermost_layers_send_their_gradients_when_the_blocks_are_done(ranks: int, rows: int) -> None:
+    """While blocks hold their activations, of a longer table there are the weights that have come, in bf16, what ranks map of each
+    other for it, and its gradient, in bf16, which waits: of two ranks the half of it in fp32 that each will hold is as long."""
     parts = []
     for vocab in (4096, 8192):
-        model = mc.build("llama-3.1-8b", config={"layers": 8, "dim": 256, "heads": 4, "kv_heads": 4, "hidden": 512, "vocab": vocab},
-                         device="meta")  # fmt: skip
-        parts.append(Costs(job_of(model, 32, length=64), CHIPS["h200"]).exact(Machine(fsdp=2), 16).parts)
+        config = {"layers": 24, "dim": 256, "heads": 4, "kv_heads": 4, "hidden": 512, "vocab": vocab}
+        job = job_of(mc.build("llama-3.1-8b", config=config, device="meta"), rows * ranks)
+        parts.append(Costs(job, CHIPS["h200"]).exact(Machine(fsdp=ranks), rows).parts)
     assert parts[0]["activations"] == parts[1]["activations"] > parts[1]["gathered"]
-    assert parts[1]["gathered"] - parts[0]["gathered"] == 2 * 4096 * 256 * 2 * (1 + 1.5)
+    more, grown = 2 * 4096 * 256 * 2, parts[1]["gathered"] - parts[0]["gathered"]
+    assert grown == pytest.approx(more * (1 + 1 + 1 / ranks + (1 - 2 / ranks)), abs=2)
 
 
 def test_the_gradients_of_micro_batches_before_are_there_all_the_while() -> None:

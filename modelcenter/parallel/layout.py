@@ -216,16 +216,21 @@ class Costs:
         there = (whole if machine.zero < 3 else outside) * ratio
         come = there if machine.zero < 3 else (outside + min(2 * block, whole - outside)) * ratio
         # as they were formed and as they are sent, which is as they are summed, unless the sum is this rank's (peers.py)
-        sent = last["gradients"] / max(1, whole) * (2 * ratio + 1 / n if self.short(machine) else ratio + 1)
+        trained = last["gradients"] / max(1, whole)
+        sent = trained * (2 * ratio + 1 / n if self.short(machine) else ratio + 1)
+        waits = trained * outside * ratio * max(0.0, 1 - grows)  # what of it is not among the gradients that grow
         if self.short(machine) and self.job.gpu:  # what ranks map of each other
             there, come = (size + max(block, outside) * ratio * (1 + 1 / n) for size in (there, come))
 
         def gathered(phase: str) -> float:
             """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own."""
             kind, _, of_a_block = phase.partition(" ")
-            # gradients of the outermost layers are exchanged when the last of the backward is over
-            mine = sent * (max(block, outside) if of_a_block == "0 first" else block) if kind == "backward" and of_a_block else 0.0
-            return there if kind in ("before", "head") else come + mine
+            if kind in ("before", "head"):
+                return there
+            if kind != "backward" or not of_a_block:
+                return come
+            # gradients of the outermost layers wait, whole, to be exchanged when those of all blocks are
+            return come + max(sent * block + waits, sent * outside if of_a_block == "0 first" else 0.0)
 
         factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": grows}
         parts = step.peak(factors, gathered)
