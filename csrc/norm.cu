@@ -100,10 +100,12 @@ __device__ __forceinline__ Moments moments(int dim, F f) {
     return {mean, rest, from_lane(whole, 0) - rest * rest};
 }
 
-// ONCE: what passes is kept out of the caches. It pays where a row is a warp's, alone in its block, and has no residual; it costs
-// elsewhere.
-template <int D, bool CENTRED, bool ONCE>
-__global__ void __launch_bounds__(ONCE ? 32 : WIDE, !ONCE && (D == BF16 || D == F16) ? 2 : 1) norm_rows(const Problem p) {
+// ADDS: there may be a residual. ALONE: there is none, nor its registers, and so there are more blocks. ONCE: there is none, and what
+// passes is kept out of the caches; it pays where a row is a warp's, alone in its block, and costs elsewhere.
+enum Way { ADDS, ALONE, ONCE };
+
+template <int D, bool CENTRED, Way WAY>
+__global__ void __launch_bounds__(WAY == ONCE ? 32 : WIDE, WAY != ONCE && (D == BF16 || D == F16) ? 2 : 1) norm_rows(const Problem p) {
     constexpr int OWN = D == ANY ? F32 : D, GAP = gap<D>;
     constexpr int PACKS = SHARE<D>;
     __shared__ Board<1, false> board;
@@ -122,10 +124,10 @@ __global__ void __launch_bounds__(ONCE ? 32 : WIDE, !ONCE && (D == BF16 || D == 
         h[j].set(Eight{});
         const auto mine = window(j);
         if (!mine.valid) continue;
-        if constexpr (ONCE) h[j].load_once(p.x, at + mine.first);
+        if constexpr (WAY == ONCE) h[j].load_once(p.x, at + mine.first);
         else h[j].load(p.x, at + mine.first, mine.valid);
     }
-    if (!ONCE && p.residual.data) {
+    if (WAY == ADDS && p.residual.data) {
         const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
         const float scale = p.seed ? p.scale : 1.0f;
         Held<D, GAP> more[PACKS];
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(ONCE ? 32 : WIDE, !ONCE && (D == BF16 || D == 
             Eight y = h[j].get();
 #pragma unroll
             for (int k = 0; k < 8; k++) y.at[k] = fmaf(s.normal(y.at[k]), weight.at[k], bias.at[k]);
-            if constexpr (ONCE) {
+            if constexpr (WAY == ONCE) {
                 h[j].set(y);
                 h[j].store_once(p.out, at + mine.first);
             } else {
@@ -390,10 +392,10 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
     const dim3 block(static_cast<unsigned>(threads), together);
     const auto run = [&](auto kernel) { kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(p); };
     MC_FOR_BOOL(p.centred, CENTRED,
-        if (known && dtype == BF16) run(once ? norm_rows<BF16, CENTRED, true> : norm_rows<BF16, CENTRED, false>);
-        else if (known && dtype == F16) run(once ? norm_rows<F16, CENTRED, true> : norm_rows<F16, CENTRED, false>);
-        else if (known) run(norm_rows<F32, CENTRED, false>);
-        else run(norm_rows<ANY, CENTRED, false>);)
+        if (known && dtype == BF16) run(once ? norm_rows<BF16, CENTRED, ONCE> : norm_rows<BF16, CENTRED, ADDS>);
+        else if (known && dtype == F16) run(once ? norm_rows<F16, CENTRED, ONCE> : norm_rows<F16, CENTRED, ADDS>);
+        else if (known) run(p.residual.data ? norm_rows<F32, CENTRED, ADDS> : norm_rows<F32, CENTRED, CENTRED ? ALONE : ADDS>);
+        else run(norm_rows<ANY, CENTRED, ADDS>);)
     return true;
 }
 
