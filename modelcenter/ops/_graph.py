@@ -1,6 +1,7 @@
 """Recording calls as a CUDA graph."""
 
 import gc
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,15 +10,17 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+STREAMS = threading.local()
 
 
 def recorded(work: Callable[[], T]) -> tuple[Callable[[], object], T]:
     """The calls of `work`, none of which is done: a function that does them all at once, and where the result will be each time.
     Its memory is the record's own. Every library must have been called before with the same shapes. What cannot be recorded is a
     RuntimeError."""
-    graph, before, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
+    graph, before, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), stream()
     aside.wait_stream(before)
-    with torch.cuda.stream(aside), undisturbed():
+    # other threads of a server may rightly wait for the device meanwhile, and the mode that would tell is theirs too
+    with torch.cuda.stream(aside), undisturbed(watched=threading.active_count() == 1):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may pin memory meanwhile
         try:
             out = work()
@@ -25,6 +28,15 @@ def recorded(work: Callable[[], T]) -> tuple[Callable[[], object], T]:
             graph.capture_end()
     before.wait_stream(aside)
     return graph.replay, out
+
+
+def stream() -> torch.cuda.Stream:
+    """Where this thread records. There is one, for libraries keep a workspace for each that they have met."""
+    device = torch.cuda.current_device()
+    if not hasattr(STREAMS, str(device)):
+        setattr(STREAMS, str(device), torch.cuda.Stream(device))
+    found: torch.cuda.Stream = getattr(STREAMS, str(device))
+    return found
 
 
 def watch(mode: str | int) -> None:
@@ -35,12 +47,12 @@ def watch(mode: str | int) -> None:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """What would wait for the device is an error before it is tried, when the record is still whole; and nothing is collected, for
-    some things may not be destroyed meanwhile."""
+def undisturbed(watched: bool = True) -> Iterator[None]:
+    """If `watched`, what would wait for the device, in any thread, is an error before it is tried, when the record is still whole;
+    and nothing is collected, for some things may not be destroyed meanwhile."""
     collects, mode = gc.isenabled(), torch.cuda.get_sync_debug_mode()
     gc.disable()
-    watch("error")
+    watch("error" if watched else mode)
     try:
         yield
     finally:
