@@ -106,7 +106,7 @@ def test_what_ends_early_is_cut_though_it_is_known_late(monkeypatch: pytest.Monk
 
 
 def test_what_cannot_be_recorded_goes_on_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(work: Any) -> None:
+    def refused(work: Any, device: torch.device) -> None:
         raise RuntimeError("called a synchronizing operation\nand so on")
 
     case = Case("llama", "default", "lm")
@@ -128,9 +128,9 @@ def test_a_graph_writes_what_calls_write(case: Case, dtype: torch.dtype, monkeyp
     ours.cuda()
     made = []
 
-    def counted(work: Any) -> Any:
+    def counted(work: Any, device: torch.device) -> Any:
         made.append(work)
-        return recorded(work)
+        return recorded(work, device)
 
     monkeypatch.setattr(steps, "recorded", counted)
     for side, way in (("none", "greedy"), ("left", "greedy"), ("none", "beams"), ("left", "drawn")):

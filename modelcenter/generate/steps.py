@@ -71,7 +71,7 @@ class Steps:
     def begin(self) -> None:
         """The second step of a length: recorded, and done."""
         try:
-            self.replay, self.out = recorded(self.step)
+            self.replay, self.out = recorded(self.step, self.ids.device)
             self.replay()
         except RuntimeError as error:
             warnings.warn(f"generation goes on without a CUDA graph: {str(error).splitlines()[0][:160]}", stacklevel=5)

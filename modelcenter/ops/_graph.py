@@ -13,11 +13,11 @@ T = TypeVar("T")
 STREAMS = threading.local()
 
 
-def recorded(work: Callable[[], T]) -> tuple[Callable[[], object], T]:
-    """The calls of `work`, none of which is done: a function that does them all at once, and where the result will be each time.
-    Its memory is the record's own. Every library must have been called before with the same shapes. What cannot be recorded is a
-    RuntimeError."""
-    graph, before, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), stream()
+def recorded(work: Callable[[], T], device: torch.device) -> tuple[Callable[[], object], T]:
+    """The calls of `work` on a GPU, none of which is done: a function that does them all at once, and where the result will be each
+    time. Its memory is the record's own. Every library must have been called before with the same shapes. What cannot be recorded
+    is a RuntimeError."""
+    graph, before, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), stream(device)
     aside.wait_stream(before)
     # other threads of a server may rightly wait for the device meanwhile, and the mode that would tell is theirs too
     with torch.cuda.stream(aside), undisturbed(watched=threading.active_count() == 1):
@@ -27,12 +27,16 @@ def recorded(work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         finally:
             graph.capture_end()
     before.wait_stream(aside)
-    return graph.replay, out
+
+    def replay() -> None:
+        with torch.cuda.device(device):
+            graph.replay()
+
+    return replay, out
 
 
-def stream() -> torch.cuda.Stream:
+def stream(device: torch.device) -> torch.cuda.Stream:
     """Where this thread records. There is one, for libraries keep a workspace for each that they have met."""
-    device = torch.cuda.current_device()
     if not hasattr(STREAMS, str(device)):
         setattr(STREAMS, str(device), torch.cuda.Stream(device))
     found: torch.cuda.Stream = getattr(STREAMS, str(device))
