@@ -28,8 +28,10 @@ def __getattr__(name: str) -> Any:
     if name in PUBLIC:
         return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
     for file in Path(__file__).parent.glob("models/*.py"):  # a family's class has its file's name, whatever the case
-        if file.stem.replace("_", "") == name.lower() and name in __dir__():
-            return getattr(import_module(f"{__name__}.models.{file.stem}"), name)
+        if file.stem.replace("_", "") == name.lower():
+            family = getattr(import_module(f"{__name__}.models.{file.stem}"), name, None)
+            if family is not None:
+                return family
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 

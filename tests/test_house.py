@@ -244,6 +244,14 @@ def test_public_names_are_completed_and_suggested_before_they_are_used() -> None
     assert run.stderr.endswith("AttributeError: module 'modelcenter' has no attribute 'Gpt'. Did you mean: 'GPT'?\n")
 
 
+def test_a_family_is_there_before_the_types_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes one builds it by its class, though nothing has written the types anew; names alike it are no family."""
+    monkeypatch.setattr(modelcenter, "__dir__", lambda: [])
+    assert modelcenter.__getattr__("BLOOM").__name__ == "BLOOM"
+    with pytest.raises(AttributeError):
+        modelcenter.__getattr__("bloom")
+
+
 def project() -> dict[str, Any]:
     return tomllib.loads((HOUSE / "pyproject.toml").read_text("utf-8"))
 
