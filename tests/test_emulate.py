@@ -109,11 +109,29 @@ def made(folder: Path) -> Path:
     return next(folder.glob("_C*"))
 
 
+FREQUENT = """
+from emulate.pretend import pretend
+pretend()
+import torch
+from modelcenter.ops.embedding import embedding_backward
+torch.manual_seed(0)
+for n, vocab, dim, pad in ((300, 1, 33, None), (513, 2, 520, None), (1500, 5, 40, 2), (1025, 3, 129, None)):
+    ids, grad = torch.randint(vocab, (n,)), torch.randn(n, dim)
+    ids[: n // 2] = vocab - 1
+    wanted = torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids, grad.double())
+    if pad is not None:
+        wanted[pad] = 0
+    torch.testing.assert_close(embedding_backward(grad, ids, vocab, pad).double(), wanted, rtol=1e-5, atol=1e-4)
+"""
+
+
 def test_norms_and_embeddings(tmp_path: Path) -> None:
-    """What takes a few seconds to build and waits for other threads in every way there is."""
+    """What takes a few seconds to build and waits for other threads in every way there is; and rows of frequent words."""
     kernels = build(tmp_path, CSRC, ("-O0",), ("norm", "norm_backward", "embedding"))
-    done = fuzzed(kernels, "layer_norm,add_rms_norm,embedding", 30)
+    done = fuzzed(kernels, "layer_norm,add_rms_norm,norm_twice,embedding", 40)
     assert done.returncode == 0 and "none wrong" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    done = python(kernels, "-c", FREQUENT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @slow
