@@ -412,7 +412,8 @@ def seeds(rank: int, recipe: Any) -> None:
     real = session.accumulate
 
     def accumulate(*rest: Any) -> Any:
-        found.append(rest[-2].agree(str(torch.initial_seed())))
+        ranks = next(given for given in rest if isinstance(given, Ranks))
+        found.append(ranks.agree(str(torch.initial_seed())))
         return real(*rest)
 
     session.accumulate = accumulate
