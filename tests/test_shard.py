@@ -227,9 +227,13 @@ def unruled(rank: int) -> None:
         ops.layer_norm(distribute_tensor(some(4, 8), mesh, [Shard(0)]), some(8), some(8), 1e-5)
     q, k = some(2, 3, 6, 8), some(2, 3, 3, 8)  # two key heads of one process and one of the other serve three heads of each
     q, k = (distribute_tensor(a, mesh, [Shard(2)]) for a in (q, k))
-    with kernels_called() as seen, pytest.raises(Exception):  # noqa: B017
-        ops.attention(q, k, k, None, None, None, 0.3, False, None, 0.0)
-    assert not seen
+    refused = False  # by whatever torch's own rule says; told with `seen` in one, for ranks differ in what goes wrong first
+    with kernels_called() as seen:
+        try:
+            ops.attention(q, k, k, None, None, None, 0.3, False, None, 0.0)
+        except Exception:
+            refused = True
+    assert refused and not seen
 
 
 def test_where_no_rule_fits() -> None:
