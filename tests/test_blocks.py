@@ -73,14 +73,16 @@ def test_every_mode_has_the_same_gradients(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_mode_has_the_same_gradients_on_a_gpu(case: Case) -> None:
     """To the bit, but for one thing: a norm that hands on its input, or that two read, adds their gradients in its own backward, in
-    one rounding, and under selective recompute, where a dispatch mode watches, in two."""
+    one rounding, and under selective recompute, where a dispatch mode watches, in two. A key's bias has no gradient but roundings:
+    a billionth of the greatest is nothing."""
     with sdpa_kernel(SDPBackend.MATH):  # the others' backward adds up in no order
         wanted, _ = gradients(case, "none", device="cuda")
-        assert any(g.abs().max() > 0 for g in wanted.values())
+        greatest = max(g.norm() for g in wanted.values())
+        assert greatest > 0
         for how, exact in (("full", True), ("selective", False)):
             found, _ = gradients(case, how, device="cuda")
             for name, grad in wanted.items():
-                assert (found[name] - grad).norm() <= (0.0 if exact else 1e-5) * grad.norm(), f"{how}: {name}"
+                assert (found[name] - grad).norm() <= (0.0 if exact else 1e-5 * grad.norm() + 1e-9 * greatest), f"{how}: {name}"
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
