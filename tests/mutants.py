@@ -885,6 +885,12 @@ MUTANTS = (
     # ---- several processes
     Mutant("key-heads-unchecked", "parallel/apply.py", "for projection in (module.q, module.k):", "for projection in (module.q,):",
            "test_parallel.py::test_key_heads_must_divide_too", "Failed"),
+    Mutant("classes-of-a-data-set-in-sorted-order", "data/record.py", "return found.pop() if len(found) == 1 else None",
+           "return None", "test_data_objective.py::test_classes_that_a_data_set_numbers_keep_their_numbers"),
+    Mutant("numbers-of-classes-in-a-list-kept", "data/table.py", "            if isinstance(value, list):\n", "            if False:\n",
+           "test_data_objective.py::test_classes_that_a_data_set_numbers_keep_their_numbers"),
+    Mutant("labels-learned-in-another-order", "train/prepare.py", "set(names) <= set(learned) else names", "False else names",
+           "test_train.py::test_labels_that_a_model_has_learned_keep_their_places"),
     Mutant("products-done-again", "parallel/blocks.py", '"aten::mm", "aten::addmm", ', '"aten::mm", ',
            "test_blocks.py::test_what_is_kept_is_not_done_again[llama]"),
     Mutant("attention-that-draws-kept", "parallel/blocks.py", "in KEPT and not draws(op, args, options)", "in KEPT",

@@ -20,10 +20,12 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.encode import Reader
 from modelcenter.data.loader import Loader
 from modelcenter.data.objective import find_objective, make_examples, texts_of
-from modelcenter.data.objectives.classify import label_names
+from modelcenter.data.objectives.classify import label_names, set_names
 from modelcenter.data.objectives.lm import Blocks, fit
 from modelcenter.data.objectives.mlm import Masked
+from modelcenter.data.objectives.tag import tag_names
 from modelcenter.data.packing import Packed
+from modelcenter.data.read import read_records
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from modelcenter.errors import InputError
@@ -254,6 +256,23 @@ def test_classes_by_number_and_by_name(bert: Tokenizer) -> None:
         assert batch["labels"].tolist() == wanted and batch["labels"].dtype == torch.int64
     held = make_examples("classify", rows({"text": "a", "label": "yes"}), bert, DataConfig(), names=("no", "yes"))
     assert held.at(0, 0)[2] == 1
+
+
+def test_classes_that_a_data_set_numbers_keep_their_numbers(bert: Tokenizer, tmp_path: Path) -> None:
+    """GLUE's F1 is of class 1, "equivalent", though that comes first in the alphabet; a class that does not occur is one too."""
+    datasets = pytest.importorskip("datasets")
+    one, some = datasets.ClassLabel(names=["not_equivalent", "equivalent"]), datasets.ClassLabel(names=["O", "B-X", "A"])
+    text = datasets.Value("string")
+    kinds = datasets.Features({"text": text, "label": one, "tokens": datasets.Sequence(text), "tags": datasets.Sequence(some)})
+    data = {"text": ["a", "b"], "label": [1, 0], "tokens": [["a", "b"], ["a"]], "tags": [[1, 0], [0]]}
+    datasets.Dataset.from_dict(data, features=kinds).save_to_disk(tmp_path)
+    records = read_records(str(tmp_path))
+    assert label_names(records, DataConfig()) == ("not_equivalent", "equivalent")
+    examples = make_examples("classify", records, bert, DataConfig())
+    assert [examples.at(0, k)[2] for k in range(2)] == data["label"]
+    assert tag_names(records, DataConfig()) == ("O", "B-X", "A") == set_names(records, DataConfig(label_key="tags"))
+    tagged = make_examples("tag", records, bert, DataConfig())
+    assert [[n for n in tagged.at(0, k)[1].tolist() if n != IGNORED] for k in range(2)] == data["tags"]
 
 
 def test_true_and_false_are_two_classes(bert: Tokenizer) -> None:

@@ -215,7 +215,7 @@ def test_a_recipe_that_names_a_dataset_reads_it(zoo: Path, tmp_path: Path, monke
     recipe = load_recipe("glue/mrpc", [f"model={zoo}/bert", "batch=4", "max_steps=2", "data.seq_len=32"])
     ended = train(recipe, replace(load_machine("cpu"), threads=1))
     assert {"eval_f1", "eval_accuracy"} <= set(ended.metrics)
-    assert mc.load(ended.output_dir / "model").config.to_dict()["id2label"] == {"0": "equivalent", "1": "not_equivalent"}
+    assert mc.load(ended.output_dir / "model").config.to_dict()["id2label"] == {"0": "not_equivalent", "1": "equivalent"}
 
 
 # ------------------------------------------------------------------------------------------------------------- machines

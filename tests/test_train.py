@@ -611,6 +611,25 @@ def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
     assert mc.load(str(tmp_path / "out" / "model"), task=task).load_report.new == []
 
 
+def test_labels_that_a_model_has_learned_keep_their_places(tmp_path: Path) -> None:
+    """Whatever the alphabet says: a classifier is judged, and goes on, by its own order. Other names are said."""
+    model = mc.build("bert-base-uncased", config={**TINY, "vocab": 300}, task="classify", id2label={0: "pos", 1: "neg"})
+    with torch.no_grad():
+        model.head.out.bias.copy_(torch.tensor([9.0, -9.0]))
+    model.save_pretrained(tmp_path / "model")
+    open_tokenizer("roberta:300", [TEXT]).save(tmp_path / "model")
+    changes = {"objective": "classify", "model": str(tmp_path / "model"), "init": "pretrained", "config": {}, "tokenizer": None,
+               "data.path": str(tmp_path / "data.jsonl")}  # fmt: skip
+    for names, right in ((("neg", "pos"), 0.75), (("bad", "good"), 0.25)):
+        lines = [json.dumps({"text": f"f {n}", "label": names[n % 4 > 0]}) + "\n" for n in range(40)]
+        (tmp_path / "data.jsonl").write_text("".join(lines))
+        recipe, device = resolve(recipe_of(tmp_path, **changes, **{"data.eval_path": str(tmp_path / "data.jsonl")}), MACHINE)
+        setup = prepare(recipe, MACHINE, device)
+        assert setup.evaluation is not None and setup.evaluation(setup.model)["eval_accuracy"] == right
+        assert any("have learned pos, neg" in line for line in setup.lines) == ("bad" in names)
+    assert setup.model.config.labels == ("bad", "good")
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama-7b", "bloom-560m"])
 def test_a_classifier_by_the_last_token_takes_texts_of_any_length_in_transformers(tmp_path: Path, model: str) -> None:
     """Which finds the last token by what config.json says pads."""

@@ -45,6 +45,7 @@ class Objective(ABC):
     metrics: ClassVar[Names] = ()  # always told
     of: ClassVar[tuple[Of, ...]] = ("loss",)  # what there is to compute metrics of
     classes: ClassVar[bool] = True  # are what its labels name: they may be smoothed
+    named: ClassVar[bool] = False  # are names that records hold, or their numbers
     packs: ClassVar[bool] = True  # examples may stand side by side
     together: ClassVar[bool] = False  # the examples of a forward have a part in one another's loss
 

@@ -3,7 +3,7 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, overload
 
@@ -47,6 +47,26 @@ class Record:
         """Refuse this record by file and line; by character where it is a document, `offset` counted from its start."""
         place = f"character {self.start + offset}" if self.line is None else f"{self.unit} {self.line}"
         refuse(self.file, place, found, wanted)
+
+
+class ClassName(str):
+    """The name of a class in data that numbers its classes; `among`: the names of all, in the order of their numbers."""
+
+    among: tuple[str, ...]
+
+
+def class_names(names: Iterable[str]) -> list[ClassName]:
+    """The names of all classes, in the order of their numbers."""
+    made = [ClassName(name) for name in names]
+    for name in made:
+        name.among = tuple(map(str, made))
+    return made
+
+
+def declared(values: Iterable[Any]) -> tuple[str, ...] | None:
+    """The names of all classes in the order of their numbers, if each of `values` is one of the same. Some need not occur."""
+    found = {getattr(value, "among", None) for value in values}
+    return found.pop() if len(found) == 1 else None
 
 
 class Part(ABC, Sequence[Record]):

@@ -3,12 +3,13 @@
 Both libraries are imported where they are used. A row group of parquet is in memory at a time; a dataset is mapped.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from modelcenter.data.record import Part, Record
+from modelcenter.data.record import Part, Record, class_names
 from modelcenter.errors import nearest, refuse, refuse_missing
 
 PREFIX = "datasets:"
@@ -51,11 +52,12 @@ class Parquet(Part):
 
 
 class Dataset(Part):
-    """The rows of a `datasets.Dataset`; the number of a class stands as its name."""
+    """The rows of a `datasets.Dataset`; the number of a class stands as its name, in a list of them too."""
 
     def __init__(self, data: Any, name: str) -> None:
         self.data, self.name = data, name
-        self.classes = {key: kind.names for key, kind in data.features.items() if type(kind).__name__ == "ClassLabel"}
+        kinds = {key: getattr(kind, "feature", kind) for key, kind in data.features.items()}  # of a list, what it holds
+        self.classes = {key: class_names(kind.names) for key, kind in kinds.items() if type(kind).__name__ == "ClassLabel"}
 
     def __len__(self) -> int:
         return len(self.data)
@@ -64,9 +66,16 @@ class Dataset(Part):
         fields = dict(self.data[index])
         for key, names in self.classes.items():
             value = fields[key]
-            if isinstance(value, int) and 0 <= value < len(names):  # -1: none, as in hidden test sets
-                fields[key] = names[value]
+            if isinstance(value, list):
+                fields[key] = [name_of(one, names) for one in value]
+            else:
+                fields[key] = name_of(value, names)
         return Record(fields, self.name, index + 1, unit="row")
+
+
+def name_of(value: Any, names: Sequence[str]) -> Any:
+    """The name of the class of that number; what has none stays: -1, in hidden test sets."""
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
 
 
 def is_saved(folder: Path) -> bool:

@@ -18,6 +18,8 @@ from .. import __version__
 from ..adapter.attach import choose, insert
 from ..checkpoint import hub
 from ..checkpoint.atomic import disk_errors
+from ..checkpoint.config import read_labels
+from ..checkpoint.files import read_config
 from ..checkpoint.load import LoadReport
 from ..data.config import DataConfig
 from ..data.indexed import Tokens
@@ -139,7 +141,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         if not isinstance(source, Tokens):  # a field that is not there is named before a tokenizer or weights are fetched
             list(islice(objective.texts(source[0], recipe.data), 4))
     tokenizer = find_tokenizer(recipe, records)
-    names = objective.names(records, recipe.data)
+    names, learned = objective.names(records, recipe.data), learned_labels(recipe) if objective.named else ()
+    names = learned if names is not None and set(names) <= set(learned) else names  # in the order that the weights know
     reader = ThreadPoolExecutor(1, initializer=partial(torch.set_flush_denormal, True))  # as the thread that computes has it
     read: list[Future[None]] = []
     beside = (lambda job: read.append(reader.submit(job))) if device.type == "cpu" else None  # while the texts are encoded
@@ -195,6 +198,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         f"about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
         f"sample, trained on where it stands in [[ ]]:\n  {objective.sample(first, tokenizer, names)}",
     ]
+    if names is not None and learned and learned != names and not model.load_report.new:
+        lines.append(f"labels: {', '.join(names)}; the weights have learned {', '.join(learned)}, of which these take the places")
     if objective.together and forwards > 1:
         lines.append(f"negatives: those of a forward, not of the whole step of {forwards}: a larger micro_batch has more")
     if model.adapter is not None:
@@ -214,6 +219,18 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         "examples": len(train), "eval_examples": len(evaluation) if evaluation else 0,
     }  # fmt: skip
     return Setup(model, tokenizer, train, judge, steps, environment, lines)
+
+
+def learned_labels(recipe: Recipe) -> tuple[str, ...]:
+    """The names of the labels that the model's config.json gives; none of one that has no names but LABEL_0 and so on."""
+    folder = Path(recipe.model).expanduser()
+    if recipe.init == "random" or (recipe.model in presets() and not folder.is_dir()):
+        return ()
+    folder = folder if folder.is_dir() else hub.fetch(recipe.model, ["config.json"], {})  # the tokenizer's files came with it
+    if not (folder / "config.json").is_file():  # peft's adapters have none
+        return ()
+    found = read_labels(read_config(folder), folder / "config.json")
+    return () if found == tuple(f"LABEL_{n}" for n in range(len(found))) else found
 
 
 def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:

@@ -11,7 +11,7 @@ from modelcenter.data.collate import IGNORED, Batch, join, nth, pack, shortened,
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import Names, Objective, register
 from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
+from modelcenter.data.record import Record, declared
 from modelcenter.data.sequence import filler
 from modelcenter.errors import nearest, refuse
 
@@ -37,6 +37,7 @@ class Judged(Objective):
 @register
 class Classify(Judged):
     name = "classify"
+    named = True
     metrics = ("accuracy",)
     of = ("loss", "classes")
 
@@ -79,6 +80,7 @@ class Multilabel(Judged):
     """Of several labels each is there or not."""
 
     name = "multilabel"
+    named = True
     metrics = ("f1_micro", "f1_macro")
     of = ("loss", "sets")
     classes = False
@@ -209,14 +211,17 @@ class Valued(Labelled):
 
 
 def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
-    """The classes of `records`: names in sorted order, or LABEL_0 ... for numbers, which must run from 0 on."""
+    """The classes of `records`: names in sorted order, or all that the data set numbers, in their order (class 1, of which F1 is,
+    is theirs then); or LABEL_0 ... for numbers, which must run from 0 on."""
     values = [record.get(data.label_key, "data.label_key") for record in records]
     for record, value in zip(records, values, strict=True):
         if not isinstance(value, str | int):
             wanted = "the name or the number of a class is wanted; objective=regress is for values"
             record.refuse(f"{data.label_key} is {value!r}", wanted)
     numbers = {class_number(value) for value in values}
-    if None not in numbers:
+    if (own := declared(values)) is not None:
+        names = list(own)
+    elif None not in numbers:
         known = sorted(n for n in numbers if n is not None)
         if known != list(range(len(known))):
             found = f"the labels {str(known)[:80]}"
@@ -233,10 +238,13 @@ def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
 
 
 def set_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
-    """The labels that occur: names in sorted order, or LABEL_0 ... for numbers, up to the highest."""
+    """The labels that occur: names in sorted order, or all that the data set numbers, in their order; or LABEL_0 ... for numbers,
+    up to the highest."""
     known = {value for record in records for value in labels_of(record, data.label_key)}
     numbers = {class_number(value) for value in known}
-    if None in numbers:
+    if (own := declared(known)) is not None:
+        names = list(own)
+    elif None in numbers:
         if odd := [value for value in known if not isinstance(value, str)]:
             refuse(records[0].file, data.label_key, f"{odd[0]!r} beside names", "names, or numbers, throughout")
         names = sorted(known)

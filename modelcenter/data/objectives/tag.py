@@ -9,7 +9,7 @@ from modelcenter.data.collate import IGNORED, Batch, nth, shortened
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import Names, Objective, register
 from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
+from modelcenter.data.record import Record, declared
 from modelcenter.data.sequence import Sequences, filler
 from modelcenter.errors import nearest, refuse
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @register
 class Tag(Objective):
     name = task = "tag"
+    named = True
     keys = ("words_key", "tags_key")
     metrics = ("accuracy", "span_f1")
     of = ("loss", "classes", "tags")
@@ -91,8 +92,11 @@ def number(record: Record, tag: Any, names: Sequence[str], key: str) -> int:
 
 
 def tag_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
-    """The tags of `records`: names in sorted order, or LABEL_0 ... for numbers, up to the highest."""
+    """The tags of `records`: names in sorted order, or all that the data set numbers, in their order; or LABEL_0 ... for numbers,
+    up to the highest."""
     known = {tag for record in records for tag in sentence(record, data)[1]}
+    if (own := declared(known)) is not None:
+        return own
     if all(isinstance(tag, int) for tag in known):
         return tuple(f"LABEL_{n}" for n in range(max(known) + 1))
     if odd := [tag for tag in known if not isinstance(tag, str)]:
