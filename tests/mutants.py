@@ -626,7 +626,7 @@ MUTANTS = (
            "test_loss_scale.py::test_the_precision_of_a_device"),
     Mutant("packed-one-by-one", "layers/view.py", "self.ends is not None and mask is None", "False",
            "test_view.py::test_the_road_that_is_said_is_taken[ours-by_lengths]"),
-    Mutant("sum-in-bf16", "parallel/peers.py", "dtype=dtype if self.asked else torch.float32", "dtype=dtype",
+    Mutant("sum-in-bf16", "parallel/peers.py", "lasting(size, torch.float32, device)", "lasting(size, dtype, device)",
            "test_peers.py::test_sums_lose_nothing_and_weights_arrive", error="RuntimeError"),
     Mutant("mean-is-sum", "parallel/peers.py", "torch.mean if op == dist.ReduceOp.AVG else torch.sum", "torch.sum",
            "test_peers.py::test_sums_lose_nothing_and_weights_arrive"),

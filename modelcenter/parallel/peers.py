@@ -76,7 +76,7 @@ class Sum:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """First of all gradients, then of the sums that this rank holds."""
         self.asked = not self.asked
-        return torch.empty(size, dtype=dtype if self.asked else torch.float32, device=device)
+        return torch.empty(size, dtype=dtype, device=device) if self.asked else lasting(size, torch.float32, device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any,
                  async_op: bool = False) -> None:
@@ -102,6 +102,20 @@ class Sum:
         memory.barrier()
         come: Tensor = memory.get_buffer(me, parts.shape, parts.dtype)
         return come
+
+
+def lasting(size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for what one stream writes and the update frees: that of the stream that computes. torch's allocator keeps what was
+    freed on a stream from all others, and FSDP asks for sums on one of its own: gradients and activations would never take each
+    other's place, and with memory full be given back to the driver and asked of it again, twice a step."""
+    if device.type != "cuda":
+        return torch.empty(size, dtype=dtype, device=device)
+    here, home = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    here.wait_stream(home)  # who had this memory before has done with it
+    with torch.cuda.stream(home):
+        out = torch.empty(size, dtype=dtype, device=device)
+    out.record_stream(here)
+    return out
 
 
 def exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
