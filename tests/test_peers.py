@@ -135,3 +135,27 @@ def test_where_nodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for local, ranks, one in (("4", [0, 1, 2, 3], True), ("4", [2, 4], False), ("2", [4, 5], True), (None, [0, 7], True)):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False) if local is None else monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         assert peers.on_one_node(ranks) is one
+
+
+@pytest.mark.gpu
+def test_sums_and_activations_take_each_other_s_place() -> None:
+    """On one GPU: what the update frees is had by the stream that computes, and not before the sums' stream has done with it."""
+    device, size = torch.device("cuda", torch.cuda.current_device()), 2**26
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    side, before = torch.cuda.Stream(device), torch.cuda.memory_reserved()
+    with torch.cuda.stream(side):
+        grown = peers.lasting((size,), torch.float32, device).fill_(1.0)
+        torch.cuda._sleep(2**28)  # type: ignore[no-untyped-call]  # torch has no types there
+        grown.fill_(2.0)
+        seen = grown.clone()  # of the side stream's own memory
+    there = torch.cuda.memory_reserved()
+    del grown
+    early = torch.zeros(size, device=device)  # while the other stream writes
+    torch.cuda.synchronize()
+    assert not early.any() and (seen == 2.0).all()
+    del early
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_reserved()
+    again = torch.zeros(size, device=device)
+    assert torch.cuda.memory_reserved() == held >= there > before and not again.any()
