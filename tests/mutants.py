@@ -885,6 +885,8 @@ MUTANTS = (
     # ---- several processes
     Mutant("key-heads-unchecked", "parallel/apply.py", "for projection in (module.q, module.k):", "for projection in (module.q,):",
            "test_parallel.py::test_key_heads_must_divide_too", "Failed"),
+    Mutant("constants-that-correlate", "metrics/labels.py", "if not np.ptp(f) or not np.ptp(w):", "if len(f) < 2:",
+           "test_metrics.py::test_classes_and_values_by_hand"),
     Mutant("classes-of-a-data-set-in-sorted-order", "data/record.py", "return found.pop() if len(found) == 1 else None",
            "return None", "test_data_objective.py::test_classes_that_a_data_set_numbers_keep_their_numbers"),
     Mutant("numbers-of-classes-in-a-list-kept", "data/table.py", "            if isinstance(value, list):\n", "            if False:\n",

@@ -58,6 +58,8 @@ def test_classes_and_values_by_hand() -> None:
     assert labels.mcc(found, wanted) == pytest.approx((2 * 1 - 1 * 1) / (3 * 3 * 2 * 2) ** 0.5)
     assert labels.mcc([0, 0], [0, 0]) == 0 and labels.f1([0], [0]) == 0
     assert labels.mse([1.0, 2.0], [2.0, 4.0]) == 2.5
+    for many in (10, 1000):  # means of which are off by a last place
+        assert labels.pearson(np.full(many, 1 / 3), np.full(many, 0.3)) == 0 == labels.pearson(np.full(many, 0.1), np.full(many, 0.7))
     assert labels.ranks([5.0, 1.0, 5.0, 9.0]).tolist() == [2.5, 1, 2.5, 4]
     assert labels.pearson([1.0, 2.0, 3.0], [1.0, 2.0, 4.0]) == pytest.approx(3 / (2 * 14 / 3) ** 0.5)
 

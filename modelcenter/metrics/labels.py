@@ -70,7 +70,10 @@ def mse(found: Numbers, wanted: Numbers) -> float:
 
 def pearson(found: Numbers, wanted: Numbers) -> float:
     """Pearson's correlation; 0 where one side never varies."""
-    f, w = (np.asarray(x, float) - np.mean(x) for x in (found, wanted))
+    f, w = (np.asarray(x, float) for x in (found, wanted))
+    if not np.ptp(f) or not np.ptp(w):  # their mean may be off by a last place, and two such errors would correlate
+        return 0.0
+    f, w = f - f.mean(), w - w.mean()
     under = float(np.sqrt(f @ f) * np.sqrt(w @ w))
     return float(f @ w / under) if under > 0 else 0.0
 
