@@ -885,6 +885,8 @@ MUTANTS = (
     # ---- several processes
     Mutant("key-heads-unchecked", "parallel/apply.py", "for projection in (module.q, module.k):", "for projection in (module.q,):",
            "test_parallel.py::test_key_heads_must_divide_too", "Failed"),
+    Mutant("ends-of-spans-that-begin-others", "metrics/labels.py", """open_ and mark in ("I", "M", "E", "L")""",
+           """open_ and mark in ("I",)""", "test_metrics.py::test_spans_of_tags"),
     Mutant("constants-that-correlate", "metrics/labels.py", "if not np.ptp(f) or not np.ptp(w):", "if len(f) < 2:",
            "test_metrics.py::test_classes_and_values_by_hand"),
     Mutant("classes-of-a-data-set-in-sorted-order", "data/record.py", "return found.pop() if len(found) == 1 else None",

@@ -59,7 +59,7 @@ def test_classes_and_values_by_hand() -> None:
     assert labels.mcc([0, 0], [0, 0]) == 0 and labels.f1([0], [0]) == 0
     assert labels.mse([1.0, 2.0], [2.0, 4.0]) == 2.5
     for many in (10, 1000):  # means of which are off by a last place
-        assert labels.pearson(np.full(many, 1 / 3), np.full(many, 0.3)) == 0 == labels.pearson(np.full(many, 0.1), np.full(many, 0.7))
+        assert all(labels.pearson(np.full(many, x), np.full(many, 0.3)) == 0 for x in (1 / 3, 0.1, 0.7))
     assert labels.ranks([5.0, 1.0, 5.0, 9.0]).tolist() == [2.5, 1, 2.5, 4]
     assert labels.pearson([1.0, 2.0, 3.0], [1.0, 2.0, 4.0]) == pytest.approx(3 / (2 * 14 / 3) ** 0.5)
 
@@ -71,6 +71,10 @@ def test_spans_of_tags() -> None:
     assert labels.span_f1(found, wanted) == 0.5
     assert labels.spans(["I-A", "I-A", "I-B", "B-B", "I-A"]) == {(0, 2, "A"), (2, 3, "B"), (3, 4, "B"), (4, 5, "A")}
     assert labels.spans(["NN", "NN", "O"]) == {(0, 1, "NN"), (1, 2, "NN")}
+    for b, i, e, s in ("BIES", "BMES", "BILU"):  # a span of three, one, one of two, one, and what goes on with nothing
+        tags = [f"{b}-A", f"{i}-A", f"{e}-A", f"{s}-A", f"{b}-A", f"{e}-A", f"{s}-B", "O", f"{e}-A"]
+        assert labels.spans(tags) == {(0, 3, "A"), (3, 4, "A"), (4, 6, "A"), (6, 7, "B"), (8, 9, "A")}
+    assert labels.spans(["B", "I", "O", "B", "B", "I"]) == {(0, 2, ""), (3, 4, ""), (4, 6, "")}
     assert labels.span_f1([["O"]], [["O"]]) == 0
 
 

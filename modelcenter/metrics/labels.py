@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+MARKS = ("B", "I", "M", "E", "L", "S", "U")  # before a tag's kind, of a span
 Numbers = Sequence[float] | NDArray[np.float64]
 
 
@@ -91,16 +92,19 @@ def ranks(values: Numbers) -> NDArray[np.float64]:
 
 
 def spans(tags: Sequence[str]) -> set[tuple[int, int, str]]:
-    """(start, stop, kind) of the spans that B-, I- and O tags mark. As in CoNLL's own script a span begins with a B, or with an I
-    that does not go on with its kind; a tag without a prefix is a span of one."""
-    found, start, kind = set(), 0, ""
+    """(start, stop, kind) of the spans that B-, I- and O tags mark, with or without a kind. As in CoNLL's own script a span begins
+    with a B, or with an I that does not go on with its kind, an E ends one, and an S is one alone; M is I, L is E and U is S in
+    other hands. Any other tag is a span of one."""
+    found: set[tuple[int, int, str]] = set()
+    start, kind, open_ = 0, None, False
     for at, tag in enumerate([*tags, "O"]):
         mark, _, name = tag.partition("-")
-        goes_on = mark == "I" and name == kind and name != ""
-        if kind and not goes_on:
+        goes_on = open_ and mark in ("I", "M", "E", "L") and name == kind
+        if kind is not None and not goes_on:
             found.add((start, at, kind))
         if not goes_on:
-            start, kind = at, "" if tag == "O" else name or tag
+            start, kind = at, None if tag == "O" else name if name or mark in MARKS else tag
+        open_ = mark in ("B", "I", "M")
     return found
 
 
