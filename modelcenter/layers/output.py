@@ -28,6 +28,11 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def repeats(x: Tensor) -> bool:
+    """Whether attention is asked for by torch.use_deterministic_algorithms: ours is, where torch has kernels that are not."""
+    return on_gpu(x) and torch.are_deterministic_algorithms_enabled()
+
+
 @dataclass(frozen=True)
 class Batch:
     """The arguments of one forward, brought into one form."""
@@ -106,9 +111,10 @@ class Batch:
                 open_ = self.context if causal else None
                 return View(None, causal, self.packing, angles, None, self.cache, bias, self.mask, self.ends, open_)
             bias = bias.spread()
-        if causal and bias is None and self.context is not None and on_gpu(self.x):
+        context = self.context if causal else None
+        if bias is None and (repeats(self.x) or (context is not None and on_gpu(self.x))):
             masked = Once(partial(self.masked, causal, bias, angles))
-            return View(None, causal, self.packing, angles, None, self.cache, None, self.mask, self.ends, self.context, masked)
+            return View(None, causal, self.packing, angles, None, self.cache, None, self.mask, self.ends, context, masked)
         return self.masked(causal, bias, angles)
 
     def masked(self, causal: bool, bias: Tensor | None, angles: Angles | None) -> View:
@@ -143,7 +149,10 @@ class Batch:
             packing = Packing(self.packing.q, source.packing.k)
         mask = None if source.mask is None else source.mask[:, None, None, :]
         ends = packing.ends(memory.device) if packing is not None and memory.is_cuda else None
-        return View(mask, packing=packing, memory=memory, cache=self.cache, ends=ends)
+        view = View(mask, packing=packing, memory=memory, cache=self.cache, ends=ends)
+        if not repeats(memory) or isinstance(self.cache, Fixed):
+            return view
+        return View(packing=packing, memory=memory, cache=self.cache, seen=source.mask, ends=ends, masked=Once(lambda: view))
 
 
 class Output(dict[Any, Any]):

@@ -1,0 +1,87 @@
+"""Attention where torch.use_deterministic_algorithms asks for the same bits each time: by our kernel, padded or packed too."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+import modelcenter as mc
+from modelcenter.layers import output, view
+from modelcenter.layers.output import Batch
+
+REAL = (11, 7, 11)  # tokens of the rows
+LAYERS = 2  # T5's own attention is by distance: these are its decoder's across
+KINDS = [("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True), ("bert", False), ("t5", False)]
+MODELS = {"gpt2": "lm", "bert-base-uncased": "mlm", "llama-3.2-1b": "lm", "t5-v1_1-base": "seq2seq"}
+
+
+@pytest.fixture
+def asked() -> Iterator[Any]:
+    yield lambda warn: torch.use_deterministic_algorithms(True, warn_only=warn)
+    torch.use_deterministic_algorithms(False)
+
+
+def judged(kind: str, model: Any, packed: bool, device: str = "cpu") -> list[torch.Tensor]:
+    """The loss and all gradients."""
+    ids = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(0)).to(device)
+    real = (torch.arange(11) < torch.tensor(REAL)[:, None]).to(device)
+    labels = ids.masked_fill(~real, -100)
+    args: dict[str, Any] = {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+    if packed:
+        ends = torch.tensor([0, *REAL], dtype=torch.int32).cumsum(0).int().to(device)
+        where = torch.cat([torch.arange(n) for n in REAL])[None].to(device)
+        args = {"input_ids": ids[real][None], "labels": labels[real][None], "position_ids": where, "cu_seq_lens_q": ends,
+                "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}  # fmt: skip
+    model.zero_grad()
+    loss = model(**args).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("warn", [False, True])
+@pytest.mark.parametrize(("kind", "packed"), KINDS)
+def test_it_is_our_kernel_that_is_asked(kind: str, packed: bool, warn: bool, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here its reference. Unasked nothing changes, and where the kernel does not take the heads the mask is there."""
+    model = zoo.pair(zoo.Case(kind, "default", {"bert": "mlm", "t5": "seq2seq"}.get(kind, "lm")))[1]
+    calls: list[str] = []
+    real, masked = view.View.by_lengths, Batch.masked
+    monkeypatch.setattr(output, "on_gpu", lambda x: True)
+    monkeypatch.setattr(view, "covers", lambda q: True)
+    monkeypatch.setattr(view.View, "by_lengths", lambda *args: calls.append("ours") or real(*args))
+    monkeypatch.setattr(Batch, "masked", lambda *args: calls.append("mask") or masked(*args))
+    wanted = judged(kind, model, packed)
+    assert "ours" not in calls
+    asked(warn)
+    calls.clear()
+    found = judged(kind, model, packed)
+    assert calls.count("ours") == LAYERS and (kind == "t5" or "mask" not in calls)
+    monkeypatch.setattr(view, "covers", lambda q: False)
+    calls.clear()
+    for one, other, same in zip(found, wanted, judged(kind, model, packed), strict=True):
+        assert (one - other).abs().max() <= 1e-10 * other.abs().max().clamp(min=1e-3) and torch.equal(same, other)
+    assert "ours" not in calls and (kind == "t5" or "mask" in calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warn", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_on_a_gpu_have_the_same_bits(name: str, warn: bool, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences so long that torch's attention adds up in another order each time, some of them padded, with dropout."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products
+    asked(warn)
+    model = mc.build(name, task=MODELS[name], config={"layers": 2}, device="cuda", dtype=torch.float32).train()
+    n = 512 if name.startswith("bert") else 1024
+    ids = torch.randint(5, 30000, (4, n), generator=torch.Generator().manual_seed(0)).cuda()
+    real = torch.arange(n, device="cuda") < torch.tensor([[n], [n - 300], [n], [n - 1]], device="cuda")
+    found = []
+    for _ in range(3):
+        torch.manual_seed(3)
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, attention_mask=real.long(), labels=ids.masked_fill(~real, -100)).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
