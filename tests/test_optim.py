@@ -328,6 +328,20 @@ def test_muon_leaves_what_is_not_a_hidden_matrix_to_adamw() -> None:
         assert optimizer.state[p].keys() == ({"step", "exp_avg", "exp_avg_sq"} if same else {"momentum_buffer"})
 
 
+def test_a_state_dict_that_is_loaded_leaves_no_group_behind() -> None:
+    model = small()
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.01))
+    steps(model, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = [p.detach().clone() for p in model.parameters()]
+    for group in optimizer.param_groups:
+        group.update(lr=0.0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 OTHERS = ["adafactor", "lion", "muon"]
 
 

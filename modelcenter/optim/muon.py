@@ -45,23 +45,23 @@ class Muon(AdamW):
         super().__init__(params, **options)
         self.ranks = ranks
         self.regions: dict[Tensor, list[tuple[Region, bool]]] = {}
-        self.mine = [group for group in self.param_groups if group["muon"]]
-        self.others = [group for group in self.param_groups if not group["muon"]]
-        for group in self.mine:
-            group["momentum"] = momentum
+        for group in self.param_groups:
+            if group["muon"]:
+                group["momentum"] = momentum
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
         loss = evaluated(closure)
-        if clip is not None and not scaled(self.mine, clip):
+        both = self.param_groups  # of this moment: a state dict that is loaded makes them anew
+        mine = [group for group in both if group["muon"]]
+        if clip is not None and not scaled(mine, clip):
             return loss
-        both = self.param_groups
         try:
-            self.param_groups = self.others
+            self.param_groups = [group for group in both if not group["muon"]]
             super().step(clip=clip)
         finally:
             self.param_groups = both
-        groups = {p: group for group in self.mine for p in group["params"] if gradient(p) is not None}
+        groups = {p: group for group in mine for p in group["params"] if gradient(p) is not None}
         for p, direction in self.orthogonal({p: self.moved(p, group["momentum"]) for p, group in groups.items()}):
             lr, x = groups[p]["lr"], local(p)
             x.mul_(1 - lr * groups[p]["weight_decay"])
