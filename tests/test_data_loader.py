@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelcenter.data.collate import IGNORED
-from modelcenter.data.loader import Loader
+from modelcenter.data.loader import Budget, Loader
 from modelcenter.data.order import order
 
 
@@ -111,3 +111,14 @@ def test_refusals() -> None:
             Loader(Numbers(3), together, *arguments)
     with pytest.raises(ValueError, match="at least one example"):
         Loader(Numbers(0), together, 1)
+
+
+def test_more_ranks_than_the_samples_that_nobody_asked_for() -> None:
+    """A budget counts in tokens: `batch` has no say, and each rank has a sample at least."""
+    numbers: Any = Numbers(40)
+    numbers.lengths = np.full(40, 5)
+    shares = [Loader(numbers, together, 8, 0, rank, 10, budget=Budget(20, 20)) for rank in range(10)]
+    assert [next(share.steps())[0] for share in shares] == [10] * 10
+    assert sorted(index for share in shares for _, index in real(next(share.steps())[1][0])) == sorted(
+        shares[0].index(p)[1] for p in range(10)
+    )

@@ -80,7 +80,7 @@ class Loader:
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world or self.batch < self.world:
+        if not 0 <= self.rank < self.world or (self.budget is None and self.batch < self.world):
             raise ValueError(f"rank {self.rank} of {self.world} cannot share batches of {self.batch} samples")
         if not len(self.examples):
             raise ValueError("a loader needs at least one example")
