@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from modelcenter.checkpoint import load
+from modelcenter.checkpoint.exchange import position
 from modelcenter.checkpoint.folder import DTYPES, BinSlice, Folder, raw, read_bin
 from modelcenter.errors import LIMIT, InputError, MissingError
 
@@ -175,6 +176,16 @@ def test_bin_views_and_aliases(tmp_path):
             assert same(got, value.detach()) and not got.requires_grad and got.is_contiguous()
 
 
+@pytest.mark.parametrize("modern", [True, False])
+def test_tensors_of_a_bin_are_in_the_order_of_the_file(tmp_path, modern):
+    """Whatever addresses they have: those of a file of an old torch, which is read, differ from rank to rank."""
+    names = [f"w{(7 * i) % 20}" for i in range(20)]
+    table = {name: torch.randn(1 + 3000 * (i % 5)) for i, name in enumerate(names)}
+    torch.save(table, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=modern)
+    with Folder(tmp_path) as folder:
+        assert sorted(names, key=lambda name: position(folder.slice(name))) == names
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("pwned",)
@@ -186,6 +197,8 @@ def test_tied_weights_of_a_bin_are_the_same_unread(tmp_path, monkeypatch):
     with Folder(tmp_path) as folder:
         a, tied, copy, other = (folder.slice(name) for name in ("a", "tied", "copy", "other"))
         assert load.same(a, copy) and not load.same(a, other)
+        square = torch.arange(9.0).view(3, 3)
+        assert not load.same(BinSlice(square, tmp_path, 0), BinSlice(square.t(), tmp_path, 1))  # one storage, read in two ways
         monkeypatch.setattr(BinSlice, "__getitem__", lambda *_: pytest.fail("read"))
         assert load.same(a, tied)
 

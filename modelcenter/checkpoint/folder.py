@@ -76,7 +76,7 @@ class Folder:
                 for file, header in read_index(weights).headers.items():
                     self._add(header.tensors, self.path / file)
             elif weights.name.endswith(".bin"):
-                self._slices = {k: BinSlice(t, weights) for k, t in read_bin(weights).items()}
+                self._slices = {k: BinSlice(t, weights, i) for i, (k, t) in enumerate(read_bin(weights).items())}
             else:
                 self._add_bins(weights)
         except BaseException:
@@ -98,12 +98,12 @@ class Folder:
             held = read_bin(self.path / file)
             for name in sorted(n for n, f in weight_map.items() if f == file and n not in held):
                 refuse(self.path / file, name, f"no such tensor, though {index.name} places it here", "a matching pair")
-            for name, tensor in held.items():
+            for number, (name, tensor) in enumerate(held.items()):
                 if weight_map.get(name) != file:
                     other = weight_map.get(name)
                     found = f"held here and in {other}" if other else f"a tensor that {index.name} does not list"
                     refuse(self.path / file, name, found, "each tensor once")
-                self._slices[name] = BinSlice(tensor, self.path / file)
+                self._slices[name] = BinSlice(tensor, self.path / file, number)
 
     def keys(self) -> frozenset[str]:
         """The names of all tensors, as the files spell them."""
@@ -186,11 +186,13 @@ class FileSlice:
 
 
 class BinSlice:
-    """A tensor of a `.bin` file, mapped by torch."""
+    """A tensor of a `.bin` file, mapped by torch. In the order in which they were saved they stand in it; no address says that of a
+    file that had to be read, and several ranks must say the same."""
 
-    def __init__(self, tensor: Tensor, file: Path) -> None:
+    def __init__(self, tensor: Tensor, file: Path, number: int) -> None:
         self.shape, self.dtype, self.file = tuple(tensor.shape), tensor.dtype, file
-        self._tensor, self.start = tensor, tensor.data_ptr()
+        self._tensor, self.start = tensor, number
+        self.place = tensor.data_ptr(), tensor.stride()
 
     def __getitem__(self, index: Any) -> Tensor:
         picked = tuple(slice(*r) for r in _ranges(index, self.shape))

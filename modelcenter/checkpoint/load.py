@@ -70,7 +70,7 @@ def same(a: Lazy, b: Lazy) -> bool:
     """Whether two tensors hold equal values; read a few rows at a time."""
     if a.shape != b.shape:
         return False
-    if isinstance(a, BinSlice) and isinstance(b, BinSlice) and (a.start, a.dtype) == (b.start, b.dtype):
+    if isinstance(a, BinSlice) and isinstance(b, BinSlice) and (a.place, a.dtype) == (b.place, b.dtype):
         return True  # one storage under two names, as torch.save keeps tied weights: the next gigabyte need not be read
     rest = everything(a.shape)[1:]
     steps = (slice(i, min(i + ROWS, a.shape[0])) for i in range(0, a.shape[0], ROWS))
