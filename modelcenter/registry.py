@@ -5,7 +5,7 @@ import math
 import os
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -405,7 +405,7 @@ def load(
         task = task_of(cls, folder) if task == "auto" else task
         check_task(cls, task)
         full, untied = untie(cls, full, folder, task)
-        model = skeleton(cls, full, task, dtype_of(folder) if dtype == "auto" else as_dtype(dtype))
+        model = skeleton(cls, full, task, dtype_of(folder, cls.ignored) if dtype == "auto" else as_dtype(dtype))
         dense: dict[str, Tensor] = {}
         if isinstance(model.head, EmbedHead):
             said = read_modules(path)
@@ -608,9 +608,11 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def dtype_of(folder: Folder) -> torch.dtype:
-    """The dtype of the folder's floating-point tensors: the widest, where they differ."""
-    kinds = {folder.dtype(key) for key in folder.keys()}  # noqa: SIM118  # no dict
+def dtype_of(folder: Folder, ignored: Sequence[str]) -> torch.dtype:
+    """The dtype of the folder's floating-point tensors but those of `ignored` patterns, as are masks and frequencies: the widest,
+    where they differ."""
+    keys = [key for key in folder.keys() if not any(fnmatchcase(key, pattern) for pattern in ignored)]  # noqa: SIM118  # no dict
+    kinds = {folder.dtype(key) for key in keys}
     floating = [k for k in kinds if k.is_floating_point and k.itemsize > 1]
     return max(floating, key=lambda k: (k.itemsize, k == torch.bfloat16), default=torch.float32)
 
@@ -632,6 +634,11 @@ def resize(model: Model, vocab: int, seed: int) -> None:
         if hasattr(part, "vocab"):
             part.vocab = vocab  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or a module
     model.tie()
+    for part in model.modules():  # torch's own word of a size, which others' tools read
+        if isinstance(part, nn.Embedding):
+            part.num_embeddings = len(part.weight)
+        elif isinstance(part, nn.Linear):
+            part.out_features = len(part.weight)
 
 
 def vocabulary(model: Model) -> list[str]:

@@ -153,6 +153,8 @@ def test_token_types_are_words(tmp_path: Path) -> None:
     theirs, ours = zoo.pair(CASE)
     args = zoo.inputs(CASE) | {"token_type_ids": torch.randint(0, 128, (2, 11))}
     assert (ours(**args).logits - theirs(**args).logits).abs().max() < 1e-10
+    args["inputs_embeds"] = ours.get_input_embeddings()(args.pop("input_ids")) * 2
+    assert (ours(**args).logits - theirs(**args).logits).abs().max() < 1e-10
 
 
 def test_freezing(tmp_path: Path) -> None:

@@ -174,6 +174,9 @@ def test_old_files(tmp_path: Path) -> None:
     ours = mc.load(tmp_path)
     near(ours(text()).logits, theirs(text()).logits)
     assert ours.load_report.aliased == ["lm_head.weight"] and len(ours.load_report.ignored) == 2
+    half = {name: value if name.endswith("inv_freq") else value.half() for name, value in tensors.items()}
+    save_file(half, file, metadata={"format": "pt"})
+    assert mc.load(tmp_path).dtype == torch.float16  # whatever that of frequencies, which are not read
 
     tensors["lm_head.weight"] *= -1  # said to be tied, but it is another tensor
     save_file(tensors, file, metadata={"format": "pt"})

@@ -317,6 +317,8 @@ def test_embeddings_grow_and_shrink(case: Case) -> None:
         close(new[..., :128], old, 1e-10, str(case))
     ours.resize_token_embeddings(100)
     assert scores(ours(**args)).shape[-1] in (100, old.shape[-1])
+    assert ours.get_input_embeddings().num_embeddings == 100
+    assert all(m.out_features == len(m.weight) for m in ours.modules() if isinstance(m, torch.nn.Linear))
 
 
 @pytest.mark.parametrize("name", sorted(presets()))

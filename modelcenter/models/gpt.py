@@ -72,7 +72,9 @@ class GPT(Model):
         self.decoder = Stack((block(i) for i in range(c.layers)), norm=norm())
 
     def body(self, batch: Batch) -> Tensor:
-        x = batch.x if batch.segments is None else self.embed.tokens(batch.x) + self.embed.tokens(batch.segments)
+        x = batch.x
+        if batch.segments is not None:
+            x = (self.embed.tokens(x) if x.dim() == 2 else x) + self.embed.tokens(batch.segments)
         out: Tensor = self.decoder(self.embed(x, batch.at), batch.view(causal=True))
         return out
 
