@@ -622,6 +622,8 @@ MUTANTS = (
            error="FileNotFoundError"),
     Mutant("pooling-of-the-family", "checkpoint/sentence.py", "        head.pick = POOLINGS[said.pooling]\n", "        pass\n",
            "test_sentence.py::test_dense_layers_are_read_trained_and_written_back[bert-cls_token-bin]"),
+    Mutant("bf16-without-units", "train/prepare.py", "has_low_units(torch.bfloat16) and (width is None", "(width is None",
+           "test_loss_scale.py::test_the_precision_of_a_cpu[False]"),
     Mutant("emulated-bf16", "train/prepare.py", "is_bf16_supported(including_emulation=False)", "is_bf16_supported()",
            "test_loss_scale.py::test_the_precision_of_a_device"),
     Mutant("packed-one-by-one", "layers/view.py", "self.ends is not None and mask is None", "False",

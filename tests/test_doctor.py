@@ -37,7 +37,7 @@ def test_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
         assert found["extension"].endswith("references only") and found["advice"]
     else:
         assert found["extension"] == "built" and found["cpu_kernels"].endswith(": they run")
-    assert found["precision_auto"]["cpu"] == "fp32"
+    assert found["precision_auto"]["cpu"] == ("bf16" if doctor.has_low_units(torch.bfloat16) else "fp32")
     assert ("in hardware" in found["bf16_on_cpu"]) == doctor.has_low_units(torch.bfloat16)
 
 

@@ -1,9 +1,11 @@
 """Training in fp16: the loss scale and what is trained under it, step by step against torch.amp.GradScaler, and a resume."""
 
+import importlib
 import itertools
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ from modelcenter.errors import InputError
 from modelcenter.optim import loss_scale
 from modelcenter.optim.loss_scale import LossScale
 from modelcenter.optim.schedules import lr_factor
-from modelcenter.train import loop
+from modelcenter.train import loop, paper
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.loop import train
 from modelcenter.train.prepare import automatic_precision, prepare, resolve
-from modelcenter.train.recipe import Recipe
+from modelcenter.train.recipe import Recipe, load_recipe
 
 HALF = {"precision": "fp16", "logging_steps": 1, "eval_steps": None, "config": {**TINY, **STILL}}
 
@@ -160,4 +162,22 @@ def test_the_precision_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for able, wanted in ((True, "bf16"), (False, "fp16")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, it=able: it or including_emulation)
         assert automatic_precision(torch.device("cuda")) == wanted
-    assert automatic_precision(torch.device("cpu")) == "fp32"
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_the_precision_of_a_cpu(units: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model gains little, and a test of one should not depend on the processor; of a hub's model nothing is known yet."""
+    module = importlib.import_module("modelcenter.train.prepare")
+    monkeypatch.setattr(module, "has_low_units", lambda dtype: units and dtype == torch.bfloat16)
+    cpu, wide = torch.device("cpu"), "bf16" if units else "fp32"
+    assert [automatic_precision(cpu, width) for width in (None, 768, 256, 255, 32)] == [wide, wide, wide, "fp32", "fp32"]
+    (tmp_path / "text.txt").write_text("a text\n")
+    for model, config, wanted in (("gpt2", {}, wide), ("gpt2", {"dim": 64, "heads": 2}, "fp32"), ("somebody/model", {}, wide)):
+        recipe = load_recipe("finetune", {"model": model, "config": config, "data.path": str(tmp_path / "text.txt")})
+        assert resolve(recipe, MACHINE)[0].precision == wanted
+        assert resolve(replace(recipe, precision="fp32"), MACHINE)[0].precision == "fp32"
+    mc.build("gpt2", config={**TINY, "vocab": 10}).save_pretrained(tmp_path / "model")
+    assert resolve(replace(recipe, model=str(tmp_path / "model")), MACHINE)[0].precision == "fp32"
+    for config, wanted in (({}, wide), ({**TINY, "vocab": 10}, "fp32")):  # a plan says the same
+        alone = replace(recipe, model="gpt2", config=config, data=replace(recipe.data, seq_len=8), batch=1, micro_batch=1)
+        assert f", {wanted}, " in paper.on_paper(alone, MACHINE, 1, None, bare=True)[1][0]

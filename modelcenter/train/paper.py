@@ -18,7 +18,7 @@ from ..parallel.machine import Machine
 from ..parallel.survey import Survey, survey
 from ..registry import build, check_adapter, presets
 from .fit import job_of, keeper
-from .prepare import check_ranks, prepare, resolve
+from .prepare import automatic_precision, check_ranks, prepare, resolve, sizes_of
 from .recipe import Recipe
 from .step import autocast
 
@@ -46,8 +46,9 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
     machine = replace(machine, devices=None, tensor_parallel=1, fsdp=1, replicate=1)
     gpu = device is not None and found.type == "cpu"
     asked = recipe.micro_batch
-    precision = automatic(chip) if recipe.precision == "auto" and (device is not None or found.type == "cpu") else recipe.precision
-    recipe = replace(recipe, precision=precision)
+    if recipe.precision == "auto":
+        here = automatic_precision(found, sizes_of(recipe).get("dim"))
+        recipe = replace(recipe, precision=here if device is None else automatic(chip))
     job = job_alone(recipe, found, gpu) if bare else job_there(recipe, machine, found, gpu)
     costs = Costs(job, chip)
     others = {}
@@ -85,8 +86,8 @@ def runnable(recipe: Recipe, model: Any) -> Callable[[Machine], bool]:
 
 
 def automatic(chip: Chip) -> Any:
-    """What `precision: auto` is on a chip."""
-    return "bf16" if chip.bf16 and chip.name != "CPU" else "fp16" if chip.fp16 else "fp32"
+    """What `precision: auto` is on a chip that is not here."""
+    return "bf16" if chip.bf16 else "fp16" if chip.fp16 else "fp32"
 
 
 def job_there(recipe: Recipe, machine: Machine, device: torch.device, gpu: bool) -> Job:
