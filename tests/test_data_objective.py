@@ -294,6 +294,9 @@ def test_pairs_of_texts_are_cut_like_transformers(bert: Tokenizer, tmp_path: Pat
     batch = examples.collate(all_of(examples))
     wanted = theirs([a for a, _ in pairs], [b for _, b in pairs], truncation=True, max_length=20, padding=True,
                     return_token_type_ids=True, return_tensors="pt")
+    assert set(theirs("a", "b")) == {"input_ids", "attention_mask", "token_type_ids"}  # what a model of pairs is asked with
+    bert.save(tmp_path, segments=False)  # beside a model to which they are words
+    assert set(AutoTokenizer.from_pretrained(str(tmp_path))("a", "b")) == {"input_ids", "attention_mask"}
     for key in ("input_ids", "attention_mask", "token_type_ids"):
         assert torch.equal(batch[key], wanted[key]), key
     single = make_examples("classify", records, bert, DataConfig(text_key="s1"))

@@ -611,6 +611,28 @@ def test_every_objective_trains(tmp_path: Path, objective: str) -> None:
     assert mc.load(str(tmp_path / "out" / "model"), task=task).load_report.new == []
 
 
+@pytest.mark.parametrize("model", ["bert-base-uncased", "gpt2"])
+def test_a_model_of_pairs_is_asked_in_transformers_with_what_it_was_trained_with(tmp_path: Path, model: str) -> None:
+    """Whose tokenizer gives segments to BERT, and none to GPT-2, which would take them for words."""
+    (tmp_path / "bert").mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef"]
+    (tmp_path / "bert" / "vocab.txt").write_text("\n".join(words) + "\n")
+    lines = [json.dumps({"text": "a b", "pair": "c d e"[: 1 + 2 * (n % 3)], "label": "yes" if n % 2 else "no"}) for n in range(12)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    changes = {"objective": "classify", "model": model, "tokenizer": str(tmp_path / "bert"), "data.pair_key": "pair"}
+    train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl"), "max_steps": 1}), MACHINE)
+    folder = tmp_path / "out" / "model"
+    asked = transformers.AutoTokenizer.from_pretrained(folder)("a b", "c d", return_tensors="pt")
+    assert ("token_type_ids" in asked) == (model != "gpt2")
+    recipe, device = resolve(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "data.jsonl")}), MACHINE)
+    batch = next(prepare(recipe, MACHINE, device).loader.steps())[1][0]
+    assert ("token_type_ids" in batch) == ("token_type_ids" in asked)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    ids, segments = mc.load_tokenizer(folder).encode_pair("a b", "c d")
+    given = {} if model == "gpt2" else {"token_type_ids": torch.tensor([segments])}
+    assert torch.allclose(mc.load(folder)(torch.tensor([ids]), **given).logits, theirs(**asked).logits, atol=1e-6)
+
+
 def test_labels_that_a_model_has_learned_keep_their_places(tmp_path: Path) -> None:
     """Whatever the alphabet says: a classifier is judged, and goes on, by its own order. Other names are said."""
     model = mc.build("bert-base-uncased", config={**TINY, "vocab": 300}, task="classify", id2label={0: "pos", 1: "neg"})

@@ -16,8 +16,9 @@ PORTION = 1 << 20  # characters that are encoded at a time: enough for all cores
 class Reader:
     """A tokenizer that names the record when a text cannot be encoded for the model."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int | None, train: bool = True) -> None:
-        self.tokenizer, self.vocab, self.train = tokenizer, vocab, train
+    def __init__(self, tokenizer: Tokenizer, vocab: int | None, train: bool = True, segments: bool = True) -> None:
+        """`segments`: whether the model tells the second of two texts from the first by segment ids."""
+        self.tokenizer, self.vocab, self.train, self.segments = tokenizer, vocab, train, segments
         template = tokenizer.encode("") if tokenizer.bos_id is not None else []
         self.bos = template[:1] if template[:1] == [tokenizer.bos_id] else []
         self.eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -29,6 +30,11 @@ class Reader:
         if vocab is not None and size > vocab:
             said = f"{tokenizer.name}: {size} tokens where the model has {vocab}; data that holds such an id is refused"
             warnings.warn(said, stacklevel=3)
+
+    @property
+    def segmented(self) -> bool:
+        """Whether examples of two texts have segment ids."""
+        return self.segments and self.tokenizer.segmented
 
     def encode(self, record: Record, text: str) -> list[int]:
         """The ids of `text` without the tokenizer's template."""

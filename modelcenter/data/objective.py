@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from modelcenter.data.collate import Batch, describe_sample
@@ -133,11 +134,13 @@ def find_objective(name: str) -> Objective:
 
 
 def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", data: DataConfig, *, vocab: int | None = None,
-                  seed: int = 0, train: bool = True, names: Sequence[str] | None = None) -> "Examples":
+                  seed: int = 0, train: bool = True, names: Sequence[str] | None = None, segments: bool = True
+                  ) -> "Examples":
     """The examples of `records` for an objective; those to train on packed, or their batches without padding, where `data` says so.
 
     `vocab` is the model's vocabulary (an id outside it is refused by file and line), `names` the labels' (by default those of
-    `records`). Without `train` they stand as they come and padded, and the blocks of a stream do not move from epoch to epoch.
+    `records`), `segments` whether the model has any. Without `train` they stand as they come and padded, and the blocks of a
+    stream do not move from epoch to epoch.
     """
     from modelcenter.data.encode import Reader
     from modelcenter.data.loader import Chain
@@ -148,9 +151,10 @@ def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", 
     names = tuple(names or objective.names(records, data) or ())
     if isinstance(records, Mixture) and (train or any(isinstance(source, Tokens) for source in records.sources)):
         sources = [source for source in records.sources if len(source)]
-        return Chain([make_examples(name, source, tokenizer, data, vocab=vocab, seed=seed, train=train, names=names)
-                      for source in sources])
-    found = objective.examples(records, Reader(tokenizer, vocab, train), data, seed=seed, train=train, names=names)
+        each = partial(make_examples, vocab=vocab, seed=seed, train=train, names=names, segments=segments)
+        return Chain([each(name, source, tokenizer, data) for source in sources])
+    read = Reader(tokenizer, vocab, train, segments)
+    found = objective.examples(records, read, data, seed=seed, train=train, names=names)
     if not train or not objective.packs:
         return found  # a metric compares them one by one
     whole = cast(Packable, found)

@@ -201,11 +201,21 @@ class Tokenizer:
         text: str = self.raw.decode([int(i) for i in ids], skip_special_tokens=not special)
         return text
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json and tokenizer_config.json into `folder`, which is made if it is absent."""
+    @property
+    def segmented(self) -> bool:
+        """Whether the second of two texts has another segment than the first."""
+        return any(self.encode_pair("a", "a")[1])
+
+    def save(self, folder: str | os.PathLike[str], segments: bool = True) -> None:
+        """Write tokenizer.json and tokenizer_config.json into `folder`, made if it is absent. `segments`: whether the model there
+        reads them."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        # said, because each release of transformers thinks otherwise of a tokenizer without a class of its own: without segments a
+        # model of pairs answers wrongly, and to GPT-2 they are words
+        inputs = ["input_ids", *(["token_type_ids"] if segments and self.segmented else []), "attention_mask"]
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config["model_input_names"] = inputs
         config |= {f"{role}_token": token for role, token in self.special.items()}
         config |= {} if self.chat_template is None else {"chat_template": self.chat_template}
         (folder / "tokenizer.json").write_text(self.raw.to_str(pretty=True), encoding="utf-8")
@@ -254,6 +264,10 @@ class CharTokenizer(Tokenizer):
         for first, second in pairs:
             ids = (self.encode(first) + self.encode(second or ""))[:limit]
             yield ids, [0] * len(ids)
+
+    @property
+    def segmented(self) -> bool:
+        return False
 
     def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
         ids = [(i, n) for n, word in enumerate(words) for i in self.encode(word)][:limit]
@@ -323,7 +337,7 @@ class ForeignTokenizer(Tokenizer):
         text: str = self.foreign.decode([int(i) for i in ids], skip_special_tokens=not special)
         return text
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], segments: bool = True) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         copy.deepcopy(self.foreign).save_pretrained(folder)  # CPM-Ant's deletes entries of its own table as it saves
 

@@ -173,7 +173,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
 
     def loader(some: Sequence[Record], train: bool) -> Loader:
         examples = make_examples(recipe.objective, some, tokenizer, recipe.data, vocab=size.get("vocab"), train=train,
-                                 seed=recipe.seed, names=names)
+                                 seed=recipe.seed, names=names, segments=segmented(model))
         if not train:
             many = (recipe.micro_batch or most_of(recipe, device)) * ranks.shares
             return Loader(examples, examples.collate, many, rank=ranks.share, world=ranks.shares)
@@ -334,10 +334,16 @@ def absent(model: str) -> bool:
     return False
 
 
+def segmented(model: Model) -> bool:
+    """Whether the model tells the second of two texts from the first by segment ids; to others these are words, or nothing."""
+    embed: Any = model.embed
+    return embed.segments is not None
+
+
 def write_model(folder: Path, setup: Setup) -> Path:
     """Write `folder`/model: weights and config of Hugging Face's form, or an adapter in peft's, with the run's tokenizer."""
     with disk_errors(folder / "model"), tempfile.TemporaryDirectory() as place:
-        setup.tokenizer.save(place)
+        setup.tokenizer.save(place, segments=segmented(setup.model))
         files = {file.name: file.read_bytes() for file in Path(place).iterdir() if file.is_file()}
     kept = {name: data for name, data in setup.model.companions.items() if name == "generation_config.json"}
     setup.model.companions = {**kept, **files}

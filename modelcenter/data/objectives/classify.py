@@ -128,7 +128,7 @@ class Labelled:
             self.segments.append(segments)
         self.lengths = np.diff(self.ids.bounds)
         # Decided once, so that every batch has the same keys; families without segments get none to refuse.
-        self.segmented = paired and any(read.tokenizer.encode_pair("a", "a")[1])
+        self.segmented = paired and read.segmented
 
     def rows(self, record: Record, data: DataConfig) -> Iterator[tuple[str, str | None, Any]]:
         """The examples of a record, which is one: (text, the one of its pair, label)."""

@@ -82,7 +82,7 @@ class Questions(Asked):
                     self.labels.append(span(question, starts, stops))
                 self.questions.append(question)
         self.lengths: NDArray[np.int64] = np.diff(self.ids.bounds)
-        self.segmented = any(tokenizer.encode_pair("a", "a")[1])
+        self.segmented = read.segmented
         self.may_be_none = any(question.start < 0 for question in self.questions)
 
     def __len__(self) -> int:
