@@ -23,7 +23,7 @@ from .adapter.attach import LABELLED, choose, fill_all, first_values, insert, me
 from .adapter.config import AdapterConfig
 from .adapter.folder import is_adapter, read_adapter, save_adapter
 from .checkpoint import hub
-from .checkpoint.config import Config, changed
+from .checkpoint.config import Config, changed, told
 from .checkpoint.exchange import Group, neighbours, open_roads
 from .checkpoint.folder import Folder
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
@@ -405,7 +405,9 @@ def load(
         task = task_of(cls, folder) if task == "auto" else task
         check_task(cls, task)
         full, untied = untie(cls, full, folder, task)
-        model = skeleton(cls, full, task, dtype_of(folder, cls.ignored) if dtype == "auto" else as_dtype(dtype))
+        kind = dtype_of(folder, cls.ignored) if dtype == "auto" else as_dtype(dtype)
+        with told(path / "config.json"):
+            model = skeleton(cls, full, task, kind)
         dense: dict[str, Tensor] = {}
         if isinstance(model.head, EmbedHead):
             said = read_modules(path)

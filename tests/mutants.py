@@ -263,6 +263,8 @@ MUTANTS = (
            "+ b * self.segments + a, self.buckets + a * self.segments + b", parity("cpmant-default-lm")),
     Mutant("a-cut-table-makes-a-mask", "layers/position.py", "served(vector, self.table.weight.dtype)",
            "served(self.table.weight, self.table.weight.dtype)", "test_distances.py::test_ranks_that_share_the_heads_make_no_mask"),
+    Mutant("too-few-distances-for-a-decoder", "layers/position.py", "buckets // (4 if bidirectional else 2)", "buckets // 4",
+           "test_trust.py::test_a_model[all distances exact]"),
     Mutant("edge-of-the-prompt-moved", "ops/relative_attention.py", "own, other = (x < prompt for", "own, other = (x <= prompt for",
            f"{parity('cpmant-default-lm')};test_distances.py::test_by_distance[cpmant-default-lm]"),
     # ---- checkpoints

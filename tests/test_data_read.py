@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +76,24 @@ def test_folder_and_glob(tmp_path: Path) -> None:
     assert [f.name for f in find_files(str(tmp_path), "jsonl")] == ["c.jsonl"]
     with pytest.raises(InputError, match=r"folder of jsonl and text files; data\.format or a glob"):
         find_files(str(tmp_path))
+
+
+def test_a_folder_that_is_closed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").mkdir()
+    for place in (tmp_path, tmp_path / "in"):
+        (place / "a.txt").write_text("a cat\n")
+    assert len(find_files(str(tmp_path))) == 2
+    look = os.scandir
+
+    def closed(path: str) -> Any:
+        if str(path).endswith("in"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", closed)  # the tests may run as root, to whom all is open
+    with pytest.raises(InputError, match=r"/in: data\.path: Permission denied; a folder that can be read"):
+        find_files(str(tmp_path))
+
 
 
 def test_the_last_tenth(tmp_path: Path) -> None:

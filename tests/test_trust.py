@@ -153,6 +153,14 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {  # case: family, 
     "initializer_range negative": ("gpt2", config(initializer_range=-1), "initializer_range: -1; a finite number"),
     "another computation": ("gpt2", config(add_cross_attention=True), "add_cross_attention: True; only False"),
     "causal BERT": ("bert", config("bert", is_decoder=True), "is_decoder: True; only False"),
+    "all distances exact": (
+        "t5", config("t5", relative_attention_max_distance=16), "t5/config.json: max_distance: 16 in 32 buckets; more than 16",
+    ),
+    "hardly any buckets": ("t5", config("t5", relative_attention_num_buckets=3), "max_distance: 128 in 3 buckets; 4 buckets at"),
+    "T5 of two minds": (
+        "t5", config("t5", feed_forward_proj="gated-gelu", dense_act_fn="relu", is_gated_act=True),
+        "t5/config.json: dense_act_fn: 'relu'; 'gelu_new', as feed_forward_proj 'gated-gelu' has it",
+    ),
     "T5 that decodes alone": ("t5", config("t5", is_decoder=True), "is_decoder: True; only False"),
 }  # fmt: skip
 
@@ -280,6 +288,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {  # case: command, what is said
     "a prompt beyond them": (["generate", "gpt2", "a" * 40], "after a prompt of 40 tokens; a shorter prompt"),
     "a character unknown": (["generate", "gpt2", "Zebra"], "character 0: 'Z' is not in the vocabulary"),
     "a model that fills gaps": (["generate", "bert", "the"], "a model with the task 'mlm'; one that predicts the next"),
+    "a ban of nothing": (["generate", "gpt2", "a", "bad_words_ids=[[3], []]"], "bad_words_ids: a run of no ids, which is every"),
+    "no values at all": (["generate", "gpt2", "a", "device=meta"], "device: meta, where weights have no values; "),
+    "texts into no folder": (["generate", "gpt2", "a", "out=no/a.jsonl"], "no/a.jsonl: No such file or directory; a new file, "),
+    "texts that are not made": (["generate", "gpt2", "Zebra", "out=b.jsonl"], "character 0: 'Z' is not in the vocabulary"),
     "hardly any temperature": (["generate", "gpt2", "a", "--do-sample", "temperature=1e-300"], "temperature: 1e-300; "),
 }
 
@@ -294,6 +306,19 @@ def test_commands(case: str, here: Path, capfd: pytest.CaptureFixture[str]) -> N
 def test_malformed_tokenizer(content: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "gpt2" / "tokenizer.json").write_text(content)
     refused(["generate", "gpt2", "the"], "tokenizer.json: ", here, capfd)
+
+
+@pytest.mark.parametrize(("content", "said"), [("{", "line 1 column 2: "), ("null", "a NoneType; an object with")])
+def test_malformed_generation_config(content: str, said: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "gpt2" / "generation_config.json").write_text(content)
+    refused(["generate", "gpt2", "the"], f"gpt2/generation_config.json: {said}", here, capfd)
+
+
+def test_texts_are_written_as_they_come(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "p.txt").write_text("the\ncat\n" + "a" * 40 + "\n")
+    assert main(["generate", "gpt2", "prompts=p.txt", "out=b.jsonl", "batch=2", "max_new_tokens=3"]) == 2
+    assert "after a prompt of 40 tokens" in capfd.readouterr().err
+    assert [json.loads(line)["prompt"] for line in (here / "b.jsonl").read_text().splitlines()] == ["the", "cat"]
 
 
 def test_ids_that_are_no_words_of_the_model() -> None:

@@ -41,7 +41,7 @@ def choice(name: str, field: str, values: Mapping[str, Any], **also: Mapping[str
         mechanism = values[word]
         for key, by in also.items():
             if whole.get(key, by[word]) != by[word]:
-                refuse("config.json", key, repr(whole[key]), f"{by[word]!r}, as {name} {word!r} has it")
+                refuse(None, key, repr(whole[key]), f"{by[word]!r}, as {name} {word!r} has it")
         return mechanism
 
     def write(mechanism: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """A command line taken apart, and an answer: what every verb gets and gives. Torch-free."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from ..checkpoint.files import check_folder
 from ..config import COMMAND_LINE, KEY, bind, override
@@ -96,6 +97,23 @@ def check_model(name: str) -> None:
         check_folder(folder)
     elif os.path.isfile(folder):
         refuse(name, "model", "a file", f"the folder that holds it: {os.path.dirname(name) or '.'}")
+
+
+@contextmanager
+def new_file(path: str) -> Iterator[TextIO]:
+    """A file to write that was not there: opened before the work whose results it takes, and gone again if it took none."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "x", encoding="utf-8"))
+        except FileExistsError:
+            refuse(path, None, "exists", "a new file")
+        except OSError as error:
+            refuse(path, None, error.strerror or str(error), "a new file, in a folder that can be written")
+        try:
+            yield file
+        finally:
+            if not os.fstat(file.fileno()).st_size:
+                os.unlink(path)
 
 
 def check_new(out: Path) -> None:

@@ -1,17 +1,17 @@
 """`modelcenter generate`."""
 
 import json
-import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..config import COMMAND_LINE
 from ..data.config import DataConfig
 from ..errors import refuse
-from ..generate.options import FILE, Options
-from .arguments import Answer, Arguments, check_model, settings
+from ..generate.options import Options
+from .arguments import Answer, Arguments, check_model, new_file, settings
 
 if TYPE_CHECKING:
     from ..data.chat import Template
@@ -45,13 +45,22 @@ def generate(args: Arguments) -> Answer:
     Messages, and with chat=true any prompt, go through the tokenizer's chat template, and the answer alone is told.
     """
     asked = settings(Generation, args, ["model", "prompt"])
+    check(asked)
+    with new_file(asked.out) if asked.out is not None else nullcontext() as out:
+        return answered(asked, [setting.partition("=")[0] for setting in args.settings], out)
+
+
+def check(asked: Generation) -> None:
+    """Refuse what a look at the command line tells."""
     if (asked.prompt is None) == (asked.prompts is None):
         refuse(COMMAND_LINE, "prompt", "missing" if asked.prompt is None else "given, and so is prompts", "a text, or prompts=FILE")
     if asked.stream and (asked.prompt is None or asked.num_beams > 1 or asked.num_return_sequences > 1):
         refuse(COMMAND_LINE, "stream", "true with several texts", "one PROMPT, one beam, one sequence")
-    if asked.out is not None and os.path.lexists(asked.out):
-        refuse(asked.out, None, "exists", "a new file")
     check_model(asked.model)
+
+
+def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
+    """The texts; `given` are the options of the command line, `out` takes each text as soon as it is there."""
     from ..data.record import Record
 
     key = asked.prompt_key
@@ -60,15 +69,15 @@ def generate(args: Arguments) -> Answer:
     from ..checkpoint.hub import resolve
     from ..data.chat import Template
     from ..data.tokenizer import load_tokenizer
+    from ..generate.run import beside
     from ..registry import load, presets
     from ..train.write import Spoken, write
 
     folder = resolve(asked.model, presets={name: preset.hub for name, (_, preset) in presets().items()})
     tokenizer, model = load_tokenizer(folder), load(folder, dtype=asked.dtype, device=asked.device)
-    given = [setting.partition("=")[0] for setting in args.settings]
     options = {key: getattr(asked, key) for key in given if key in {f.name for f in fields(Options)}}
     lengths = {"max_new_tokens", "max_length"}
-    if not lengths & {*options, *json.loads(model.companions.get(FILE, b"{}"))}:
+    if not lengths & {*options, *beside(model)}:
         options["max_new_tokens"] = 64
     chats = any(talk is not None for talk in talks)
     if chats and tokenizer.chat_template is None:
@@ -82,10 +91,12 @@ def generate(args: Arguments) -> Answer:
     for record, talk, prompt, texts in zip(records, talks, prompts, written, strict=True):
         begin = 0 if talk is None or model.encoder_decoder else len(prompt)
         said = talk if talk is not None else record.fields[key]
-        rows += [{"prompt": said, "text": tokenizer.decode(ids[begin:]), "ids": ids} for ids in texts]
-    if asked.out is not None:
-        with open(asked.out, "x", encoding="utf-8") as f:
-            f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        new = [{"prompt": said, "text": tokenizer.decode(ids[begin:]), "ids": ids} for ids in texts]
+        rows += new
+        if out is not None:
+            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in new)
+            out.flush()
+    if out is not None:
         return Answer(f"{asked.out}: {len(rows)} texts", {"out": asked.out, "texts": len(rows)})
     if asked.stream:
         return Answer("", rows[0])

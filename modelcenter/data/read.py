@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
     path = os.path.expanduser(path)
     here = Path(path)
     if here.is_dir():
-        found = [f for f in here.rglob("*") if f.is_file() and not hidden(f.relative_to(here)) and not beside(f)]
+        found = [f for f in within(here, key) if f.is_file() and not hidden(f.relative_to(here)) and not beside(f)]
         if format == "auto":
             kinds = sorted({format_of(f) for f in found})
             if len(kinds) > 1:
@@ -55,6 +55,15 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
         what = "no such file" if not here.exists() else "no data file in it" if here.is_dir() else "not a regular file"
         refuse_missing(path, key, what, "a file, a folder or a glob is wanted")
     return sorted(found)
+
+
+def within(folder: Path, key: str) -> list[Path]:
+    """Every file below `folder`; a folder that cannot be looked into is refused: its data would be missing without a word."""
+
+    def no(error: OSError) -> NoReturn:
+        refuse(error.filename, key, error.strerror or str(error), "a folder that can be read, or a glob of those that can")
+
+    return [Path(place, name) for place, _, names in os.walk(folder, onerror=no) for name in names]
 
 
 def hidden(path: Path) -> bool:

@@ -87,6 +87,8 @@ class Options:
             refuse(None, "min_new_tokens", f"{self.min_new_tokens} with max_new_tokens {self.max_new_tokens}", "at most as many")
         if self.max_new_tokens is None and self.max_length is not None and self.min_length > self.max_length:
             refuse(None, "min_length", f"{self.min_length} with max_length {self.max_length}", "at most as many")
+        if not all(self.bad_words_ids):
+            refuse(None, "bad_words_ids", "a run of no ids, which is everywhere", "runs of one id at least")
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             ids = several(getattr(self, name))
             if ids and set(ids) <= set(self.suppress_tokens):

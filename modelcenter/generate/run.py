@@ -103,12 +103,21 @@ def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: to
 def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
     """Every option: from the call, from `given` or the file beside the weights, from config.json, or the default."""
     if given is None:
-        held = parse_json(FILE, model.companions.get(FILE, b"{}"))
-        if not isinstance(held, dict):
-            refuse(FILE, None, f"a {type(held).__name__}", "an object with generation's options")
-        return read(held, options, model.config.to_dict(), f"{model.source}/{FILE}" if model.source else FILE)
+        return read(beside(model), options, model.config.to_dict(), file_of(model))
     values = given if isinstance(given, dict) else given.to_dict()
     return read(values, options, model.config.to_dict(), "generation_config")
+
+
+def beside(model: "Model") -> dict[str, Any]:
+    """What the generation_config.json that came with the weights holds; nothing where none came."""
+    held = parse_json(file_of(model), model.companions.get(FILE, b"{}"))
+    if not isinstance(held, dict):
+        refuse(file_of(model), None, f"a {type(held).__name__}", "an object with generation's options")
+    return held
+
+
+def file_of(model: "Model") -> str:
+    return f"{model.source}/{FILE}" if model.source else FILE
 
 
 def check_prompt(model: "Model", ids: Tensor, mask: Tensor | None) -> None:
@@ -116,6 +125,8 @@ def check_prompt(model: "Model", ids: Tensor, mask: Tensor | None) -> None:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
         found = f"of {str(ids.dtype)[6:]}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         refuse(None, "input_ids", found, "a tensor of whole numbers (batch, tokens), as a tokenizer gives")
+    if model.device.type == "meta":
+        refuse(None, "device", "meta, where weights have no values", "the model on a device")
     if ids.dim() != 2 or not ids.numel():
         refuse(None, "input_ids", f"shape {list(ids.shape)}", "(batch, tokens), and at least one token")
     if mask is None:

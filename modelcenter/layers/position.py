@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..errors import refuse
 from ..ops import relative_attention
 from ..ops._op import autocast_dtype, plain, wide
 from ..ops.relative_attention import spread
@@ -105,6 +106,10 @@ class RelativeBias(nn.Module):
 
     def __init__(self, heads: int, buckets: int, max_distance: int, *, bidirectional: bool):
         super().__init__()
+        exact = buckets // (4 if bidirectional else 2)  # distances with a bucket of their own
+        if not 0 < exact < max_distance:
+            wanted = f"more than {exact}, which have a bucket each" if exact else "4 buckets at least"
+            refuse(None, "max_distance", f"{max_distance} in {buckets} buckets", wanted)
         self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
         self.table = nn.Embedding(buckets, heads)
 
