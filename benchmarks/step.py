@@ -180,9 +180,12 @@ def run(name: str, kind: str, size: int, options: argparse.Namespace, device: to
     while device.type == "cuda" and time.perf_counter() - began < WARM:
         step()
     meter, times, clocks = Meter(device), list[float](), list[float]()
-    before = meter.joules()
-    for _ in range(options.steps):
-        times.append(seconds(step, device))
+    step()
+    before, mark = meter.joules(), time.perf_counter()
+    for _ in range(options.steps):  # each from the end of the one before, as in training: nothing but its loss is waited for
+        step()
+        mark, before_it = time.perf_counter(), mark
+        times.append(mark - before_it)
         clocks.append(meter.clock())
     joules = (meter.joules() - before) / options.steps
     work, taken = flops(plain, case, batch), statistics.median(times)

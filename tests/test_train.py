@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -31,6 +32,7 @@ from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import loop, session
+from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING, claim
 from modelcenter.train.loop import train
@@ -204,6 +206,39 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     after = [t for s in optimizer.state.values() for t in s.values()]
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_the_norm_is_asked_for_before_the_update_and_read_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a GPU is not waited for while it updates."""
+    model, calls = tiny(), list[str]()
+    optimizer = build_optimizer(model, OptimizerConfig())
+    loss, _ = accumulate(model, [uneven()], "lm")
+    step, clear = optimizer.step, optimizer.zero_grad
+
+    def asked(number: torch.Tensor) -> Callable[[], float]:
+        calls.append("asked")
+        return lambda: calls.append("read") or float(number)
+
+    monkeypatch.setattr(stepping, "soon", asked)
+    monkeypatch.setattr(optimizer, "step", lambda **options: (calls.append("step"), step(**options)))
+    monkeypatch.setattr(optimizer, "zero_grad", lambda **options: (calls.append("clear"), clear(**options)))
+    assert update(model, optimizer, loss, 1e-2, 1.0) > 0
+    assert calls == ["asked", "step", "clear", "read"]
+
+
+@pytest.mark.gpu
+def test_a_number_of_a_gpu_is_there_before_what_is_called_later() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    torch.cuda._sleep(20_000_000)
+    x = torch.full((2,), 3.5, device="cuda", dtype=torch.float64)
+    known = stepping.soon(x[1])
+    x.zero_()
+    torch.cuda._sleep(400_000_000)  # a fifth of a second
+    end = torch.cuda.current_stream().record_event()
+    assert known() == 3.5 and not end.query()
+    end.synchronize()
+    assert known() == 3.5
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> list[int]:

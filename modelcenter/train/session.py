@@ -33,7 +33,7 @@ from .prepare import Setup, write_model
 from .progress import Progress, peak_memory_gb
 from .recipe import Recipe
 from .state import Position, save
-from .step import accumulate, autocast, update
+from .step import accumulate, autocast, soon, update
 
 
 @dataclass
@@ -107,8 +107,9 @@ class Session:
         found, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks, told, self.graphs)
         squares, found = ranks.verdict(self.optimizer.squares(ranks.copies), found)
         lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, self.setup.steps)
+        known = soon(found)
         norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, at.scale.value, squares)
-        loss = float(found)
+        loss = known()
         overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
         if self.ema is not None and math.isfinite(norm):
             self.ema.update()

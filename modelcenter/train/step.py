@@ -94,13 +94,30 @@ def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, l
     clipping. Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed. `squares`: the sum
     of the squared gradients of all ranks, where there are several.
 
-    The device is waited for at the end alone: while it still forms the gradients, what follows them is prepared."""
+    The device is waited for at the end alone, and until it knows the norm: while it still forms the gradients, what follows them is
+    prepared, and while it updates the next step may be."""
     set_lr(optimizer, lr)
     unscale = None if scale == 1 else torch.tensor(1 / scale, device=next(model.parameters()).device)
     squares = optimizer.squares() if squares is None else squares
     clip = optimizer.clip(max_norm, unscale, squares + 0 * torch.as_tensor(loss, device=squares.device))  # 0 x NaN, 0 x inf: NaN
+    known = soon(clip[0])
     optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
     # while the device is still at work
     optimizer.zero_grad(set_to_none=True)
-    norm = float(clip[0])
+    norm = known()
     return norm if math.isfinite(norm) else math.nan
+
+
+def soon(number: Tensor) -> Callable[[], float]:
+    """A number of a device, which is asked for now: what is returned waits for it, and for nothing that the device does later."""
+    if number.device.type != "cuda":
+        return partial(float, number)
+    here, stream = torch.empty_like(number, device="cpu", pin_memory=True), torch.cuda.current_stream(number.device)
+    here.copy_(number, non_blocking=True)
+    there = stream.record_event()
+
+    def value() -> float:
+        there.synchronize()
+        return float(here)
+
+    return value
