@@ -83,6 +83,7 @@ class Model(nn.Module):
     ignored: ClassVar[tuple[str, ...]] = ()  # patterns of their names that hold nothing to load
     encoder_decoder: bool = False  # of a model without its decoder: False
     wide: ClassVar[bool] = False  # activations of the published weights overflow fp16
+    prefixed: ClassVar[bool] = False  # the body puts something before each packed sequence, whose bounds it reads on the host
 
     config: Any  # a value of the family's own Config
     head: Head
@@ -148,8 +149,9 @@ class Model(nn.Module):
         `input_ids` b s, or `inputs_embeds` b s dim; `attention_mask` b t, 1 where a token is real; `labels` as in transformers:
         -100 is ignored, a causal model shifts them itself. Packed sequences come as one row with `cu_seq_lens_q` and `_k`
         (n + 1 cumulative lengths; in an encoder-decoder k counts the source, q the target). The summed loss is divided by
-        `num_items_in_batch`, or by this batch's own targets. `labelled` (n): the places in the labels, counted through, among
-        which are all that are not ignored; a head that looks for them need not wait for the device. In training with labels
+        `num_items_in_batch`, or by this batch's own targets. `max_length_q` and `_k`: no sequence is longer. `labelled` (n): the
+        places in the labels, counted through, among which are all that are not ignored; a head that looks for them need not wait
+        for the device. In training with labels
         `logits` is None. Where config.json says `"prefix_lm": true` what stands before the first label is read in both directions;
         without labels and a past, all is. `past_key_values` counts the tokens it has seen; `use_cache` makes one, to be given to
         the next forward. What tools of transformers ask for is refused where it cannot be had: `output_attentions`, and
@@ -169,8 +171,8 @@ class Model(nn.Module):
             decoder_input_ids = shift_right(labels, cu_seq_lens_q, self.config.start, self.config.file.get("pad_token_id") or 0)
         batch = batch_of(
             input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, token_type_ids, labels,
-            decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, past_key_values, self.encoder_decoder,
-            self.config.file.get("prefix_lm") is True,
+            decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, past_key_values,
+            self.encoder_decoder, self.config.file.get("prefix_lm") is True,
         )  # fmt: skip
         batch = self.head.prepared(batch if labelled is None else replace(batch, labelled=labelled))
         with recorded(self, output_hidden_states) as trace:

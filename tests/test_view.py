@@ -52,34 +52,34 @@ def test_packed_equals_alone(causal: bool, biased: bool) -> None:
     ends = [0, 70, 71, 160]
     q, k, v = (x[:1] for x in pair(160, 160, 2))
     bias = torch.randn(1, HEADS, 89, 89) if biased else None
-    packed = View(bias, causal, Packing(ends, ends)).tiled(q, k, v, None, 0.0)
+    packed = View(bias, causal, Packing.of(ends, ends, torch.device("cpu"))).tiled(q, k, v, None, 0.0)
     for a, b in pairwise(ends):
         part = None if bias is None else bias[:, :, : b - a, : b - a]
         alone = View(part, causal).tiled(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, 0.0)
         assert torch.equal(packed[:, :, a:b], alone)
 
 
-def laid_out(device: str, dtype: torch.dtype, heads: int, kv: int, dim: int, causal: bool, on: bool) -> tuple[Any, list[Tensor]]:
+def laid_out(device: str, dtype: torch.dtype, heads: int, kv: int, dim: int, causal: bool) -> tuple[Any, list[Tensor]]:
     """A view of packed sequences, one of them empty, and their q, k, v (1 h s|t d); queries are fewer where nothing is causal."""
     torch.manual_seed(0)
-    k = Packing([0, 70, 71, 71, 160], [0, 70, 71, 71, 160])
-    packing = k if causal else Packing([0, 9, 10, 10, 80], k.k)
-    sizes = ((packing.q[-1], heads), (160, kv), (160, kv))
+    k = [0, 70, 71, 71, 160]
+    q = k if causal else [0, 9, 10, 10, 80]
+    sizes = ((q[-1], heads), (160, kv), (160, kv))
     inputs = [torch.randn(1, n, h, dim, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for n, h in sizes]
-    return View(None, causal, packing, ends=packing.ends(torch.device(device)) if on else None), inputs
+    return View(None, causal, Packing.of(q, k, torch.device(device))), inputs
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_by_one_kernel_equals_one_by_one(causal: bool) -> None:
-    """Here its reference; `ends` alone does not take a CPU from its own road."""
+    """Here its reference: a CPU has a road of its own."""
     found = []
     for served in (False, True):
-        view, inputs = laid_out("cpu", torch.float64, 2, 2, 16, causal, served)
+        view, inputs = laid_out("cpu", torch.float64, 2, 2, 16, causal)
         out = view.by_lengths(view.packing, *inputs, 0.3, 0.0) if served else view.attend(*inputs, 0.3, 0.0)
         found.append([out, *torch.autograd.grad((out * torch.cos(torch.arange(out.numel()).view(out.shape))).sum(), inputs)])
     for one, other in zip(*found, strict=True):
         assert one.shape == other.shape and (one - other).abs().max() < 1e-12
-    view, inputs = laid_out("cpu", torch.bfloat16, 2, 2, 16, causal, True)
+    view, inputs = laid_out("cpu", torch.bfloat16, 2, 2, 16, causal)
     assert packed_by(*inputs, 0.0) == "none" and view.attend(*inputs, 0.3, 0.0).shape == inputs[0].shape
 
 
@@ -89,7 +89,7 @@ def test_the_road_that_is_said_is_taken(road: str, taken: str | None, monkeypatc
     monkeypatch.setattr("modelcenter.layers.view.packed_by", lambda *args: road)
     for name in ("by_lengths", "by_flash"):
         monkeypatch.setattr(View, name, lambda self, packing, q, *rest, name=name: calls.append(name) or q)
-    view, inputs = laid_out("cpu", torch.float64, 2, 2, 16, True, True)
+    view, inputs = laid_out("cpu", torch.float64, 2, 2, 16, True)
     view.attend(*inputs, None, 0.0)
     assert calls == ([] if taken is None else [taken])
 
@@ -97,11 +97,12 @@ def test_the_road_that_is_said_is_taken(road: str, taken: str | None, monkeypatc
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 4, 64), (4, 4, 40), (4, 2, 64), (2, 2, 128), (4, 1, 128)])
-def test_packed_on_a_gpu(heads: int, kv: int, dim: int, causal: bool) -> None:
+def test_packed_on_a_gpu(heads: int, kv: int, dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel instead of one call a sequence: as near to fp64 as those."""
     roads, found = [], []
     for dtype, served in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
-        view, drawn = laid_out("cuda", torch.float32, heads, kv, dim, causal, served)
+        view, drawn = laid_out("cuda", torch.float32, heads, kv, dim, causal)
+        monkeypatch.setattr("modelcenter.layers.view.packed_by", packed_by if served else lambda *args: "none")
         inputs = [x.detach().bfloat16().to(dtype).requires_grad_() for x in drawn]
         out = view.attend(*inputs, None, 0.0)
         weight = torch.cos(torch.arange(out.numel(), device="cuda").view(out.shape)).bfloat16().to(dtype)
@@ -114,13 +115,13 @@ def test_packed_on_a_gpu(heads: int, kv: int, dim: int, causal: bool) -> None:
 
 @pytest.mark.gpu
 def test_packed_on_a_gpu_with_dropout() -> None:
-    view, inputs = laid_out("cuda", torch.bfloat16, 4, 4, 64, True, True)
+    view, inputs = laid_out("cuda", torch.bfloat16, 4, 4, 64, True)
     assert packed_by(*inputs, 0.2) == "ours"
     torch.manual_seed(7)
     out = view.attend(*inputs, None, 0.2)
     torch.manual_seed(7)
     seed = ops.draw(out.device)
-    ends = view.packing.ends(out.device)
+    ends = view.packing.ends
     turned = [x.transpose(1, 2).double() for x in inputs]
     given = (None, None, *ends, None, *view.packing.span, 0, 64**-0.5, True, seed, 0.2)
     wanted = ops.relative_attention.reference(*turned, *given)

@@ -26,9 +26,11 @@ def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
 
 
 class Head(nn.Module):
-    """No head: the backbone's own output. `smoothing` of the labels is for training alone: set it on the head."""
+    """No head: the backbone's own output. `smoothing` of the labels is for training alone: set it on the head. `by_token`: the
+    labels are as many as the tokens."""
 
     smoothing = 0.0
+    by_token = False
 
     @property
     def smooth(self) -> float:
@@ -56,6 +58,7 @@ class LMHead(Head):
     """
 
     tp = {"out": "logits"}
+    by_token = True
     z = 0.0
 
     def __init__(
@@ -188,6 +191,8 @@ class ClassifyHead(Head):
 
 class TagHead(Head):
     """One label a token."""
+
+    by_token = True
 
     def __init__(self, dim: int, labels: int, *, dropout: float = 0.0):
         super().__init__()
@@ -338,13 +343,13 @@ def value_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Te
 
 def first_token(x: Tensor, batch: Batch) -> Tensor:
     """The first token of every sequence: b dim, or n dim where n are packed."""
-    return x[:, 0] if batch.packing is None else x[0, list(batch.packing.q[:-1])]
+    return x[:, 0] if batch.packing is None else x[0, batch.packing.q.there[:-1].clamp(max=x.size(1) - 1)]
 
 
 def last_token(x: Tensor, batch: Batch) -> Tensor:
     """The last real token of every sequence, wherever the padding stands."""
     if batch.packing is not None:
-        return x[0, [end - 1 for end in batch.packing.q[1:]]]
+        return x[0, batch.packing.q.there[1:] - 1]
     if batch.mask is None:
         return x[:, -1]
     at = torch.arange(x.size(1), device=x.device)
@@ -354,7 +359,9 @@ def last_token(x: Tensor, batch: Batch) -> Tensor:
 def mean_token(x: Tensor, batch: Batch) -> Tensor:
     """The mean of every sequence's real tokens; a row of nothing but padding gives zero."""
     if batch.packing is not None:
-        return torch.stack([x[0, span].mean(0) for span, _ in batch.packing.spans()])
+        ends, at = batch.packing.q.there, torch.arange(x.size(1), device=x.device)
+        own = (at >= ends[:-1, None]) & (at < ends[1:, None])
+        return own.to(x.dtype) @ x[0] / own.sum(1, keepdim=True).clamp(min=1)
     real = x.new_ones(x.shape[:2]) if batch.mask is None else batch.mask.to(x.dtype)
     return torch.einsum("bsd,bs->bd", x, real) / real.sum(1, keepdim=True).clamp(min=1)
 

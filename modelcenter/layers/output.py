@@ -5,7 +5,7 @@ Shapes: b batch, s tokens of this forward, t tokens with those already in the ca
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,9 +18,8 @@ from ..errors import refuse
 from ..ops.cross_entropy import IGNORE
 from .block import Block, pair
 from .cache import Cache, Fixed
-from .onto import onto
 from .position import Angles, Distances
-from .view import Once, Packing, View, merge
+from .view import Ends, Once, Packing, View, merge
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -95,12 +94,8 @@ class Batch:
             return self.positions
         if self.packing is None:
             return torch.arange(self.past, self.keys, device=self.x.device)[None]
-        return onto(torch.cat([torch.arange(q.stop - q.start) for q, _ in self.packing.spans()])[None], self.x.device)
-
-    @property
-    def ends(self) -> tuple[Tensor, Tensor] | None:
-        """The packing's lengths on a GPU, whose kernels read them there."""
-        return self.packing.ends(self.x.device) if self.packing is not None and self.x.is_cuda else None
+        ends, at = self.packing.q.there, torch.arange(self.queries, device=self.x.device, dtype=torch.int32)
+        return (at - ends[torch.searchsorted(ends, at, right=True) - 1])[None].long()
 
     def view(self, *, causal: bool = False, bias: Tensor | Distances | None = None, angles: Angles | None = None) -> View:
         """Self-attention over these tokens; `bias` (1|b h s|1 t) of the longest sequence where they are packed."""
@@ -109,12 +104,12 @@ class Batch:
         if isinstance(bias, Distances):
             if bias.served:
                 open_ = self.context if causal else None
-                return View(None, causal, self.packing, angles, None, self.cache, bias, self.mask, self.ends, open_)
+                return View(None, causal, self.packing, angles, None, self.cache, bias, self.mask, open_)
             bias = bias.spread()
         context = self.context if causal else None
         if bias is None and (repeats(self.x) or (context is not None and on_gpu(self.x))):
             masked = Once(partial(self.masked, causal, bias, angles))
-            return View(None, causal, self.packing, angles, None, self.cache, None, self.mask, self.ends, context, masked)
+            return View(None, causal, self.packing, angles, None, self.cache, None, self.mask, context, masked)
         return self.masked(causal, bias, angles)
 
     def masked(self, causal: bool, bias: Tensor | None, angles: Angles | None) -> View:
@@ -128,7 +123,7 @@ class Batch:
             known = self.context[0].tolist()
             masks = {n: merged(real=None, context=torch.full((1, 1), n, device=self.x.device))[0] for n in set(known)}
             return View([masks[n] for n in known], False, self.packing, angles, cache=self.cache)
-        return View(mask, rule, self.packing, angles, cache=self.cache, ends=self.ends)
+        return View(mask, rule, self.packing, angles, cache=self.cache)
 
     def step(self, cache: Fixed, bias: Tensor | Distances | None, angles: Angles | None) -> View:
         """Self-attention of one token to what is there in a cache of fixed shape. Where nothing but that is hidden a kernel that
@@ -148,11 +143,10 @@ class Batch:
         if self.packing is not None and source.packing is not None:
             packing = Packing(self.packing.q, source.packing.k)
         mask = None if source.mask is None else source.mask[:, None, None, :]
-        ends = packing.ends(memory.device) if packing is not None and memory.is_cuda else None
-        view = View(mask, packing=packing, memory=memory, cache=self.cache, ends=ends)
+        view = View(mask, packing=packing, memory=memory, cache=self.cache)
         if not repeats(memory) or isinstance(self.cache, Fixed):
             return view
-        return View(packing=packing, memory=memory, cache=self.cache, seen=source.mask, ends=ends, masked=Once(lambda: view))
+        return View(packing=packing, memory=memory, cache=self.cache, seen=source.mask, masked=Once(lambda: view))
 
 
 class Output(dict[Any, Any]):
@@ -195,6 +189,8 @@ def batch_of(
     target_mask: Tensor | None,
     lengths_q: Tensor | None,
     lengths_k: Tensor | None,
+    longest_q: int | None,
+    longest_k: int | None,
     cache: Cache | None,
     encoder_decoder: bool,
     prefix_lm: bool = False,
@@ -202,38 +198,33 @@ def batch_of(
     """A model's arguments as a `Batch`; see `Model.forward`."""
     if lengths_q is None and lengths_k is not None:
         refuse(None, "cu_seq_lens_k", "given without cu_seq_lens_q", "both, or cu_seq_lens_q alone")
-    q: list[int] | None = None if lengths_q is None else lengths_q.tolist()
-    k: list[int] | None = q if lengths_k is None else lengths_k.tolist()
-    if q is not None and k is not None and x is not None:
-        check_packing(k if encoder_decoder else q, x, "cu_seq_lens_k" if encoder_decoder else "cu_seq_lens_q")
-    side = None
-    if encoder_decoder:
-        if target is None:
-            refuse(None, "decoder_input_ids", "missing", "decoder_input_ids (b s), or labels to make them of")
-        if q is not None:
-            check_packing(q, target, "cu_seq_lens_q")
+    if encoder_decoder and target is None:
+        refuse(None, "decoder_input_ids", "missing", "decoder_input_ids (b s), or labels to make them of")
+    read = x if x is not None else cache.memory if cache is not None and encoder_decoder else None
+    if read is None:
+        refuse(None, "input_ids", "missing", "token ids (b s), or inputs_embeds (b s dim)")
+    q = ends_of(lengths_q, longest_q, read if target is None or not encoder_decoder else target, "q")
+    if lengths_k is None:
+        lengths_k, longest_k = lengths_q, longest_q
+    k = ends_of(lengths_k, longest_k, read, "k")
+    packing, side = None if q is None or k is None else Packing(k if encoder_decoder else q, k), None
+    if encoder_decoder and target is not None:
         mask_of_target = boolean(target_mask, target, 0 if cache is None else cache.length, "decoder_attention_mask")
         side = Batch(target, mask_of_target, packing=None if q is None else Packing(q, q), cache=cache)
         cache = None  # the decoder's alone
-    packing = None if q is None or k is None else Packing(k if encoder_decoder else q, k)
-    if x is None:
-        if side is None or side.memory is None:
-            refuse(None, "input_ids", "missing", "token ids (b s), or inputs_embeds (b s dim)")
-        read, x = side.memory, torch.empty(0, 0)
-    else:
-        read = x
+    x = torch.empty(0, 0) if x is None else x
     context = None
     if prefix_lm and (cache is None or not cache.length):
-        context = context_of(torch.full(x.shape[:2], IGNORE, device=x.device) if labels is None else labels, q)
+        labels_ = torch.full(x.shape[:2], IGNORE, device=x.device) if labels is None else labels
+        context = context_of(labels_, None if q is None else q.there)
     real = boolean(mask, read, 0 if cache is None else cache.length, "attention_mask")
     return Batch(x, real, positions, segments, packing, cache, labels, side, context)
 
 
-def context_of(labels: Tensor, bounds: Sequence[int] | None = None) -> Tensor:
-    """How many tokens stand before the first label of each sequence (b 1 int32); packed ones lie between `bounds` (1 n). The very
+def context_of(labels: Tensor, ends: Tensor | None = None) -> Tensor:
+    """How many tokens stand before the first label of each sequence (b 1 int32), or of packed ones, by their `ends` (1 n). The very
     first label is nobody's target: whether it is set says nothing."""
-    whole = torch.arange(2, device=labels.device) * labels.size(1)
-    ends = whole if bounds is None else onto(torch.tensor(bounds), labels.device)
+    ends = torch.arange(2, device=labels.device) * labels.size(1) if ends is None else ends.long()
     found = torch.nn.functional.pad(labels != IGNORE, (1, 1)).index_fill(1, ends[:-1] + 1, False).cumsum(1)
     first = torch.searchsorted(found, found[:, ends[:-1]].contiguous(), right=True) - 1
     return (torch.minimum(first, ends[1:]) - ends[:-1]).to(torch.int32)
@@ -244,9 +235,10 @@ def shift_right(labels: Tensor, lengths: Tensor | None, start: int, pad: int) ->
 
     `lengths`: n + 1 cumulative lengths where sequences are packed into one row.
     """
-    ids = torch.nn.functional.pad(labels[:, :-1], (1, 0), value=start)
-    if lengths is not None:
-        ids[:, lengths[:-1][lengths.diff() > 0].long()] = start
+    ids = torch.nn.functional.pad(labels, (1, 0), value=start)
+    if lengths is not None:  # where one ends the next begins
+        ids.index_fill_(1, lengths.to(labels.device).long().clamp(0, labels.size(1)), start)
+    ids = ids[:, :-1]
     return ids.masked_fill(ids == IGNORE, pad)
 
 
@@ -261,6 +253,27 @@ def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | No
         wanted = f"{[len(x), past + x.size(1)]}, as {x.size(1)} tokens a row are there{after}"
         refuse(None, name, f"shape {list(mask.shape)}", wanted)
     return mask.bool()
+
+
+def recording(x: Tensor) -> bool:
+    """Whether the calls on x's GPU become a CUDA graph, while which no number of a GPU can be read."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def ends_of(lengths: Tensor | None, longest: int | None, x: Tensor, side: str) -> Ends | None:
+    """Where the sequences of `side` (q or k) end that x (1 s) holds, by their n + 1 cumulative lengths; none is longer than
+    `longest`, if that is given. What is recorded as a CUDA graph is taken as it is said."""
+    if lengths is None:
+        return None
+    most = None if longest is None else min(longest, x.size(1))
+    if most is not None and recording(x):
+        return Ends(lengths, most)
+    known = lengths.tolist()
+    check_packing(known, x, f"cu_seq_lens_{side}")
+    ends = Ends.of(known, x.device)
+    if most is not None and most < ends.longest:
+        refuse(None, f"max_length_{side}", str(most), f"at least the longest sequence of cu_seq_lens_{side}, {ends.longest}")
+    return ends if most is None else replace(ends, longest=most)
 
 
 def check_packing(lengths: Sequence[int], x: Tensor, name: str) -> None:

@@ -5,6 +5,7 @@ Shapes: b batch, h heads, s queries, t keys (earlier ones in the cache included)
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -19,30 +20,55 @@ from .position import Angles, Distances
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Sequences laid end to end: `q` and `k` hold n + 1 cumulative lengths of queries and of keys."""
+class Ends:
+    """Where n sequences end that are laid end to end: `there` are their n + 1 cumulative lengths (int32) on the device of what is
+    laid out, `known` the same where the host knows them. None is longer than `longest`."""
 
-    q: Sequence[int]
-    k: Sequence[int]
+    there: Tensor
+    longest: int
+    known: Sequence[int] | None = None
+
+    @classmethod
+    def of(cls, known: Sequence[int], device: torch.device, longest: int | None = None) -> "Ends":
+        there = onto(torch.tensor(known, dtype=torch.int32), device)
+        return cls(there, max((b - a for a, b in pairwise(known)), default=0) if longest is None else longest, known)
+
+    @cached_property
+    def here(self) -> Sequence[int]:
+        """The numbers on the host. Where it does not know them a GPU is waited for, and there can be no CUDA graph."""
+        return self.there.tolist() if self.known is None else self.known
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequences laid end to end: where those of queries end, and those of keys."""
+
+    q: Ends
+    k: Ends
+
+    @classmethod
+    def of(cls, q: Sequence[int], k: Sequence[int], device: torch.device) -> "Packing":
+        """n + 1 cumulative lengths of each."""
+        return cls(Ends.of(q, device), Ends.of(k, device))
 
     def spans(self) -> list[tuple[slice, slice]]:
         """The queries and the keys of each sequence."""
-        return [(slice(*self.q[i : i + 2]), slice(*self.k[i : i + 2])) for i in range(len(self.q) - 1)]
+        q, k = self.q.here, self.k.here
+        return [(slice(*q[i : i + 2]), slice(*k[i : i + 2])) for i in range(len(q) - 1)]
 
-    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The same two on a device."""
-        q, k = (onto(torch.tensor(lengths, dtype=torch.int32), device) for lengths in (self.q, self.k))
-        return q, k
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The two on their device."""
+        return self.q.there, self.k.there
 
     @property
     def span(self) -> tuple[int, int]:
         """The most queries and the most keys of a sequence."""
-        most_q, most_k = (max((b - a for a, b in pairwise(lengths)), default=0) for lengths in (self.q, self.k))
-        return most_q, most_k
+        return self.q.longest, self.k.longest
 
     @property
     def longest(self) -> int:
-        return self.span[1]
+        return self.k.longest
 
 
 class Once:
@@ -74,7 +100,6 @@ class View:
     cache: Cache | None = None
     distances: Distances | None = None  # a bias in place of a mask, for a kernel of its own
     seen: Tensor | None = None  # b t: with it, the keys that are there
-    ends: tuple[Tensor, Tensor] | None = None  # the packing's lengths on the device, if that is a GPU
     context: Tensor | None = None  # with `causal`, and `distances` or `masked`: see Batch.context
     masked: Once | None = None  # the same with a mask, where no kernel takes the context as it is
 
@@ -100,7 +125,7 @@ class View:
             if isinstance(self.cache, Fixed) and self.memory is None:
                 return self.step(self.cache, q, k, v, scale)
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
-        if self.ends is not None and mask is None:
+        if mask is None:
             road = packed_by(q, k, v, dropout)
             if road == "ours":
                 return self.by_lengths(self.packing, q, k, v, scale, dropout)
@@ -116,16 +141,17 @@ class View:
             parts.append(F.scaled_dot_product_attention(q_, k_, v_, part, dropout, self.causal, scale=scale, enable_gqa=grouped))
         return torch.cat(parts, 2)
 
-    def lengths(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    @property
+    def lengths(self) -> tuple[Tensor | None, Tensor | None]:
         """The packing's, on the device; none without it."""
-        return self.ends or ((None, None) if self.packing is None else self.packing.ends(device))
+        return (None, None) if self.packing is None else self.packing.ends
 
     def by_distance(self, bias: Distances, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """The same with a bias that no mask is made of."""
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        given = (bias.vector, self.seen, *self.lengths(q.device), self.context, bias.queries, bias.keys, bias.prompt)
+        given = (bias.vector, self.seen, *self.lengths, self.context, bias.queries, bias.keys, bias.prompt)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
@@ -135,14 +161,14 @@ class View:
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        given = (None, self.seen, *self.lengths(q.device), self.context, *span, 0)
+        given = (None, self.seen, *self.lengths, self.context, *span, 0)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
     def by_flash(self, packing: Packing, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """The same by torch's flash attention, without dropout; fewer heads of keys than of queries are no copies."""
         turned = (x[0].transpose(0, 1) for x in (q, k, v))
-        given = (*self.lengths(q.device), *packing.span)
+        given = (*packing.ends, *packing.span)
         found = torch.ops.aten._flash_attention_forward(*turned, *given, 0.0, self.causal, False, scale=scale)
         out: Tensor = found[0]
         return out[None].transpose(1, 2)
@@ -165,11 +191,10 @@ class View:
 
     def tiled(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """The same by our own kernel, which reads and writes b s h d, as the projections around it do: no copies."""
-        lengths = (None, None) if self.packing is None else (torch.tensor(self.packing.q), torch.tensor(self.packing.k))
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = ops.attention(q, k, v, self.mask, *lengths, scale, self.causal, seed, dropout)
+        out: Tensor = ops.attention(q, k, v, self.mask, *self.lengths, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
     def tiles_pay(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:

@@ -55,6 +55,7 @@ class CPMAntConfig(Config):
 class CPMAnt(Model):
     Config = CPMAntConfig
     default_task = "lm"
+    prefixed = True
 
     def __init__(self, c: CPMAntConfig):
         super().__init__(c)
@@ -74,7 +75,7 @@ class CPMAnt(Model):
         x, prompt = self.embed(batch.x, segments=text * TEXT), self.prompts()
         labels = None if self.task == "embed" else batch.labels  # for a text's vector both directions are read
         n, packing = len(prompt), batch.packing
-        bounds = (0, x.size(1)) if packing is None else packing.q
+        bounds = (0, x.size(1)) if packing is None else packing.q.here
         if not batch.past:  # each sequence behind its own prompt
             before = prompt.to(x.dtype).expand(len(x), -1, -1)
             x = torch.cat([part for a, b in pairwise(bounds) for part in (before, x[:, a:b])], 1)
@@ -85,9 +86,9 @@ class CPMAnt(Model):
                 real = text.new_ones(len(text), batch.keys)
             mask = nn.functional.pad(real, (n, 0), value=True)
         else:
-            ends = [end + n * i for i, end in enumerate(packing.q)]
-            packing = Packing(ends, ends)
-        context = None if labels is None else context_of(labels, None if packing is None else bounds) + n
+            ends = [end + n * i for i, end in enumerate(bounds)]
+            packing = Packing.of(ends, ends, x.device)
+        context = None if labels is None else context_of(labels, None if batch.packing is None else batch.packing.q.there) + n
         whole = replace(batch, x=x, mask=mask, packing=packing, context=context, prompt=n)
         bias = self.bias(*whole.span, prompt=n, pair=(PROMPT, TEXT))
         out: Tensor = self.decoder(x, whole.view(causal=labels is not None, bias=bias))

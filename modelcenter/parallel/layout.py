@@ -201,9 +201,10 @@ class Costs:
                         job.rows * job.tokens, chip.rate(job.precision))
 
     def graphed(self, machine: Machine, rows: int) -> bool:
-        """Whether forward and backward are a CUDA graph (train/graphs.py): not those of packed sequences."""
+        """Whether forward and backward are a CUDA graph (train/graphs.py): of packed sequences in low precision alone."""
         there = self.job.gpu or self.job.device.type == "cuda"
-        return machine.graphs and there and not any(name.startswith("cu_seq_lens") for name in self.job.batch(rows))
+        packed = any(name.startswith("cu_seq_lens") for name in self.job.batch(rows))
+        return machine.graphs and there and not (packed and (self.low is None or getattr(self.job.model, "prefixed", False)))
 
     def shared_memory(self, machine: Machine, step: Deep, forwards: int) -> Counter[Kind]:
         """Bytes of a rank that holds a part of the state."""

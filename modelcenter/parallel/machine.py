@@ -48,8 +48,8 @@ class Machine:
     )
     compile: bool = field(default=False, metadata={"help": "torch.compile each block"})
     cuda_graphs: bool = field(
-        default=True, metadata={"help": "on one GPU, without recompute and compile: forward and backward of batches whose shapes "
-                                 "come again are begun by one call of the host, where there is memory for that"}
+        default=True, metadata={"help": "on one GPU, without recompute and compile: forward and backward of batches, filled up to "
+                                 "shapes that come again, are begun by one call of the host, where there is memory for that"}
     )  # fmt: skip
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata={"help": "auto: a GPU if there is one"})
     threads: int | None = field(

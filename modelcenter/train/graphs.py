@@ -11,13 +11,14 @@ Gradients. A step's first micro-batch finds none: its backward makes them, in me
 them each time. Further ones find those and add to them. These are two records. The gradients of other shapes are copied to where
 the first shapes' are, so that any micro-batch may follow any other.
 
-What cannot be recorded runs as it always did: packed sequences, whose bounds the host reads; what waits for the device or brings
-something from the host; what there is no memory for. A run that then lacks memory gives the records up and does its step again.
+Shapes that come again are made of others that do not (shapes.py). What cannot be recorded runs as it always did: packed sequences
+in fp32, which the host cuts apart; what waits for the device or brings something from the host; what there is no memory for. A run
+that then lacks memory gives the records up and does its step again.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -27,7 +28,8 @@ from ..errors import printable
 from ..ops._graph import undisturbed
 from ..parallel.machine import Machine
 
-WARM = 3  # micro-batches of the same shapes before theirs is recorded: libraries have chosen their kernels then
+WARM = 3  # micro-batches of the same shapes before the first are recorded: libraries are there then, and have chosen their kernels
+AGAIN = 1  # of other shapes
 MOST = 64  # shapes that are recorded: as many of BERT-base's, of 65 to 128 tokens, took 1.2 GiB more than calls (one H200)
 WORTH = 32  # micro-batches of a shape after which it may take the place of the one that was not used for longest
 SEEN = 1024  # shapes that are counted
@@ -146,7 +148,7 @@ class Graphs:
         record = shapes.records.get(kind)
         if record is None:
             shapes.seen += 1
-            if shapes.refused or shapes.seen <= WARM or not self.free(shapes, arguments):
+            if shapes.refused or shapes.seen <= (AGAIN if self.gradients else WARM) or not self.free(shapes, arguments):
                 return work(arguments, scale)
             record = self.record(shapes, kind, work, arguments, scale)
             if record is None:
@@ -274,7 +276,7 @@ class Graphs:
 
 def key_of(model: nn.Module, arguments: Arguments, scale: Scale) -> tuple[Any, ...] | None:
     """What micro-batches with one record have in common; None for those that have none."""
-    if any(name.startswith("cu_seq_lens") for name in arguments):
+    if "cu_seq_lens_q" in arguments and (getattr(model, "prefixed", False) or "max_length_q" not in arguments):
         return None
     each = ((name, (v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v) for name, v in sorted(arguments.items()))
     return (model.training, isinstance(scale, Tensor) or scale, *each)
@@ -296,7 +298,10 @@ def said(arguments: Arguments) -> str:
 
 
 def graphs_of(model: nn.Module, machine: Machine, device: torch.device, tell: Callable[[str], object]) -> Graphs | None:
-    """Those of a run, if it has any."""
-    if not machine.graphs or device.type != "cuda":
+    """Those of a run, if it may have any. Without `cuda_graphs` there are none, but the same batches, and so the same bits."""
+    if not replace(machine, cuda_graphs=True).graphs or device.type != "cuda":
         return None
-    return Graphs(model, GPU(device), tell)
+    graphs = Graphs(model, GPU(device), tell)
+    if not machine.cuda_graphs:
+        graphs.end()
+    return graphs

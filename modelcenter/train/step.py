@@ -19,6 +19,7 @@ from ..parallel.ranks import ALONE, Ranks
 from ..parallel.watch import beat
 from .evaluate import Arguments, count_targets, on_device
 from .graphs import Graphs
+from .shapes import filled
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -37,7 +38,8 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
 
     On several ranks `batches` are this one's share and `targets` those of all; the gradients are formed when it returns, and the
     loss is the mean over the ranks of what each returns. `told` hears of each of them: its number, how many there are, and
-    its own mean loss. `graphs`: those of the model, where forward and backward may be recorded."""
+    its own mean loss. `graphs`: those of the model, where forward and backward may be recorded and batches are filled up to shapes
+    that come again."""
     step = partial(added_up, model, batches, task, compute, scale, targets, ranks, told, graphs)
     return step() if graphs is None else graphs.attempt(step)
 
@@ -54,7 +56,8 @@ def added_up(model: nn.Module, batches: Sequence[Arguments], task: str, compute:
     work = partial(forward_and_backward, model, compute)
     for number, batch in enumerate(batches, 1):
         ranks.reduce(model, number == len(batches))
-        given = {**arguments(model, batch, device), "num_items_in_batch": items}
+        here = arguments(model, batch if graphs is None else filled(model, batch), device)
+        given = {**here, "num_items_in_batch": items}
         loss = work(given, factor) if graphs is None else graphs.run(work, given, factor)
         total = total + loss.to(total)
         beat(step=True)
