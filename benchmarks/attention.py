@@ -11,7 +11,6 @@ table.md and rows.jsonl. A contender that fails says so in its row.
 
 import argparse
 import contextlib
-import datetime
 import gc
 import json
 import statistics
@@ -27,6 +26,7 @@ from typing import Any
 import ops as benchmark  # benchmarks/ops.py: the clock and the ceilings
 import torch
 import torch.nn.functional as F
+from page import machine, stamp, today
 from torch import Tensor
 
 from modelcenter.ops import OPS, _op
@@ -363,8 +363,7 @@ def main() -> int:
         return 1
     warnings.filterwarnings("ignore", module="torch")
     only = [name for name in options.only.split(",") if name]
-    day = datetime.datetime.now(datetime.UTC).date()
-    heading = f"# Attention with a bias for each distance, {day}, {benchmark.machine(device)}"
+    heading = f"# Attention with a bias for each distance, {today()}, {machine(device)}"
     rate = "" if options.tiny else f"matrix product {benchmark.ceilings(device, dtype)[1] / 1e12:.3g} TFLOP/s, {options.dtype}"
     rows: list[dict[str, Any]] = []
     for shape in shapes(options.tiny):
@@ -376,7 +375,7 @@ def main() -> int:
         print(f"{time.perf_counter() - began:6.1f} s  {shape}", file=sys.stderr, flush=True)
         if options.out:  # what is there is kept, whatever comes
             options.out.mkdir(parents=True, exist_ok=True)
-            about = {"machine": benchmark.machine(device), "ceiling": rate}
+            about = {**stamp(device), "ceiling": rate}
             (options.out / "rows.jsonl").write_text("".join(json.dumps({**row, **about}) + "\n" for row in rows))
             (options.out / "table.md").write_text(f"{heading}\n\n{rate}\n\n{table(rows)}\n")
     print(f"{heading}\n\n{rate}\n\n{table(rows)}")

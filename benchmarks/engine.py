@@ -13,7 +13,6 @@ memory was so full that the allocator gave back what it kept, for which the devi
 """
 
 import argparse
-import datetime
 import gc
 import json
 import os
@@ -27,11 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ops import machine as about
+from page import stamp
 from plan import mapped, noisy
 from step import Case, ceiling, flops, profile, seconds
 from torch import nn
-from train import Step, batch_of
+from train import Step, batch_of, their_step
 
 import modelcenter as mc
 from modelcenter.optim.config import OptimizerConfig
@@ -94,18 +93,7 @@ def theirs(preset: str, config: dict[str, Any], batch: Batch, options: argparse.
             if "inv_freq" in name:
                 width = sizes.hidden_size // sizes.num_attention_heads
                 buffer.copy_(sizes.rope_parameters["rope_theta"] ** (-torch.arange(0, width, 2, device=options.device) / width))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    model.train()
-
-    def step() -> float:
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
-
-    return model, step
+    return model, their_step(model, batch)
 
 
 def retried(device: torch.device) -> int:
@@ -190,7 +178,7 @@ def main() -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     first = dist.get_rank() == 0
     top = ceiling(device) if device.type == "cuda" else float("nan")
-    day, rows = datetime.datetime.now(datetime.UTC).date().isoformat(), []
+    rows = []
     for kind in options.contenders.split(","):
         late = torch.tensor(float(time.monotonic() - began > options.limit))
         dist.all_reduce(late)  # all go on, or none
@@ -198,7 +186,7 @@ def main() -> int:
             print(f"{kind}: no time left", file=sys.stderr, flush=True)
             continue
         try:
-            row = run(kind, options, device) | {"ceiling": top, "date": day, "machine": about(device.type)}
+            row = run(kind, options, device) | {"ceiling": top, **stamp(device.type)}
         except torch.OutOfMemoryError as error:
             print(f"{kind}: {str(error)[:200]}", file=sys.stderr, flush=True)
             continue

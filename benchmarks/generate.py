@@ -14,9 +14,7 @@ precision near ties are decided by rounding; `same` is then the share of tokens 
 """
 
 import argparse
-import datetime
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -29,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from ops import machine
+from page import leave
 from train import profile
 
 import modelcenter as mc
@@ -178,7 +176,6 @@ def main() -> int:
 
     transformers.logging.set_verbosity_error()
     device, began, rows = torch.device(options.device), time.monotonic(), []
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
     over = lambda: time.monotonic() - began > options.limit  # noqa: E731  # asked for in several places
     for case in options.cases:
         if over():
@@ -190,18 +187,12 @@ def main() -> int:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    text = [f"# Generation, {day}, {machine(device.type)}", "", f"`python benchmarks/generate.py {' '.join(sys.argv[1:])}`", "",
-            "| case | batch | mode | contender | tok/s | ms a step | same |", "|---|---:|---|---|---:|---:|---:|"]  # fmt: skip
+    text = ["| case | batch | mode | contender | tok/s | ms a step | same |", "|---|---:|---|---|---:|---:|---:|"]
     for row in rows:
         spread = (max(row["seconds"]) - min(row["seconds"])) / 2 / statistics.median(row["seconds"])
         text.append(f"| {row['case']} | {row['batch']} | {row['mode']} | {row['contender']} | {row['tokens']:.0f} ±{spread:.0%} "
                     f"| {row['step']:.2f} | {row['same']:.0%} |")  # fmt: skip
-    page = "\n".join(text) + "\n"
-    print(page)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "generate.md").write_text(page)
-        (options.out / "generate.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    leave("Generation", device.type, text, rows, options.out)
     return 0
 
 

@@ -12,9 +12,7 @@ spent where, of the rank that spent most there; an accelerator goes on with what
 """
 
 import argparse
-import datetime
 import gc
-import json
 import multiprocessing
 import os
 import statistics
@@ -33,7 +31,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from ops import machine
+from page import leave, stamp
 
 import modelcenter as mc
 from modelcenter.checkpoint.save import config_json
@@ -265,24 +263,16 @@ def main() -> int:
                 warm(folder)
                 found[one].append(measure(*one, options, folder))
                 print(f"{one[0]} x {one[1]}: {found[one][-1]}", file=sys.stderr, flush=True)
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    text = [f"# Loading {size / 1e9:.2f} GB, {options.family}, {options.layout}, {day}, {machine(options.device)}", "",
-            f"`python benchmarks/load.py {' '.join(sys.argv[1:])}`", "",
-            "| | ranks | seconds: least | median | GB/s | CPU s | read / file | host memory / file |", "|---|" + "---:|" * 7]
+    text = ["| | ranks | seconds: least | median | GB/s | CPU s | read / file | host memory / file |", "|---|" + "---:|" * 7]
     rows = []
     for (kind, ranks), runs in found.items():
         least, median = min(r["seconds"] for r in runs), statistics.median(r["seconds"] for r in runs)
         cpu, read, host = (statistics.median(r[key] for r in runs) for key in ("cpu", "read", "host"))
         text.append(f"| {kind} | {ranks} | {least:.2f} | {median:.2f} | {size / 1e9 / least:.1f} | {cpu:.1f} | {read / size:.2f} | "
                     f"{host / size:.2f} |")  # fmt: skip
-        rows.append({"kind": kind, "ranks": ranks, "size": size, "runs": runs, "date": day, "machine": machine(options.device),
+        rows.append({"kind": kind, "ranks": ranks, "size": size, "runs": runs, **stamp(options.device),
                      "family": options.family, "layout": options.layout, "device": options.device})  # fmt: skip
-    page = "\n".join([*text, ""])
-    print(page)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "load.md").write_text(page)
-        (options.out / "load.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    leave(f"Loading {size / 1e9:.2f} GB, {options.family}, {options.layout}", options.device, text, rows, options.out)
     return 0
 
 

@@ -9,12 +9,10 @@ Whatever fails or is absent is a note under the table and not the end.
 """
 
 import argparse
-import datetime
 import gc
 import importlib
 import json
 import math
-import platform
 import statistics
 import sys
 import time
@@ -27,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from page import machine, stamp, today
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -686,16 +685,6 @@ def picture(lines: list[dict[str, Any]], heading: str, file: Path) -> str | None
     return None
 
 
-def machine(device: str) -> str:
-    if device == "cuda":
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    cpuinfo = Path("/proc/cpuinfo")
-    said = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.split(":")[1].strip() for line in said if line.startswith("model name")), platform.machine())
-    level = getattr(_op._C, "cpu_level", "no kernels")
-    return f"{name}, {torch.get_num_threads()} threads, {level}, torch {torch.__version__}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
@@ -739,12 +728,11 @@ def main() -> int:
         lines += lines_of(mine, copy, product)
         rows += mine
 
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    heading = f"# Ops, {day}, {machine(device)}"
+    heading = f"# Ops, {today()}, {machine(device)}"
     text = markdown(lines, f"{heading}\n\n`python benchmarks/ops.py {' '.join(sys.argv[1:])}`\n\n{'; '.join(rates)}", notes)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        about = {"date": day, "machine": machine(device), "rates": rates}
+        about = {**stamp(device), "rates": rates}
         (options.out / "rows.jsonl").write_text("".join(json.dumps({**row, **about}) + "\n" for row in rows))
         said = picture(lines, heading, options.out / "picture.png") if lines else None
         (options.out / "table.md").write_text(text + (f"* {said}\n" if said else ""))

@@ -16,9 +16,7 @@ driver tells of the timed steps: at the limit of its power a step takes its ener
 
 import argparse
 import ctypes
-import datetime
 import gc
-import json
 import math
 import re
 import statistics
@@ -33,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ops import machine
+from page import leave, stamp
 from torch import nn
 from train import Step, batch_of, our_step, their_step
 
@@ -284,7 +282,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     device, began = torch.device(options.device), time.monotonic()
-    day, rows = datetime.datetime.now(datetime.UTC).date().isoformat(), []
+    rows = []
     for name in options.cases.split(","):
         top = ceiling(device) if device.type == "cuda" else float("nan")
         for kind, sizes in CASES[name].batches.items():
@@ -295,7 +293,7 @@ def main() -> int:
                     print(f"{name} {kind} B{size}: no time left", file=sys.stderr)
                     continue
                 try:
-                    row = run(name, kind, size, options, device) | {"ceiling": top, "date": day, "machine": machine(device.type)}
+                    row = run(name, kind, size, options, device) | {"ceiling": top, **stamp(device.type)}
                 except Exception as error:
                     print(f"{name} {kind} B{size}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
                     continue
@@ -307,20 +305,14 @@ def main() -> int:
                 rows.append(row)
                 said = f"{row['tokens']:.0f} tok/s, {row['flops'] / 1e12:.0f} TFLOP/s, {row['peak']:.1f} GiB"
                 print(f"{name} {kind} B{size}: {said}", file=sys.stderr, flush=True)
-    text = [f"# Training steps, {day}, {machine(device.type)}", "", f"`python benchmarks/step.py {' '.join(sys.argv[1:])}`", "",
-            "| case | contender | batch | tok/s | samples/s | TFLOP/s | of the product's | peak GiB | J a step | MHz |",
+    text = ["| case | contender | batch | tok/s | samples/s | TFLOP/s | of the product's | peak GiB | J a step | MHz |",
             "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for row in rows:
         spread = (max(row["seconds"]) - min(row["seconds"])) / 2 / statistics.median(row["seconds"])
         rates = f"{row['tokens']:.0f} ±{spread:.0%} | {row['samples']:.1f} | {row['flops'] / 1e12:.0f}"
         share = f"{row['flops'] / row['ceiling']:.0%} | {row['peak']:.1f} | {row['joules']:.0f} | {row['clock']:.0f}"
         text.append(f"| {row['case']} S{row['length']} | {row['contender']} | {row['batch']} | {rates} | {share} |")
-    page = "\n".join(text) + "\n"
-    print(page)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "step.md").write_text(page)
-        (options.out / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    leave("Training steps", device.type, text, rows, options.out)
     return 0
 
 

@@ -8,9 +8,7 @@ with its default attention and torch's fused AdamW; in bf16 the better of autoca
 """
 
 import argparse
-import datetime
 import gc
-import json
 import os
 import statistics
 import sys
@@ -18,12 +16,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from ops import machine
+from page import leave, stamp
 
 import modelcenter as mc
 from modelcenter.optim.config import OptimizerConfig
@@ -66,7 +65,7 @@ def our_step(model: Any, batch: dict[str, torch.Tensor], task: str, precision: s
     return step
 
 
-def their_step(model: Any, batch: dict[str, torch.Tensor], compute: Callable[[], Any]) -> Step:
+def their_step(model: Any, batch: dict[str, torch.Tensor], compute: Callable[[], Any] = nullcontext) -> Step:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.01, fused=True)
 
@@ -156,7 +155,7 @@ def main() -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    day, rows, profiles = datetime.datetime.now(datetime.UTC).date().isoformat(), [], []
+    rows, profiles = [], []
     for name in options.models.split(","):
         for precision in options.precision.split(","):
             for dropout in options.dropout.split(","):
@@ -172,7 +171,7 @@ def main() -> int:
                 spread = (max(times["ours"]) - min(times["ours"])) / statistics.median(times["ours"]) / 2
                 rows.append({
                     "model": name, "precision": precision, "dropout": dropout, "tokens": tokens, "rates": rates, "times": times,
-                    "losses": losses, "ratio": rates["ours"] / best, "spread": spread, "date": day, "machine": machine(device.type),
+                    "losses": losses, "ratio": rates["ours"] / best, "spread": spread, **stamp(device.type),
                 })  # fmt: skip
                 said = ", ".join(f"{kind} {rate:.0f}" for kind, rate in rates.items())
                 print(f"{name} {precision} dropout {dropout}: tok/s {said}: {rows[-1]['ratio']:.2f}x", file=sys.stderr, flush=True)
@@ -181,20 +180,14 @@ def main() -> int:
                 del steps
                 gc.collect()
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["rates"]))
-    heading = f"# Training, tokens a second, {day}, {machine(device.type)}"
-    text = [heading, "", f"`python benchmarks/train.py {' '.join(sys.argv[1:])}`", ""]
-    text.append(f"| model | precision | dropout | {' | '.join(kinds)} | ratio to the best of theirs |")
+    text = [f"| model | precision | dropout | {' | '.join(kinds)} | ratio to the best of theirs |"]
     text.append("|---|---|---" + "|---:" * (len(kinds) + 1) + "|")
     for row in rows:
         cells = [f"{row['rates'][kind]:.0f}" if kind in row["rates"] else "-" for kind in kinds]
         cells[0] += f" ±{row['spread']:.0%}"
         text.append(f"| {row['model']} | {row['precision']} | {row['dropout']} | {' | '.join(cells)} | {row['ratio']:.2f} |")
-    page = "\n".join([*text, "", *(f"```\n{table}\n```\n" for table in profiles)])
-    print(page)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "train.md").write_text(page)
-        (options.out / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text += ["", *(f"```\n{table}\n```\n" for table in profiles)] if profiles else []
+    leave("Training, tokens a second", device.type, text, rows, options.out)
     return 0
 
 
