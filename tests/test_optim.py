@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -363,6 +364,9 @@ def test_the_state_comes_back_to_the_bit(name: str) -> None:
     steps(again, second, range(5, 10))
     for p, q in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)
+    other = build_optimizer(again, replace(config, lr=0.02, weight_decay=0.3))
+    with pytest.raises(InputError, match=r"weight_decay: saved with 0.01, this run has 0.3"):  # which would be without effect
+        restore_optimizer(other, again, tensors, content)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -523,8 +523,8 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
                       content: Mapping[str, Any]) -> None:
     """Put back, bit for bit, what `flatten_optimizer` gave; tensors are copied to their parameter's device.
 
-    The groups must hold the same parameters, in any order. Nothing changes unless all of it fits. Not through
-    `load_state_dict`: that casts the moments to the parameter's dtype, and fp32 moments of bf16 weights would be lost.
+    Groups must hold the same parameters, in any order, and say the same but for the rate. Nothing changes unless all fits. Not
+    through `load_state_dict`: that casts the moments to the parameter's dtype, and fp32 moments of bf16 weights would be lost.
     Errors: `InputError` naming the first parameter that differs.
     """
     import torch
@@ -546,6 +546,11 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
     for left in saved:
         refuse("optimizer state", min(left, default=None), "saved, but not trained in this run", same)
 
+    for group, _, row in matched:
+        for key in sorted(row.keys() & group.keys() - {"params", "lr"}):  # the rate is the schedule's
+            was, now = (list(value) if isinstance(value, tuple) else value for value in (row[key], group[key]))
+            if was != now:
+                refuse("optimizer state", key, f"saved with {was!r}, this run has {now!r}", "the same, or a run that begins")
     by_name = {name: parameter for parameter, name in names.items()}
     for name, shape in content["shapes"].items():
         if shape != (own := list(_shape(model, name, by_name[name]))):
