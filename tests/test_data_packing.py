@@ -1,5 +1,6 @@
 """Packing: full bins, every token once, and for every family and objective the gradients of the same sequences padded."""
 
+import os
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -216,4 +217,8 @@ def test_rows_wait_in_a_file(rows: list[list[int]], held: int) -> None:
     flat = [i for row in rows for i in row]
     for start in range(0, len(flat) + 1, 3):
         assert found.flat(start, len(flat)).tolist() == flat[start:] and found.flat(start, start).tolist() == []
+    with pytest.MonkeyPatch.context() as patch:  # as Linux does with more than 2 GiB
+        read = os.preadv
+        patch.setattr("os.preadv", lambda fd, buffers, at: read(fd, [buffers[0][:6]], at))
+        assert found.flat(0, len(flat)).tolist() == flat
     assert found.__getstate__()["held"].tolist() == flat

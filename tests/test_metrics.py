@@ -105,6 +105,8 @@ def test_rouge() -> None:
     pair = ["The quick brown dog jumps on the log."], ["The quick brown fox jumps over the lazy dog"]
     assert METRICS["rouge1"].compute(*pair) == pytest.approx(100 * 0.70588235)
     assert METRICS["rougel"].compute(*pair) == pytest.approx(100 * 0.58823529)
+    with pytest.warns(UserWarning, match="rouge1: 1 of 2 references have no letter of a to z and no digit"):
+        assert METRICS["rouge1"].compute(["中文", "a"], ["中文", "a"]) == 50
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,11 @@ class Ragged:
         here = np.array(self.held[max(start - self.filed, 0) : max(stop - self.filed, 0)], np.int32)
         if start >= self.filed:
             return here
-        there = np.frombuffer(os.pread(self.fd, 4 * (min(stop, self.filed) - start), 4 * start), np.int32)
+        there = np.empty(min(stop, self.filed) - start, np.int32)
+        rest, at = there.view(np.uint8).data, 4 * start
+        while len(rest):  # nor does it read more
+            done = os.preadv(self.fd, [rest], at)
+            rest, at = rest[done:], at + done
         return np.concatenate([there, here])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import re
 import string
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
@@ -57,6 +58,9 @@ def chrf(found: Texts, wanted: Texts) -> float:
 def rouge(kind: str, found: Texts, wanted: Texts) -> float:
     """The mean F of rouge_score (Lin, 2004) with its stemmer, 0 to 100; rougeLsum takes lines for sentences."""
     scorer = extra("rouge_score.rouge_scorer", kind).RougeScorer([kind], use_stemmer=True)
+    if mute := sum(bool(w.strip()) and not re.search("[a-z0-9]", w.lower()) for w in wanted):
+        said = f"{kind}: {mute} of {len(wanted)} references have no letter of a to z and no digit"
+        warnings.warn(f"{said}, which is all that rouge_score reads: they count 0; chrf reads all", stacklevel=2)
     total = sum(float(scorer.score(w, f)[kind].fmeasure) for f, w in zip(found, wanted, strict=True))
     return 100 * total / len(found)
 
