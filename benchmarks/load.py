@@ -115,9 +115,10 @@ class Parts:
         from modelcenter.parallel import apply, peers
 
         for owner, name in ((registry, "skeleton"), (registry, "match"), (registry, "place"), (registry, "fill_all"),
-                            (exchange, "planned"), (exchange.Group, "regions"), (exchange.Group, "trade"), (exchange, "begin"),
-                            (exchange.Buffer, "__init__"), (exchange.Buffer, "free"), (exchange.Buffer, "moved"),
-                            (exchange.Reading, "wait"), (registry, "open_roads"), (peers, "ways"), (apply, "shard")):  # fmt: skip
+                            (exchange, "planned"), (exchange.Group, "regions"), (exchange.Group, "trade"),
+                            (exchange.Intake, "next"), (registry, "set_out"), (exchange.Intake, "fetch"), (exchange, "begin"),
+                            (exchange.Buffer, "take"), (exchange.Reading, "wait"), (exchange.Intake, "__exit__"),
+                            (registry, "open_roads"), (peers, "ways"), (apply, "shard")):  # fmt: skip
             self.see(owner, name)
 
 

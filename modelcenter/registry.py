@@ -24,7 +24,7 @@ from .adapter.config import AdapterConfig
 from .adapter.folder import is_adapter, read_adapter, save_adapter
 from .checkpoint import hub
 from .checkpoint.config import Config, changed, told
-from .checkpoint.exchange import Group, neighbours, open_roads
+from .checkpoint.exchange import Group, Intake, neighbours, open_roads, set_out
 from .checkpoint.folder import Folder
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions, save_model
@@ -442,8 +442,16 @@ def load(
             own = first_values(model, seed) if saved is None else saved.values(model, places)
         if is_meta(device):
             return model.eval()
-        size = sum(p.nbytes for p in model.parameters())
-        place(model, device, machine, precision, partial(open_roads, size))
+        size, begun = sum(p.nbytes for p in model.parameters()), list[Intake]()
+
+        def beside(home: torch.device) -> None:
+            m = load_machine(machine) if isinstance(machine, str) else machine
+            if m is not None and adapter is None:
+                intake = set_out(sources, home, size // (m.tensor_parallel * m.fsdp))
+                begun.extend([stack.enter_context(intake)] if intake is not None else [])
+            open_roads(home)
+
+        place(model, device, machine, precision, beside)
         if put_off is not None and adapter is None and together(machine) is None:
             left = stack.pop_all()  # the folder stays open until it is read
 
@@ -453,7 +461,7 @@ def load(
 
             put_off(read)
         else:
-            fill_all(model, sources, own, together(machine))
+            fill_all(model, sources, own, together(machine), *begun)
         if saved is None:
             measure(model)
         model.companions = companions(path if saved is None else saved.folder)

@@ -47,6 +47,9 @@ def read(rank: int, folders: dict[Case, str]) -> None:
         for least in (2**20, 600):
             exchange.LEAST = least
             equal(mc.load(folder, machine=FOUR), wanted, f"{case}, buffers of {least}")
+        usual, exchange.PACE["cpu"] = exchange.PACE["cpu"], exchange.PACE["cuda"]
+        equal(mc.load(folder, machine=FOUR), wanted, f"{case}, several turns at once")
+        exchange.PACE["cpu"] = usual
         equal(mc.load(folder, machine=FOUR, dtype="bf16"), mc.load(folder, dtype="bf16"), f"{case} in bf16")
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         with counted() as done:
@@ -93,21 +96,41 @@ def test_one_rank_that_cannot_read_is_everybodys_error(tmp_path: Path) -> None:
 
 
 def beside(rank: int, folder: str) -> None:
-    """What ranks do while FSDP wraps is done once, by another thread, when nothing else is on its way between them."""
+    """What ranks do while FSDP wraps is done once, by another thread, when nothing else is on its way between them: they connect,
+    and have begun to read."""
     found: list[Any] = []
 
-    def roads(size: int, device: torch.device) -> None:
+    def roads(device: torch.device) -> None:
         mine, come = torch.full((2,), rank), torch.empty(2, dtype=torch.int64)
         dist.all_to_all_single(come, mine)
-        found.append((size, device.type, come.tolist(), threading.current_thread() is threading.main_thread()))
+        found.append((device.type, come.tolist(), threading.current_thread() is threading.main_thread()))
 
-    registry.open_roads = roads
+    def out(sources: Any, device: torch.device, share: int) -> Any:
+        intakes.append(real(sources, device, share))
+        shares.append(share)
+        return intakes[-1]
+
+    registry.open_roads, real, registry.set_out = roads, exchange.set_out, out
     wanted = mc.load(folder, dtype="bf16")
-    for degrees in ({"fsdp": 2}, {"tensor_parallel": 2}, {"replicate": 2}):
+    size = sum(p.nbytes for p in wanted.parameters())
+    for degrees, parts in (({"fsdp": 2}, 2), ({"tensor_parallel": 2}, 2), ({"replicate": 2}, 1)):
+        intakes: list[Any] = []
+        shares: list[int] = []
         found.clear()
-        equal(mc.load(folder, machine=mc.Machine(device="cpu", **degrees), dtype="bf16"), wanted, f"{degrees}")
-        assert len(found) == 1 and found[0][1:] == ("cpu", [0, 1], False)
-        assert found[0][0] == sum(p.nbytes for p in wanted.parameters())
+        with counted() as done:
+            equal(mc.load(folder, machine=mc.Machine(device="cpu", **degrees), dtype="bf16"), wanted, f"{degrees}")
+        assert found == [("cpu", [0, 1], False)] and shares == [size // parts]
+        assert intakes[0].over and not intakes[0].thread.is_alive()
+        assert sum(done) == sum(end - start for start, end in spans(intakes[0], rank)), "nothing is read twice"
+    with pytest.raises(InputError, match="of weights"):  # what was begun is ended before the files are closed
+        registry.check_memory = lambda model, device: refuse(None, "model", "1 GB of weights", "less")
+        mc.load(folder, machine=mc.Machine(device="cpu", fsdp=2))
+    assert not intakes[-1].thread.is_alive()
+
+
+def spans(intake: Any, rank: int) -> list[tuple[int, int]]:
+    """The places in buffers that a rank has filled."""
+    return [(run.at, run.at + run.size) for turn in intake.turns for run in turn[rank]]
 
 
 def test_ranks_connect_beside_the_wrapping() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..checkpoint.exchange import Group
+from ..checkpoint.exchange import Group, Intake
 from ..checkpoint.load import fill, put
 from ..errors import nearest, refuse
 from ..layers.adapter import Adapted, adapted, current_names
@@ -183,9 +183,10 @@ def measure(model: nn.Module) -> None:
             put(layer.magnitude, lengths.full_tensor() if hasattr(lengths, "full_tensor") else lengths)
 
 
-def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], group: Group | None = None) -> None:
+def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], group: Group | None = None,
+             begun: Intake | None = None) -> None:
     """`fill`, where `base` has the names that the model's parameters had before the adapter."""
-    fill(model, {**{now: base[name] for name, now in current_names(model).items() if name in base}, **own}, group)
+    fill(model, {**{now: base[name] for name, now in current_names(model).items() if name in base}, **own}, group, begun)
 
 
 def merge_adapter(model: "Model") -> "Model":

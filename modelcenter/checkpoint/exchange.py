@@ -1,9 +1,9 @@
 """The copy plan carried out: files read into the parts of parameters that ranks hold, and written from them.
 
-Each rank reads its runs with several threads into a buffer on the host, a turn ahead of what is being sent; where the parameters
-are on an accelerator two turns ahead, into pinned memory, which a stream of its own copies there. The rest happens where they are:
-blocks are cut out, sent in one all-to-all a turn, and transposed and cast as they are put into their places. A rank alone does the
-same without sending. Writing is all that backwards.
+Each rank reads its runs with several threads, ahead of what is being sent: into one of two buffers on the host, or, where the
+parameters are on an accelerator, through pinned memory into as many buffers there as have room, from before it is known what is
+whose (`set_out`). The rest happens where they are: blocks are cut out, sent in one all-to-all for one turn or a few, and transposed
+and cast as they are put into their places. A rank alone does the same without sending. Writing is all that backwards.
 """
 
 import errno
@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -33,7 +33,10 @@ from .folder import BinSlice, FileSlice, raw
 LEAST, MOST = 2**20, 2**26  # bytes of a rank's buffer
 TURNS = 64  # into which a folder is cut, where the buffers are between the two
 THREADS = 4, 16  # of a rank that read, at least and at most
-AHEAD = 3  # buffers of a rank on an accelerator: what is read into one is no hurry of what is sent from another
+ROOM = 2**33  # bytes of a rank's buffers on an accelerator, if it has twice as many to spare
+# Turns that are sent at once, and turns that are being read at once: through as many pinned buffers, so that what is read into one
+# is no hurry of what is copied from another.
+PACE = {"cpu": (1, 1), "cuda": (4, 3)}
 PIECE = 2**23  # bytes that a thread reads at a time, at least
 SAID = 1024  # bytes of what a rank says
 
@@ -120,36 +123,32 @@ def of_node(size: int, group: Any) -> Any:
 
 
 class Buffer:
-    """Bytes on the host for one turn, and what they are on the device, where they come beside what is done with those before."""
+    """Bytes for one turn where the parameters are: on the host, or on a device to which they come by a road of their own."""
 
-    def __init__(self, device: torch.device, size: int, road: "torch.cuda.Stream | None") -> None:
-        self.road = road
-        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=road is not None)
-        self.there = self.host
+    def __init__(self, there: Tensor, road: "torch.cuda.Stream | None") -> None:
+        self.there, self.road = there, road
         if road is not None:
-            self.there, self.home = torch.empty(size, dtype=torch.uint8, device=device), torch.cuda.current_stream(device)
             self.come, self.used = torch.cuda.Event(), torch.cuda.Event()
             self.done()
 
-    def free(self) -> None:
-        """Wait until the device has its copy."""
-        if self.road is not None:
-            self.come.synchronize()
-
-    def moved(self, size: int) -> Tensor:
-        """The first `size` bytes on the device."""
+    def take(self, host: Tensor, size: int) -> None:
+        """Bring the first `size` bytes from the host's pinned memory, once nobody uses what was here."""
         if self.road is not None:
             self.road.wait_event(self.used)
             with torch.cuda.stream(self.road):
-                self.there[:size].copy_(self.host[:size], non_blocking=True)
+                self.there[:size].copy_(host[:size], non_blocking=True)
             self.come.record(self.road)
-            self.home.wait_event(self.come)
-        return self.there[:size]
+
+    def ready(self) -> Tensor:
+        """The bytes, for the stream that is current."""
+        if self.road is not None:
+            torch.cuda.current_stream(self.there.device).wait_event(self.come)
+        return self.there
 
     def done(self) -> None:
-        """What comes next may take the place of what has come, once the device is so far."""
+        """What comes next may take the place of what has come, once the stream that is current is so far."""
         if self.road is not None:
-            self.used.record(self.home)
+            self.used.record(torch.cuda.current_stream(self.there.device))
 
 
 Told = SimpleQueue[BaseException | None]  # of each piece what was wrong with it
@@ -203,35 +202,137 @@ class Reading:
         return failure
 
 
+class Intake:
+    """What a rank reads of stored tensors, turn by turn; a thread sees to it, as far ahead of who asks as there are buffers."""
+
+    def __init__(self, todo: Plan, group: Group, device: torch.device, room: int = 0) -> None:
+        self.device, self.rank, size = device, group.rank, buffer_size(todo.sources, group)
+        self.turns = list(todo.turns(size))
+        self.together, self.ahead = PACE.get(device.type, PACE["cpu"])
+        self.count, self.size = min(len(self.turns), max(self.together + self.ahead, room // size)), size
+        self.threads = readers(group)
+        self.free: SimpleQueue[Buffer | None] = SimpleQueue()
+        self.come: SimpleQueue[tuple[Buffer, Exception | None] | BaseException] = SimpleQueue()
+        self.thread, self.over = Thread(target=self.work, daemon=True), False
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.over = True
+        self.free.put(None)
+        self.thread.join()  # nothing is read from files that are closed then
+        self.free, self.come = SimpleQueue(), SimpleQueue()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of gigabytes that nobody needs in one piece again
+
+    def work(self) -> None:
+        try:
+            self.fetch()
+        except BaseException as error:  # it is raised where the turn is asked for
+            self.come.put(error)
+
+    def fetch(self) -> None:
+        """Read all turns, each into a buffer that is free."""
+        road, hosts = None, [torch.empty(0)]
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+            road = torch.cuda.Stream(self.device)
+            hosts = [torch.empty(self.size, dtype=torch.uint8, pin_memory=True) for _ in range(min(self.ahead, len(self.turns)))]
+        step = aligned(self.size)
+        for there in torch.empty(self.count * step, dtype=torch.uint8, device=self.device).split(step):
+            self.free.put(Buffer(there, road))
+        under_way: deque[tuple[Buffer, Tensor, int, Reading]] = deque()
+        with Readers(self.threads) as threads:
+            for number, turn in enumerate(self.turns):
+                if len(under_way) == self.ahead:
+                    self.hand_on(*under_way.popleft())
+                buffer, mine = self.free.get(), turn[self.rank]
+                if buffer is None or self.over:
+                    break
+                host = buffer.there if road is None else hosts[number % self.ahead]
+                under_way.append((buffer, host, end_of(mine), begin(mine, host, threads)))
+            while under_way:
+                self.hand_on(*under_way.popleft())
+        if road is not None:
+            road.synchronize()
+
+    def hand_on(self, buffer: Buffer, host: Tensor, size: int, reading: "Reading") -> None:
+        """Wait for what is being read, and give it to who asks."""
+        failure = reading.wait()
+        buffer.take(host, size)
+        if buffer.road is not None:
+            buffer.come.synchronize()  # the next turn is read into this host's memory
+        self.come.put((buffer, failure))
+
+    def __iter__(self) -> Iterator[tuple[list[list[list[Run]]], list[Tensor], Exception | None]]:
+        """A few turns at a time, the bytes of this rank's runs of each, and what a file had against one."""
+        for first in range(0, len(self.turns), self.together):
+            turns = self.turns[first : first + self.together]
+            buffers, failure = [], None
+            for _ in turns:
+                buffer, fault = self.next()
+                buffers.append(buffer)
+                failure = failure or fault
+            yield turns, [buffer.ready() for buffer in buffers], failure
+            for buffer in buffers:
+                buffer.done()
+                self.free.put(buffer)
+
+    def next(self) -> tuple[Buffer, Exception | None]:
+        """What was read in the next turn, and what a file had against it."""
+        found = self.come.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+def end_of(runs: Sequence[Run]) -> int:
+    """Bytes that runs take of a buffer."""
+    return max((run.at + run.size for run in runs), default=0)
+
+
 def stored(source: Lazy) -> bool:
     """Whether a parameter's values come out of files, all of them."""
     return all(isinstance(part.source, FileSlice | BinSlice) for part in trace(source, everything(source.shape)))
 
 
+def set_out(sources: Mapping[str, Lazy], device: torch.device, share: int) -> Intake | None:
+    """What the ranks of one node will read, before it is known which of them holds what: between them they hold everything. None
+    where there are several nodes, whose ranks want parts of it. `share`: bytes that this rank's parameters will take."""
+    group = neighbours()
+    wholes = {name: everything(source.shape) for name, source in sources.items() if stored(source)}
+    if group.size < dist.get_world_size() or not wholes:
+        return None
+    room = 0
+    if device.type == "cuda":
+        room = max(0, min(ROOM, (torch.cuda.mem_get_info(device)[0] - share) // 2))
+    return Intake(plan(sources, [wholes, *({} for _ in range(1, group.size))], in_order(sources, wholes)), group, device, room)
+
+
 @torch.no_grad()
-def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group) -> None:
+def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group,
+         begun: Intake | None = None) -> None:
     """Fill this rank's part of each parameter (where it stands in the whole, and its tensor) from `sources`, casting to its dtype.
-    All ranks of `group` call it with the same names. Errors: `InputError`, on all if on one."""
+    All ranks of `group` call it with the same names. `begun`: of the same sources. Errors: `InputError`, on all if on one."""
     device = next(iter(parameters.values()))[1].device
     for name, (region, tensor) in parameters.items():
         if within(region, sources[name].shape) != region:
             tensor.zero_()  # rows that pad the vocabulary: nobody's values
     todo = planned(parameters, sources, group, device)
-    size = buffer_size(todo.sources, group)
     failure: Exception | None = None
 
     def store(block: Block, values: Tensor) -> None:
         parameters[block.name][1][block.place].copy_(values.mT if block.turned else values)
 
-    with Readers(readers(group)) as threads:
-        for turn, buffer, reading in ahead(todo, size, group.rank, device, threads):
-            failure = reading.wait() or failure  # the others wait for this rank's blocks, whatever is in them
-            mine = turn[group.rank]
-            chunk = buffer.moved(max((run.at + run.size for run in mine), default=0))
-            give = [list(todo.blocks(mine, rank)) for rank in range(group.size)]
-            take = [list(todo.blocks(runs, group.rank)) for runs in turn]
-            group.trade(give, take, partial(rows_of_block, chunk), store, device)
-            buffer.done()
+    with nullcontext(begun) if begun is not None else Intake(todo, group, device) as intake:
+        for turns, chunks, fault in intake:
+            failure = failure or fault  # the others wait for this rank's blocks, whatever is in them
+            chunk_of = {id(run): chunk for turn, chunk in zip(turns, chunks, strict=True) for run in turn[group.rank]}
+            give = [[b for turn in turns for b in todo.blocks(turn[group.rank], rank)] for rank in range(group.size)]
+            take = [[b for turn in turns for b in todo.blocks(turn[rank], group.rank)] for rank in range(group.size)]
+            group.trade(give, take, partial(block_among, chunk_of), store, device)
             beat()
     group.agree(failure, device)
 
@@ -246,7 +347,7 @@ def readers(group: Group) -> int:
 def buffer_size(sources: Sequence[Stored], group: Group) -> int:
     """Bytes of a rank's buffer: a small part of the folder, and a row at least."""
     share = sum(row_of(source) * (source.shape[0] if source.shape else 1) for source in sources) // group.size
-    return max(part_of(share), *map(row_of, sources))
+    return max(1, part_of(share), *map(row_of, sources))
 
 
 def part_of(share: int) -> int:
@@ -254,18 +355,15 @@ def part_of(share: int) -> int:
     return min(MOST, max(LEAST, share // TURNS), share)
 
 
-def open_roads(size: int, device: torch.device) -> None:
-    """What reading `size` bytes would wait for first, done before: NCCL connects each rank of a node with each other at the first
-    exchange of all with all, for a fifth of a second, and the host's memory is pinned, which torch then keeps for who asks next.
-    All ranks call it, and say nothing else to each other meanwhile."""
+def open_roads(device: torch.device) -> None:
+    """What sending would wait for first, done before: NCCL connects each rank of a node with each other at the first exchange of
+    all with all, for a fifth of a second. All ranks call it, and say nothing else to each other meanwhile."""
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)  # of this thread
     group = neighbours()
     row = torch.zeros(group.size, dtype=torch.uint8, device=device)
     dist.all_to_all_single(torch.empty_like(row), row, group=group.group)
-    for buffer in [torch.empty(part_of(size // group.size), dtype=torch.uint8, pin_memory=True) for _ in range(AHEAD)]:
-        del buffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,10 +442,14 @@ def put_runs(runs: Iterable[Run], host: Tensor, files: dict[Path, int], stack: E
 def planned(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group, device: torch.device, *,
             once: bool = False) -> Plan:
     """The plan of all ranks, with the files' tensors in their order."""
-    found = {id(p.source): p.source for n in parameters for p in trace(sources[n], everything(sources[n].shape))}
-    order: Any = sorted(found.values(), key=position)
     regions = group.regions({name: region for name, (region, _) in parameters.items()}, device)
-    return plan(sources, regions, order, once=once)
+    return plan(sources, regions, in_order(sources, parameters), once=once)
+
+
+def in_order(sources: Mapping[str, Lazy], names: Iterable[str]) -> Any:
+    """The files' tensors of which the parameters of those names are made, in their order."""
+    found = {id(p.source): p.source for n in names for p in trace(sources[n], everything(sources[n].shape))}
+    return sorted(found.values(), key=position)
 
 
 def rows_of(chunk: Tensor, run: Run) -> Tensor:
@@ -356,6 +458,11 @@ def rows_of(chunk: Tensor, run: Run) -> Tensor:
 
 def rows_of_block(chunk: Tensor, block: Block) -> Tensor:
     return rows_of(chunk, block.run)[block.region]
+
+
+def block_among(chunk_of: Mapping[int, Tensor], block: Block) -> Tensor:
+    """The same, where runs stand in several buffers."""
+    return rows_of_block(chunk_of[id(block.run)], block)
 
 
 def put_block(chunk: Tensor, block: Block, values: Tensor) -> None:
@@ -367,28 +474,10 @@ def position(source: Any) -> tuple[str, int]:
     return str(source.file), source.start
 
 
-def ahead(todo: Plan, size: int, rank: int, device: torch.device,
-          threads: Readers) -> Iterator[tuple[list[list[Run]], Buffer, Reading]]:
-    """Each turn with this rank's buffer and what is being read into it; the reading of those that follow has begun."""
-    waiting: deque[tuple[list[list[Run]], Buffer, Reading]] = deque()
-    buffers: list[Buffer] = []
-    road = torch.cuda.Stream(device) if device.type == "cuda" else None
-    most = AHEAD if road is not None else 2
-    for number, turn in enumerate(todo.turns(size)):
-        if len(buffers) < most:
-            buffers.append(Buffer(device, size, road))
-        buffer = buffers[number % most]
-        waiting.append((turn, buffer, begin(turn[rank], buffer, threads)))
-        if len(waiting) == most:
-            yield waiting.popleft()
-    yield from waiting
-
-
-def begin(runs: Iterable[Run], buffer: Buffer, threads: Readers) -> Reading:
-    """Start to read `runs` into `buffer`, in pieces."""
-    buffer.free()
+def begin(runs: Iterable[Run], host: Tensor, threads: Readers) -> Reading:
+    """Start to read `runs` into the host's memory, in pieces."""
     told: Told = SimpleQueue()
-    pieces, into = 0, raw(buffer.host)
+    pieces, into = 0, raw(host)
     for run in runs:
         source: Any = run.source
         row = run.size // (run.stop - run.start)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import refuse
 from ..names import Lazy, Names, Region, Shape, everything
 from ..parallel.watch import beat
-from .exchange import Group, read, stored
+from .exchange import Group, Intake, read, stored
 from .folder import BinSlice, Folder
 
 ROWS = 4096  # rows compared at a time
@@ -164,13 +164,14 @@ def others(kind: str, names: list[str]) -> str:
     return kind if len(names) == 1 else f"{kind}, {len(names)} in all: {', '.join(names[1:5])}{', ...' if len(names) > 5 else ''}"
 
 
-def fill(model: nn.Module, sources: Mapping[str, Lazy], group: Group | None = None) -> None:
+def fill(model: nn.Module, sources: Mapping[str, Lazy], group: Group | None = None, begun: Intake | None = None) -> None:
     """Copy into every parameter its own part of its source, casting to the parameter's dtype. What is stored in files the ranks of
-    `group` read together, each a share of the bytes; what is drawn each draws for itself, its part of one tensor at a time."""
+    `group` read together, each a share of the bytes, and have perhaps `begun` to; what is drawn each draws for itself, its part of
+    one tensor at a time."""
     held = {name: local(parameter) for name, parameter in model.named_parameters()}
     files = {name: part for name, part in held.items() if stored(sources[name])}
     if files:
-        read(files, sources, group or Group())
+        read(files, sources, group or Group(), begun)
     for name, parameter in model.named_parameters():
         if name not in files:
             put(parameter, sources[name])
