@@ -745,6 +745,8 @@ MUTANTS = (
            "sent * outside", "test_layout.py::test_the_outermost_layers_send_their_gradients_when_the_blocks_are_done[2-16]"),
     Mutant("outermost-gradients-do-not-wait", "parallel/layout.py", "sent * block + waits", "sent * block",
            "test_layout.py::test_the_outermost_layers_send_their_gradients_when_the_blocks_are_done[8-4]"),
+    Mutant("weights-whole-to-the-end", "parallel/layout.py", "if machine.zero < 3 and forwards == 1 else 0.0", "if False else 0.0",
+           "test_layout.py::test_what_ranks_hold_is_foreseen[gpt, zero 2, full]"),
     Mutant("every-host-alike", "parallel/chips.py", "call=near.call * host_call() / HOST", "call=near.call",
            "test_layout.py::test_a_gpu_is_known_by_its_name_and_its_host_is_timed"),
     Mutant("a-bias-by-distance-is-a-move", "parallel/tally.py", "if forward in ATTENTION:", 'if forward == "attention":',

@@ -389,7 +389,8 @@ MESHES: dict[str, tuple[dict[str, Any], str, int, int]] = {  # degrees, precisio
     "zero 3": ({"fsdp": 2}, "bf16", 8, 1), "zero 3, two micro-batches": ({"fsdp": 2}, "fp32", 4, 2),
     "zero 3, selective": ({"fsdp": 2, "recompute": "selective"}, "bf16", 8, 1),
     "zero 3, full": ({"fsdp": 2, "recompute": "full"}, "bf16", 8, 1),
-    "zero 2": ({"fsdp": 2, "zero": 2}, "bf16", 8, 1), "zero 1, two micro-batches": ({"fsdp": 2, "zero": 1}, "bf16", 4, 2),
+    "zero 2": ({"fsdp": 2, "zero": 2}, "bf16", 8, 1), "zero 2, full": ({"fsdp": 2, "zero": 2, "recompute": "full"}, "bf16", 1, 1),
+    "zero 1, two micro-batches": ({"fsdp": 2, "zero": 1}, "bf16", 4, 2),
     "copies": ({"replicate": 2}, "bf16", 8, 1), "tensors": ({"tensor_parallel": 2}, "bf16", 8, 1),
     "tensors, fp32": ({"tensor_parallel": 2}, "fp32", 8, 1),
     "tensors, selective": ({"tensor_parallel": 2, "recompute": "selective"}, "bf16", 8, 1),
@@ -398,7 +399,7 @@ MESHES: dict[str, tuple[dict[str, Any], str, int, int]] = {  # degrees, precisio
     "tensors x zero 2": ({"tensor_parallel": 2, "fsdp": 2, "zero": 2}, "bf16", 8, 1),
     "copies x zero 3": ({"replicate": 2, "fsdp": 2}, "bf16", 8, 1),
 }  # fmt: skip
-QUICK = ("zero 3", "zero 3, two micro-batches", "zero 1, two micro-batches", "tensors")
+QUICK = ("zero 3", "zero 3, two micro-batches", "zero 2, full", "zero 1, two micro-batches", "tensors")
 MEASURED = [
     *(pytest.param("gpt", name, id=f"gpt, {name}") for name in QUICK),
     *(pytest.param(family, name, id=f"{family}, {name}", marks=pytest.mark.slow) for family in FAMILIES for name in MESHES

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..errors import refuse
-from ..layers import Attention
+from ..layers import Attention, Stack
 from . import host
 from .blocks import blocks
 from .chips import Chip
@@ -157,6 +157,14 @@ class Costs:
         whole = size(self.job.model)
         return whole, whole - sum(some), max(some, default=0)
 
+    def behind(self, tp: int, of_a_block: str) -> int:
+        """Bytes of the blocks whose backward is done, and whose weights are given back, when that `of_a_block` begins: `1 first` is
+        the first one of the second stack."""
+        cut = dict(shards(self.job.model, tp)) if tp > 1 else {}
+        stacks, (stack, place) = [list(m.blocks) for m in self.job.model.modules() if isinstance(m, Stack)], of_a_block.split()
+        done = [*(stacks[int(stack)][1:] if place == "first" else ()), *(b for more in stacks[int(stack) + 1 :] for b in more)]
+        return sum(cut.get(id(p), p.shape).numel() * p.itemsize for block in done for p in block.parameters())
+
     def estimate(self, machine: Machine, rows: int) -> Estimate:
         """Of `rows` a micro-batch. Memory and time are straight lines over the rows; rehearsals give two points of each, with
         tokens enough that the logits are formed in chunks of their greatest size."""
@@ -230,8 +238,9 @@ class Costs:
                 return there
             if kind != "backward" or not of_a_block:
                 return come
+            left = come - (ratio * self.behind(tp, of_a_block) if machine.zero < 3 and forwards == 1 else 0.0)
             # gradients of the outermost layers wait, whole, to be exchanged when those of all blocks are
-            return come + max(sent * block + waits, sent * outside if of_a_block == "0 first" else 0.0)
+            return left + max(sent * block + waits, sent * outside if of_a_block == "0 first" else 0.0)
 
         factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": grows}
         parts = step.peak(factors, gathered)
