@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -27,7 +28,7 @@ from modelcenter.parallel.layout import GRAPHED, Costs, Job, layouts
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.rehearse import rehearse
 from modelcenter.parallel.survey import survey
-from modelcenter.parallel.tally import Tally
+from modelcenter.parallel.tally import Tally, Work
 from modelcenter.parallel.twin import shards, twin
 from modelcenter.train.step import accumulate, autocast, update
 
@@ -110,7 +111,8 @@ def test_attention_with_a_bias_is_arithmetic_whichever_kernel_does_it() -> None:
     """Ours for distances, as for a mask: what is to be multiplied, not what is to be moved."""
     found = []
     with FakeTensorMode():
-        q, bias, seed, ends = torch.empty(2, 8, 4, 16), torch.empty(4, 15), torch.empty(1), torch.zeros(3, dtype=torch.int32)
+        q, ends = torch.empty(2, 8, 4, 16, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int32)
+        bias, seed = torch.empty(4, 15, dtype=torch.bfloat16), torch.empty(1)
         for back in ("", "_backward"):
             some = q.flatten(0, 1)[None]
             for tensors, lengths, p in (((q,) * 3, (None, None), 0.1), ((some,) * 3, (ends, ends), 0.0)):
@@ -121,6 +123,24 @@ def test_attention_with_a_bias_is_arithmetic_whichever_kernel_does_it() -> None:
                 found += masked.work
     assert all(w.kind == "attention" for w in found) and [w.flops / found[0].flops for w in found] == [1, 1, 2.5, 2.5]
     assert found[0].times > found[1].times  # some are dropped
+
+
+def test_attention_and_products_in_fp32_take_what_was_measured() -> None:
+    """Milliseconds on an H200, 2026-11-22, of attention forward and backward, and TFLOP/s of a layer's product."""
+    chip, tally = CHIPS["h200"], Tally()
+    for (b, s, h, d, causal), measured in (((8, 1024, 16, 64, True), 2.173), ((32, 512, 16, 64, False), 3.657),
+                                           ((4, 2048, 16, 64, True), 4.043), ((2, 2048, 16, 128, True), 3.741)):  # fmt: skip
+        tally.work.clear()
+        q = torch.empty(b, h, s, d, device="meta")
+        for back in (False, True):
+            tally.attended(q, q, q, causal, back, 0)
+        said = sum(n * w.flops * w.times / chip.rate("fp32") for w, n in tally.work.items())
+        assert abs(1e3 * said / measured - 1) < 0.12, (b, s, h, d, causal)
+    costs = Costs(job_of(gpt(), 8), chip)
+    for dtype, rate in (("fp32", 50e12), ("bf16", 693e12)):  # 49.5 to 51.3; 694 and 700 within steps
+        works = Counter({Work("matmul", dtype, 10**15, 0): 1})
+        step: Any = SimpleNamespace(work=lambda update, works=works: works, calls=lambda update: 0)
+        assert costs.seconds_of(step, 1)["compute"] == pytest.approx(1e15 / rate, rel=0.01)
 
 
 # --------------------------------------------------------------------------------------------------------- closed forms

@@ -29,7 +29,9 @@ class Chip:
     attention: float = field(
         default=1.0, metadata={"help": "attention's share of the products' rate, what is no product left out", "above": 0, "max": 1}
     )
-    shapes: float = field(default=0.9, metadata={"help": "the share of it that a layer's products reach", "above": 0, "max": 1})
+    shapes: float = field(
+        default=0.9, metadata={"help": "the share of it that a layer's products reach; in fp32: all", "above": 0, "max": 1}
+    )
     bandwidth: float = field(metadata={"help": "bytes/s read and written", "above": 0})
     moves: float = field(default=0.87, metadata={"help": "the share of it that kernels reach", "above": 0, "max": 1})
     launch: float = field(default=3e-6, metadata={"help": "seconds that the smallest kernel takes", "min": 0})
@@ -63,7 +65,7 @@ CHIPS: Mapping[str, Chip] = {
         link=347 * GB, wire=50 * GB,
         source="measured: 8192^3 products 750 to 800 TFLOP/s, 0.9 of it in models, copy 4.25 TB/s, 0.87 of it in kernels, "
                "all-gather on 8 GPUs 340 GB/s at 640 MiB and 290 at 64 MiB; of a 13B's collectives 0.7 "
-               "showed in its step. fp32: vendor; " + INFINIBAND.format(400),
+               "showed in its step; products in fp32, of models' shapes too, 49.5 to 51.3 TFLOP/s; " + INFINIBAND.format(400),
     ),
     "h100": Chip(
         name="NVIDIA H100 80GB HBM3", memory=79 * 2**30, bf16=770 * TERA, fp16=770 * TERA, fp32=50 * TERA, bandwidth=3.0 * TB,

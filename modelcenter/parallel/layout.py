@@ -290,7 +290,7 @@ class Costs:
             if one.kind == "sum":
                 spent["link"] += count * self.collective(2 * one.bytes, tp, 1)
                 continue
-            share = chip.shapes if one.kind == "matmul" else chip.attention
+            share = chip.attention if one.kind != "matmul" else chip.shapes if one.dtype != "fp32" else 1.0
             arithmetic, moved = one.flops * one.times / (chip.rate(one.dtype) * share), one.bytes / (chip.bandwidth * chip.moves)
             spent["compute" if arithmetic > moved else "memory"] += count * (max(arithmetic, moved, chip.launch) + chip.gap)
         spent["host"] = self.called(calls, compiled)

@@ -216,7 +216,7 @@ class Tally(FakeTensorMode):
         flops = 2 * prod(q.shape[:-2]) * pairs * (q.size(-1) + v.size(-1))
         part = 0.5 if causal else 1.0
         seen = pairs / q.size(-2) / KEYS * part  # tiles of keys that a query sees
-        times = (1 + (SCORE + more * MORE) / q.size(-1)) * (seen + causal / 2 + AROUND) / seen
+        times = (1 + (SCORE + more * MORE) / q.size(-1)) * (seen + causal / 2 + AROUND) / seen if q.itemsize < 4 else FULL
         flops = int(flops * (2.5 if back else 1) * part)
         self.work[Work("attention", named(q), flops, size, round(times, 4))] += 1
 
@@ -225,6 +225,7 @@ class Tally(FakeTensorMode):
 # each score as long as SCORE channels of the products, and as MORE each for a bias and a chance to be dropped; keys come in tiles
 # of KEYS, of which one on a causal diagonal is computed whole, and AROUND of them are for what is before the first and after all.
 SCORE, MORE, KEYS, AROUND = 57, 60, 128, 1.6
+FULL = 1.65  # times as long as the products that are seen in fp32, whose units are slower: 1.5 to 1.8 of them, of the same shapes
 ATTENTION = {"attention": (4, 7, 9), "relative_attention": (5, 12, 14)}  # where our kernels have lengths, `causal` and `p`
 NOTHING = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::lift_fresh", "aten::resize_",
            "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"}  # sums are counted by themselves
