@@ -2,6 +2,8 @@
 several products of one input, whose gradient is formed without additions."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelcenter import ops
-from modelcenter.layers import FFN, Attention, Batch, GatedFFN, Linear, PreNorm, RMSNorm, Rotary, View
-from modelcenter.layers.linear import together
+from modelcenter.layers import FFN, Attention, Batch, GatedFFN, Linear, PreNorm, RMSNorm, Rotary, Stack, View
+from modelcenter.layers.linear import rounding, together
 from modelcenter.layers.rope import PLAIN
 from modelcenter.ops import linear as module
 from modelcenter.parallel.blocks import recompute
@@ -386,6 +388,104 @@ def test_recompute_of_relu_in_a_product(as_on_gpu: list[int], how: Any) -> None:
     for found, expected in zip(again, plain, strict=True):
         torch.testing.assert_close(found, expected)
     assert products.count("aten::_addmm_activation") == (2 if how == "full" else 1), "what selective recompute keeps"
+
+
+# ---- weights in fp32, rounded by one call for all layers of a block
+
+
+class Casts:
+    """What is rounded by one call, call by call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[list[Tensor]] = []
+        together = torch._foreach_copy_
+        monkeypatch.setattr(torch, "_foreach_copy_", lambda made, wide: (self.calls.append(list(wide)), together(made, wide)))
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
+    """What is done on a GPU under autocast, done here."""
+    monkeypatch.setattr("modelcenter.layers.linear.on_gpu", lambda x: True)
+    monkeypatch.setattr(module, "low_dtype", lambda x: None)
+    monkeypatch.setattr(module, "trained_low", lambda x, weights: torch.bfloat16 if torch.is_grad_enabled() else None)
+    return Casts(monkeypatch)
+
+
+def stack_of(blocks: int = 2) -> Stack:
+    torch.manual_seed(0)
+    norm = partial(RMSNorm, 16, 1e-5)
+    ffns = FFN(16, 24, ops.relu, bias=False), GatedFFN(16, 24, ops.swiglu)
+    return Stack(PreNorm(norm, Attention(16, 2), ffns[i % 2]) for i in range(blocks))
+
+
+def trained(stack: nn.Module, x: Tensor) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = stack(x, View(causal=True))
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), [p for p in stack.parameters() if p.requires_grad])]
+
+
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
+def test_weights_of_a_block_are_rounded_by_one_call(casts: Casts, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
+    """To the same numbers as each by itself, recompute or not; what has changed since is seen, however it changed."""
+    stack, x = stack_of(), torch.randn(2, 5, 16)
+    recompute(stack, how)
+    for change in range(2):
+        found = trained(stack, x)
+        for block, call in zip(stack.blocks, casts.calls, strict=False):
+            layers = [layer for layer in block.modules() if isinstance(layer, Linear)]
+            assert {id(p) for layer in layers for p in layer.parameters()} == set(map(id, call))
+        assert len(casts.calls) == (2 if how == "none" else 4)
+        with monkeypatch.context() as m:
+            m.setattr("modelcenter.layers.block.rounding", lambda block, x: nullcontext())
+            casts.calls.clear()
+            for ours, theirs in zip(found, trained(stack, x), strict=True):
+                assert torch.equal(ours, theirs)
+            assert len(casts.calls) > 2
+        casts.calls.clear()
+        stack.blocks[change].attn.q.weight.data.mul_(2)
+        assert not module.HERE.copies
+
+
+def test_what_is_not_rounded_ahead(casts: Casts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not train, layers that are more than themselves, weights that are not fp32; none without autocast or a gradient."""
+    stack = stack_of(1)
+    block = stack.blocks[0]
+    block.attn.q.requires_grad_(False)
+    block.attn.v.register_forward_hook(lambda layer, args, out: None)
+    block.attn.o.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        with rounding(block, torch.randn(1)):
+            named = {name for name, p in block.named_parameters() if p in module.HERE.copies}
+        assert named == {"attn.k.weight", "attn.k.bias", "ffn.up.weight", "ffn.down.weight"}
+        with torch.no_grad(), rounding(block, torch.randn(1)):
+            assert not module.HERE.copies
+        with monkeypatch.context() as m:
+            m.setattr("torch.compiler.is_compiling", lambda: True)
+            with rounding(block, torch.randn(1)):
+                assert not module.HERE.copies
+    with rounding(block, torch.randn(1)):
+        assert not module.HERE.copies
+    with torch.autocast("cpu", torch.float16), rounding(block, torch.randn(1)):
+        assert all(copy.dtype == torch.float16 for _, copy in module.HERE.copies.values()) and len(module.HERE.copies) == 4
+
+
+def test_a_weight_that_changes_while_its_block_is_at_work(casts: Casts) -> None:
+    """By a hook, say: it is rounded again. A block that fails leaves no copies, and one within another gives them back."""
+    w, v = torch.randn(4, 4).requires_grad_(), torch.randn(4, 4).requires_grad_()
+    low = torch.bfloat16
+    with module.rounded([w, v], low):
+        first = module.lowered([w, v], low)
+        assert module.lowered([w], low)[0] is first[0] and module.lowered([w], torch.float16)[0].dtype == torch.float16
+        with torch.no_grad():
+            w.mul_(3)
+        assert torch.equal(module.lowered([w], low)[0], w.detach().to(low)) and module.lowered([v], low)[0] is first[1]
+        with pytest.raises(KeyError), module.rounded([v], low):
+            assert w not in module.HERE.copies
+            raise KeyError
+        assert module.lowered([v], low)[0] is first[1]
+    assert not module.HERE.copies
+    with ThreadPoolExecutor(1) as other, module.rounded([w], low):
+        assert not other.submit(lambda: module.HERE.copies).result()
 
 
 def test_factors_are_cast_together() -> None:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ..ops._op import on_gpu
 from .attention import Attention
 from .dropout import Dropout
+from .linear import rounding
 from .norm import LayerNorm, RMSNorm, factors
 from .view import View
 
@@ -18,6 +20,19 @@ Twice = Tensor | tuple[Tensor, Tensor]  # b s dim; two: the same for a layer and
 
 def pair(x: Twice) -> tuple[Tensor, Tensor]:
     return x if isinstance(x, tuple) else (x, x)
+
+
+def ahead(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's forward whose layers find their weights rounded to what autocast multiplies in. It stands within what is computed
+    again, for selective recompute wants the same calls both times."""
+
+    @wraps(forward)
+    def found(self: "Block", x: Twice, *views: View | None) -> Twice:
+        with rounding(self, pair(x)[0]):
+            out: Twice = forward(self, x, *views)
+        return out
+
+    return found
 
 
 class Block(nn.Module, ABC):
@@ -53,6 +68,7 @@ class PreNorm(Block):
         over memory; on a CPU, where it spares little, every mode of recompute has the same gradients to the bit without it."""
         return self.attn_norm.beside(x, dtype) if on_gpu(x) else (self.attn_norm(x, dtype), x)
 
+    @ahead
     def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
         dtype = factors(x)
         h, x = self.first(x, dtype)
@@ -74,6 +90,7 @@ class PostNorm(Block):
         one, other = norm.twice(h, x, self.dropout)
         return one if one is other else (one, other)
 
+    @ahead
     def forward(self, x: Twice, view: View, cross: View | None = None) -> Twice:
         h, x = pair(x)
         h, x = pair(self.after(self.attn_norm, self.attn(h, view), x))
@@ -89,6 +106,7 @@ class Parallel(PreNorm):
         super().__init__(norm, attn, ffn, dropout=dropout)
         del self.ffn_norm
 
+    @ahead
     def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
         h, x = self.first(x, factors(x))
         return self.dropout.add(self.ffn(h), self.dropout.add(self.attn(h, view), x))

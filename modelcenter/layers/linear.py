@@ -1,12 +1,15 @@
 """A matrix product with an optional bias."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops import Op, relu
-from ..ops._op import plain
-from ..ops.linear import linear, linears, rectified
+from ..ops._op import autocast_dtype, on_gpu, plain, transformed
+from ..ops.linear import LOW, linear, linears, rectified, rounded
 
 
 class Linear(nn.Linear):
@@ -34,6 +37,19 @@ def activated(act: Op, layer: nn.Module, x: Tensor) -> Tensor:
     else:
         out = act(layer(x))
     return out
+
+
+def rounding(block: nn.Module, x: Tensor) -> AbstractContextManager[Any]:
+    """Where what trains of the block's layers, of those that are nothing but themselves, is rounded to what autocast multiplies in
+    on a GPU."""
+    if not (on_gpu(x) and torch.is_grad_enabled()) or torch.compiler.is_compiling() or transformed():
+        return nullcontext()
+    low = autocast_dtype(x.device)
+    if low not in LOW:
+        return nullcontext()
+    layers = [layer for layer in block.modules() if alone(layer)]
+    factors = [p for layer in layers for p in layer._parameters.values() if p is not None and p.requires_grad]
+    return rounded([p for p in factors if p.dtype == torch.float32], low)
 
 
 def alone(layer: nn.Module, kind: type[nn.Module] = Linear) -> bool:
