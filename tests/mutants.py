@@ -764,6 +764,8 @@ MUTANTS = (
            "test_layout.py::test_attention_and_products_in_fp32_take_what_was_measured"),
     Mutant("fp32-at-the-power-limit", "parallel/layout.py", 'chip.shapes if one.dtype != "fp32" else 1.0', "chip.shapes",
            "test_layout.py::test_attention_and_products_in_fp32_take_what_was_measured"),
+    Mutant("scores-of-groups-kept", "layers/view.py", "if grouped and q.dtype == torch.float32 and on_gpu(q):", "if False:",
+           "test_view.py::test_groups_of_keys_have_a_kernel_in_fp32_on_a_gpu"),
     Mutant("every-host-alike", "parallel/chips.py", "call=near.call * host_call() / HOST", "call=near.call",
            "test_layout.py::test_a_gpu_is_known_by_its_name_and_its_host_is_timed"),
     Mutant("a-bias-by-distance-is-a-move", "parallel/tally.py", "if forward in ATTENTION:", 'if forward == "attention":',

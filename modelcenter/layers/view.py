@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from ..ops._op import on_gpu
 from ..ops.relative_attention import covers, packed_by
 from .cache import Cache, Fixed
 from .onto import onto
@@ -119,11 +120,13 @@ class View:
                 return self.tiled(q, k, v, scale, dropout)
             if mask is not None and mask.dtype not in (torch.bool, q.dtype):
                 mask = mask.to(q.dtype)
+        if self.packing is None and isinstance(self.cache, Fixed) and self.memory is None:
+            return self.step(self.cache, q, k, v, scale)
         grouped = q.size(1) != k.size(1)
+        if grouped and q.dtype == torch.float32 and on_gpu(q):  # torch's kernel takes no groups there: all scores would be kept
+            k, v, grouped = *(x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v)), False
         if self.packing is None:
             assert not isinstance(mask, Sequence)
-            if isinstance(self.cache, Fixed) and self.memory is None:
-                return self.step(self.cache, q, k, v, scale)
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
         if mask is None:
             road = packed_by(q, k, v, dropout)
