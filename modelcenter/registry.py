@@ -174,6 +174,8 @@ class Model(nn.Module):
             decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, past_key_values,
             self.encoder_decoder, self.config.file.get("prefix_lm") is True,
         )  # fmt: skip
+        if self.task == "classify":
+            batch = replace(batch, pad=self.config.file.get("pad_token_id"))
         batch = self.head.prepared(batch if labelled is None else replace(batch, labelled=labelled))
         with recorded(self, output_hidden_states) as trace:
             h = self.body(batch)

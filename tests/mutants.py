@@ -958,6 +958,8 @@ MUTANTS = (
            "test_optim.py::test_the_state_comes_back_to_the_bit[adamw]", "Failed"),
     Mutant("rows-read-once", "data/ragged.py", "rest, at = rest[done:], at + done", "rest = rest[:0]",
            "test_data_packing.py::test_rows_wait_in_a_file"),
+    Mutant("padding-without-a-mask-is-the-last-token", "layers/head.py", "replace(batch, mask=batch.x != batch.pad)", "batch",
+           "test_train.py::test_a_classifier_by_the_last_token_takes_texts_of_any_length_in_transformers[gpt2]"),
     Mutant("constants-that-correlate", "metrics/labels.py", "if not np.ptp(f) or not np.ptp(w):", "if len(f) < 2:",
            "test_metrics.py::test_classes_and_values_by_hand"),
     Mutant("classes-of-a-data-set-in-sorted-order", "data/record.py", "return found.pop() if len(found) == 1 else None",

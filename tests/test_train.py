@@ -704,6 +704,7 @@ def test_a_classifier_by_the_last_token_takes_texts_of_any_length_in_transformer
     mask = torch.tensor([[1] * len(short) + [0] * (len(long) - len(short)), [1] * len(long)])
     assert ours.task == "classify"
     assert torch.allclose(ours(ids, mask).logits, theirs(ids, attention_mask=mask).logits, atol=1e-5)
+    assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it

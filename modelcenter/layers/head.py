@@ -158,7 +158,8 @@ class ClassifyHead(Head):
     """One label a sequence from one vector a sequence: out(dropout(tanh(pooler(x)))), the pooler where the family has one. Labels
     that are numbers and no classes are a regression, or, of several outputs, labels that may be there together.
 
-    `pick` chooses the vector (b dim) out of hidden states (b s dim).
+    `pick` chooses the vector (b dim) out of hidden states (b s dim); where no mask says what pads it is known by its id, as in
+    transformers.
     """
 
     def __init__(
@@ -178,6 +179,8 @@ class ClassifyHead(Head):
         self.out = Linear(dim, labels, bias=bias)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
+        if batch.mask is None and batch.pad is not None and batch.x.dim() == 2:
+            batch = replace(batch, mask=batch.x != batch.pad)
         h = self.pick(x, batch)
         if self.pooler is not None:
             h = torch.tanh(self.pooler(h))
