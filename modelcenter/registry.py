@@ -163,6 +163,8 @@ class Model(nn.Module):
             refuse(None, "return_dict", "False", "leave it out: the output has to_tuple(), and an index counts in that")
         if input_ids is not None and inputs_embeds is not None:
             refuse(None, "inputs_embeds", "given beside input_ids", "one of the two")
+        if logits_to_keep and not isinstance(self.head, LMHead):
+            refuse(None, "logits_to_keep", f"{logits_to_keep} with the task {self.task!r}", "leave it out: this head reads all")
         if use_cache and past_key_values is None:
             past_key_values = Cache()
         if labels is not None and self.task == "classify":

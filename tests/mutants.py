@@ -960,6 +960,8 @@ MUTANTS = (
            "test_data_packing.py::test_rows_wait_in_a_file"),
     Mutant("padding-without-a-mask-is-the-last-token", "layers/head.py", "replace(batch, mask=batch.x != batch.pad)", "batch",
            "test_train.py::test_a_classifier_by_the_last_token_takes_texts_of_any_length_in_transformers[gpt2]"),
+    Mutant("a-tensor-under-two-names-lost", "checkpoint/load.py", "if len(self.real) < len(folder):", "if False:",
+           "test_bert.py::test_a_file_of_2018", "Failed"),
     Mutant("constants-that-correlate", "metrics/labels.py", "if not np.ptp(f) or not np.ptp(w):", "if len(f) < 2:",
            "test_metrics.py::test_classes_and_values_by_hand"),
     Mutant("classes-of-a-data-set-in-sorted-order", "data/record.py", "return found.pop() if len(found) == 1 else None",

@@ -73,6 +73,9 @@ def test_a_file_of_2018(pretraining: Any, tmp_path: Path) -> None:
     close(ours(ids()).logits, theirs(ids()).prediction_logits, 1e-5, "2018")
     for task in ("classify", "tag", "embed"):
         assert mc.load(tmp_path, task=task).load_report.renamed
+    name = "bert.embeddings.LayerNorm"
+    with pytest.raises(InputError, match=r"LayerNorm.gamma: bert.embeddings.LayerNorm.weight is there too"):  # one would be lost
+        mc.load(folder(tmp_path, {**old, f"{name}.weight": old[f"{name}.gamma"] + 1}, config))
 
 
 @pytest.mark.parametrize("task", ["mlm", "classify", "tag", "qa", "backbone", "embed"])

@@ -440,6 +440,8 @@ def test_what_a_forward_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=line):
             ours(ids, **options)
+    with pytest.raises(InputError, match="logits_to_keep: 1 with the task 'classify'"):  # whose one token would be another
+        mc.build("gpt2", config={"layers": 1, "dim": 8, "heads": 2, "vocab": 128}, task="classify")(ids, logits_to_keep=1)
     cache = ours(ids, use_cache=True).past_key_values
     with pytest.raises(InputError, match=r"attention_mask: shape \[2, 1\]; \[2, 12\], as 1 tokens a row are there behind 11"):
         ours(ids[:, :1], torch.ones(2, 1), past_key_values=cache)

@@ -49,6 +49,9 @@ class Keys:
     def __init__(self, folder: Folder):
         self.folder = folder
         self.real = {modern(key): key for key in sorted(folder.keys())}
+        if len(self.real) < len(folder):
+            twice = next(key for key in sorted(folder.keys()) if self.real[modern(key)] != key)
+            refuse(folder.file(twice), twice, f"{modern(twice)} is there too", "each tensor under one name")
         self.renamed = [key for name, key in self.real.items() if name != key]
 
     def __contains__(self, key: str) -> bool:
