@@ -515,6 +515,8 @@ MUTANTS = (
            "test_cluster.py::test_a_pod_hands_sigterm_on"),
     Mutant("mistakes-queued-again", "train/cluster.py", 'if [ "$status" -ne 2 ] && {{', 'if [ "$status" -ne 3 ] && {{',
            "test_cluster.py::test_what_failed_is_queued_again_a_few_times[2-0-False]"),
+    Mutant("one-cpu-for-eight-gpus", "train/cluster.py", 'if job.cpus is None else ""  # one', 'if False else ""  # one',
+           "test_cluster.py::test_a_script_reads_as_it_should"),
     Mutant("words-of-a-command-torn", "train/cluster.py", "    {shlex.join(command)} &", "    {' '.join(command)} &",
            "test_cluster.py::test_a_script_tells_each_node_what_it_needs"),
     Mutant("started-again-for-ever", "train/launch.py", "if not left or asked or not error.passing:", "if not left or asked:",

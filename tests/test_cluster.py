@@ -42,7 +42,7 @@ def scheduler(folder: Path, **more: str) -> dict[str, str]:
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    told = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host-[a,b]", "SLURM_JOB_ID": "70007", **more}
+    told = {"SLURM_CPUS_ON_NODE": "96", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host-[a,b]", "SLURM_JOB_ID": "70007", **more}
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **told}
 
 
@@ -62,14 +62,18 @@ def test_a_script_reads_as_it_should(tmp_path: Path) -> None:
     first = next(k for k, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
     assert not any(line.startswith("#SBATCH") for line in text.splitlines()[first:]), "sbatch reads none after a command"
     assert "gpus" not in slurm(job, Machine(device="cpu", fsdp=4), ["x"], "/")
+    bare = slurm(Job(slurm=True), MACHINE, ["x"], "/")
+    assert "\n#SBATCH --mem=0\n" in bare and "\n#SBATCH --exclusive\n" in bare, "else a node's ranks would share one CPU"
+    assert "mem=" not in slurm(Job(slurm=True, cpus=8), MACHINE, ["x"], "/")
 
 
 def test_a_script_tells_each_node_what_it_needs(tmp_path: Path) -> None:
     """The command arrives word for word."""
-    told = "import os, sys; print(*(os.environ[k] for k in ('NNODES', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')), sys.argv[1:])"
+    names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK"
+    told = f"import os, sys; print(*(os.environ[k] for k in {names}), sys.argv[1:])"
     job = submitted(tmp_path, [sys.executable, "-c", told, *ODD])
     said, _ = job.communicate(timeout=60)
-    assert said == f"2 0 host-a 30007 {ODD}\n" and job.returncode == 0 and not (tmp_path / "asked").exists()
+    assert said == f"2 0 host-a 30007 96 {ODD}\n" and job.returncode == 0 and not (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize(("status", "restarts", "again"), [(1, "0", True), (76, "1", True), (137, "2", False), (2, "0", False)])

@@ -33,8 +33,8 @@ class Job:
     submit: bool = field(default=False, metadata=_is("submit it too"))
     name: str = field(default="train", metadata=_is("of the job", min=1, max=40))
     nodes: int = field(default=1, metadata=_is("machines, among which the ranks are shared", min=1))
-    cpus: int | None = field(default=None, metadata=_is("CPUs of a node", min=1))
-    memory: str | None = field(default=None, metadata=_is("of a node: 200G on Slurm, 200Gi on Kubernetes", min=1))
+    cpus: int | None = field(default=None, metadata=_is("CPUs of a node; absent: all, of nodes that are this job's alone", min=1))
+    memory: str | None = field(default=None, metadata=_is("of a node: 200G on Slurm, 200Gi on Kubernetes; absent: as cpus", min=1))
     grace: int = field(default=300, metadata=_is("seconds to finish a step and save, before the time is up or a pod ends", min=1))
     retries: int = field(default=3, metadata=_is("times that a job which fails, but for a mistake, is queued again", min=0))
     time: str | None = field(default=None, metadata=_is("Slurm: the time limit, 1-12:00:00; the run goes on in the next", min=1))
@@ -78,10 +78,12 @@ def slurm(job: Job, machine: Machine, command: Sequence[str], folder: str) -> st
     """A script for sbatch that runs `command` in `folder`, and queues itself again until the run is done."""
     wanted = {
         "job-name": job.name, "output": "%x-%j.out", "open-mode": "append", "nodes": job.nodes, "ntasks-per-node": 1,
-        "gpus-per-node": gpus(job, machine) or None, "cpus-per-task": job.cpus, "mem": job.memory, "time": job.time,
+        "gpus-per-node": gpus(job, machine) or None, "cpus-per-task": job.cpus,
+        "mem": job.memory or (None if job.cpus else "0"), "time": job.time,
         "partition": job.partition, "account": job.account, "signal": f"B:USR1@{job.grace}",
     }  # fmt: skip
-    head = "\n".join(f"#SBATCH --{key}={value}" for key, value in wanted.items() if value is not None)
+    alone = "\n#SBATCH --exclusive" if job.cpus is None else ""  # one task has one CPU where nothing is said, for all its GPUs
+    head = "\n".join(f"#SBATCH --{key}={value}" for key, value in wanted.items() if value is not None) + alone
     return f"""#!/bin/bash
 # {machine.ranks} ranks on {job.nodes} nodes; written by modelcenter launch. Submit: sbatch THIS-FILE
 {head}
@@ -92,6 +94,7 @@ export NNODES="$SLURM_NNODES"
 MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 export MASTER_ADDR
 export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"  # srun does not ask what sbatch was told
 
 # {job.grace} s before the time is up: finish the step, save, and go on in the next job. srun hands signals on to its tasks.
 again=0
