@@ -103,6 +103,18 @@ def test_gpt2_bpe(tmp_path: Path, config: dict[str, Any] | None) -> None:
         assert load_tokenizer(tmp_path / "saved").eos_id == ours.eos_id == ours.vocab_size - 1
 
 
+def test_habits_of_transformers_tokenizer_are_kept(tmp_path: Path) -> None:
+    """A text for BERT was no longer cut after it was fine-tuned, and a prompt padded on the other side."""
+    from transformers import AutoTokenizer
+
+    habits = {"model_max_length": 5, "padding_side": "left", "truncation_side": "left"}
+    load_tokenizer(bert_folder(tmp_path, **habits)).save(tmp_path / "saved")
+    load_tokenizer(tmp_path / "saved").save(tmp_path / "again")
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path / "again"))
+    assert {key: getattr(theirs, key) for key in habits} == habits
+    assert len(theirs("a b c d e f g", truncation=True)["input_ids"]) == 5
+
+
 def test_added_tokens(tmp_path: Path) -> None:
     """GPT-J's way to a vocabulary of a round size."""
     gpt2_folder(tmp_path)

@@ -45,6 +45,7 @@ SPECIAL = {
 SENTINELS = {  # what stands for a span that is to be predicted, or before each part of a text that is rearranged
     "span": tuple(f"<extra_id_{k}>" for k in range(100)), "fim": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 }  # fmt: skip
+HABITS = ("model_max_length", "padding_side", "truncation_side")  # of transformers' tokenizer, which ours has no use for
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
 GPT2_CLASSES = ("GPT2Tokenizer",)
 JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
@@ -58,6 +59,7 @@ class Tokenizer:
     """A tokenizers.Tokenizer with the ids of its special tokens (`eos_id` and so on), None where absent."""
 
     chat_template: str | None = None  # jinja2's text
+    habits: Mapping[str, Any] = MappingProxyType({})  # what of `HABITS` the folder said
 
     def __init__(self, raw: tokenizers.Tokenizer, special: dict[str, str], name: str = "tokenizer") -> None:
         """`special` maps roles (`eos`) to tokens (`</s>`), which `raw` keeps whole, or is given."""
@@ -215,7 +217,7 @@ class Tokenizer:
         # model of pairs answers wrongly, and to GPT-2 they are words
         inputs = ["input_ids", *(["token_type_ids"] if segments and self.segmented else []), "attention_mask"]
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config["model_input_names"] = inputs
+        config |= {"model_input_names": inputs, **self.habits}
         config |= {f"{role}_token": token for role, token in self.special.items()}
         config |= {} if self.chat_template is None else {"chat_template": self.chat_template}
         (folder / "tokenizer.json").write_text(self.raw.to_str(pretty=True), encoding="utf-8")
@@ -385,6 +387,7 @@ def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | Non
     config = _optional(folder / "tokenizer_config.json")
     found = _found(folder, config)
     found.chat_template = _chat_template(folder, config)
+    found.habits = {key: config[key] for key in HABITS if key in config}
     return found
 
 
