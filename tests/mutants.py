@@ -519,6 +519,8 @@ MUTANTS = (
            "test_cluster.py::test_a_script_reads_as_it_should"),
     Mutant("words-of-a-command-torn", "train/cluster.py", "    {shlex.join(command)} &", "    {' '.join(command)} &",
            "test_cluster.py::test_a_script_tells_each_node_what_it_needs"),
+    Mutant("what-a-user-says-of-memory", "train/launch.py", "if ranks > 1 and not any(name in os.environ for name in ALLOCATOR):",
+           "if ranks > 1:", "test_launch.py::test_memory_of_several_ranks_grows_where_nobody_said_how[2-told2-None]"),
     Mutant("started-again-for-ever", "train/launch.py", "if not left or asked or not error.passing:", "if not left or asked:",
            "test_launch.py::test_how_often_a_run_is_started[2-False-1]"),
     Mutant("one-dropout-for-all-data", "parallel/ranks.py", "return (seed + self.share * STEP) % 2**63", "return seed",

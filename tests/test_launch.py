@@ -329,3 +329,18 @@ def test_a_node_leaves_for_good_and_another_comes(tmp_path: Path) -> None:
     losses = [{row["step"]: row["loss"] for row in read_rows(place / "out" / "metrics.jsonl") if "loss" in row} for place in places]
     assert losses[1].keys() == losses[0].keys() == set(range(1, last + 1))
     assert list(losses[1].values()) == pytest.approx([losses[0][step] for step in losses[1]], rel=2e-3)
+
+
+@pytest.mark.parametrize(("ranks", "told", "wanted"), [
+    (2, {}, "expandable_segments:True"), (1, {}, "None"), (2, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None"),
+    (2, {"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+])  # fmt: skip
+def test_memory_of_several_ranks_grows_where_nobody_said_how(ranks: int, told: dict[str, str], wanted: str, tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in launch.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    words = [sys.executable, "-c", "import os; print(os.environ.get('PYTORCH_ALLOC_CONF'))"]
+    assert launch.start(words, 0, range(ranks), ranks, tmp_path, True).wait(60) == 0
+    assert (tmp_path / "0.out").read_text() == f"{wanted}\n"

@@ -107,7 +107,8 @@ class Sum:
 def lasting(size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for what one stream writes and the update frees: that of the stream that computes. torch's allocator keeps what was
     freed on a stream from all others, and FSDP asks for sums on one of its own: gradients and activations would never take each
-    other's place, and with memory full be given back to the driver and asked of it again, twice a step."""
+    other's place, and with memory full be given back to the driver and asked of it again, twice a step. The stream that writes
+    waits for all that the other was given before, who takes this memory next waits for it; nobody reads a sum sooner."""
     if device.type != "cuda":
         return torch.empty(size, dtype=dtype, device=device)
     here, home = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
