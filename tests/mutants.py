@@ -686,6 +686,8 @@ MUTANTS = (
            "test_peers.py::test_sums_lose_nothing_and_weights_arrive"),
     Mutant("norm-asked-for-behind-the-update", "train/step.py", "    norm = known()\n", "    norm = soon(clip[0])()\n",
            "test_train.py::test_the_norm_is_asked_for_before_the_update_and_read_behind_it"),
+    Mutant("loss-read-behind-the-update", "train/session.py", "        loss = known()\n", "        loss = soon(found)()\n",
+           "test_train.py::test_a_run_asks_for_its_loss_before_the_update"),
     Mutant("gradients-kept", "train/step.py", "    optimizer.zero_grad(set_to_none=True)\n", "",
            "test_train.py::test_clipping_scales_the_gradient_to_the_norm"),
     Mutant("schedule-off-by-one", "train/session.py", "lr_factor(recipe.schedule, at.step, self", "lr_factor(recipe.schedule, at.step + 1, self",

@@ -226,6 +226,20 @@ def test_the_norm_is_asked_for_before_the_update_and_read_behind_it(monkeypatch:
     assert calls == ["asked", "step", "clear", "read"]
 
 
+def test_a_run_asks_for_its_loss_before_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    real = session.update
+
+    def asked(number: torch.Tensor) -> Callable[[], float]:
+        calls.append("asked")
+        return lambda: calls.append("read") or float(number)
+
+    monkeypatch.setattr(session, "soon", asked)
+    monkeypatch.setattr(session, "update", lambda *args: calls.append("update") or real(*args))
+    train(recipe_of(tmp_path, max_steps=2, save_steps=None, eval_steps=None), MACHINE)
+    assert calls == ["asked", "update", "read"] * 2
+
+
 @pytest.mark.gpu
 def test_a_number_of_a_gpu_is_there_before_what_is_called_later() -> None:
     if not torch.cuda.is_available():

@@ -216,10 +216,9 @@ def lowered(factors: Sequence[Tensor], low: torch.dtype) -> list[Tensor]:
     """Each in the low precision; those that are not yet, by one call."""
     found = [HERE.of(f, low) for f in factors]
     wide = [f for f, known in zip(factors, found, strict=True) if known is None]
-    made = [torch.empty_like(f, dtype=low) for f in wide]
-    if len(wide) == 1:
-        made[0].copy_(wide[0])
-    elif wide:
+    several = len(wide) > 1
+    made = [torch.empty_like(f, dtype=low) if several else f.to(low) for f in wide]
+    if several:
         torch._foreach_copy_(made, wide)
     rest = iter(made)
     return [next(rest) if known is None else known for known in found]
