@@ -970,6 +970,8 @@ MUTANTS = (
            "test_bert.py::test_a_file_of_2018", "Failed"),
     Mutant("habits-of-a-tokenizer-lost", "data/tokenizer.py", '{"model_input_names": inputs, **self.habits}', '{"model_input_names": inputs}',
            "test_data_tokenizer.py::test_habits_of_transformers_tokenizer_are_kept"),
+    Mutant("prompts-that-have-ended", "data/tokenizer.py", "return ids[:-1] if ended else ids", "return ids",
+           "test_data_tokenizer.py::test_a_text_to_go_on_with_has_no_end"),
     Mutant("constants-that-correlate", "metrics/labels.py", "if not np.ptp(f) or not np.ptp(w):", "if len(f) < 2:",
            "test_metrics.py::test_classes_and_values_by_hand"),
     Mutant("classes-of-a-data-set-in-sorted-order", "data/record.py", "return found.pop() if len(found) == 1 else None",

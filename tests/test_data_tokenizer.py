@@ -103,6 +103,16 @@ def test_gpt2_bpe(tmp_path: Path, config: dict[str, Any] | None) -> None:
         assert load_tokenizer(tmp_path / "saved").eos_id == ours.eos_id == ours.vocab_size - 1
 
 
+def test_a_text_to_go_on_with_has_no_end() -> None:
+    """A prompt that a template had ended was gone on with as another text."""
+    for kind in ("roberta", "bpe"):
+        tokenizer = train_tokenizer(TEXTS, 400, kind)
+        for text in ("The fox", "The end</s>", "The end<|endoftext|>"):
+            plain = tokenizer.encode(text, special=False)
+            assert tokenizer.begin(text) == ([tokenizer.bos_id] if kind == "roberta" else []) + plain
+    assert CharTokenizer.train(["abc"]).begin("ab") == [0, 1]
+
+
 def test_habits_of_transformers_tokenizer_are_kept(tmp_path: Path) -> None:
     """A text for BERT was no longer cut after it was fine-tuned, and a prompt padded on the other side."""
     from transformers import AutoTokenizer

@@ -83,7 +83,8 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
     if chats and tokenizer.chat_template is None:
         refuse(asked.model, "chat_template", "none, for messages to go through", "a model tuned on conversations, or texts")
     template = Template(tokenizer) if chats else None
-    prompts = [ids_of(tokenizer, template, record, key, talk) for record, talk in zip(records, talks, strict=True)]
+    source = model.encoder_decoder
+    prompts = [ids_of(tokenizer, template, record, key, talk, source) for record, talk in zip(records, talks, strict=True)]
     if asked.stream:
         start = [] if model.encoder_decoder or talks[0] is not None else prompts[0]
         options["streamer"] = Spoken(tokenizer, partial(print, end="", flush=True), start)
@@ -131,10 +132,11 @@ def messages_of(record: "Record", key: str, chat: bool) -> list[dict[str, Any]] 
     return [{"role": "user", "content": text}] if chat else None
 
 
-def ids_of(tokenizer: "Tokenizer", template: "Template | None", record: "Record", key: str, talk: list[dict[str, Any]] | None
-           ) -> list[int]:
-    """The ids of a prompt; those of a conversation as by transformers' apply_chat_template, whose template writes all special
-    tokens itself."""
+def ids_of(tokenizer: "Tokenizer", template: "Template | None", record: "Record", key: str, talk: list[dict[str, Any]] | None,
+           source: bool = False) -> list[int]:
+    """The ids of a prompt, which is gone on with or, a `source`, read by an encoder; those of a conversation as by transformers'
+    apply_chat_template, whose template writes all special tokens itself."""
     if template is None or talk is None:
-        return tokenizer.encode(record.text(key, "prompt_key"))
+        text = record.text(key, "prompt_key")
+        return tokenizer.encode(text) if source else tokenizer.begin(text)
     return tokenizer.encode(template.prompt(record, talk, record.fields.get("tools")), special=False)

@@ -124,6 +124,12 @@ class Tokenizer:
         ids: list[int] = self.raw.encode(text, add_special_tokens=special).ids
         return ids
 
+    def begin(self, text: str) -> list[int]:
+        """The ids of a text that is to be gone on with: in the template, without the end of text that this may put behind."""
+        ids, plain = self.encode(text), self.encode(text, special=False)
+        ended = ids[-1:] == [self.eos_id] and ids[len(ids) - len(plain) :] != plain
+        return ids[:-1] if ended else ids
+
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """The ids of each text without the template: the same as one by one, and made by all cores."""
         for encoding in self.raw.encode_batch_fast(texts, add_special_tokens=False):

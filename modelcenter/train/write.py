@@ -53,7 +53,8 @@ def write(model: Model, tokenizer: Tokenizer, prompts: Sequence[str | Sequence[i
     device = next(model.parameters()).device
     o = settings(model, None, {k: v for k, v in options.items() if k not in ("streamer", "prefix_allowed_tokens_fn")})
     for start in range(0, len(prompts), batch):
-        rows = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts[start : start + batch]]
+        encode = tokenizer.encode if model.encoder_decoder else tokenizer.begin
+        rows = [encode(p) if isinstance(p, str) else list(p) for p in prompts[start : start + batch]]
         for prompt, row in zip(prompts[start : start + batch], rows, strict=True):
             if not row:
                 refuse(None, "prompt", repr(prompt), "a text of at least one token")
