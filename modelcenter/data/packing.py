@@ -6,7 +6,7 @@ lengths alone, once: an epoch changes their order and not what lies beside what.
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from modelcenter.data.collate import Batch
 from modelcenter.data.ragged import Ragged
 
 WINDOW = 1 << 20  # sequences that are packed at a time: two seconds, and a bound on the memory
+FULL = 0.99  # of the bins: what is wanted
 
 
 class Packable(Protocol):
@@ -75,26 +76,66 @@ class Packed:
 
 
 def fill(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Bins of items whose lengths sum to at most `size`. Of two ways the better: neither is, where a bin holds two or three."""
-    return min(best_fit(lengths, size), exact_fit(lengths, size), key=len)
+    """Bins of items whose lengths sum to at most `size`. Of two ways the better: neither is, where a bin holds two or three. Where
+    both leave more than a hundredth free, and more than must be, the third, which takes longer, is tried too."""
+    found = min(best_fit(lengths, size), exact_fit(lengths, size), key=len)
+    if sum(lengths) >= FULL * size * len(found) or len(found) == -(-sum(lengths) // size):
+        return found
+    return min(found, exact_fit(lengths, size, any_number), key=len)
 
 
-def exact_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Bins filled one at a time: the longest item, then what fills the rest exactly, one item or two, or else the longest that
-    fits. What fits once is done as often as there are such lengths (Krell et al., 2021): the work depends on `size` alone."""
+Completion = Callable[[NDArray[np.int64], int], list[int]]  # how many there are of each length, and the room -> lengths for it
+
+
+def one_or_two(have: NDArray[np.int64], room: int) -> list[int]:
+    """What fills the room exactly, one item or two, or else the longest that fits, and so on."""
+    found: list[int] = []
+    have = have.copy()
+    while True:
+        fits = np.flatnonzero(have[: room + 1])
+        pairs = fits[(have[room - fits] > (2 * fits == room)) & (2 * fits >= room)]
+        item = room if have[room] else int(pairs[-1]) if len(pairs) else int(fits[-1]) if len(fits) else 0
+        if not item:
+            return found
+        found.append(item)
+        have[item] -= 1
+        room -= item
+
+
+def any_number(have: NDArray[np.int64], room: int) -> list[int]:
+    """The items that leave least of the room free, and of such sets the one with the longest first (Gupta and Ho, 1999: the
+    minimum bin slack, here by the sums that can be reached, a bit each)."""
+    lengths = np.flatnonzero(have[: room + 1]).tolist()
+    reached, most = [1], (2 << room) - 1  # bit s: some of the lengths so far sum to s
+    for length in lengths:
+        sums, left, step = reached[-1], min(int(have[length]), room // length), 1
+        while left:  # 1, 2, 4 ... of it at once
+            sums |= sums << length * (step := min(step, left)) & most
+            left, step = left - step, 2 * step
+        reached.append(sums)
+    found: list[int] = []
+    target = reached[-1].bit_length() - 1
+    for length, shorter in zip(lengths[::-1], reached[-2::-1], strict=True):
+        times = min(int(have[length]), target // length)
+        while not shorter >> target - times * length & 1:
+            times -= 1
+        found += [length] * times
+        target -= times * length
+    return found
+
+
+def exact_fit(lengths: Sequence[int], size: int, complete: Completion = one_or_two) -> list[list[int]]:
+    """Bins filled one at a time: the longest item, then what `complete` says. What fits once is done as often as there are such
+    lengths (Krell et al., 2021): the work depends on `size` alone."""
     order = np.argsort(lengths, kind="stable")
     count = np.bincount(lengths, minlength=size + 1)
     ends = np.cumsum(count)  # the items of a length that are left are the last `count` before its end
     bins: list[list[int]] = []
     while len(left := np.flatnonzero(count)):
-        have, found, room, item = count.copy(), [], size, int(left[-1])
-        while item:
-            found.append(item)
-            have[item] -= 1
-            room -= item
-            fits = np.flatnonzero(have[: room + 1])
-            pairs = fits[(have[room - fits] > (2 * fits == room)) & (2 * fits >= room)]
-            item = room if have[room] else int(pairs[-1]) if len(pairs) else int(fits[-1]) if len(fits) else 0
+        item = int(left[-1])
+        have = count.copy()
+        have[item] -= 1
+        found = [item, *complete(have, size - item)]
         which, often = np.unique(found, return_counts=True)
         times = int((count[which] // often).min())
         columns = []
