@@ -58,10 +58,6 @@ __device__ __forceinline__ int64_t place(int64_t tile) {  // of a thread's pack
     return tile + static_cast<int>(threadIdx.x) * SPAN<T>;
 }
 
-__device__ __forceinline__ int64_t remainder(int64_t a, int64_t b) {  // a division of 64 bits costs more than the rest
-    return a >> 32 || b >> 32 ? a % b : static_cast<uint32_t>(a) % static_cast<uint32_t>(b);
-}
-
 struct Bias {
     const void* at;  // of x's dtype or, `wide`, of fp32; null: none
     bool wide, even;  // even: the columns of a pack are in one row, and aligned
@@ -70,16 +66,21 @@ struct Bias {
         return wide ? static_cast<const float*>(at)[column] : to_float(static_cast<const T*>(at)[column]);
     }
     template <int N, class B>
-    __device__ __forceinline__ void pack(float (&to)[N], int64_t column) const {
-        const Pack<B, N> found = load<true, N>(static_cast<const B*>(at) + column);
+    __device__ __forceinline__ void neighbours(float (&to)[N], int64_t column) const {
+        const B* from = static_cast<const B*>(at) + column;
 #pragma unroll
-        for (int j = 0; j < N; j++) to[j] = to_float(found.at[j]);
+        for (int j = 0; j < N; j++) to[j] = to_float(from[j]);
+    }
+    template <int N, class B>
+    __device__ __forceinline__ void pack(float (&to)[N], int64_t column) const {
+        spread(load<true, N>(static_cast<const B*>(at) + column), to);
     }
     // for a thread's pack, whose columns follow each other around the end of a row
     template <class T, int N>
     __device__ __forceinline__ void read(float (&to)[N], int64_t tile, int64_t dim) const {
         int64_t column = remainder(place<T>(tile), dim);
         if (even) return wide ? pack<N, float>(to, column) : pack<N, T>(to, column);
+        if (column + N <= dim) return wide ? neighbours<N, float>(to, column) : neighbours<N, T>(to, column);
 #pragma unroll
         for (int j = 0; j < N; j++) {
             to[j] = one<T>(column);
@@ -96,6 +97,7 @@ constexpr int PARTS = 8 / SPAN<T>;  // packs of a thread: eight elements
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, const Bias bias, T* __restrict__ y, int64_t count,
                                                    int64_t dim) {
+    if constexpr (!present<T>) return;
     constexpr int AHEAD = 2;  // packs read before the first is used
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * AHEAD);
     whole_or_not(first + TILE<T> * AHEAD, count, [&](auto whole) {
@@ -104,11 +106,12 @@ __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, cons
         for (int u = 0; u < AHEAD; u++) in[u] = take<whole.value, SPAN<T>>(x, place<T>(first + u * TILE<T>), count);
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-            float added[SPAN<T>] = {};
+            float added[SPAN<T>] = {}, v[SPAN<T>];
             if (bias.at) bias.read<T>(added, first + u * TILE<T>, dim);
+            spread(in[u], v);
 #pragma unroll
-            for (int j = 0; j < SPAN<T>; j++) in[u].at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(in[u].at[j]) + added[j]));
-            put<whole.value>(y, in[u], place<T>(first + u * TILE<T>), count);
+            for (int j = 0; j < SPAN<T>; j++) v[j] = activate<KIND, fine<T>>(v[j] + added[j]);
+            put<whole.value>(y, rounded<T>(v), place<T>(first + u * TILE<T>), count);
         }
     }, x, y);
 }
@@ -116,6 +119,7 @@ __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, cons
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, const T* __restrict__ x, const Bias bias,
                                                     T* __restrict__ dx, int64_t count, int64_t dim) {
+    if constexpr (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
     whole_or_not(first + TILE<T> * PARTS<T>, count, [&](auto whole) {
         Pack<T, SPAN<T>> given[PARTS<T>], in[PARTS<T>];
@@ -126,15 +130,16 @@ __global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, 
         }
 #pragma unroll
         for (int u = 0; u < PARTS<T>; u++) {
-            float added[SPAN<T>] = {};
+            float added[SPAN<T>] = {}, v[SPAN<T>], g[SPAN<T>];
             if (bias.at) bias.read<T>(added, first + u * TILE<T>, dim);
+            spread(in[u], v), spread(given[u], g);
 #pragma unroll
             for (int j = 0; j < SPAN<T>; j++) {
                 float slope;
-                activate<KIND, fine<T>, true>(to_float(in[u].at[j]) + added[j], slope);
-                in[u].at[j] = from_float<T>(to_float(given[u].at[j]) * slope);
+                activate<KIND, fine<T>, true>(v[j] + added[j], slope);
+                g[j] *= slope;
             }
-            put<whole.value>(dx, in[u], place<T>(first + u * TILE<T>), count);
+            put<whole.value>(dx, rounded<T>(g), place<T>(first + u * TILE<T>), count);
         }
     }, grad, x, dx);
 }
@@ -169,6 +174,7 @@ __device__ __forceinline__ void read(int64_t at, int64_t count, F f, const T* ar
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y,
                                                          int64_t count) {
+    if constexpr (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
     Pack<T, SPAN<T>> a[PARTS<T>], b[PARTS<T>];
 #pragma unroll
@@ -176,10 +182,11 @@ __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ g
         read(place<T>(first + u * TILE<T>), count, [&](auto way) { a[u] = way(gate), b[u] = way(up); }, gate, up);
 #pragma unroll
     for (int u = 0; u < PARTS<T>; u++) {
+        float v[SPAN<T>], w[SPAN<T>];
+        spread(a[u], v), spread(b[u], w);
 #pragma unroll
-        for (int j = 0; j < SPAN<T>; j++)
-            a[u].at[j] = from_float<T>(activate<KIND, fine<T>>(to_float(a[u].at[j])) * to_float(b[u].at[j]));
-        put<false>(y, a[u], place<T>(first + u * TILE<T>), count);
+        for (int j = 0; j < SPAN<T>; j++) v[j] = activate<KIND, fine<T>>(v[j]) * w[j];
+        put<false>(y, rounded<T>(v), place<T>(first + u * TILE<T>), count);
     }
 }
 
@@ -187,6 +194,7 @@ template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ grad, const T* __restrict__ gate,
                                                           const T* __restrict__ up, T* __restrict__ dgate, T* __restrict__ dup,
                                                           int64_t count) {
+    if constexpr (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
     Pack<T, SPAN<T>> g[PARTS<T>], a[PARTS<T>], b[PARTS<T>];
 #pragma unroll
@@ -194,15 +202,17 @@ __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ 
         read(place<T>(first + u * TILE<T>), count, [&](auto way) { g[u] = way(grad), a[u] = way(gate), b[u] = way(up); }, grad, gate, up);
 #pragma unroll
     for (int u = 0; u < PARTS<T>; u++) {
+        float given[SPAN<T>], v[SPAN<T>], w[SPAN<T>];
+        spread(g[u], given), spread(a[u], v), spread(b[u], w);
 #pragma unroll
         for (int j = 0; j < SPAN<T>; j++) {
             float slope;
-            const float value = activate<KIND, fine<T>, true>(to_float(a[u].at[j]), slope), given = to_float(g[u].at[j]);
-            a[u].at[j] = from_float<T>(given * slope * to_float(b[u].at[j]));
-            b[u].at[j] = from_float<T>(given * value);
+            const float value = activate<KIND, fine<T>, true>(v[j], slope);
+            v[j] = given[j] * slope * w[j];
+            w[j] = given[j] * value;
         }
-        put<false>(dgate, a[u], place<T>(first + u * TILE<T>), count);
-        put<false>(dup, b[u], place<T>(first + u * TILE<T>), count);
+        put<false>(dgate, rounded<T>(v), place<T>(first + u * TILE<T>), count);
+        put<false>(dup, rounded<T>(w), place<T>(first + u * TILE<T>), count);
     }
 }
 
@@ -213,6 +223,7 @@ constexpr int ACROSS = 64, DOWN = 8, STRIP = ACROSS * 8;  // threads across and 
 template <int KIND, class T, bool VECTOR>
 __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
     const T* __restrict__ grad, const T* __restrict__ x, const Bias bias, T* __restrict__ dx, float* __restrict__ partial, int64_t rows, int64_t dim, int64_t height, unsigned strips) {
+    if constexpr (!present<T>) return;
     constexpr int AHEAD = 2;  // rows read before the first is used
     const int64_t strip = int64_t{blockIdx.x % strips} * STRIP, part = blockIdx.x / strips;
     const int64_t last = part * height + height < rows ? part * height + height : rows;
@@ -245,20 +256,21 @@ __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
 #pragma unroll
             for (int u = 0; u < AHEAD; u++) {
                 if (row + u * DOWN >= last) break;
+                float v[8], d[8];
+                spread(in[u], v), spread(given[u], d);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     float slope;
-                    activate<KIND, fine<T>, true>(to_float(in[u].at[j]) + added[j], slope);
-                    const float d = to_float(given[u].at[j]) * slope;
-                    in[u].at[j] = from_float<T>(d);
-                    sums[j] += d;
+                    activate<KIND, fine<T>, true>(v[j] + added[j], slope);
+                    d[j] *= slope;
+                    sums[j] += d[j];
                 }
                 T* to = dx + at + u * DOWN * dim;
-                if (VECTOR) store8<true>(to + column(0), in[u]);
+                if (VECTOR) store8<true>(to + column(0), rounded<T>(d));
                 else
 #pragma unroll
                     for (int j = 0; j < 8; j++)
-                        if (mine[j]) to[column(j)] = in[u].at[j];
+                        if (mine[j]) to[column(j)] = from_float<T>(d[j]);
             }
         }
     __shared__ float shared[DOWN][STRIP];
@@ -306,6 +318,7 @@ MC_KERNEL(activation) {
     const Array y = call.out("y", x.dtype, x.shape);
     if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
     call.ready();
+    check_present(call, x.dtype);
     if (!count) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
     const unsigned blocks = blocks_for(count, THREADS * (x.dtype == F32 ? 8 : 16));
@@ -325,6 +338,7 @@ MC_KERNEL(activation_backward) {
     if (partial.given != dbias.given) call.refuse("partial and dbias go together");
     if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
     call.ready();
+    check_present(call, x.dtype);
     const auto stream = static_cast<cudaStream_t>(call.stream);
     if (!partial) {
         if (!count) return;
@@ -355,6 +369,7 @@ MC_KERNEL(gated) {
     const int64_t kind = call.integer("kind", 0, KINDS - 1);
     const Array y = call.out("y", gate.dtype, gate.shape);
     call.ready();
+    check_present(call, gate.dtype);
     const int64_t count = gate.shape.count();
     if (!count) return;
     const unsigned blocks = blocks_for(count, THREADS * 8);
@@ -371,6 +386,7 @@ MC_KERNEL(gated_backward) {
     const Array dgate = call.out("dgate", grad.dtype, grad.shape);
     const Array dup = call.out("dup", grad.dtype, grad.shape);
     call.ready();
+    check_present(call, gate.dtype);
     const int64_t count = grad.shape.count();
     if (!count) return;
     const unsigned blocks = blocks_for(count, THREADS * 8);

@@ -110,19 +110,17 @@ __device__ __forceinline__ float number(const Four<bf16>& four, int k) {
     return __uint_as_float(k % 2 ? four.words[k / 2] & 0xFFFF0000u : four.words[k / 2] << 16);
 }
 __device__ __forceinline__ float number(const Four<fp16>& four, int k) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(four.words[k / 2] >> (k % 2 * 16))));
+    return to_float(fp16{static_cast<uint16_t>(four.words[k / 2] >> (k % 2 * 16))});
 }
 
 // To the nearest.
-__device__ __forceinline__ uint32_t bits16(bf16 x) { return __bfloat16_as_ushort(x); }
-__device__ __forceinline__ uint32_t bits16(fp16 x) { return __half_as_ushort(x); }
 template <class T>
 __device__ __forceinline__ Four<T> nearest(const float x[4]) {
     Four<T> four;
 #pragma unroll
     for (int k = 0; k < 4; k += 4 / sizeof(T)) {
         if constexpr (sizeof(T) == 4) four.words[k] = __float_as_uint(x[k]);
-        else four.words[k / 2] = bits16(from_float<T>(x[k])) | bits16(from_float<T>(x[k + 1])) << 16;
+        else four.words[k / 2] = pack2<T>(x[k], x[k + 1]);
     }
     return four;
 }

@@ -144,6 +144,7 @@ __device__ __forceinline__ float loss_of(const Row& row, float lse, float label,
 template <class T, bool BOTH>
 __global__ void __launch_bounds__(1024) forward(T* logits, const int64_t* labels, int64_t n, int64_t stride, int64_t vocab, Loss<float> loss,
                                                 float scale, float* losses, float* lses) {
+    if constexpr (!present<T>) return;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         T* x = logits + i * stride;
         const int64_t label = labels[i];
@@ -176,6 +177,7 @@ __global__ void __launch_bounds__(1024) forward(T* logits, const int64_t* labels
 template <class T>
 __global__ void __launch_bounds__(1024) backward(const T* logits, const int64_t* labels, const float* lses, const float* grad, T* out,
                                                  int64_t n, int64_t vocab, Loss<float> loss) {
+    if constexpr (!present<T>) return;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         const T* x = logits + i * vocab;
         T* y = out + i * vocab;
@@ -229,6 +231,7 @@ unsigned blocks_for(int64_t n) { return static_cast<unsigned>(n < (1 << 30) ? n 
 
 MC_KERNEL(cross_entropy) {
     const Arguments<FORWARD, float> a(call);
+    check_present(call, a.logits.dtype);
     if (!a.n) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(a.logits.dtype, T, forward<T, false><<<blocks_for(a.n), threads_for(a.vocab), 0, stream>>>(
@@ -237,6 +240,7 @@ MC_KERNEL(cross_entropy) {
 
 MC_KERNEL(cross_entropy_both) {
     const Arguments<BOTH, float> a(call);
+    check_present(call, a.logits.dtype);
     if (!a.n) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(a.logits.dtype, T, forward<T, true><<<blocks_for(a.n), threads_for(a.vocab), 0, stream>>>(
@@ -245,6 +249,7 @@ MC_KERNEL(cross_entropy_both) {
 
 MC_KERNEL(cross_entropy_backward) {
     const Arguments<BACKWARD, float> a(call);
+    check_present(call, a.logits.dtype);
     if (!a.n) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(a.logits.dtype, T, backward<T><<<blocks_for(a.n), threads_for(a.vocab), 0, stream>>>(

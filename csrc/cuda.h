@@ -1,11 +1,10 @@
 // What the CUDA kernels share: 16-byte packs of elements, conversions, reductions within a block, the size of a grid.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <type_traits>
 
+#include "half.h"
 #include "kernel.h"
 
 namespace {
@@ -24,27 +23,6 @@ using mc::I8;
 using mc::Shape;
 using mc::U8;
 
-using bf16 = __nv_bfloat16;
-using fp16 = __half;
-
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(fp16 x) { return __half2float(x); }
-template <class T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) {
-    return x;
-}
-template <>
-__device__ __forceinline__ bf16 from_float<bf16>(float x) {
-    return __float2bfloat16_rn(x);
-}
-template <>
-__device__ __forceinline__ fp16 from_float<fp16>(float x) {
-    return __float2half_rn(x);
-}
-
 // What a thread moves at once, so that neighbours' lie side by side: where each had 32 bytes in a row, as two such packs of fp32, what a
 // warp writes would be every other half of the same sectors, and takes twice as long.
 template <class T>
@@ -55,6 +33,34 @@ template <class T, int N = 8>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
     T at[N];
 };
+
+// A pack's numbers, and numbers rounded to a pack: by words, since a compiler takes long over elements of 16 bits.
+template <class T, int N>
+__device__ __forceinline__ void spread(const Pack<T, N>& pack, float (&to)[N]) {
+    if constexpr (std::is_same_v<T, bf16> && N % 2 == 0) {
+        const auto* words = reinterpret_cast<const uint32_t*>(&pack);
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            to[2 * i] = __uint_as_float(words[i] << 16);
+            to[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) to[i] = to_float(pack.at[i]);
+    }
+}
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> rounded(const float (&from)[N]) {
+    Pack<T, N> pack;
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) reinterpret_cast<uint32_t*>(&pack)[i] = pack2<T>(from[2 * i], from[2 * i + 1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) pack.at[i] = from_float<T>(from[i]);
+    }
+    return pack;
+}
 
 // VECTOR: `p` is aligned to 16 bytes and whole packs are moved at once; the rest, and misaligned arrays, go element by element.
 template <bool VECTOR, int N = 8, class T>
@@ -77,7 +83,7 @@ __device__ __forceinline__ void store(T* p, const Pack<T, N>& pack, int count = 
     if (VECTOR && count == N) {
 #pragma unroll
         for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); i++)
-            reinterpret_cast<Word*>(p)[i] = reinterpret_cast<const Word*>(&pack)[i];
+            __stwb(reinterpret_cast<Word*>(p) + i, reinterpret_cast<const Word*>(&pack)[i]);  // or nvcc may write it in parts
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++)
@@ -92,9 +98,10 @@ template <bool VECTOR, class T>
 __device__ __forceinline__ void store8(T* p, const Pack<T>& pack, int count = 8) {
     store<VECTOR>(p, pack, count);
 }
-// How many of N elements from `at` on there are, of `count`.
-template <int N>
+// How many of N elements from `at` on there are, of `count`; WHOLE: all or none.
+template <int N, bool WHOLE = false>
 __device__ __forceinline__ int some(int64_t at, int64_t count) {
+    if (WHOLE) return at < count ? N : 0;
     return at + N <= count ? N : at < count ? static_cast<int>(count - at) : 0;
 }
 
@@ -145,6 +152,14 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// A division of 64 bits costs more than the rest of a small kernel.
+__device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
+    return a >> 32 || b >> 32 ? a / b : static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+}
+__device__ __forceinline__ int64_t remainder(int64_t a, int64_t b) {
+    return a >> 32 || b >> 32 ? a % b : static_cast<uint32_t>(a) % static_cast<uint32_t>(b);
+}
+
 // Multiprocessors of the current device.
 inline int multiprocessors() {
     static int found[64] = {};
@@ -155,6 +170,18 @@ inline int multiprocessors() {
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
     if (device < 64) found[device] = count;
     return count;
+}
+
+// Refuses bf16 where there are no kernels that compute in it (half.h).
+inline void check_present(Call& call, Dtype dtype) {
+    static int found[64] = {};  // the first digits of compute capabilities
+    if (dtype != BF16) return;
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    if (device < 64) major = found[device];
+    if (!major) cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (device < 64) found[device] = major;
+    if (major < 8) call.refuse("before compute capability 8.0 there are no kernels in bf16");
 }
 
 // Blocks for a loop over `items` with a grid stride: enough to fill the chip, not more than there is to do.

@@ -10,19 +10,20 @@ constexpr int THREADS = 256;
 template <class T, class R>
 __global__ __launch_bounds__(THREADS) void drop(const T* __restrict__ x, const R* __restrict__ residual, R* __restrict__ y, int64_t n,
                                                 const int64_t* __restrict__ seed, uint32_t threshold, float scale) {
+    if constexpr (!present<T> || !present<R>) return;
     const uint64_t key = static_cast<uint64_t>(*seed);
     const int64_t first = int64_t{blockIdx.x} * THREADS, group = first + threadIdx.x, at = group * 8;
     whole_or_not((first + THREADS) * 8, n, [&](auto whole) {
-        const Pack<T> in = take<whole.value>(x, at, n);
-        Pack<R> out;
-        if (residual) out = take<whole.value>(residual, at, n);
+        float v[8], w[8];
+        spread(take<whole.value>(x, at, n), v);
+        if (residual) spread(take<whole.value>(residual, at, n), w);
         const Words words = philox(group, key);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const float value = kept(words, i, threshold) ? to_float(in.at[i]) * scale : 0.0f;
-            out.at[i] = from_float<R>(residual ? value + to_float(out.at[i]) : value);
+            const float value = kept(words, i, threshold) ? v[i] * scale : 0.0f;
+            w[i] = residual ? value + w[i] : value;
         }
-        put<whole.value>(y, out, at, n);
+        put<whole.value>(y, rounded<R>(w), at, n);
     }, x, residual, y);
 }
 
@@ -35,6 +36,8 @@ MC_KERNEL(dropout) {
     const double p = call.real("p");
     const Array y = call.out("y", residual ? residual.dtype : x.dtype, x.shape);
     call.ready();
+    check_present(call, x.dtype);
+    check_present(call, y.dtype);
     const int64_t n = x.shape.count();
     if (!n) return;
     const uint32_t threshold = static_cast<uint32_t>(p * 65536 + 0.5);

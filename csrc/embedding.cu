@@ -13,24 +13,25 @@ constexpr int RUN = 32;  // ops/embedding.py
 // a warp a token; an id that the table does not have gives NaN
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(256) void gather(const int64_t* ids, const T* table, T* out, int64_t n, int64_t vocab, int64_t dim) {
-    const int64_t warps = int64_t{gridDim.x} * blockDim.y;
-    for (int64_t token = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; token < n; token += warps) {
-        const int64_t id = ids[token];
-        const bool known = id >= 0 && id < vocab;
-        const T* from = table + (known ? id : 0) * dim;
-        const int64_t there = known ? dim : 0;
-        constexpr int N = SPAN<T>, AHEAD = 4;  // packs read before the first is written
-        for (int64_t column = threadIdx.x * N; column < dim; column += 32 * N * AHEAD) {
-            Pack<T, N> packs[AHEAD];
+    if constexpr (!present<T>) return;
+    const int64_t token = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    if (token >= n) return;
+    const int64_t id = ids[token];
+    const bool known = id >= 0 && id < vocab;
+    const T* from = table + (known ? id : 0) * dim;
+    T* const to = out + token * dim;
+    const int64_t there = known ? dim : 0;
+    constexpr int N = SPAN<T>, AHEAD = VECTOR ? 8 : 2;  // packs read before the first is written
+    for (int64_t column = threadIdx.x * N; column < dim; column += 32 * N * AHEAD) {
+        Pack<T, N> packs[AHEAD];
 #pragma unroll
-            for (int u = 0; u < AHEAD; u++) packs[u] = load<VECTOR, N>(from + column + u * 32 * N, some<N>(column + u * 32 * N, there));
+        for (int u = 0; u < AHEAD; u++) packs[u] = load<VECTOR, N>(from + column + u * 32 * N, some<N, VECTOR>(column + u * 32 * N, there));
 #pragma unroll
-            for (int u = 0; u < AHEAD; u++) {
+        for (int u = 0; u < AHEAD; u++) {
 #pragma unroll
-                for (int i = 0; i < N; i++)
-                    if (!known) packs[u].at[i] = from_float<T>(__int_as_float(0x7FC00000));
-                store<VECTOR>(out + token * dim + column + u * 32 * N, packs[u], some<N>(column + u * 32 * N, dim));
-            }
+            for (int i = 0; i < N; i++)
+                if (!known) packs[u].at[i] = from_float<T>(__int_as_float(0x7FC00000));
+            store<VECTOR>(to + column + u * 32 * N, packs[u], some<N, VECTOR>(column + u * 32 * N, dim));
         }
     }
 }
@@ -46,10 +47,11 @@ __device__ __forceinline__ void put(T* to, const float (&sums)[SPAN<T>], int cou
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(128) void add_runs(
     const int32_t* ids, const int64_t* order, const T* grad, int64_t pad, float* partial, T* dtable, int64_t n, int64_t vocab, int64_t dim) {
+    if constexpr (!present<T>) return;
     constexpr int EACH = SPAN<T>;  // columns of a thread
     const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * EACH, first = int64_t{blockIdx.x} * RUN;
     if (column >= dim) return;
-    const int count = some<EACH>(column, dim);
+    const int count = some<EACH, VECTOR>(column, dim);
     const int64_t last = first + RUN < n ? first + RUN : n;
     float sums[EACH] = {};
     bool whole = first == 0 || ids[first - 1] != ids[first];  // the run of equal ids began in this block
@@ -70,10 +72,10 @@ __global__ __launch_bounds__(128) void add_runs(
             if (whole && ends) {
                 if (id >= 0 && id < vocab && id != pad) put<T, VECTOR>(dtable + int64_t{id} * dim + column, sums, count);
             } else {
-                float* to = partial + (2 * int64_t{blockIdx.x} + whole) * dim + column;
+                Pack<float, EACH> part;
 #pragma unroll
-                for (int i = 0; i < EACH; i++)
-                    if (i < count) to[i] = sums[i];
+                for (int i = 0; i < EACH; i++) part.at[i] = sums[i];
+                store<VECTOR>(partial + (2 * int64_t{blockIdx.x} + whole) * dim + column, part, count);
             }
             whole = true;
 #pragma unroll
@@ -109,12 +111,13 @@ struct Blocks {
 // Rows of the table without a token, and those whose tokens are in several blocks, a warp each.
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(32 * TEAM) void finish(const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
+    if constexpr (!present<T>) return;
     constexpr int EACH = SPAN<T>, SIDE = 32 * EACH;  // columns of a thread, of a warp
     for (int64_t row = int64_t{blockIdx.x} * TEAM + threadIdx.y; row < vocab; row += int64_t{gridDim.x} * TEAM) {
         const Blocks in(start, row, pad);
         if (in.last == in.first || in.many()) continue;
         for (int64_t column = threadIdx.x * EACH; column < dim; column += SIDE) {
-            const int count = some<EACH>(column, dim);
+            const int count = some<EACH, VECTOR>(column, dim);
             float sums[EACH] = {};
             add<VECTOR>(sums, partial, in.first, in.last, in.first, 1, dim, column, count);
             put<T, VECTOR>(dtable + row * dim + column, sums, count);
@@ -127,6 +130,7 @@ __global__ __launch_bounds__(32 * TEAM) void finish(const int64_t* start, int64_
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(32 * TEAM) void finish_frequent(
     const int32_t* ids, const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
+    if constexpr (!present<T>) return;
     constexpr int EACH = SPAN<T>, SIDE = 32 * EACH;
     __shared__ float said[TEAM][SIDE];
     const int64_t block = (int64_t{blockIdx.x} + 1) * TEAM, row = ids[block * RUN];
@@ -134,7 +138,7 @@ __global__ __launch_bounds__(32 * TEAM) void finish_frequent(
     const Blocks in(start, row, pad);
     if (!in.many() || block != (in.first / TEAM + 1) * TEAM) return;
     const int64_t column = int64_t{blockIdx.y} * SIDE + threadIdx.x * EACH;
-    const int count = some<EACH>(column, dim);
+    const int count = some<EACH, VECTOR>(column, dim);
     float sums[EACH] = {};
     if (count) add<VECTOR>(sums, partial, in.first, in.last, in.first + threadIdx.y, TEAM, dim, column, count);
 #pragma unroll
@@ -158,9 +162,10 @@ MC_KERNEL(embedding) {
     const int64_t n = ids.shape.count(), vocab = table.shape.at[0], dim = table.shape.at[1];
     const Array out = call.out("out", table.dtype, Shape{n, dim});
     call.ready();
+    check_present(call, table.dtype);
     if (!n || !dim) return;
     const bool vector = table.aligned() && out.aligned() && dim % 8 == 0;
-    const int blocks = grid(n, TEAM, 64);
+    const auto blocks = static_cast<unsigned>((n + TEAM - 1) / TEAM);
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(table.dtype, T, MC_FOR_BOOL(vector, VECTOR,
         gather<T, VECTOR><<<blocks, WARPS, 0, stream>>>(ids.as<int64_t>(), table.as<T>(), out.as<T>(), n, vocab, dim)))
@@ -178,6 +183,7 @@ MC_KERNEL(embedding_backward) {
     const Array partial = call.inout("partial", F32, Shape{2 * ((n + RUN - 1) / RUN), dim});
     const Array dtable = call.out("dtable", grad.dtype, Shape{vocab, dim});
     call.ready();
+    check_present(call, grad.dtype);
     if (!dim || !vocab) return;
     const bool vector = grad.aligned() && dtable.aligned() && partial.aligned() && dim % 8 == 0;
     const auto stream = static_cast<cudaStream_t>(call.stream);

@@ -31,22 +31,6 @@ float half_of(uint32_t both, int which) {
 }
 #endif
 
-// Two numbers rounded, the first in the low half.
-template <class T>
-__device__ __forceinline__ uint32_t pack2(float first, float second) {
-#ifdef MC_EMULATED
-    return bits_of(from_float<T>(first)) | bits_of(from_float<T>(second)) << 16;
-#else
-    if constexpr (std::is_same_v<T, bf16>) {
-        const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
-        return *reinterpret_cast<const uint32_t*>(&both);
-    } else {
-        const __half2 both = __floats2half2_rn(first, second);
-        return *reinterpret_cast<const uint32_t*>(&both);
-    }
-#endif
-}
-
 // 4 bytes into shared memory, or zeros; some time before `wait` (ptx.h)
 __device__ __forceinline__ void copy4(void* to, const void* from, bool exists) {
 #ifdef MC_EMULATED

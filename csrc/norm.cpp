@@ -152,7 +152,8 @@ MC_KERNEL(norm) {
                 const int64_t at = row * dim;
                 if (a.total) add(a.x.as<T>() + at, a.residual.as<R>() + at, a.total.as<R>() + at, at, dim, a.seed ? &drawn : nullptr);
                 const Stats found = norm_row(source.as<R>() + at, w, b, a.out.as<O>() + at, dim, a.eps, a.centred);
-                s[row] = found.mean, s[n + row] = found.rstd, s[2 * n + row] = found.shift;
+                if (a.centred) s[row] = found.mean, s[n + row] = found.rstd, s[2 * n + row] = found.shift;
+                else s[row] = found.rstd;
             }
         });
     });
@@ -179,8 +180,9 @@ MC_KERNEL(norm_backward) {
                 for (int64_t row = chunk * n / chunks; row < (chunk + 1) * n / chunks; row++) {
                     const int64_t at = row * dim;
                     R* to = a.stream.as<R>() + at;
+                    const Stats known = a.dbias ? Stats{s[row], s[n + row], s[2 * n + row]} : Stats{0.0f, s[row], 0.0f};
                     gradient_row(a.grad.as<O>() + at, a.also ? a.also.as<O>() + at : nullptr, a.more ? a.more.as<R>() + at : nullptr,
-                                 a.total.as<R>() + at, w, to, dw, db, dim, Stats{s[row], s[n + row], s[2 * n + row]});
+                                 a.total.as<R>() + at, w, to, dw, db, dim, known);
                     if (a.branch) add<R, T>(to, nullptr, a.branch.as<T>() + at, at, dim, a.seed ? &drawn : nullptr);
                 }
             }

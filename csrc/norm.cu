@@ -106,6 +106,7 @@ enum Way { ADDS, ALONE, ONCE };
 
 template <int D, bool CENTRED, Way WAY>
 __global__ void __launch_bounds__(WAY == ONCE ? 32 : WIDE, WAY != ONCE && (D == BF16 || D == F16) ? 2 : 1) norm_rows(const Problem p) {
+    if constexpr (D == BF16 && !present<bf16>) return;
     constexpr int OWN = D == ANY ? F32 : D, GAP = gap<D>;
     constexpr int PACKS = SHARE<D>;
     __shared__ Board<1, false> board;
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(WAY == ONCE ? 32 : WIDE, WAY != ONCE && (D == 
     }
     s.rstd = inverse_root(squares + p.eps);
     s.shift *= -s.rstd;
-    if (threadIdx.x == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
+    s.put<CENTRED>(p, row);
     const auto finish = [&](auto w, auto b) {
 #pragma unroll
         for (int j = 0; j < PACKS; j++) {
@@ -246,7 +247,8 @@ __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
         const float found = group_sums(about, board, turn) / all;
         const float left = p.centred ? from_lane(found, 1) : 0.0f, rstd = inverse_root(from_lane(found, 0) - left * left + p.eps);
         const Stats s{mean, rstd, -left * rstd};
-        if (threadIdx.x == 0) p.stats[row] = s.mean, p.stats[p.rows + row] = s.rstd, p.stats[2 * p.rows + row] = s.shift;
+        if (p.centred) s.put<true>(p, row);
+        else s.put<false>(p, row);
         columns(p.dim, [&](int64_t c) {
             p.out.put(at + c, fmaf(s.normal(h.one(at + c)), p.weight.one(c), p.bias.data ? p.bias.one(c) : 0.0f));
         });
@@ -256,6 +258,7 @@ __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
 // The forward of rows in half precision that are not aligned, through the ring.
 template <int D, bool CENTRED, int ROWS>
 __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
+    if constexpr (D == BF16 && !present<bf16>) return;
     constexpr bool SHIFT = true;
     constexpr int PACKS = 1;
     extern __shared__ uint4 memory[];
@@ -349,7 +352,8 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
             found.rstd = inverse_root(squares + p.eps);
             if (threadIdx.x < ROWS && row + threadIdx.x * p.groups < p.rows) {
                 float* to = p.stats + row + threadIdx.x * p.groups;
-                to[0] = found.mean, to[p.rows] = found.rstd, to[2 * p.rows] = 0.0f;
+                if (CENTRED) to[0] = found.mean, to[p.rows] = found.rstd, to[2 * p.rows] = 0.0f;
+                else to[0] = found.rstd;
             }
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
@@ -411,6 +415,7 @@ MC_KERNEL(norm) {
     const Forward a(call, FLOATS);
     if (!known(a.x.dtype, a.residual ? a.residual.dtype : a.x.dtype, a.out.dtype)) call.refuse("no kernel for this mixture of dtypes");
     call.ready();
+    check_present(call, a.x.dtype);
     if (!a.rows || !a.dim) return;
     Problem p{};
     p.x = tensor(a.x), p.residual = tensor(a.residual), p.weight = tensor(a.weight), p.bias = tensor(a.bias);

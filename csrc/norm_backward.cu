@@ -15,6 +15,7 @@ constexpr bool TWO = !SHIFT && D != ANY;
 
 template <int D, bool CENTRED, bool SHIFT, int PACKS, int ROWS>
 __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
+    if constexpr (D == BF16 && !present<bf16>) return;
     constexpr int SUMS = CENTRED ? 2 : 1;
     constexpr bool HALF = D == BF16 || D == F16;
     constexpr int GAP = gap<D, SHIFT>;
@@ -48,10 +49,10 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
     // lane l has statistic l / ROWS of row l % ROWS
     const auto read_stats = [&](int64_t row) {
         const int64_t mine = row + lane() % ROWS * p.groups;
-        return lane() < 3 * ROWS && mine < p.rows ? p.stats[lane() / ROWS * p.rows + mine] : 0.0f;
+        return lane() < (CENTRED ? 3 : 1) * ROWS && mine < p.rows ? p.stats[lane() / ROWS * p.rows + mine] : 0.0f;
     };
     const auto stats = [&](float held, int r) {
-        const float rstd = from_lane(held, ROWS + r);
+        const float rstd = from_lane(held, (CENTRED ? ROWS : 0) + r);
         return CENTRED ? Stats{from_lane(held, r), rstd, HALF ? 0.0f : from_lane(held, 2 * ROWS + r)} : Stats{0.0f, rstd, 0.0f};
     };
     // What the halves' own steps leave hides how a difference from the mean is rounded.
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) 
     int turn = 0;
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const int64_t at = row * p.dim;
-        const Stats s = {p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]};
+        const auto s = Stats::of(p, row);
         const auto each = [&](auto f) {
             columns(p.dim, [&](int64_t c) { f(at + c, given(p, at + c) * p.weight.one(c), s.normal(p.normed.one(at + c))); });
         };
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(256) norm_columns(const Problem p) {
     const int64_t step = int64_t{gridDim.y} * blockDim.y;
     if (c < p.dim)
         for (int64_t row = int64_t{blockIdx.y} + int64_t{gridDim.y} * threadIdx.y; row < p.rows; row += step) {
-            const Stats s = {p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]};
+            const auto s = Stats::of(p, row);
             const float d = given(p, row * p.dim + c);
             dw = fmaf(d, s.normal(p.normed.one(row * p.dim + c)), dw);
             db += d;
@@ -256,6 +257,7 @@ MC_KERNEL(norm_backward) {
     if (!known(a.branch ? a.branch.dtype : a.total.dtype, a.total.dtype, a.grad.dtype))
         call.refuse("no kernel for this mixture of dtypes");
     call.ready();
+    check_present(call, a.grad.dtype);
     if (!a.dim) return;
     Problem p{};
     p.x = tensor(a.grad), p.also = tensor(a.also), p.normed = tensor(a.total), p.residual = tensor(a.more), p.weight = tensor(a.weight);

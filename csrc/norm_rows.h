@@ -98,6 +98,15 @@ __device__ __forceinline__ float inverse_root(float x) {
 struct Stats {
     float mean, rstd, shift;
     __device__ __forceinline__ float normal(float x) const { return fmaf(x - mean, rstd, shift); }
+    static __device__ __forceinline__ Stats of(const Problem& p, int64_t row) {
+        return p.centred ? Stats{p.stats[row], p.stats[p.rows + row], p.stats[2 * p.rows + row]} : Stats{0.0f, p.stats[row], 0.0f};
+    }
+    // by the first threads of a row
+    template <bool CENTRED>
+    __device__ __forceinline__ void put(const Problem& p, int64_t row) const {
+        const auto t = static_cast<int>(threadIdx.x);
+        if (t < (CENTRED ? 3 : 1)) p.stats[t * p.rows + row] = !CENTRED || t == 1 ? rstd : t ? shift : mean;
+    }
 };
 
 // ---- sums over the threads of a row
@@ -178,19 +187,22 @@ __device__ __forceinline__ Eight decode(const uint32_t (&words)[WORDS], Dtype dt
     } else {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            to.at[2 * k] = to_float(__ushort_as_half(static_cast<unsigned short>(words[k])));
-            to.at[2 * k + 1] = to_float(__ushort_as_half(static_cast<unsigned short>(words[k] >> 16)));
+            to.at[2 * k] = to_float(fp16{static_cast<uint16_t>(words[k])});
+            to.at[2 * k + 1] = to_float(fp16{static_cast<uint16_t>(words[k] >> 16)});
         }
     }
     return to;
 }
 __device__ __forceinline__ uint32_t half_bits(float x, Dtype dtype) {
-    return dtype == BF16 ? __bfloat16_as_ushort(from_float<bf16>(x)) : __half_as_ushort(from_float<fp16>(x));
+    return dtype == BF16 ? from_float<bf16>(x).bits : from_float<fp16>(x).bits;
 }
 __device__ __forceinline__ uint4 encode(const Eight& from, Dtype dtype) {
     uint32_t words[4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) words[k] = half_bits(from.at[2 * k], dtype) | half_bits(from.at[2 * k + 1], dtype) << 16;
+    for (int k = 0; k < 4; k++) {
+        const float first = from.at[2 * k], second = from.at[2 * k + 1];
+        words[k] = dtype == BF16 ? pack2<bf16>(first, second) : pack2<fp16>(first, second);
+    }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 __device__ __forceinline__ Eight rounded(const Eight& from, Dtype dtype) {

@@ -28,11 +28,6 @@ __device__ __forceinline__ float signed_of(uint32_t word, int i) {
     return __uint_as_float(__byte_perm(word ^ 0x80808080u, 0x4B000000u, 0x7440 + i)) - 8388736.0f;
 }
 
-template <class T>
-struct alignas(16) Quad {  // 16 bytes
-    T at[16 / sizeof(T)];
-};
-
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }  // in order; NaN is the largest
 __device__ __forceinline__ float scale_of(uint32_t top) {
     const float scale = __uint_as_float(top);
@@ -41,9 +36,10 @@ __device__ __forceinline__ float scale_of(uint32_t top) {
 
 // ---- NF4
 
-// A group of 64 for every 8 lanes. X: whole packs of x may be read; C: whole words of codes may be written.
-template <class T, bool X, bool C>
+// A group of 64 for every 8 lanes. VECTOR: whole packs of x may be read, and whole words of codes written.
+template <class T, bool VECTOR>
 __global__ void quantize4(const T* x, uint8_t* codes, float* scales, int64_t rows, int64_t cols) {
+    if constexpr (!present<T>) return;
     __shared__ float middle[16];
     share_table(middle, middles);
     const int64_t bytes = (cols + 1) / 2, groups = (cols + GROUP - 1) / GROUP, all = rows * groups;
@@ -56,17 +52,18 @@ __global__ void quantize4(const T* x, uint8_t* codes, float* scales, int64_t row
             col = (group - row * groups) * GROUP + threadIdx.x % 8 * 8;
             count = cols - col >= 8 ? 8 : cols > col ? static_cast<int>(cols - col) : 0;
         }
-        const Pack<T> in = load8<X>(x + row * cols + col, count);
+        float in[8];
+        spread(load8<VECTOR>(x + row * cols + col, count), in);
         uint32_t top = 0;
 #pragma unroll
-        for (int i = 0; i < 8; i++) top = max(top, magnitude(to_float(in.at[i])));
+        for (int i = 0; i < 8; i++) top = max(top, magnitude(in[i]));
 #pragma unroll
         for (int lane = 4; lane; lane /= 2) top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, lane));
         const float scale = scale_of(top), by = scale == 0 ? 1.0f : scale;
         uint32_t word = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const float level = __fdiv_rn(to_float(in.at[i]), by);
+            const float level = __fdiv_rn(in[i], by);
             uint32_t code = level > middle[7] ? 8 : 0;  // how many middles are below: none for a NaN
             code += level > middle[code + 3] ? 4 : 0;
             code += level > middle[code + 1] ? 2 : 0;
@@ -74,7 +71,7 @@ __global__ void quantize4(const T* x, uint8_t* codes, float* scales, int64_t row
             word |= (i < count ? code : ZERO_CODE) << (i / 2 * 8 + (i % 2 ? 0 : 4));
         }
         uint8_t* to = codes + row * bytes + col / 2;
-        if (C && count == 8) {
+        if (VECTOR && count == 8) {
             *reinterpret_cast<uint32_t*>(to) = word;
         } else {
 #pragma unroll
@@ -88,6 +85,7 @@ __global__ void quantize4(const T* x, uint8_t* codes, float* scales, int64_t row
 // All rows as one, aligned: a thread writes 16 bytes, its warp 512 in a row. The next codes are under way while these are written.
 template <class T>
 __global__ void dequantize4(const uint8_t* __restrict__ codes, const float* __restrict__ scales, T* __restrict__ y, int64_t n) {
+    if constexpr (!present<T>) return;
     constexpr int EACH = 16 / sizeof(T);
     using Word = typename std::conditional<EACH == 8, uint32_t, uint16_t>::type;
     __shared__ float table[16];
@@ -103,10 +101,10 @@ __global__ void dequantize4(const uint8_t* __restrict__ codes, const float* __re
             next = reinterpret_cast<const Word*>(codes)[i + step];
             next_scale = scales[(i + step) * EACH / GROUP];
         }
-        Quad<T> out;
+        float out[EACH];
 #pragma unroll
-        for (int j = 0; j < EACH; j++) out.at[j] = from_float<T>(table[code_of(word, j)] * scale);
-        reinterpret_cast<uint4*>(y)[i] = *reinterpret_cast<const uint4*>(&out);
+        for (int j = 0; j < EACH; j++) out[j] = table[code_of(word, j)] * scale;
+        store<true>(y + i * EACH, rounded<T>(out));
     }
     if (blockIdx.x == 0 && threadIdx.x < n - whole * EACH) {  // what is left of a last row
         const int64_t at = whole * EACH + threadIdx.x;
@@ -117,6 +115,7 @@ __global__ void dequantize4(const uint8_t* __restrict__ codes, const float* __re
 // Any rows, any alignment: a byte, two weights, for a thread.
 template <class T>
 __global__ void dequantize4_any(const uint8_t* codes, const float* scales, T* y, int64_t rows, int64_t cols) {
+    if constexpr (!present<T>) return;
     __shared__ float table[16];
     share_table(table, levels);
     const int64_t bytes = (cols + 1) / 2, groups = (cols + GROUP - 1) / GROUP;
@@ -134,14 +133,16 @@ __global__ void dequantize4_any(const uint8_t* codes, const float* scales, T* y,
 
 template <class T, bool X>
 __global__ void quantize8(const T* x, int8_t* codes, float* scales, int64_t rows, int64_t cols) {
+    if constexpr (!present<T>) return;
     __shared__ uint32_t tops[THREADS / 32];
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const T* from = x + row * cols;
         uint32_t top = 0;
         for (int64_t at = threadIdx.x * int64_t{8}; at < cols; at += THREADS * 8) {
-            const Pack<T> in = load8<X>(from + at, cols - at < 8 ? static_cast<int>(cols - at) : 8);
+            float in[8];
+            spread(load8<X>(from + at, cols - at < 8 ? static_cast<int>(cols - at) : 8), in);
 #pragma unroll
-            for (int i = 0; i < 8; i++) top = max(top, magnitude(to_float(in.at[i])));
+            for (int i = 0; i < 8; i++) top = max(top, magnitude(in[i]));
         }
 #pragma unroll
         for (int lane = 16; lane; lane /= 2) top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, lane));
@@ -154,10 +155,11 @@ __global__ void quantize8(const T* x, int8_t* codes, float* scales, int64_t rows
         if (threadIdx.x == 0) scales[row] = scale;
         for (int64_t at = threadIdx.x * int64_t{8}; at < cols; at += THREADS * 8) {
             const int count = cols - at < 8 ? static_cast<int>(cols - at) : 8;
-            const Pack<T> in = load8<X>(from + at, count);
+            float in[8];
+            spread(load8<X>(from + at, count), in);
             Pack<int8_t> out;
 #pragma unroll
-            for (int i = 0; i < 8; i++) out.at[i] = static_cast<int8_t>(__float2int_rn(__fdiv_rn(to_float(in.at[i]), step)));  // NaN: 0
+            for (int i = 0; i < 8; i++) out.at[i] = static_cast<int8_t>(__float2int_rn(__fdiv_rn(in[i], step)));  // NaN: 0
             int8_t* to = codes + row * cols + at;
             if (X && count == 8) {
                 *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(&out);
@@ -172,6 +174,7 @@ __global__ void quantize8(const T* x, int8_t* codes, float* scales, int64_t rows
 
 template <class T, bool VECTOR>
 __global__ void dequantize8(const int8_t* __restrict__ codes, const float* __restrict__ scales, T* __restrict__ y, int64_t rows, int64_t cols) {
+    if constexpr (!present<T>) return;
     constexpr int EACH = VECTOR ? 16 / sizeof(T) : 1;
     for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
         const float scale = scales[row];
@@ -185,13 +188,13 @@ __global__ void dequantize8(const int8_t* __restrict__ codes, const float* __res
                 } else {
                     words[0] = words[1] = *reinterpret_cast<const uint32_t*>(codes + at);
                 }
-                Quad<T> out;
+                float out[EACH];
 #pragma unroll
                 for (int j = 0; j < EACH; j++) {
                     const float q = signed_of(words[j / 4], j % 4);
-                    out.at[j] = from_float<T>((q * HIGH + q * LOW) * scale);
+                    out[j] = (q * HIGH + q * LOW) * scale;
                 }
-                *reinterpret_cast<uint4*>(y + at) = *reinterpret_cast<const uint4*>(&out);
+                store<true>(y + at, rounded<T>(out));
             } else {
                 const float q = static_cast<float>(codes[at]);
                 y[at] = from_float<T>((q * HIGH + q * LOW) * scale);
@@ -247,6 +250,7 @@ template <class Format, class T, int N, bool VECTOR>
 __global__ void __launch_bounds__(WARPS * 32)
 product(const T* __restrict__ x, const uint8_t* __restrict__ codes, const float* __restrict__ scales, const T* __restrict__ bias,
         T* __restrict__ y, int n, int64_t rows, int64_t cols) {
+    if constexpr (!present<T>) return;
     __shared__ float table[16];
     __shared__ float parts[WARPS][TILE * N];
     if (Format::TABLE) share_table(table, levels);
@@ -263,25 +267,39 @@ product(const T* __restrict__ x, const uint8_t* __restrict__ codes, const float*
                 read[r] = Format::template read<VECTOR>(codes, row, cols, at);
                 by[r] = Format::scale(scales, row, cols, at);
             }
-            float in[N][8];
+            float part[TILE][N] = {};
+            const auto add = [&](int j, const float (&in)[N]) {
 #pragma unroll
-            for (int i = 0; i < N; i++) {
-                const Pack<T> pack = load8<VECTOR>(x + (i < n ? i : n - 1) * cols + at, cols - at < 8 ? static_cast<int>(cols - at) : 8);
-#pragma unroll
-                for (int j = 0; j < 8; j++) in[i][j] = to_float(pack.at[j]);
-            }
-#pragma unroll
-            for (int r = 0; r < TILE; r++) {
-                float part[N] = {};
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
+                for (int r = 0; r < TILE; r++) {
                     const float level = Format::level(read[r], j, table);
 #pragma unroll
-                    for (int i = 0; i < N; i++) part[i] += level * in[i][j];
+                    for (int i = 0; i < N; i++) part[r][i] += level * in[i];
+                }
+            };
+            if constexpr (VECTOR) {
+                float in[8][N];
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    float row[8];
+                    spread(load8<true>(x + (i < n ? i : n - 1) * cols + at), row);
+#pragma unroll
+                    for (int j = 0; j < 8; j++) in[j][i] = row[j];
                 }
 #pragma unroll
-                for (int i = 0; i < N; i++) sums[r][i] += part[i] * by[r];
+                for (int j = 0; j < 8; j++) add(j, in[j]);
+            } else {
+#pragma unroll 1
+                for (int j = 0; j < 8 && at + j < cols; j++) {
+                    float in[N];
+#pragma unroll
+                    for (int i = 0; i < N; i++) in[i] = to_float(x[(i < n ? i : n - 1) * cols + at + j]);
+                    add(j, in);
+                }
             }
+#pragma unroll
+            for (int r = 0; r < TILE; r++)
+#pragma unroll
+                for (int i = 0; i < N; i++) sums[r][i] += part[r][i] * by[r];
         }
 #pragma unroll
         for (int r = 0; r < TILE; r++)
@@ -322,6 +340,7 @@ dim3 grid2(int64_t items, int64_t rows) {
 template <class Format>
 void run_product(Call& call) {
     const Product p(call, Format::TABLE, FLOATS);
+    check_present(call, p.x.dtype);
     if (!p.n || !p.rows) return;
     const int n = static_cast<int>(p.n);
     const bool vector = p.cols % 8 == 0 && p.x.aligned() && p.codes.aligned(sizeof(typename Format::Codes));
@@ -349,17 +368,19 @@ void run_product(Call& call) {
 
 MC_KERNEL(quantize_nf4) {
     const Quantize a(call, true);
+    check_present(call, a.x.dtype);
     const Matrix m(a.x.shape, a.x.shape.last());
     if (!m.rows || !m.cols) return;
-    const bool even = m.rows == 1 || m.cols % 8 == 0, packs = a.x.aligned() && even, words = a.codes.aligned(4) && even;
+    const bool vector = a.x.aligned() && a.codes.aligned(4) && (m.rows == 1 || m.cols % 8 == 0);
     const int blocks = grid(m.rows * ((m.cols + GROUP - 1) / GROUP), THREADS / 8);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_BOOL(packs, X, MC_FOR_BOOL(words, C,
-        quantize4<T, X, C><<<blocks, THREADS, 0, stream>>>(a.x.as<T>(), a.codes.as<uint8_t>(), a.scales.as<float>(), m.rows, m.cols))))
+    MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_BOOL(vector, VECTOR,
+        quantize4<T, VECTOR><<<blocks, THREADS, 0, stream>>>(a.x.as<T>(), a.codes.as<uint8_t>(), a.scales.as<float>(), m.rows, m.cols)))
 }
 
 MC_KERNEL(dequantize_nf4) {
     const Dequantize a(call, true);
+    check_present(call, a.y.dtype);
     const Matrix m(a.y.shape, a.y.shape.last());
     if (!m.rows || !m.cols) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
@@ -378,6 +399,7 @@ MC_KERNEL(product_nf4) { run_product<Nf4>(call); }
 
 MC_KERNEL(quantize_int8) {
     const Quantize a(call, false);
+    check_present(call, a.x.dtype);
     const int64_t rows = a.x.shape.rows(), cols = a.x.shape.last();
     if (!rows) return;
     const bool packs = a.x.aligned() && a.codes.aligned(8) && (rows == 1 || cols % 8 == 0);
@@ -388,6 +410,7 @@ MC_KERNEL(quantize_int8) {
 
 MC_KERNEL(dequantize_int8) {
     const Dequantize a(call, false);
+    check_present(call, a.y.dtype);
     const int64_t rows = a.y.shape.rows(), cols = a.y.shape.last();
     if (!rows || !cols) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);

@@ -7,9 +7,11 @@
 
 namespace {
 
-// Heads of a thread: eight packs are on their way, of which a pair has one, or two where its halves lie apart.
-template <bool INTERLEAVED>
-constexpr int HEADS = INTERLEAVED ? 8 : 4;
+constexpr int THREADS = 128;
+// Heads of a thread: eight packs are on their way, of which a pair has one, or two where its halves lie apart. In fp32 the latter are
+// sooner done with one head, the angles being no wider than what they turn.
+template <class T, bool INTERLEAVED>
+constexpr int HEADS = INTERLEAVED ? 8 : sizeof(T) == 4 ? 1 : 4;
 // Pairs of a thread.
 template <class T, bool INTERLEAVED>
 constexpr int PAIRS = SPAN<T> / (INTERLEAVED ? 2 : 1);
@@ -21,47 +23,52 @@ struct Sizes {
 };
 
 template <class T, bool INTERLEAVED, bool VECTOR>
-__global__ __launch_bounds__(256) void rotate(const T* x, T* y, const float* cos, const float* sin, Sizes z) {
-    constexpr int MANY = HEADS<INTERLEAVED>, N = SPAN<T>, P = PAIRS<T, INTERLEAVED>, APART = INTERLEAVED ? 1 : 2;
+__global__ __launch_bounds__(THREADS) void rotate(const T* x, T* y, const float* cos, const float* sin, Sizes z) {
+    if constexpr (!present<T>) return;
+    constexpr int MANY = HEADS<T, INTERLEAVED>, N = SPAN<T>, P = PAIRS<T, INTERLEAVED>, APART = INTERLEAVED ? 1 : 2;
     const int64_t each = z.packs + z.rests, items = z.tokens * z.groups * each;
-    for (int64_t item = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; item < items; item += int64_t{gridDim.x} * blockDim.x) {
-        const int64_t pack = item % each, group = item / each % z.groups, token = item / each / z.groups;
-        const int64_t row = (token * z.heads + group * MANY) * z.dim;
-        const int heads = some<MANY>(group * MANY, z.heads);
-        if (pack >= z.packs) {  // channels that pass
-            const int64_t at = 2 * z.pairs + (pack - z.packs) * N;
-            const int count = some<N>(at, z.dim);
-            for (int head = 0; head < heads; head++)
-                store<VECTOR>(y + row + head * z.dim + at, load<VECTOR, N>(x + row + head * z.dim + at, count), count);
-            continue;
-        }
-        const int count = some<P>(pack * P, z.pairs);
-        const int64_t angle = token % z.period * z.pairs + pack * P;
-        const Pack<float, P> c = load<VECTOR, P>(cos + angle, count), s = load<VECTOR, P>(sin + angle, count);
-        const int64_t at = row + pack * N;  // of the first of each pair, or of both, which are neighbours
-        const int many = INTERLEAVED ? 2 * count : count;
-        Pack<T, N> in[MANY][APART];
+    const int64_t item = int64_t{blockIdx.x} * THREADS + threadIdx.x;
+    if (item >= items) return;
+    const int64_t before = quotient(item, each), pack = item - before * each;
+    const int64_t token = quotient(before, z.groups), group = before - token * z.groups;
+    const int64_t row = (token * z.heads + group * MANY) * z.dim;
+    const int heads = some<MANY>(group * MANY, z.heads);
+    if (pack >= z.packs) {  // channels that pass
+        const int64_t at = 2 * z.pairs + (pack - z.packs) * N;
+        const int count = some<N, VECTOR>(at, z.dim);
+        for (int head = 0; head < heads; head++)
+            store<VECTOR>(y + row + head * z.dim + at, load<VECTOR, N>(x + row + head * z.dim + at, count), count);
+        return;
+    }
+    const int count = some<P, VECTOR>(pack * P, z.pairs);
+    const int64_t angle = remainder(token, z.period) * z.pairs + pack * P;
+    const Pack<float, P> c = load<VECTOR, P>(cos + angle, count), s = load<VECTOR, P>(sin + angle, count);
+    const int64_t at = row + pack * N;  // of the first of each pair, or of both, which are neighbours
+    const int many = INTERLEAVED ? 2 * count : count;
+    Pack<T, N> in[MANY][APART];
 #pragma unroll
-        for (int head = 0; head < MANY; head++)
+    for (int head = 0; head < MANY; head++)
+#pragma unroll
+        for (int half = 0; half < APART; half++)
+            if (head < heads) in[head][half] = load<VECTOR, N>(x + at + head * z.dim + half * z.pairs, many);
+#pragma unroll
+    for (int head = 0; head < MANY; head++)
+        if (head < heads) {
+            float found[APART][N];
+#pragma unroll
+            for (int half = 0; half < APART; half++) spread(in[head][half], found[half]);
+#pragma unroll
+            for (int i = 0; i < P; i++) {
+                float& p = found[0][INTERLEAVED ? 2 * i : i];
+                float& q = found[APART - 1][INTERLEAVED ? 2 * i + 1 : i];
+                const float u = p, v = q, turn = s.at[i] * z.way;
+                p = u * c.at[i] - v * turn;
+                q = v * c.at[i] + u * turn;
+            }
 #pragma unroll
             for (int half = 0; half < APART; half++)
-                if (head < heads) in[head][half] = load<VECTOR, N>(x + at + head * z.dim + half * z.pairs, many);
-#pragma unroll
-        for (int head = 0; head < MANY; head++)
-            if (head < heads) {
-#pragma unroll
-                for (int i = 0; i < P; i++) {
-                    T& p = in[head][0].at[INTERLEAVED ? 2 * i : i];
-                    T& q = in[head][APART - 1].at[INTERLEAVED ? 2 * i + 1 : i];
-                    const float u = to_float(p), v = to_float(q), turn = s.at[i] * z.way;
-                    p = from_float<T>(u * c.at[i] - v * turn);
-                    q = from_float<T>(v * c.at[i] + u * turn);
-                }
-#pragma unroll
-                for (int half = 0; half < APART; half++)
-                    store<VECTOR>(y + at + head * z.dim + half * z.pairs, in[head][half], many);
-            }
-    }
+                store<VECTOR>(y + at + head * z.dim + half * z.pairs, rounded<T>(found[half]), many);
+        }
 }
 
 }  // namespace
@@ -78,17 +85,18 @@ MC_KERNEL(rotary) {
     const Array sin = call.in("sin", F32, cos.shape);
     const bool interleaved = call.flag("interleaved"), back = call.flag("back");
     call.ready();
+    check_present(call, y.dtype);
     const Array& from = x ? x : y;
     const bool vector = from.aligned() && y.aligned() && cos.aligned() && sin.aligned() && d % 8 == 0 && pairs % 8 == 0;
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(y.dtype, T, MC_FOR_BOOL(interleaved, INTERLEAVED, {
         const auto parts = [](int64_t whole, int64_t each) { return (whole + each - 1) / each; };
         const Sizes sizes{b * s, h, d, pairs, cos.shape.at[0] == 1 ? s : b * s, parts(pairs, PAIRS<T, INTERLEAVED>),
-                          x ? parts(d - 2 * pairs, SPAN<T>) : 0, parts(h, HEADS<INTERLEAVED>), back ? -1.0f : 1.0f};
+                          x ? parts(d - 2 * pairs, SPAN<T>) : 0, parts(h, HEADS<T, INTERLEAVED>), back ? -1.0f : 1.0f};
         const int64_t items = sizes.tokens * sizes.groups * (sizes.packs + sizes.rests);
         if (!items) return;
-        const int blocks = grid(items, 256, 64);
+        const auto blocks = static_cast<unsigned>(parts(items, THREADS));
         MC_FOR_BOOL(vector, VECTOR, rotate<T, INTERLEAVED, VECTOR>
-            <<<blocks, 256, 0, stream>>>(from.as<T>(), y.as<T>(), cos.as<float>(), sin.as<float>(), sizes))
+            <<<blocks, THREADS, 0, stream>>>(from.as<T>(), y.as<T>(), cos.as<float>(), sin.as<float>(), sizes))
     }))
 }

@@ -40,7 +40,7 @@ MUTANTS = (
            "    if (t % 32 == 0) {\n        parts[t / 32] = row;\n        __syncthreads();\n    }", "cross_entropy", "in vain: "),
     Mutant("wrong-lane", "norm.cu", "s.mean = from_lane(found, 1);", "s.mean = from_lane(found, 2);", "layer_norm", WRONG),
     Mutant("a-column-too-many", "embedding.cu",
-           "packs[u], some<N>(column + u * 32 * N, dim));", "packs[u], some<N>(column + u * 32 * N, dim + 1));",
+           "packs[u], some<N, VECTOR>(column + u * 32 * N, dim));", "packs[u], some<N, VECTOR>(column + u * 32 * N, dim + 1));",
            "embedding", BOUNDS),
     Mutant("diagonals-added-up-too-early", "attention_backward.cu",
            "    __syncthreads();  // as in the forward\n            if (v", "    if (v", "relative_attention", ORDER),
@@ -70,7 +70,7 @@ MUTANTS = (
            "add_layer_norm", WRONG),
     Mutant("eight-columns-in-a-row", "norm_rows.h", "first + k + (k < 4 ? 0 : GAP - 4)", "first + k", "rms_norm",
            f"{ORDER}|{WRONG}"),
-    Mutant("the-first-of-a-pair-twice", "rotary.cu", "in[head][APART - 1]", "in[head][0]", "rotary", WRONG),
+    Mutant("the-first-of-a-pair-twice", "rotary.cu", "found[APART - 1][INTERLEAVED", "found[0][INTERLEAVED", "rotary", WRONG),
 )
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")

@@ -120,7 +120,7 @@ def test_an_object_is_made_once(setup: dict[str, Any], tmp_path: Path) -> None:
     for house in ("one", "two"):
         shutil.copytree(HOUSE / "csrc", tmp_path / house / "csrc")
     assert {file.name for file in setup["included"](HOUSE / "csrc" / "norm.cu")} == {
-        "norm.cu", "norm.h", "norm_ring.h", "norm_rows.h", "cuda.h", "kernel.h", "philox.h", "ptx.h"
+        "norm.cu", "norm.h", "norm_ring.h", "norm_rows.h", "cuda.h", "half.h", "kernel.h", "philox.h", "ptx.h"
     }  # fmt: skip
     assert [compiled("one"), compiled("one"), compiled("two"), compiled("two", "-g")] == [1, 1, 1, 2]
     for count, file in enumerate(("norm.cu", "philox.h"), 3):

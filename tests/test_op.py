@@ -50,6 +50,22 @@ def test_the_reference_computes_where_no_kernel_would_run(index: int, monkeypatc
         assert (silu(x, bias) == "reference") if index == 0 else isinstance(silu(x, bias), torch.Tensor)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_before_ampere_ops_in_bf16_have_no_kernel(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have one in fp16; what is to be computed in bf16 counts like what is in it. Weights and moments may be in it."""
+    monkeypatch.setattr(_op, "_C", SimpleNamespace(cuda_architectures="75 80"))
+    monkeypatch.setattr(_op, "COVERED", {0: True, 1: True})
+    monkeypatch.setattr(_op, "GENERATIONS", {0: (7, 5), 1: (8, 9)})
+    silu = object.__new__(Op)
+    silu.__dict__.update(vars(ops.silu), reference=lambda *args: "reference")
+    with FakeTensorMode():
+        for dtype, fits in ((torch.bfloat16, bool(index)), (torch.float16, True)):
+            x, bias = (torch.empty(shape, device=f"cuda:{index}", dtype=dtype) for shape in ((4, 8), (8,)))
+            assert silu.fast(x) is fits and _op.served(x, dtype) is fits and _op.served(x)
+            assert isinstance(silu(x, bias), torch.Tensor) is fits
+            assert _op.look((x.float(), None, dtype))[2] is fits
+
+
 def test_without_cuda_kernels_nothing_is_asked(cards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_op, "_C", SimpleNamespace(cuda_architectures=""))
     assert not _op.available("cuda", 0) and not cards

@@ -28,13 +28,13 @@ def add(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
 def forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float,
             dtype: torch.dtype | None) -> Forward:  # fmt: skip
     """The norm (centred where there is a bias) in `dtype` or that of what is normed; the total, empty without a residual; and the
-    rows' statistics (3 rows of them)."""
+    rows' statistics (3 rows of them, or 1: csrc/norm.h)."""
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     total = None if residual is None else torch.empty_like(residual)
     normed = x if total is None else total
     out = torch.empty_like(normed, dtype=dtype or normed.dtype)
-    stats = x.new_empty((3, x.shape[:-1].numel()), dtype=torch.float32)
+    stats = x.new_empty((1 if bias is None else 3, x.shape[:-1].numel()), dtype=torch.float32)
     weight, bias = narrow(weight), None if bias is None else narrow(bias)
     call("norm", x, residual, weight, bias, eps, bias is not None, seed, p, out, total, stats)
     return out, x.new_empty(0) if total is None else total, stats

@@ -177,12 +177,13 @@ def transformed() -> bool:
 
 def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
     """What decides how a call is done, read in one pass: the kind of device of the first tensor; whether no tensor is of a
-    subclass, none of a dtype that no kernel has; whether one of them wants a gradient; the number of the first one's GPU."""
-    device, plain, known, grad, index = "", True, True, False, -1
+    subclass, none of a dtype that no kernel has there; whether one of them wants a gradient; the number of the first one's GPU."""
+    device, plain, known, grad, index, low = "", True, True, False, -1, False
     for a in args:
         kind = type(a)
         if kind is not Tensor and kind is not Parameter:
             if not isinstance(a, Tensor):
+                low |= a is torch.bfloat16  # what is to be computed in
                 continue
             plain = _rehearsing
         if not device:
@@ -190,8 +191,12 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
             index = a.get_device() if device == "cuda" else -1
         if a.dtype not in DTYPES:
             known = False
+        if a.dtype is torch.bfloat16:
+            low = True
         if a.requires_grad:
             grad = True
+    if low and index >= 0 and generation(index) < AMPERE:
+        known = False
     return device, plain, known, grad, index
 
 
@@ -256,7 +261,7 @@ class Op:
 
     def fast(self, x: Tensor) -> bool:
         """Whether there is a kernel for a tensor like `x`: for a layer that would otherwise share out the work differently."""
-        here = self.kernel is not None and x.device.type in self.kernel.devices and served(x)
+        here = self.kernel is not None and x.device.type in self.kernel.devices and served(x, x.dtype)
         return here and x.dtype in FLOATS and not transformed()
 
 
@@ -320,9 +325,29 @@ def available(device: str, index: int = 0) -> bool:
     return device == "cuda" and bool(_C.cuda_architectures) and covered(index)
 
 
-def served(x: Tensor) -> bool:
-    """Whether there are kernels for the device of `x`."""
-    return available(x.device.type, x.get_device())
+def served(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether there are kernels for the device of `x` that compute in `dtype`."""
+    index = x.get_device()
+    return available(x.device.type, index) and (dtype != torch.bfloat16 or not x.is_cuda or generation(index) >= AMPERE)
+
+
+AMPERE = (8, 0)  # the first generation with bf16: before it ops in bf16 have no kernels
+
+
+GENERATIONS: dict[int, tuple[int, int]] = {}  # by the number of a GPU
+
+
+def generation(index: int) -> tuple[int, int]:
+    """The compute capability of GPU `index`; Ampere's where there is no GPU to ask."""
+    if index not in GENERATIONS:
+        if not torch.cuda.is_available():
+            return AMPERE
+        GENERATIONS[index] = torch.cuda.get_device_capability(index)
+    return GENERATIONS[index]
+
+
+# To the compiler a constant, as by torch.compiler.assume_constant_result, which would import the compiler.
+generation._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function has none
 
 
 NOT = "no kernels"
@@ -356,8 +381,7 @@ def covered(index: int) -> bool:
     return COVERED[index]
 
 
-# To the compiler a constant, as by torch.compiler.assume_constant_result, which would import the compiler.
-covered._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function has none
+covered._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `generation`
 
 
 _warned = False

@@ -119,13 +119,13 @@ def dequantize_int8_forward(codes: Tensor, scales: Tensor, dtype: torch.dtype) -
 def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (.. cols) as codes (.. cols/2, uint8) and scales (.. cols/64, fp32), sizes rounded up."""
     x = x.detach() if x.dtype in FLOATS else x.detach().float()
-    made: tuple[Tensor, Tensor] = (quantize_nf4_forward if served(x) else quantize_nf4_reference)(x)
+    made: tuple[Tensor, Tensor] = (quantize_nf4_forward if served(x, x.dtype) else quantize_nf4_reference)(x)
     return made
 
 
 def dequantize_nf4(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
     """The weights (.. cols) in `dtype`, rounded once."""
-    fast = served(codes) and dtype in FLOATS
+    fast = dtype in FLOATS and served(codes, dtype)
     weight: Tensor = (dequantize_nf4_forward if fast else dequantize_nf4_reference)(codes, scales, cols, dtype)
     return weight
 
@@ -133,13 +133,13 @@ def dequantize_nf4(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype)
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (.. cols) as codes (.. cols, int8) and scales (.., fp32)."""
     x = x.detach() if x.dtype in FLOATS else x.detach().float()
-    made: tuple[Tensor, Tensor] = (quantize_int8_forward if served(x) else quantize_int8_reference)(x)
+    made: tuple[Tensor, Tensor] = (quantize_int8_forward if served(x, x.dtype) else quantize_int8_reference)(x)
     return made
 
 
 def dequantize_int8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights (.. cols) in `dtype`, rounded once."""
-    fast = served(codes) and dtype in FLOATS
+    fast = dtype in FLOATS and served(codes, dtype)
     weight: Tensor = (dequantize_int8_forward if fast else dequantize_int8_reference)(codes, scales, dtype)
     return weight
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import Kernel, call, fake, op, raw, wide
+from ._op import AMPERE, Kernel, call, fake, generation, op, raw, wide
 from .attention import one
 from .dropout import draw, kept
 
@@ -132,19 +132,11 @@ def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
     return dq, dk, dv, dbias if wanted else None, *(None,) * 11
 
 
-def generation(index: int) -> tuple[int, int]:
-    """A GPU's compute capability; Ampere's, the first that multiplies bf16, where there is no GPU to ask."""
-    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (8, 0)
-
-
-generation._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _op.covered
-
-
 def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> bool:
     if q.dtype == torch.float32 or not (q.dtype == k.dtype == v.dtype) or (bias is not None and bias.dtype != torch.float32):
         return False
     d = q.shape[3]
-    fits = generation(q.get_device()) >= (8, 0) or (q.dtype == torch.float16 and d <= TURING)
+    fits = generation(q.get_device()) >= AMPERE or (q.dtype == torch.float16 and d <= TURING)
     return bool(d) and d % 8 == 0 and d <= 128 and q.shape[2] == k.shape[2] and fits
 
 
@@ -160,7 +152,7 @@ def packed_by(q: Tensor, k: Tensor, v: Tensor, p: float) -> str:
         return "none"
     chip, d = generation(q.get_device()), q.shape[3]
     ours = covers(q) and q.shape[1] == k.shape[1]
-    flash = not p and torch.backends.cuda.is_flash_attention_available() and chip >= (8, 0) and d % 8 == 0 and d <= 256
+    flash = not p and torch.backends.cuda.is_flash_attention_available() and chip >= AMPERE and d % 8 == 0 and d <= 256
     return "ours" if ours and (not flash or chip == (9, 0)) else "flash" if flash else "none"
 
 
