@@ -19,12 +19,13 @@ from torch import Tensor, nn
 import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.data.collate import pack
-from modelcenter.layers import output
 from modelcenter.layers.onto import kept, onto
 from modelcenter.layers.view import Ends
+from modelcenter.ops import _graph
 from modelcenter.ops.cross_entropy import IGNORE
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.blocks import recompute
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import graphs as module
 from modelcenter.train import loop
@@ -94,9 +95,10 @@ def blind() -> Iterator[None]:
         raise RuntimeError("asked for numbers of the device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "recording", lambda x: True)
+        patch.setattr(_graph, "recording", lambda: True)
         patch.setattr(Ends, "here", property(ask))
         patch.setattr(Tensor, "tolist", ask)
+        patch.setattr(torch, "get_rng_state", ask)
         yield
 
 
@@ -166,6 +168,8 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "gpt packed": (gpt, "lm", PACKED), "gpt packed in thirds": (gpt, "lm", {"parts": 3} | PACKED),
     "t5 packed": (t5, "seq2seq", PACKED),
     "bert packed": (partial(bert, "classify"), "classify", PACKED), "bert of words packed": (partial(bert, "mlm"), "mlm", PACKED),
+    **{f"{name} {how}": (make, task, {"recompute": how, "precision": "bf16"}) for how in ("full", "selective")
+       for name, make, task in (("gpt", gpt, "lm"), ("t5", t5, "seq2seq"))},
     "lora packed": (lora, "lm", PACKED), "bert of all lengths": (partial(bert, "classify"), "classify", {"short": range(8)}),
 }  # fmt: skip
 
@@ -179,6 +183,7 @@ class Run:
         self.scales, self.device = options.get("scales", (1.0,)), device
         torch.manual_seed(0)
         self.model = make(folder).to(device).train()
+        recompute(self.model, options.get("recompute", "none"))
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
         self.said: list[str] = []
         self.recorder = recorder_of(self.model, device)
@@ -489,7 +494,7 @@ def test_evaluation_and_training_are_different_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machine", [
-    {"cuda_graphs": False}, {"recompute": "full"}, {"recompute": "selective"}, {"compile": True}, {"fsdp": 2}, {"replicate": 2},
+    {"cuda_graphs": False}, {"compile": True}, {"fsdp": 2}, {"replicate": 2},
     {"tensor_parallel": 2},
 ])  # fmt: skip
 def test_where_a_run_has_none(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +503,8 @@ def test_where_a_run_has_none(machine: dict[str, Any], monkeypatch: pytest.Monke
     found = graphs_of(model, Machine(**({"cuda_graphs": True} | machine)), cuda, print)
     assert found is None if machine != {"cuda_graphs": False} else found is not None and found.ended
     assert graphs_of(model, Machine(cuda_graphs=True), torch.device("cpu"), print) is None
-    assert graphs_of(model, Machine(cuda_graphs=True), cuda, print) is not None
+    for how in ("none", "selective", "full"):
+        assert graphs_of(model, Machine(cuda_graphs=True, recompute=how), cuda, print) is not None
 
 
 # ------------------------------------------------------------------------------------- what a forward must not do meanwhile

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ..layers import Rotary
 from ..layers.cache import Fixed
-from ..ops._graph import recorded
+from ..ops._graph import recorded, recording
 from ..ops._op import PLAIN
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ SPAN = 256  # places that are read at least
 def suits(state: "State") -> bool:
     """Whether the steps of `state` are the same calls, and are better recorded."""
     model = state.model
-    if not state.ids.is_cuda or state.ids.size(1) - state.length < FEWEST or torch.cuda.is_current_stream_capturing():
+    if not state.ids.is_cuda or state.ids.size(1) - state.length < FEWEST or recording():
         return False
     return bool(state.cache.room) and all(type(p) in PLAIN for p in model.parameters()) and not any(map(odd, model.modules()))
 

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops import _graph
+
 
 def onto(x: Tensor, device: torch.device) -> Tensor:
     """`x` on `device`. From the host to a GPU it goes by itself: what the GPU still has to do is not waited for. A CUDA graph would
     read the host's memory again when that holds something else: RuntimeError."""
     if device.type == "cuda" and x.device.type == "cpu":
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _graph.recording():
             raise RuntimeError("numbers of the host cannot be a part of a CUDA graph")
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)

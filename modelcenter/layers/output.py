@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..errors import refuse
+from ..ops import _graph
 from ..ops.cross_entropy import IGNORE
 from .block import Block, pair
 from .cache import Cache, Fixed
@@ -256,18 +257,13 @@ def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | No
     return mask.bool()
 
 
-def recording(x: Tensor) -> bool:
-    """Whether the calls on x's GPU become a CUDA graph, while which no number of a GPU can be read."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def ends_of(lengths: Tensor | None, longest: int | None, x: Tensor, side: str) -> Ends | None:
     """Where the sequences of `side` (q or k) end that x (1 s) holds, by their n + 1 cumulative lengths; none is longer than
     `longest`, if that is given. What is recorded as a CUDA graph is taken as it is said."""
     if lengths is None:
         return None
     most = None if longest is None else min(longest, x.size(1))
-    if most is not None and recording(x):
+    if most is not None and _graph.recording():
         return Ends(lengths, most)
     known = lengths.tolist()
     check_packing(known, x, f"cu_seq_lens_{side}")

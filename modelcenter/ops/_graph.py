@@ -5,7 +5,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,15 +13,21 @@ T = TypeVar("T")
 STREAMS = threading.local()
 
 
-def recorded(work: Callable[[], T], device: torch.device) -> tuple[Callable[[], object], T]:
+def recording() -> bool:
+    """Whether the calls of this thread on its GPU are recorded: then none is done, and no number of a GPU can be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def recorded(work: Callable[[], T], device: torch.device, pool: Any = None, watched: bool | None = None
+             ) -> tuple[Callable[[], object], T]:
     """The calls of `work` on a GPU, none of which is done: a function that does them all at once, and where the result will be each
-    time. Its memory is the record's own. Every library must have been called before with the same shapes. What cannot be recorded
-    is a RuntimeError."""
+    time. Its memory is the record's own, or that of all records of a `pool`, which are done one after the other. Every library must
+    have been called before with the same shapes. What cannot be recorded is a RuntimeError. `watched`: as of `undisturbed`."""
     graph, before, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), stream(device)
     aside.wait_stream(before)
     # other threads of a server may rightly wait for the device meanwhile, and the mode that would tell is theirs too
-    with torch.cuda.stream(aside), undisturbed(watched=threading.active_count() == 1):
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may pin memory meanwhile
+    with torch.cuda.stream(aside), undisturbed(threading.active_count() == 1 if watched is None else watched):
+        graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may pin memory meanwhile
         try:
             out = work()
         finally:

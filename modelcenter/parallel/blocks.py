@@ -4,10 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..layers import Block
+from ..ops import _graph
 from ..ops._op import on_gpu
 from .machine import Machine, Recompute
 
@@ -49,11 +51,37 @@ def recompute(model: nn.Module, how: Recompute) -> None:
 
 
 def whole(forward: Callable[..., Any], *args: Any) -> Any:
+    if recording():
+        return again(forward, drawn, *args)
     return checkpoint(forward, *args, use_reentrant=False)
 
 
 def selected(forward: Callable[..., Any], *args: Any) -> Any:
+    if recording():
+        return again(forward, keep_drawn, *args)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep))
+
+
+def recording() -> bool:
+    return not torch.compiler.is_compiling() and _graph.recording()
+
+
+def again(forward: Callable[..., Any], kept: Callable[..., CheckpointPolicy], *args: Any) -> Any:
+    """What a CUDA graph is made of: its generator cannot be put back, so what is drawn is `kept`."""
+    context = partial(create_selective_checkpoint_contexts, kept)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context)
+
+
+def drawn(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    """Seeds are kept, and the results of attention that draws its dropout by itself."""
+    kept = op._schema.name == "aten::randint" or (op._schema.name in KEPT and draws(op, args, options))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_drawn(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    """The same and what `keep` keeps."""
+    found = drawn(context, op, *args, **options)
+    return found if found == CheckpointPolicy.MUST_SAVE else keep(context, op, *args, **options)
 
 
 def keep(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:

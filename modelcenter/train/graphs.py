@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import printable
-from ..ops._graph import undisturbed
+from ..ops._graph import recorded
 from ..parallel.machine import Machine
 
 WARM = 3  # micro-batches of the same shapes before the first are recorded: libraries are there then, and have chosen their kernels
@@ -89,11 +89,7 @@ class GPU:
         return free < total / 2
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may pin memory meanwhile
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), undisturbed():
-            loss = work()
-        return graph.replay, loss
+        return recorded(work, self.device, self.pool, watched=True)
 
     def close(self) -> None:
         """Torch's generator may believe that it is still being recorded, and would refuse to draw: it is given a new state, at the
