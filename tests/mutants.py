@@ -229,7 +229,7 @@ MUTANTS = (
            "test_graphs.py::test_bits_are_those_of_the_calls[gpt full-cpu];test_graphs.py::test_bits_are_those_of_the_calls[t5 selective-cpu]"),
     Mutant("recompute-puts-a-record's-generator-back", "parallel/blocks.py", "preserve_rng_state=False, context_fn=context", "context_fn=context",
            "test_graphs.py::test_bits_are_those_of_the_calls[gpt selective-cpu]"),
-    Mutant("packed-bounds-asked-for-in-a-record", "layers/output.py", "if most is not None and recording(x):", "if False:",
+    Mutant("packed-bounds-asked-for-in-a-record", "layers/output.py", "if most is not None and _graph.recording():", "if False:",
            "test_graphs.py::test_bits_are_those_of_the_calls[gpt packed-cpu]"),
     Mutant("other-shapes-as-late-as-the-first", "train/graphs.py", "(AGAIN if self.gradients else WARM)", "WARM",
            "test_graphs.py::test_records_of_other_shapes_are_made_sooner"),
