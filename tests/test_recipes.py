@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mesh import spawn
+from test_graphs import Played
 
 import modelcenter as mc
 from modelcenter.config import names, packaged
@@ -16,8 +18,10 @@ from modelcenter.data.objective import find_objective
 from modelcenter.data.tokenizer import train_tokenizer
 from modelcenter.metrics.suites import SUITES, average
 from modelcenter.parallel.machine import Machine, load_machine
-from modelcenter.train import loop
+from modelcenter.train import graphs, loop
+from modelcenter.train import step as stepping
 from modelcenter.train.catalog import listing
+from modelcenter.train.graphs import Graphs
 from modelcenter.train.loop import Run, train
 from modelcenter.train.recipe import Recipe, load_recipe
 
@@ -161,7 +165,12 @@ def test_every_recipe_has_its_data() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recipe_runs(name: str, zoo: Path, tmp_path: Path) -> None:
+def test_recipe_runs(name: str, zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps are recorded, as a GPU's are (test_graphs.py), from the second of their shapes on: few, as they are filled up."""
+    found: list[Graphs] = []
+    monkeypatch.setattr(loop, "graphs_of", lambda model, *_: found.append(Graphs(model, Played(model))) or found[0])
+    monkeypatch.setattr(graphs, "WARM", 1)
+    monkeypatch.setattr(stepping, "number_on", lambda value, device: torch.full((), value, device=device))
     recipe = load_recipe(name, files(tmp_path))
     for metric, module in SCORERS.items():
         if any(said.startswith(metric) for said in recipe.metrics):
@@ -169,6 +178,7 @@ def test_recipe_runs(name: str, zoo: Path, tmp_path: Path) -> None:
     shape, record = DATA[name]
     ended = run(name, shape, record, zoo, tmp_path, [])
     judged(ended, recipe.metrics if recipe.best is None else (*recipe.metrics, recipe.best))
+    assert not found[0].failures and found[0].recorder.made and found[0].recorder.played  # type: ignore[attr-defined]  # it is Played
     if recipe.adapter.name != "none":
         assert (ended.output_dir / "model" / "adapter_config.json").is_file()
 
