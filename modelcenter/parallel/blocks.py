@@ -51,37 +51,20 @@ def recompute(model: nn.Module, how: Recompute) -> None:
 
 
 def whole(forward: Callable[..., Any], *args: Any) -> Any:
-    if recording():
-        return again(forward, drawn, *args)
     return checkpoint(forward, *args, use_reentrant=False)
 
 
 def selected(forward: Callable[..., Any], *args: Any) -> Any:
-    if recording():
-        return again(forward, keep_drawn, *args)
+    if not torch.compiler.is_compiling() and _graph.recording():  # a generator that is recorded cannot be put back
+        context = partial(create_selective_checkpoint_contexts, keep_drawn)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep))
 
 
-def recording() -> bool:
-    return not torch.compiler.is_compiling() and _graph.recording()
-
-
-def again(forward: Callable[..., Any], kept: Callable[..., CheckpointPolicy], *args: Any) -> Any:
-    """What a CUDA graph is made of: its generator cannot be put back, so what is drawn is `kept`."""
-    context = partial(create_selective_checkpoint_contexts, kept)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context)
-
-
-def drawn(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    """Seeds are kept, and the results of attention that draws its dropout by itself."""
-    kept = op._schema.name == "aten::randint" or (op._schema.name in KEPT and draws(op, args, options))
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def keep_drawn(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    """The same and what `keep` keeps."""
-    found = drawn(context, op, *args, **options)
-    return found if found == CheckpointPolicy.MUST_SAVE else keep(context, op, *args, **options)
+    """As `keep`, and all that is drawn: seeds, and the results of attention that draws its dropout by itself."""
+    kept = op._schema.name in KEPT or op._schema.name == "aten::randint"
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
