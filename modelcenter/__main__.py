@@ -4,6 +4,7 @@ Torch-free until a verb needs it, so that help and refusals are immediate. A set
 `--key value`, dashes or underscores alike. Input that the user can mend is one line on stderr and exit status 2.
 """
 
+import io
 import json
 import os
 import sys
@@ -46,11 +47,13 @@ KEYS: dict[str, type] = {"generate": Generation, "convert": Conversion}  # what 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 2 for bad input, 130 when interrupted; of ranks, the first failure's."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is escaped
     try:
         with warnings_in_a_line():
             answer = run(take_apart(argv))
         if answer.text is not None:  # of several ranks one has something to say
-            print(answer.text if "--json" not in argv else json.dumps(answer.data, indent=2), flush=True)
+            say(answer.text if "--json" not in argv else json.dumps(answer.data, indent=2))
         return 0
     except InputError as error:
         if "--debug" in argv:
@@ -69,8 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return 130
     except BrokenPipeError:  # `modelcenter list keys | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it ends
+        hush()
         return 0
+
+
+def say(text: str) -> None:
+    """Print an answer."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        hush()
+        refuse("standard output", None, error.strerror or str(error), "a place that has room for the answer")
+
+
+def hush() -> None:
+    """Let nothing more go to standard output: the interpreter would try again when it ends, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -33,9 +33,10 @@ from .errors import nearest, refuse
 from .generate.run import generate as generate_tokens
 from .layers import Batch, Cache, EmbedHead, Head, LMHead, Output
 from .layers.adapter import current_names
+from .layers.cache import Fixed
 from .layers.initial import initial
 from .layers.linear import Linear
-from .layers.output import batch_of, recorded, shift_right
+from .layers.output import batch_of, check_tokens, recorded, shift_right
 from .names import Lazy, Names, Row, Shape
 from .parallel.blocks import fit_blocks
 from .parallel.check import check
@@ -165,6 +166,11 @@ class Model(nn.Module):
             refuse(None, "inputs_embeds", "given beside input_ids", "one of the two")
         if logits_to_keep and not isinstance(self.head, LMHead):
             refuse(None, "logits_to_keep", f"{logits_to_keep} with the task {self.task!r}", "leave it out: this head reads all")
+        for name, ids in (("input_ids", input_ids), ("decoder_input_ids", decoder_input_ids)):
+            if ids is not None:
+                check_tokens(ids, name)
+        if labels is not None and isinstance(self.head, LMHead):
+            check_tokens(labels, "labels")
         if use_cache and past_key_values is None:
             past_key_values = Cache()
         if labels is not None and self.task == "classify":
@@ -178,6 +184,7 @@ class Model(nn.Module):
         )  # fmt: skip
         if self.task == "classify":
             batch = replace(batch, pad=self.config.file.get("pad_token_id"))
+        self.check_sizes(batch)
         batch = self.head.prepared(batch if labelled is None else replace(batch, labelled=labelled))
         with recorded(self, output_hidden_states) as trace:
             h = self.body(batch)
@@ -189,6 +196,18 @@ class Model(nn.Module):
         if past_key_values is not None:
             past_key_values.length = (batch.target or batch).keys
         return out
+
+    def check_sizes(self, batch: Batch) -> None:
+        """Refuse labels that are not one a token, and more tokens than a table has positions: on a GPU an index beyond it ends the
+        process. What is compiled or exported is not asked, lest its shapes become bounded."""
+        x, labels = (batch.target or batch).x, batch.labels
+        if labels is not None and isinstance(self.head, LMHead) and labels.shape != x.shape[:2]:
+            refuse(None, "labels", f"shape {list(labels.shape)}", f"{list(x.shape[:2])}, one for each token")
+        room = getattr(getattr(getattr(self, "embed", None), "positions", None), "num_embeddings", None)
+        if room is None or batch.positions is not None or batch.packing is not None or isinstance(batch.cache, Fixed):
+            return
+        if not torch.compiler.is_compiling() and batch.keys > room:
+            refuse(None, "input_ids", f"{batch.keys} tokens", f"at most {room}: the model has no more positions")
 
     def tie(self) -> None:
         """Make every tied parameter the one it shares."""
@@ -388,6 +407,8 @@ def load(
     path = hub.resolve(
         name, revision=revision, local_files_only=local_files_only, presets={n: preset.hub for n, (_, preset) in known.items()}
     )
+    if adapter is not None and not isinstance(adapter, AdapterConfig):
+        refuse(None, "adapter", repr(adapter), "mc.AdapterConfig(name='lora', ...)")
     saved = read_adapter(path) if is_adapter(path) else None
     if saved is not None:
         if adapter is not None:
@@ -608,6 +629,8 @@ def untie(family: type[Model], config: Any, folder: Folder, task: str) -> tuple[
 
 
 def labels_of(count: int | None, names: Mapping[int, str] | None) -> tuple[str, ...]:
+    if count is not None and (type(count) is not int or count < 1):
+        refuse(None, "num_labels", repr(count), "a whole number from 1 on")
     if names is None:
         return tuple(f"LABEL_{i}" for i in range(count or 0))
     if sorted(names) != list(range(len(names))) or count not in (None, len(names)):
@@ -618,7 +641,7 @@ def labels_of(count: int | None, names: Mapping[int, str] | None) -> tuple[str, 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None)
+    found = DTYPES.get(dtype) or getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         refuse(None, "dtype", repr(dtype), nearest(dtype, ["auto", *DTYPES, "float32", "bfloat16", "float16"]))
     return found

@@ -219,6 +219,23 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
+def test_an_answer_that_finds_no_room(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "modelcenter", "list", "keys"], stdout=full, stderr=subprocess.PIPE, text=True,
+                              env=env, cwd=tmp_path)
+    wanted = "modelcenter: error: standard output: No space left on device; a place that has room for the answer\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
+
+
+def test_an_answer_in_a_terminal_of_few_letters(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "\N{LATIN SMALL LETTER E WITH ACUTE}.yaml").write_text(GOOD)
+    done = cli("copy", "in/\N{LATIN SMALL LETTER E WITH ACUTE}.yaml", cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\xe9.yaml: now modelcenter train \\xe9.yaml\n", "")
+
+
 # ---------------------------------------------------------------------------------------------------------------- words
 
 

@@ -437,17 +437,35 @@ def test_what_a_forward_cannot_do_is_refused() -> None:
         ({"attention_mask": torch.ones(1, 11)}, r"attention_mask: shape \[1, 11\]; \[2, 11\], as 11 tokens a row are there"),
         ({"attention_mask": torch.ones(2, 1)}, r"attention_mask: shape \[2, 1\]"),
         ({"attention_mask": torch.ones(2, 1, 11, 11)}, "attention_mask: 4 dimensions"),
+        ({"attention_mask": [[1] * 11] * 2}, "attention_mask: a list; a tensor of 2"),
+        ({"attention_mask": torch.tensor([[-1e9] * 4 + [0.0] * 7] * 2)}, "attention_mask: numbers other than 0 and 1; 1 where a"),
+        ({"attention_mask": torch.full((2, 11), float("nan"))}, "attention_mask: numbers other than 0 and 1"),
+        ({"labels": ids.tolist()}, "labels: a list; a tensor of whole numbers"),
+        ({"labels": ids.float()}, "labels: of float32; a tensor of whole numbers"),
+        ({"labels": ids[:1]}, r"labels: shape \[1, 11\]; \[2, 11\], one for each token"),
     ):
         with pytest.raises(InputError, match=line):
             ours(ids, **options)
     with pytest.raises(InputError, match="logits_to_keep: 1 with the task 'classify'"):  # whose one token would be another
         mc.build("gpt2", config={"layers": 1, "dim": 8, "heads": 2, "vocab": 128}, task="classify")(ids, logits_to_keep=1)
+    for odd, line in (
+        (ids.tolist(), r"input_ids: a list; a tensor of whole numbers \(batch, tokens\)"), (ids.numpy(), "input_ids: a ndarray; "),
+        (ids.float(), "input_ids: of float32; "), (ids[None], "input_ids: shape"),
+        (ids[0], r"input_ids: shape \[11\]; \(batch, tokens\)"),
+        (torch.zeros(1, 65, dtype=torch.long), "input_ids: 65 tokens; at most 64: the model has no more positions"),
+    ):
+        with pytest.raises(InputError, match=line):
+            ours(odd)
     cache = ours(ids, use_cache=True).past_key_values
+    with pytest.raises(InputError, match="input_ids: 65 tokens; at most 64"):
+        ours(torch.zeros(2, 54, dtype=torch.long), past_key_values=cache)
     with pytest.raises(InputError, match=r"attention_mask: shape \[2, 1\]; \[2, 12\], as 1 tokens a row are there behind 11"):
         ours(ids[:, :1], torch.ones(2, 1), past_key_values=cache)
     _, writer = zoo.pair(Case("t5", "default", "seq2seq"))
     with pytest.raises(InputError, match=r"decoder_attention_mask: shape \[2, 3\]; \[2, 4\]"):
         writer(ids, decoder_input_ids=ids[:, :4], decoder_attention_mask=torch.ones(2, 3))
+    with pytest.raises(InputError, match=r"labels: shape \[2, 4\]; \[2, 3\], one for each token"):
+        writer(ids, decoder_input_ids=ids[:, :3], labels=ids[:, :4])
 
 
 def test_a_prompt_that_cannot_be_gone_on_with_is_refused() -> None:
@@ -455,8 +473,8 @@ def test_a_prompt_that_cannot_be_gone_on_with_is_refused() -> None:
     ids, mask = prompt(), torch.ones(2, 11)
     right = mask * (torch.arange(11) < torch.tensor([[11], [10]]))
     for args, line in (
-        ((ids[0],), r"input_ids: shape \[11\]; \(batch, tokens\), and at least one token"),
-        ((ids[:, :0],), r"input_ids: shape \[2, 0\]"),
+        ((ids[0],), r"input_ids: shape \[11\]; \(batch, tokens\)"),
+        ((ids[:, :0],), r"input_ids: shape \[2, 0\]; \(batch, tokens\), and at least one token"),
         ((ids, mask[:, 1:]), r"attention_mask: shape \[2, 10\]; \[2, 11\], as input_ids has"),
         ((ids, right), "attention_mask: row 1 ends with padding; padding on the left"),
     ):

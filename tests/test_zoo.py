@@ -447,6 +447,20 @@ def test_losses_of_task_heads(case: Case, kind: str, tmp_path: Path) -> None:
         assert abs(items - wanted) < 1e-10 * max(1, wanted.item())
 
 
+def test_arguments_of_another_type_are_one_line() -> None:
+    folder = zoo.reference(next(c for c in CASES if str(c) == "gpt2-default-lm"))[1]
+    options: dict[str, object]
+    for options, line in (
+        ({"dtype": 3}, "dtype: 3; "), ({"config": 3}, "config: 3; a mapping of fields"),
+        ({"adapter": "lora"}, "adapter: 'lora'; mc.AdapterConfig"), ({"num_labels": -1, "task": "classify"}, "num_labels: -1; "),
+        ({"num_labels": 1.5, "task": "classify"}, "num_labels: 1.5; a whole number"),
+    ):
+        with pytest.raises(mc.InputError, match=line):
+            mc.load(folder, **options)
+    with pytest.raises(mc.InputError, match="generation_config: 3; a mapping of options, or"):
+        mc.load(folder).generate(torch.ones(1, 2, dtype=torch.long), generation_config=3)
+
+
 def test_a_head_of_other_labels_is_refused_with_the_way_around_it(tmp_path: Path) -> None:
     for kind in ("bert", "gpt2"):
         case = next(c for c in CASES if str(c) == f"{kind}-default-classify")

@@ -283,6 +283,11 @@ def read_adapter(folder: str | os.PathLike[str]) -> Saved:
         for name, value in filled[key].items():
             if not isinstance(value, number) or isinstance(value, bool) or not re.fullmatch(r"[\w.-]+", name):
                 refuse(file, f"{key}.{name}", repr(value), "a layer's name and a number")
+    for key, rank in {"r": filled["r"], **{f"rank_pattern.{name}": r for name, r in filled["rank_pattern"].items()}}.items():
+        if not isinstance(rank, int) or rank < 1:
+            refuse(file, key, repr(rank), "a whole number from 1 on")
+    if not 0 <= filled["lora_dropout"] < 1:
+        refuse(file, "lora_dropout", repr(filled["lora_dropout"]), "a rate from 0 to below 1")
     if not (folder / WEIGHTS).is_file():
         refuse_missing(folder / WEIGHTS, None, "missing", f"beside {CONFIG}, as safetensors")
     metadata = read_header(folder / WEIGHTS).metadata

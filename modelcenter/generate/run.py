@@ -12,6 +12,7 @@ from torch import Tensor
 from ..checkpoint.files import parse_json
 from ..errors import refuse
 from ..layers import LMHead
+from ..layers.output import check_tokens
 from .beam import search
 from .options import FILE, Options, read
 from .scores import Allowed, Rule, apply, rules
@@ -104,6 +105,8 @@ def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
     """Every option: from the call, from `given` or the file beside the weights, from config.json, or the default."""
     if given is None:
         return read(beside(model), options, model.config.to_dict(), file_of(model))
+    if not isinstance(given, dict) and not hasattr(given, "to_dict"):
+        refuse(None, "generation_config", repr(given), "a mapping of options, or transformers' GenerationConfig")
     values = given if isinstance(given, dict) else given.to_dict()
     return read(values, options, model.config.to_dict(), "generation_config")
 
@@ -122,12 +125,10 @@ def file_of(model: "Model") -> str:
 
 def check_prompt(model: "Model", ids: Tensor, mask: Tensor | None) -> None:
     """Refuse ids or a mask of another shape than (b s), and padding where the next token goes, from which a model would go on."""
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-        found = f"of {str(ids.dtype)[6:]}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-        refuse(None, "input_ids", found, "a tensor of whole numbers (batch, tokens), as a tokenizer gives")
+    check_tokens(ids, "input_ids")
     if model.device.type == "meta":
         refuse(None, "device", "meta, where weights have no values", "the model on a device")
-    if ids.dim() != 2 or not ids.numel():
+    if not ids.numel():
         refuse(None, "input_ids", f"shape {list(ids.shape)}", "(batch, tokens), and at least one token")
     if mask is None:
         return

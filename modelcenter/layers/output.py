@@ -244,16 +244,30 @@ def shift_right(labels: Tensor, lengths: Tensor | None, start: int, pad: int) ->
     return ids.masked_fill(ids == IGNORE, pad)
 
 
+def check_tokens(ids: Any, name: str) -> None:
+    """Refuse what are no ids (b s); that a table holds them is not looked at, which would wait for a GPU."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        found = f"of {str(ids.dtype).removeprefix('torch.')}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        refuse(None, name, found, "a tensor of whole numbers (batch, tokens), as a tokenizer gives")
+    if ids.dim() != 2:
+        refuse(None, name, f"shape {list(ids.shape)}", "(batch, tokens)")
+
+
 def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | None:
     """A mask (b t) of `x` (b s, b s dim) behind `past` tokens, as bools. Of another shape it might be broadcast: refused."""
     if mask is None:
         return None
-    if mask.dim() != 2:
-        refuse(None, name, f"{mask.dim()} dimensions", "2 (batch, tokens): 1 where a token is real, 0 where it pads")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        found = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        refuse(None, name, found, "a tensor of 2 (batch, tokens): 1 where a token is real, 0 where it pads")
     if mask.shape != (len(x), past + x.size(1)):
         after = f" behind {past} in the cache, which count too" if past else ""
         wanted = f"{[len(x), past + x.size(1)]}, as {x.size(1)} tokens a row are there{after}"
         refuse(None, name, f"shape {list(mask.shape)}", wanted)
+    known = type(mask) is Tensor and not (mask.is_meta or torch.compiler.is_compiling() or recording(mask))
+    if known and mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
+        # one that is made to be added to scores has 0 where a token is real: it would hide those and show the others
+        refuse(None, name, "numbers other than 0 and 1", "1 where a token is real, 0 where it pads")
     return mask.bool()
 
 
