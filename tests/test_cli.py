@@ -160,7 +160,10 @@ def test_help_of_a_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_list(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind, first in {"recipes": "classify", "machines": "auto", "keys": "model"}.items():
         assert main(["list", kind]) == 0
-        assert capsys.readouterr().out.startswith(first)
+        said = capsys.readouterr().out.splitlines()
+        assert said[0].startswith(first)
+        if kind == "keys":  # a column is as wide as most of its cells, not as the widest
+            assert next(line for line in said if line.startswith("seed ")).index("of weights, dropout") < 100
         assert main(["list", kind, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)[0]["name"] == first
 

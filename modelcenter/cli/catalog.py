@@ -18,7 +18,7 @@ def list_(args: Arguments) -> Answer:
     if kind not in kinds:
         refuse(COMMAND_LINE, f"list {kind}", "unknown", nearest(kind, kinds))
     rows = kinds[kind]()
-    widths = [max((len(str(row[column])) for row in rows), default=0) for column in (rows[0] if rows else {})]
+    widths = [min(40, max((len(str(row[column])) for row in rows), default=0)) for column in (rows[0] if rows else {})]
     lines = ["  ".join(str(v).ljust(w) for v, w in zip(row.values(), widths, strict=True)).rstrip() for row in rows]
     return Answer("\n".join(lines), rows)
 

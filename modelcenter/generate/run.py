@@ -36,7 +36,8 @@ def generate(
     **options: Any,
 ) -> Tensor:
     """Token ids (b * num_return_sequences, prompt + new), the prompt included; an encoder-decoder returns its target from the
-    start token on. Rows that end before others are filled up.
+    start token on. Rows that end before others are filled up with `pad_token_id`; where that is 0 transformers' beam search, which
+    takes 0 for none, fills them with the id that ends them.
 
     `input_ids` b s, padded on the left with `attention_mask` 0. What can be asked for is `generate.options.Options`; what is not
     given comes from `generation_config` (an object or a mapping with these names), or else from the generation_config.json that
