@@ -264,7 +264,7 @@ def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | No
         after = f" behind {past} in the cache, which count too" if past else ""
         wanted = f"{[len(x), past + x.size(1)]}, as {x.size(1)} tokens a row are there{after}"
         refuse(None, name, f"shape {list(mask.shape)}", wanted)
-    known = type(mask) is Tensor and not (mask.is_meta or torch.compiler.is_compiling() or recording(mask))
+    known = type(mask) is Tensor and not (mask.is_meta or torch.compiler.is_compiling() or _graph.recording())
     if known and mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
         # one that is made to be added to scores has 0 where a token is real: it would hide those and show the others
         refuse(None, name, "numbers other than 0 and 1", "1 where a token is real, 0 where it pads")
