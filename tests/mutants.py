@@ -256,7 +256,7 @@ MUTANTS = (
            "test_graphs.py::test_shapes_that_train_other_parameters_have_no_record[lengths0]"),
     Mutant("what-fills-up-is-a-label", "layers/head.py", "none = (labels.flatten() == IGNORE)", "none = (labels.flatten() != IGNORE)",
            "test_graphs.py::test_labelled_places_are_few_numbers_and_all_of_them[8192-0.15]"),
-    Mutant("numbers-of-the-host-recorded", "layers/onto.py", "torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()", "False",
+    Mutant("numbers-of-the-host-recorded", "layers/onto.py", "_graph.recording()", "False",
            "test_graphs.py::test_numbers_of_the_host_are_refused_in_a_record", "AssertionError"),
     # ---- heads and losses
     Mutant("tie-broken", "models/gpt.py", '{"head.out.weight": "embed.tokens.weight"} if c.tie else {}', "{}", parity(GPT)),
