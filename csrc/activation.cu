@@ -97,7 +97,7 @@ constexpr int PARTS = 8 / SPAN<T>;  // packs of a thread: eight elements
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, const Bias bias, T* __restrict__ y, int64_t count,
                                                    int64_t dim) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     constexpr int AHEAD = 2;  // packs read before the first is used
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * AHEAD);
     whole_or_not(first + TILE<T> * AHEAD, count, [&](auto whole) {
@@ -119,7 +119,7 @@ __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, cons
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, const T* __restrict__ x, const Bias bias,
                                                     T* __restrict__ dx, int64_t count, int64_t dim) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
     whole_or_not(first + TILE<T> * PARTS<T>, count, [&](auto whole) {
         Pack<T, SPAN<T>> given[PARTS<T>], in[PARTS<T>];
@@ -174,7 +174,7 @@ __device__ __forceinline__ void read(int64_t at, int64_t count, F f, const T* ar
 template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y,
                                                          int64_t count) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
     Pack<T, SPAN<T>> a[PARTS<T>], b[PARTS<T>];
 #pragma unroll
@@ -194,7 +194,7 @@ template <int KIND, class T>
 __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ grad, const T* __restrict__ gate,
                                                           const T* __restrict__ up, T* __restrict__ dgate, T* __restrict__ dup,
                                                           int64_t count) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
     Pack<T, SPAN<T>> g[PARTS<T>], a[PARTS<T>], b[PARTS<T>];
 #pragma unroll
@@ -223,7 +223,7 @@ constexpr int ACROSS = 64, DOWN = 8, STRIP = ACROSS * 8;  // threads across and 
 template <int KIND, class T, bool VECTOR>
 __global__ __launch_bounds__(ACROSS * DOWN) void backward_sums(
     const T* __restrict__ grad, const T* __restrict__ x, const Bias bias, T* __restrict__ dx, float* __restrict__ partial, int64_t rows, int64_t dim, int64_t height, unsigned strips) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     constexpr int AHEAD = 2;  // rows read before the first is used
     const int64_t strip = int64_t{blockIdx.x % strips} * STRIP, part = blockIdx.x / strips;
     const int64_t last = part * height + height < rows ? part * height + height : rows;

@@ -144,7 +144,7 @@ __device__ __forceinline__ float loss_of(const Row& row, float lse, float label,
 template <class T, bool BOTH>
 __global__ void __launch_bounds__(1024) forward(T* logits, const int64_t* labels, int64_t n, int64_t stride, int64_t vocab, Loss<float> loss,
                                                 float scale, float* losses, float* lses) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         T* x = logits + i * stride;
         const int64_t label = labels[i];
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(1024) forward(T* logits, const int64_t* labels
 template <class T>
 __global__ void __launch_bounds__(1024) backward(const T* logits, const int64_t* labels, const float* lses, const float* grad, T* out,
                                                  int64_t n, int64_t vocab, Loss<float> loss) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         const T* x = logits + i * vocab;
         T* y = out + i * vocab;

@@ -10,7 +10,7 @@ constexpr int THREADS = 256;
 template <class T, class R>
 __global__ __launch_bounds__(THREADS) void drop(const T* __restrict__ x, const R* __restrict__ residual, R* __restrict__ y, int64_t n,
                                                 const int64_t* __restrict__ seed, uint32_t threshold, float scale) {
-    if constexpr (!present<T> || !present<R>) return;
+    if (!present<T> || !present<R>) return;
     const uint64_t key = static_cast<uint64_t>(*seed);
     const int64_t first = int64_t{blockIdx.x} * THREADS, group = first + threadIdx.x, at = group * 8;
     whole_or_not((first + THREADS) * 8, n, [&](auto whole) {

@@ -13,7 +13,7 @@ constexpr int RUN = 32;  // ops/embedding.py
 // a warp a token; an id that the table does not have gives NaN
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(256) void gather(const int64_t* ids, const T* table, T* out, int64_t n, int64_t vocab, int64_t dim) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     const int64_t token = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
     if (token >= n) return;
     const int64_t id = ids[token];
@@ -47,7 +47,7 @@ __device__ __forceinline__ void put(T* to, const float (&sums)[SPAN<T>], int cou
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(128) void add_runs(
     const int32_t* ids, const int64_t* order, const T* grad, int64_t pad, float* partial, T* dtable, int64_t n, int64_t vocab, int64_t dim) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     constexpr int EACH = SPAN<T>;  // columns of a thread
     const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * EACH, first = int64_t{blockIdx.x} * RUN;
     if (column >= dim) return;
@@ -111,7 +111,7 @@ struct Blocks {
 // Rows of the table without a token, and those whose tokens are in several blocks, a warp each.
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(32 * TEAM) void finish(const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     constexpr int EACH = SPAN<T>, SIDE = 32 * EACH;  // columns of a thread, of a warp
     for (int64_t row = int64_t{blockIdx.x} * TEAM + threadIdx.y; row < vocab; row += int64_t{gridDim.x} * TEAM) {
         const Blocks in(start, row, pad);
@@ -130,7 +130,7 @@ __global__ __launch_bounds__(32 * TEAM) void finish(const int64_t* start, int64_
 template <class T, bool VECTOR>
 __global__ __launch_bounds__(32 * TEAM) void finish_frequent(
     const int32_t* ids, const int64_t* start, int64_t pad, const float* partial, T* dtable, int64_t vocab, int64_t dim) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     constexpr int EACH = SPAN<T>, SIDE = 32 * EACH;
     __shared__ float said[TEAM][SIDE];
     const int64_t block = (int64_t{blockIdx.x} + 1) * TEAM, row = ids[block * RUN];

@@ -106,7 +106,7 @@ enum Way { ADDS, ALONE, ONCE };
 
 template <int D, bool CENTRED, Way WAY>
 __global__ void __launch_bounds__(WAY == ONCE ? 32 : WIDE, WAY != ONCE && (D == BF16 || D == F16) ? 2 : 1) norm_rows(const Problem p) {
-    if constexpr (D == BF16 && !present<bf16>) return;
+    if (D == BF16 && !present<bf16>) return;
     constexpr int OWN = D == ANY ? F32 : D, GAP = gap<D>;
     constexpr int PACKS = SHARE<D>;
     __shared__ Board<1, false> board;
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
 // The forward of rows in half precision that are not aligned, through the ring.
 template <int D, bool CENTRED, int ROWS>
 __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
-    if constexpr (D == BF16 && !present<bf16>) return;
+    if (D == BF16 && !present<bf16>) return;
     constexpr bool SHIFT = true;
     constexpr int PACKS = 1;
     extern __shared__ uint4 memory[];

@@ -15,7 +15,7 @@ constexpr bool TWO = !SHIFT && D != ANY;
 
 template <int D, bool CENTRED, bool SHIFT, int PACKS, int ROWS>
 __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
-    if constexpr (D == BF16 && !present<bf16>) return;
+    if (D == BF16 && !present<bf16>) return;
     constexpr int SUMS = CENTRED ? 2 : 1;
     constexpr bool HALF = D == BF16 || D == F16;
     constexpr int GAP = gap<D, SHIFT>;

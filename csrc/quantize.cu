@@ -39,7 +39,7 @@ __device__ __forceinline__ float scale_of(uint32_t top) {
 // A group of 64 for every 8 lanes. VECTOR: whole packs of x may be read, and whole words of codes written.
 template <class T, bool VECTOR>
 __global__ void quantize4(const T* x, uint8_t* codes, float* scales, int64_t rows, int64_t cols) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     __shared__ float middle[16];
     share_table(middle, middles);
     const int64_t bytes = (cols + 1) / 2, groups = (cols + GROUP - 1) / GROUP, all = rows * groups;
@@ -85,7 +85,7 @@ __global__ void quantize4(const T* x, uint8_t* codes, float* scales, int64_t row
 // All rows as one, aligned: a thread writes 16 bytes, its warp 512 in a row. The next codes are under way while these are written.
 template <class T>
 __global__ void dequantize4(const uint8_t* __restrict__ codes, const float* __restrict__ scales, T* __restrict__ y, int64_t n) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     constexpr int EACH = 16 / sizeof(T);
     using Word = typename std::conditional<EACH == 8, uint32_t, uint16_t>::type;
     __shared__ float table[16];
@@ -115,7 +115,7 @@ __global__ void dequantize4(const uint8_t* __restrict__ codes, const float* __re
 // Any rows, any alignment: a byte, two weights, for a thread.
 template <class T>
 __global__ void dequantize4_any(const uint8_t* codes, const float* scales, T* y, int64_t rows, int64_t cols) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     __shared__ float table[16];
     share_table(table, levels);
     const int64_t bytes = (cols + 1) / 2, groups = (cols + GROUP - 1) / GROUP;
@@ -133,7 +133,7 @@ __global__ void dequantize4_any(const uint8_t* codes, const float* scales, T* y,
 
 template <class T, bool X>
 __global__ void quantize8(const T* x, int8_t* codes, float* scales, int64_t rows, int64_t cols) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     __shared__ uint32_t tops[THREADS / 32];
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const T* from = x + row * cols;
@@ -174,7 +174,7 @@ __global__ void quantize8(const T* x, int8_t* codes, float* scales, int64_t rows
 
 template <class T, bool VECTOR>
 __global__ void dequantize8(const int8_t* __restrict__ codes, const float* __restrict__ scales, T* __restrict__ y, int64_t rows, int64_t cols) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     constexpr int EACH = VECTOR ? 16 / sizeof(T) : 1;
     for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
         const float scale = scales[row];
@@ -250,7 +250,7 @@ template <class Format, class T, int N, bool VECTOR>
 __global__ void __launch_bounds__(WARPS * 32)
 product(const T* __restrict__ x, const uint8_t* __restrict__ codes, const float* __restrict__ scales, const T* __restrict__ bias,
         T* __restrict__ y, int n, int64_t rows, int64_t cols) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     __shared__ float table[16];
     __shared__ float parts[WARPS][TILE * N];
     if (Format::TABLE) share_table(table, levels);

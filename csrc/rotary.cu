@@ -24,7 +24,7 @@ struct Sizes {
 
 template <class T, bool INTERLEAVED, bool VECTOR>
 __global__ __launch_bounds__(THREADS) void rotate(const T* x, T* y, const float* cos, const float* sin, Sizes z) {
-    if constexpr (!present<T>) return;
+    if (!present<T>) return;
     constexpr int MANY = HEADS<T, INTERLEAVED>, N = SPAN<T>, P = PAIRS<T, INTERLEAVED>, APART = INTERLEAVED ? 1 : 2;
     const int64_t each = z.packs + z.rests, items = z.tokens * z.groups * each;
     const int64_t item = int64_t{blockIdx.x} * THREADS + threadIdx.x;
