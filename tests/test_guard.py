@@ -86,6 +86,16 @@ def test_five_bad_steps_go_back_and_on_past_their_data(tmp_path: Path, order: li
         assert (tmp_path / "out" / "step-20" / name).read_bytes() == (other / "out" / "step-20" / name).read_bytes()
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_states_of_bad_steps_displace_no_state_to_go_back_to(every: int, tmp_path: Path, order: list[Any],
+                                                             monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two are kept, and two and more are written from the last good update, which may be to blame, to the fifth bad one."""
+    change(monkeypatch, at_steps(order, gradient=range(13, 18)))
+    run = train(recipe_of(tmp_path, **{**BASE, "save_steps": every, "save_total_limit": 2}), MACHINE)
+    assert run.step == 20 and f"step 17: back to step {11 // every * every};" in capsys.readouterr().err
+    assert len(list((tmp_path / "out").glob("step-*"))) == 2  # with the next good state the others go
+
+
 def test_trouble_that_stays_ends_the_run(tmp_path: Path, order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 5 is gone back to once, although three good updates came before the next bad ones."""
     read = change(monkeypatch, at_steps(order, gradient=[*range(8, 13), *range(16, 21)]))

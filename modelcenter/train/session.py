@@ -181,7 +181,7 @@ class Session:
         self.settle()
         self.metrics.sync()
         later = () if self.background is None else (self.background.write,)
-        limit = self.recipe.save_total_limit
+        limit = None if at.streak or at.losses.high else self.recipe.save_total_limit  # in trouble nothing to go back to is removed
         try:
             with self.progress.aside("saving", at.step):
                 path = save(self.folder, at, self.model, self.optimizer, limit, self.ema, self.ranks, *later)
