@@ -50,7 +50,7 @@ def change(monkeypatch: pytest.MonkeyPatch, which: Callable[[tuple[Any, ...]], s
         how = which(read[-1])
         if how == "gradient":
             next(model.parameters()).grad[0, 0] = math.nan
-        return {"loss": math.nan, "leap": 10 * loss}.get(str(how), loss), targets
+        return {"loss": math.nan * loss, "leap": 10 * loss}.get(str(how), loss), targets
 
     monkeypatch.setattr(session, "accumulate", spoiled)
     return read
