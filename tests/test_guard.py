@@ -87,8 +87,9 @@ def test_five_bad_steps_go_back_and_on_past_their_data(tmp_path: Path, order: li
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
-def test_states_of_bad_steps_displace_no_state_to_go_back_to(every: int, tmp_path: Path, order: list[Any],
-                                                             monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_of_bad_steps_displace_no_state_to_go_back_to(
+    every: int, tmp_path: Path, order: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two are kept, and two and more are written from the last good update, which may be to blame, to the fifth bad one."""
     change(monkeypatch, at_steps(order, gradient=range(13, 18)))
     run = train(recipe_of(tmp_path, **{**BASE, "save_steps": every, "save_total_limit": 2}), MACHINE)
