@@ -376,8 +376,8 @@ __device__ __forceinline__ void put_rows(T* to, T* tile, const float (&sums)[M][
 #ifdef MC_HOPPER
 // ---- where Hopper's copy engine brings the tiles: heads of up to 64 channels, nothing dropped, no padding, no prompt
 
-struct Maps {
-    Map q, k, v;
+struct Maps {  // of q, k, v and, backward, the result's gradient
+    Map q, k, v, grad;
 };
 
 // Rows of a tile from `rows` on are another sequence's, or nobody's: times a weight of zero they need not be zero. By a warpgroup, `group`
@@ -486,13 +486,13 @@ constexpr int HOPPER = -1;
 #ifdef MC_HOPPER
 namespace {
 
-// Whether Hopper's copy engine serves: then `maps` say where all is.
-inline bool described(Maps& maps, int chip, const Problem& p) {
+// Whether Hopper's copy engine serves: then `maps` say where all is. `grad` may be null.
+inline bool described(Maps& maps, int chip, const Problem& p, const void* grad = nullptr) {
     if (chip != HOPPER || p.dim > 64 || p.seed || p.seen || p.prompt || !p.t) return false;
     const int64_t queries = p.batch * p.s, keys = p.batch * p.t;
     if (queries > INT32_MAX || keys > INT32_MAX) return false;
     return describe(maps.q, p.q, queries, p.heads, p.dim) && describe(maps.k, p.k, keys, p.heads, p.dim) &&
-           describe(maps.v, p.v, keys, p.heads, p.dim);
+           describe(maps.v, p.v, keys, p.heads, p.dim) && (!grad || describe(maps.grad, grad, queries, p.heads, p.dim));
 }
 
 }  // namespace

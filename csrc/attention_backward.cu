@@ -5,7 +5,7 @@
 //
 // P is computed again, twice: `of_keys` has a block for some keys that goes through all queries, `of_queries` one for some queries
 // that goes through all keys, and that finds D. So every gradient is summed up by one block in its order, without an atomic: two runs
-// are equal to the bit (two more products than five, instead of sums in memory). The first computes transposed, keys in rows: then M P
+// are equal to the bit (two more products than five, instead of sums in memory; on Hopper without a bias `of_heads` does with five). The first computes transposed, keys in rows: then M P
 // and dS are in both the left factors of the products that follow, and go through no shared memory.
 //
 // A thread's numbers of dS lie on 2 (2 M + N - 1) diagonals, along which it adds them up in registers; what the 32 lanes found goes to
@@ -407,6 +407,307 @@ __global__ __launch_bounds__(QueriesLayout<S>::THREADS, QueriesLayout<S>::BLOCKS
     if constexpr (ABLE<T, S>) of_queries_body<T, S>(p, to, blockIdx.x, tiles_of_one);
 }
 
+// ---- all of a head by one block, on Hopper, without a bias: up to 512 queries, whose dQ stays in its shared memory
+
+#ifdef MC_HOPPER
+constexpr int32_t QUERIES = 512;
+
+// Warpgroups 0 and 1 have 64 keys each, as left factors in registers, and go through the queries: P, dV, dS and dK, as above. What the
+// next needs for dQ it reads from shared memory: dS of both, whose keys it adds up in their order. Of the last one a thread asks the
+// copy engine for all tiles, and three warps find D of the next sequence. So nothing is multiplied twice, and no sum is another
+// block's: five products, not seven.
+template <class T>
+struct Whole {
+    static constexpr int THREADS = 512, STAGES = 3, TILE = 64 * 64;
+    using Tiles = Ring<T, STAGES, 8>;  // of keys and values, of queries and the result's gradients
+    static constexpr size_t BYTES =
+        1024 - 16 + sizeof(T) * 4 * TILE + Tiles::BYTES + sizeof(float) * (64 * QUERIES + 4 * QUERIES) + 10 * sizeof(Barrier);
+};
+
+// The sequences that a block does, one after another.
+struct Item {
+    uint32_t pair;
+
+    __device__ __forceinline__ Item() : pair(blockIdx.x) {}
+    __device__ __forceinline__ bool there(const Problem& p) const { return pair < static_cast<uint32_t>(p.sequences * p.heads); }
+    __device__ __forceinline__ void next() { pair += gridDim.x; }
+    __device__ __forceinline__ Sequence of(const Problem& p) const { return Sequence(p, pair); }
+};
+
+// Tiles of queries, one at least, whatever is there; the first of those that see one of the keys from j0 on, and of which all see what is
+// before them. Lengths that are not as was said are cut.
+__device__ __forceinline__ int32_t query_tiles(const Sequence& of) { return of.s > 64 ? (of.s < QUERIES ? of.s + 63 : QUERIES) / 64 : 1; }
+__device__ __forceinline__ int32_t first_tile(const Sequence& of, int32_t j0) {
+    const int32_t first = j0 ? of.viewer(j0) / 64 : 0, last = query_tiles(of) - 1;
+    return first < last ? first : last;
+}
+
+// D of a row, by eight lanes. `numbers` has of two queries what lse holds, then D of the two.
+template <class T>
+struct Inner {
+    Pack<T> a, b;
+
+    __device__ __forceinline__ Inner(const Gradients& to, const Sequence& of, int32_t row) : a{}, b{} {
+        const int channel = lane() % 8 * 8;
+        if (row >= of.s || channel >= of.dim) return;
+        a = load8<true>(of.queries(static_cast<const T*>(to.out)) + row * of.step + channel);
+        b = load8<true>(of.queries(static_cast<const T*>(to.grad)) + row * of.step + channel);
+    }
+    __device__ __forceinline__ void put(float* numbers, int32_t row) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < 8; k++) sum += to_float(a.at[k]) * to_float(b.at[k]);
+#pragma unroll
+        for (int hop = 4; hop; hop /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, hop);
+        if (lane() % 8 == 0 && row < QUERIES) numbers[row / 2 * 4 + row % 2 + 2] = sum;
+    }
+};
+
+// The numbers of a sequence, by `warps` warps of which this one is number `own`. What D is made of is asked for first: it then comes out of
+// the second cache, and few registers suffice.
+template <class T>
+__device__ __forceinline__ void find_numbers(float* numbers, const Gradients& to, const Sequence& of, int own, int warps) {
+    const int32_t rows = 64 * query_tiles(of);
+    for (int32_t row = own * 32 + lane(); row < rows; row += 32 * warps) {
+        numbers[row / 2 * 4 + row % 2] = row < of.s ? to.lse[of.row + row] : INFINITY;
+        if (row < of.s) ahead(of.queries(static_cast<const T*>(to.out)) + row * of.step), ahead(of.queries(static_cast<const T*>(to.grad)) + row * of.step);
+    }
+    for (int32_t row = own * 8 + lane() / 8; row < rows; row += 8 * warps) {
+        const Inner<T> one(to, of, row), other(to, of, row + 4);
+        one.put(numbers, row), other.put(numbers, row + 4);
+    }
+}
+
+template <class T>
+struct Memory {
+    using L = Whole<T>;
+    T *ds, *ks;
+    typename L::Tiles tiles;
+    float *sums, *numbers;    // 16 KiB a tile of queries; two sequences'
+    Barrier *full, *empty;    // dS of warpgroup 0, of 1
+    Barrier *ready, *spent;   // two each, in turns: numbers, and nobody is at them
+    Barrier *keys, *free;     // those that dQ is made of, likewise
+
+    __device__ __forceinline__ Memory(uint4* memory)
+        : ds(reinterpret_cast<T*>(aligned<1024>(memory))), ks(ds + 2 * L::TILE), tiles(ks + 2 * L::TILE),
+          sums(reinterpret_cast<float*>(tiles.empty + L::STAGES)), numbers(sums + 64 * QUERIES),
+          full(reinterpret_cast<Barrier*>(numbers + 4 * QUERIES)), empty(full + 2), ready(empty + 2), spent(ready + 2), keys(spent + 2),
+          free(keys + 1) {}
+};
+
+// dK and dV, by warpgroups 0 and 1
+template <class T>
+__device__ __forceinline__ void keys_of_heads(const Problem& p, const Gradients& to, Memory<T>& m) {
+    using L = Whole<T>;
+    using S = Groups<64>;
+    const int group = static_cast<int>(threadIdx.x / 128);
+    T* const ds = m.ds + group * L::TILE;
+    uint32_t turn = 0, stored = 0;
+    for (Item item; item.there(p); item.next(), turn++) {
+        const Sequence of = item.of(p);
+        const int32_t last = query_tiles(of);
+        const float* const numbers = m.numbers + turn % 2 * 2 * QUERIES + 4 * c();
+        if (turn) wait_until(m.ready + turn % 2, (turn - 1) / 2 % 2);
+        for (int32_t j0 = 0; j0 == 0 || j0 < of.t; j0 += 128) {
+            typename S::Rows keys, values;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                T* const k = m.tiles.next();
+                if (half == group) {
+                    const int32_t rows = of.t - j0 - 64 * group;
+                    if (rows < 64) clear<S>(k, rows, group), clear<S>(k + L::TILE, rows, group);
+                    S::template take<T>(keys, k), S::template take<T>(values, k + L::TILE);
+                }
+                m.tiles.leave();
+            }
+            float x[1][8][4], y[1][8][4], dk[1][S::TILES][4] = {}, dv[1][S::TILES][4] = {};
+            const int32_t first = first_tile(of, j0);
+            const auto next = [&](int32_t step) {
+                T* const q = m.tiles.next();
+                const int32_t rows = of.s - 64 * step;
+                if (rows < 64) clear<S>(q, rows, group), clear<S>(q + L::TILE, rows, group);
+                S::template rows_by_rows<T>(x, keys, q);
+            };
+            S::hold(dk), S::hold(dv);
+            next(first);
+            S::template rows_by_rows<T>(y, values, m.tiles.last() + L::TILE);
+            for (int32_t step = first;;) {
+                const int32_t i0 = 64 * step;
+                const float* const of_these = numbers + 2 * i0;
+                S::template finish_but<1>(x);
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+                    const float2 lse = *reinterpret_cast<const float2*>(of_these + 16 * n);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) x[0][n][e] = fmaf(x[0][n][e], p.scale, -(e % 2 ? lse.y : lse.x));
+                }
+                if (j0 + 64 * group + 64 > of.limit(i0)) hide<true>(x, p, of, i0, j0 + warp() * 16);
+                each<1, 8>([&](int m, int n, int e) { x[m][n][e] = quick_exp2(x[m][n][e]); });
+                if (stored) wait_until(m.empty + group, (stored - 1) % 2);
+                stored++;
+                S::finish(y);
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+                    const float2 inner = *reinterpret_cast<const float2*>(of_these + 16 * n + 2);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) y[0][n][e] = (y[0][n][e] - (e % 2 ? inner.y : inner.x)) * x[0][n][e];
+                }
+                typename S::Left left, other;
+                S::template round<T>(left, x), S::template round<T>(other, y);
+#pragma unroll
+                for (int k = 0; k < 4; k++) store_matrices(ds + S::place(warp() % 4 * 16 + lane() % 16, 16 * k + lane() / 16 * 8), other[k]);
+                S::arrived();
+                __syncwarp();
+                if (lane() == 0) arrive(m.full + group);
+                T* const q = m.tiles.last();
+                S::template left_by_rows<T>(dv, left, q + L::TILE);
+                S::template left_by_rows<T>(dk, other, q);
+                if (++step == last) break;
+                next(step);
+                S::template finish_but<1>(dk, dv);
+                m.tiles.leave();
+                S::template rows_by_rows<T>(y, values, m.tiles.last() + L::TILE);
+            }
+            S::finish(dk, dv);
+            m.tiles.leave();
+            wait_until(m.empty + group, (stored - 1) % 2);  // dS has been read: the results go there
+            const float scale = p.scale / LOG2E;
+            put_rows<S, 1>(of.keys(static_cast<T*>(to.dk)), m.ds, dk, of, j0, of.t, [&](int) { return scale; });
+            put_rows<S, 1>(of.keys(static_cast<T*>(to.dv)), m.ds, dv, of, j0, of.t, [&](int) { return p.kept; });
+        }
+        __syncwarp();
+        if (lane() == 0) arrive(m.spent + turn % 2);
+    }
+}
+
+// dQ, by warpgroup 2
+template <class T>
+__device__ __forceinline__ void queries_of_heads(const Problem& p, const Gradients& to, Memory<T>& m) {
+    using L = Whole<T>;
+    using S = Groups<64>;
+    const int own = warp() - 8;
+    uint32_t used = 0, blocks = 0;
+    for (Item item; item.there(p); item.next()) {
+        const Sequence of = item.of(p);
+        const int32_t last = query_tiles(of);
+        for (int32_t j0 = 0; j0 == 0 || j0 < of.t; j0 += 128) {
+            wait_until(m.keys, blocks++ % 2);
+            if (j0 + 128 > of.t)
+                for (int half = 0; half < 2; half++)
+                    if (of.t - j0 - 64 * half < 64) clear<S>(m.ks + half * L::TILE, of.t - j0 - 64 * half, 2);
+            const int32_t done = j0 + 128 >= of.t ? last : first_tile(of, j0 + 128);  // tiles before this one see no later keys
+            for (int32_t step = first_tile(of, j0); step < last; step++) {
+                float* const place = m.sums + step * 64 * 64 + own * 16 * 64;
+                float sums[1][8][4] = {};
+                if (j0)
+#pragma unroll
+                    for (int n = 0; n < 8; n++) {
+                        const float4 four = *reinterpret_cast<const float4*>(place + 128 * n + 4 * lane());
+                        sums[0][n][0] = four.x, sums[0][n][1] = four.y, sums[0][n][2] = four.z, sums[0][n][3] = four.w;
+                    }
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    wait_until(m.full + half, used % 2);
+                    S::template columns_by_rows<T>(sums, m.ds + half * L::TILE, m.ks + half * L::TILE);
+                }
+                used++;
+                S::finish(sums);
+                __syncwarp();
+                if (lane() < 2) arrive(m.empty + lane());
+                if (step < done) {
+                    const float scale = p.scale / LOG2E;
+                    T* const rows = reinterpret_cast<T*>(place) - warp() * 16 * 64;
+                    put_rows<S, 1>(of.queries(static_cast<T*>(to.dq)), rows, sums, of, 64 * step - 128, of.s, [&](int) { return scale; });
+                } else {
+#pragma unroll
+                    for (int n = 0; n < 8; n++)
+                        *reinterpret_cast<float4*>(place + 128 * n + 4 * lane()) = make_float4(sums[0][n][0], sums[0][n][1], sums[0][n][2], sums[0][n][3]);
+                }
+            }
+            __syncwarp();
+            if (lane() == 0) arrive(m.free);
+        }
+    }
+}
+
+// What all read, by a thread
+template <class T>
+__device__ __forceinline__ void tiles_of_heads(const Maps& maps, const Problem& p, Memory<T>& m) {
+    using L = Whole<T>;
+    uint32_t blocks = 0;
+    for (Item item; item.there(p); item.next()) {
+        const Sequence of = item.of(p);
+        const int32_t last = query_tiles(of);
+        const auto q0 = static_cast<int32_t>(of.q0), k0 = static_cast<int32_t>(of.k0);
+        for (int32_t j0 = 0; j0 == 0 || j0 < of.t; j0 += 128, blocks++) {
+            for (int32_t half = 0; half < 2; half++) m.tiles.ask(maps.k, maps.v, of.head, k0 + j0 + 64 * half);
+            const int32_t first = first_tile(of, j0);
+            for (int32_t step = first; step < last; step++) {
+                m.tiles.ask(maps.q, maps.grad, of.head, q0 + 64 * step);
+                if (step > first) continue;
+                if (blocks) wait_until(m.free, (blocks - 1) % 2);
+                expect(m.keys, 2 * sizeof(T) * L::TILE);
+                for (int i = 0; i < 2; i++) copy_tile(m.ks + i * L::TILE, maps.k, m.keys, of.head, k0 + j0 + 64 * i);
+            }
+        }
+    }
+}
+
+// D of the next sequence, by three warps
+template <class T>
+__device__ __forceinline__ void numbers_of_heads(const Problem& p, const Gradients& to, Memory<T>& m) {
+    uint32_t turn = 0;
+    for (Item item;; turn++) {
+        item.next();
+        if (!item.there(p)) return;
+        const Sequence of = item.of(p);
+        if (turn) wait_until(m.spent + (turn - 1) % 2, (turn - 1) / 2 % 2);
+        find_numbers<T>(m.numbers + (turn + 1) % 2 * 2 * QUERIES, to, of, warp() - 13, 3);
+        __syncwarp();
+        if (lane() == 0) arrive(m.ready + (turn + 1) % 2);
+    }
+}
+
+template <class T>
+__global__ __launch_bounds__(Whole<T>::THREADS, 1) void of_heads(const __grid_constant__ Maps maps, const Problem p, const Gradients to) {
+#if defined(MC_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using L = Whole<T>;
+    extern __shared__ uint4 memory[];
+    Memory<T> m(memory);
+    if (threadIdx.x == 0) {
+        m.tiles.begin_all();
+        for (int i = 0; i < 2; i++) begin(m.full + i, 4), begin(m.empty + i, 4), begin(m.ready + i, 3), begin(m.spent + i, 8);
+        begin(m.keys, 1), begin(m.free, 4), begun();
+    }
+    find_numbers<T>(m.numbers, to, Item().of(p), warp(), L::THREADS / 32);
+    __syncthreads();
+    if (warp() < 8) {
+        more_registers<200>();
+        keys_of_heads<T>(p, to, m);
+    } else if (warp() < 12) {
+        fewer_registers<64>();
+        queries_of_heads<T>(p, to, m);
+    } else {
+        fewer_registers<48>();
+        if (threadIdx.x == 384) tiles_of_heads<T>(maps, p, m);
+        if (warp() > 12) numbers_of_heads<T>(p, to, m);
+    }
+#endif
+}
+
+// Whether it is for this problem, which then is done. Fewer queries, and causality, leave its blocks too little to do at once, as does a last
+// round of few of them.
+inline bool by_heads(Call& call, int chip, const Problem& p, Dtype dtype, const Gradients& to) {
+    const int64_t pairs = p.sequences * p.heads, most = multiprocessors();
+    Maps maps;
+    if (p.bias || p.causal || p.longest_q <= 320 || p.longest_q > QUERIES || p.longest_k < 128) return false;
+    if (pairs < most || 20 * pairs < 17 * tiles(pairs, most) * most) return false;
+    if (pairs > INT32_MAX || !described(maps, chip, p, to.grad)) return false;
+    MC_FOR_HALF(dtype, T, { launch<Whole<T>>(call, of_heads<T>, most, maps, p, to); })
+    return true;
+}
+#endif
+
 __global__ __launch_bounds__(THREADS) void add_up(const float* partial, float* sum, int64_t heads, int64_t parts, int64_t numbers) {
     for (int64_t at = int64_t{blockIdx.x} * THREADS + threadIdx.x; at < heads * numbers; at += int64_t{gridDim.x} * THREADS) {
         const float* from = partial + at / numbers * parts * numbers + at % numbers;
@@ -438,7 +739,11 @@ MC_KERNEL(relative_attention_backward) {
     to.out = out.data, to.grad = grad.data, to.lse = lse.as<float>(), to.inner = inner.as<float>();
     to.dq = dq.data, to.dk = dk.data, to.dv = dv.data, to.partial = partial.as<float>();
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_HALF(q.dtype, T, {
+    bool done = false;
+#ifdef MC_HOPPER
+    done = by_heads(call, chip, p, q.dtype, to);
+#endif
+    if (!done) MC_FOR_HALF(q.dtype, T, {
         MC_FOR_SIZES(chip, p.dim, S, {
             const int64_t by_keys = tiles(p.longest_k, KeysLayout<S>::ROWS), by_queries = tiles(p.longest_q, QueriesLayout<S>::ROWS);
             if (!partial) to.parts = p.sequences * by_queries;

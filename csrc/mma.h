@@ -70,6 +70,24 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row
 #endif
 }
 
+// The other way round, not turned; sm_90 and later.
+__device__ __forceinline__ void store_matrices(void* row, const uint32_t (&from)[4]) {
+#ifdef MC_EMULATED
+    char* rows[32];
+    emulate::exchange(&row, sizeof row, rows);
+    for (int i = 0; i < 4; i++) {
+        if (reinterpret_cast<uintptr_t>(rows[8 * i]) % 16) __builtin_trap();
+        memcpy(rows[8 * i + threadIdx.x % 32 / 4] + threadIdx.x % 4 * 4, &from[i], 4);
+    }
+    __syncwarp();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(row))),
+                 "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+                 : "memory");
+#endif
+}
+
 // sum += left * right. Turing has fp16 alone, and half as deep.
 template <class T>
 __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t right1) {

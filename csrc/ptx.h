@@ -53,6 +53,13 @@ __device__ __forceinline__ void write_once(uint4* to, uint4 from) {
 #endif
 }
 
+// what is read later is brought into the second cache
+__device__ __forceinline__ void ahead(const void* from) {
+#ifndef MC_EMULATED
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+#endif
+}
+
 // `threads` of a block wait for each other at barrier `number`, 1 to 15; whole warps.
 __device__ __forceinline__ void wait_for(int number, int threads) {
 #ifdef MC_EMULATED

@@ -22,6 +22,9 @@
     asm volatile(MC_WGMMA(kind, 64) "%32, %33, 1, 1, 1, 0, 0;" : MC_SUMS_64("+f", 0) : "l"(left), "l"(right) : "memory")
 #define MC_WGMMA_FIRST(kind)                                                                                                       \
     asm volatile(MC_WGMMA(kind, 64) "%32, %33, 0, 1, 1, 0, 0;" : MC_SUMS_64("=f", 0) : "l"(left), "l"(right) : "memory")
+// the same, both factors' rows as their depth
+#define MC_WGMMA_COLUMNS(kind)                                                                                                     \
+    asm volatile(MC_WGMMA(kind, 64) "%32, %33, 1, 1, 1, 1, 1;" : MC_SUMS_64("+f", 0) : "l"(left), "l"(right) : "memory")
 // the left factor in registers
 #define MC_WGMMA_OWN(kind, way, adds)                                                                                              \
     asm volatile(MC_WGMMA(kind, 64) "{%32, %33, %34, %35}, %36, " adds ", 1, 1, 0;"                                                \
@@ -79,12 +82,12 @@ struct Grouped {
                     sums[0][n][e] += to_float(a[place(row + e / 2 * 8, k)]) * to_float(b[place(8 * n + column + e % 2, k)]);
             }
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-        const uint64_t own[] = {described<64>(a), described<REST>(a + 64 * 64)};
-        const uint64_t other[] = {described<64>(b), described<REST>(b + 64 * 64)};
+        const uint32_t own[] = {begins(a), begins(a + 64 * 64)}, other[] = {begins(b), begins(b + 64 * 64)};
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < DIM; k += 16) {
-            const uint64_t left = own[k / 64] + k % 64 * sizeof(T) / 16, right = other[k / 64] + k % 64 * sizeof(T) / 16;
+            const uint64_t left = k < 64 ? described<64, T>(own[0] + k * sizeof(T) / 16) : described<REST, T>(own[1] + k % 64 * sizeof(T) / 16);
+            const uint64_t right = k < 64 ? described<64, T>(other[0] + k * sizeof(T) / 16) : described<REST, T>(other[1] + k % 64 * sizeof(T) / 16);
             if constexpr (std::is_same_v<T, bf16>) {
                 if (k) MC_WGMMA_SHARED("bf16");
                 else MC_WGMMA_FIRST("bf16");
@@ -123,11 +126,11 @@ struct Grouped {
         }
         __syncwarp();
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-        const uint64_t other[] = {described<64>(b), described<REST>(b + 64 * 64)};
+        const uint32_t other[] = {begins(b), begins(b + 64 * 64)};
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < DIM / 16; k++) {
-            const uint64_t right = other[k / 4] + k % 4 * 16 * sizeof(T) / 16;
+            const uint64_t right = k < 4 ? described<64, T>(other[0] + k * sizeof(T)) : described<REST, T>(other[1] + k % 4 * sizeof(T));
             if constexpr (std::is_same_v<T, bf16>) {
                 if (k) MC_WGMMA_OWN("bf16", "+f", "1");
                 else MC_WGMMA_OWN("bf16", "=f", "0");
@@ -135,6 +138,29 @@ struct Grouped {
                 if (k) MC_WGMMA_OWN("f16", "+f", "1");
                 else MC_WGMMA_OWN("f16", "=f", "0");
             }
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+    }
+
+    // sums += the transpose of 64 x 64 of a times 64 rows of b; there after `finish`
+    template <class T>
+    static __device__ __forceinline__ void columns_by_rows(float (&sums)[1][8][4], const T* a, const T* b) {
+        static_assert(REST == 0);
+#ifdef MC_EMULATED
+        const int row = threadIdx.x % 128 / 32 * 16 + lane() / 4, column = lane() % 4 * 2;
+        for (int n = 0; n < 8; n++)
+            for (int e = 0; e < 4; e++)
+                for (int k = 0; k < 64; k++)
+                    sums[0][n][e] += to_float(a[place(k, row + e / 2 * 8)]) * to_float(b[place(k, 8 * n + column + e % 2)]);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        begin(sums);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const uint32_t further = k * below(16, 0) * sizeof(T) / 16;
+            const uint64_t left = described<64, T>(begins(a) + further), right = described<64, T>(begins(b) + further);
+            if constexpr (std::is_same_v<T, bf16>) MC_WGMMA_COLUMNS("bf16");
+            else MC_WGMMA_COLUMNS("f16");
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
@@ -218,10 +244,10 @@ struct Grouped {
     }
     template <int PART, class T>
     static __device__ __forceinline__ void left_by_part(float (&sums)[1][TILES][4], const Left& left, const T* b) {
-        const uint64_t other = PART ? described<REST>(b + 64 * 64) : described<64>(b);
+        const uint32_t other = begins(PART ? b + 64 * 64 : b);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const uint64_t right = other + k * below(16, PART * 64) * sizeof(T) / 16;
+            const uint64_t right = described<PART ? REST : 64, T>(other + k * below(16, PART * 64) * sizeof(T) / 16);
             if constexpr (std::is_same_v<T, bf16>) {
                 MC_WGMMA_PART("bf16", k);
             } else {
@@ -229,14 +255,34 @@ struct Grouped {
             }
         }
     }
-    // Where a part begins, how far groups of eight rows are apart, and which of the swizzles it has: by its width.
+    // Where a part begins, in units of 16 bytes; and with it how far groups of eight rows are apart, and which of the swizzles it has, by
+    // its width. The halves are put together last: all that is added is added to 32 bits.
+    template <class T>
+    static __device__ __forceinline__ uint32_t begins(const T* first) {
+        return static_cast<uint32_t>(__cvta_generic_to_shared(first)) >> 4 | 1u << 16;
+    }
     template <int WIDTH, class T>
-    static __device__ __forceinline__ uint64_t described(const T* first) {
-        const uint64_t at = static_cast<uint32_t>(__cvta_generic_to_shared(first)) >> 4;
-        constexpr uint64_t KIND = WIDTH == 64 ? 1 : WIDTH == 32 ? 2 : 3;
-        return at | uint64_t{1} << 16 | uint64_t{8 * WIDTH * sizeof(T) >> 4} << 32 | KIND << 62;
+    static __device__ __forceinline__ uint64_t described(uint32_t at) {
+        constexpr uint32_t KIND = WIDTH == 64 ? 1 : WIDTH == 32 ? 2 : 3, REST_OF_IT = (8 * WIDTH * sizeof(T) >> 4) | KIND << 30;
+        uint64_t both;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "r"(at), "r"(REST_OF_IT));
+        return both;
     }
 #endif
 };
+
+// Of the registers of a block's threads a warpgroup keeps so many a thread from here on, or waits until others have given it so many.
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
 
 }  // namespace

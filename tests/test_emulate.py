@@ -157,14 +157,25 @@ for length, plain in ((150, False), (350, True)):  # where nothing is padding or
     for some in found[:-1]:
         assert all(torch.equal(a, b) for a, b in zip(some[:3], found[-1]))
         torch.testing.assert_close(some[3], found[-1][3], rtol=1e-4, atol=1e-4)
-q, k, v = (torch.randn(1, 330, 2, 64).half() for _ in range(3))
-ends = torch.tensor([0, 130, 200, 330], dtype=torch.int32)
-args = None, None, ends, ends, None, 130, 130, 0, 0.125, False, None, 0.0
-out = attention.relative_attention_forward(q, k, v, *args)[0]
-for x in (q, k, v):
-    x[:, 130:200] = float("nan")
-again = attention.relative_attention_forward(q, k, v, *args)[0]
-assert torch.equal(out[:, :130], again[:, :130]) and torch.equal(out[:, 200:], again[:, 200:]), "neighbours of a sequence of nan"
+for length, ends in ((330, [0, 130, 200, 330]), (730, [0, 330, 400, 730])):  # the second: backward a block does a head
+    q, k, v, grad = (torch.randn(1, length, 2, 64).half() for _ in range(4))
+    lengths, longest = torch.tensor(ends, dtype=torch.int32), ends[1]
+    bias = torch.ones(2, 2 * longest - 1) if longest < 200 else None
+    found = []
+    for _ in range(2):
+        args = q, k, v, bias, None, lengths, lengths, None, longest, longest, 0, 0.125, False, None, 0.0
+        out, lse = attention.relative_attention_forward(*args)
+        found.append([out, *attention.relative_attention_backward(*args, out, lse, grad, True)[:3]])
+        if len(found) == 1 and bias is None:
+            leaves = [x.double().requires_grad_() for x in (q, k, v)]
+            wanted = torch.autograd.grad(attention.reference(*leaves, *args[3:]), leaves, grad.double())
+            for one, other in zip(found[0][1:], wanted):
+                assert (one - other).norm() < 1e-3 * other.norm()
+        for x in (q, k, v, grad):
+            x[:, ends[1] : ends[2]] = float("nan")
+    for one, other in zip(*found):
+        for rows in (slice(ends[1]), slice(ends[2], length)):
+            assert torch.equal(one[:, rows], other[:, rows]), "neighbours of a sequence of nan"
 """
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from modelcenter import ops
 from modelcenter.layers.view import Packing, View, merge
 from modelcenter.ops._op import available
-from modelcenter.ops.relative_attention import packed_by
+from modelcenter.ops.relative_attention import packed_by, sooner
 
 pytestmark = pytest.mark.skipif(not available("cpu"), reason="the tiles are compiled")
 HEADS, DIM = 4, 24
@@ -92,6 +93,38 @@ def test_the_road_that_is_said_is_taken(road: str, taken: str | None, monkeypatc
     view, inputs = laid_out("cpu", torch.float64, 2, 2, 16, True)
     view.attend(*inputs, None, 0.0)
     assert calls == ([] if taken is None else [taken])
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_what_trains_sooner_is_taken(said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, real, inputs = [], View.by_lengths, [torch.randn(2, 3, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    wanted = View().attend(*inputs, None, 0.0)
+    monkeypatch.setattr("modelcenter.layers.view.sooner", lambda *args: said)
+    monkeypatch.setattr(View, "by_lengths", lambda *args: calls.append("ours") or real(*args))
+    torch.testing.assert_close(View().attend(*inputs, None, 0.0), wanted)
+    assert calls == ["ours"] * said
+    View(torch.ones(2, 1, 1, 9, dtype=torch.bool)).attend(*inputs, None, 0.0)  # not with a mask
+    assert calls == ["ours"] * said
+
+
+@pytest.mark.gpu
+def test_training_over_512_keys_on_a_gpu() -> None:
+    """On Hopper by our kernel, whose gradients are as near to fp64 as torch's; not where it is no sooner."""
+    q, k, v = inputs = [torch.randn(16, 16, n, 64, device="cuda").bfloat16().requires_grad_() for n in (512, 500, 500)]
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert sooner(q, k, v, False, 0.0) is hopper
+    assert not sooner(q, k, v, True, 0.0) and not sooner(q, k, v, False, 0.1)
+    assert not sooner(*(x[:8] for x in inputs), False, 0.0) and not sooner(q[:, :, :300], k, v, False, 0.0)
+    with torch.no_grad():
+        assert not sooner(q, k, v, False, 0.0)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    weight = torch.randn_like(q)
+    found, theirs, ours = [], F.scaled_dot_product_attention, lambda *given: View().attend(*given, None, 0.0)
+    for given, how in ((exact, theirs), (inputs, theirs), (inputs, ours), (inputs, ours)):
+        out = how(*given)
+        found.append([out, *torch.autograd.grad(out, given, weight.to(out.dtype))])
+    for wanted, other, own, again in zip(*found, strict=True):
+        assert (own - wanted).norm() <= 1.1 * (other - wanted).norm() and (torch.equal(own, again) or not hopper)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops._op import on_gpu
-from ..ops.relative_attention import covers, packed_by
+from ..ops.relative_attention import covers, packed_by, sooner
 from .cache import Cache, Fixed
 from .onto import onto
 from .position import Angles, Distances
@@ -127,6 +127,8 @@ class View:
             k, v, grouped = *(x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v)), False
         if self.packing is None:
             assert not isinstance(mask, Sequence)
+            if mask is None and sooner(q, k, v, self.causal, dropout):
+                return self.by_lengths(None, q, k, v, scale, dropout)
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
         if mask is None:
             road = packed_by(q, k, v, dropout)
