@@ -405,7 +405,7 @@ MUTANTS = (
     Mutant("prompt-hidden-from-itself", "models/cpm_ant.py", "batch.packing.q.there) + n", "batch.packing.q.there)",
            "test_cpm_ant.py::test_the_context_is_read_in_both_directions[mask]"),
     Mutant("bad-steps-displace-good-states", "train/session.py", "limit = None if at.streak or at.losses.high else self", "limit = self",
-           "test_guard.py::test_states_of_bad_steps_displace_no_state_to_go_back_to[1]"),
+           "test_guard.py::test_states_of_bad_steps_displace_no_state_to_go_back_to[1]", "InputError"),
     Mutant("room-never-filled-whole", "data/packing.py", "(2 << room) - 1", "(1 << room) - 1",
            "test_data_packing.py::test_what_leaves_least_of_the_room_free"),
     Mutant("no-third-way-to-pack", "data/packing.py", "return min(found, exact_fit(lengths, size, any_number), key=len)", "return found",
