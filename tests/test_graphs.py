@@ -3,6 +3,7 @@
 On a CPU `Played` stands for CUDA's graphs: it makes the recorded calls again and leaves their results where the first ones were.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -616,7 +617,9 @@ def test_memory_beside_a_record(tmp_path: Path) -> None:
     there = torch.device("cuda")
     held = []
     for graphed in (False, True):
+        gc.collect()
         torch.cuda.empty_cache()
+        others = torch.cuda.memory_reserved()  # of tests before this one
         torch.cuda.reset_peak_memory_stats()
         run = Run(tmp_path, "gpt", graphed, there)
         run.model = mc.build("gpt2", config={"layers": 4}, device=there).train()
@@ -632,7 +635,7 @@ def test_memory_beside_a_record(tmp_path: Path) -> None:
             run.graphs.drop()
         lasting = sum(p.nbytes for p in run.model.parameters()) * 3
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() < lasting * 1.2 + 100e6
+        assert torch.cuda.memory_reserved() < lasting * 1.2 + 100e6 + others
         del run, loss
     assert held[1] < 1.25 * held[0]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import refuse
-from ..ops._op import AMPERE, generation
+from ..ops._op import modern
 
 Pair = tuple[Tensor, Tensor]  # keys and values, b h t d
 
@@ -120,8 +120,8 @@ def counts(room: Tensor) -> bool:
     """Whether torch's flash attention takes such a room (b h t d), and a number on the device of the keys that are there."""
     if not room.is_cuda or room.dtype not in (torch.float16, torch.bfloat16) or not room.transpose(1, 2).is_contiguous():
         return False
-    modern = torch.backends.cuda.is_flash_attention_available() and generation(room.get_device()) >= AMPERE
-    return modern and room.size(3) % 8 == 0 and room.size(3) <= 256
+    flash = torch.backends.cuda.is_flash_attention_available() and modern(room.get_device())
+    return flash and room.size(3) % 8 == 0 and room.size(3) <= 256
 
 
 def taken(x: Tensor, ahead: int) -> Tensor:

@@ -195,7 +195,7 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
             low = True
         if a.requires_grad:
             grad = True
-    if low and index >= 0 and generation(index) < AMPERE:
+    if low and index >= 0 and not modern(index):
         known = False
     return device, plain, known, grad, index
 
@@ -328,12 +328,10 @@ def available(device: str, index: int = 0) -> bool:
 def served(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether there are kernels for the device of `x` that compute in `dtype`."""
     index = x.get_device()
-    return available(x.device.type, index) and (dtype != torch.bfloat16 or not x.is_cuda or generation(index) >= AMPERE)
+    return available(x.device.type, index) and (dtype != torch.bfloat16 or not x.is_cuda or modern(index))
 
 
-AMPERE = (8, 0)  # the first generation with bf16: before it ops in bf16 have no kernels
-
-
+AMPERE = (8, 0)
 GENERATIONS: dict[int, tuple[int, int]] = {}  # by the number of a GPU
 
 
@@ -346,8 +344,19 @@ def generation(index: int) -> tuple[int, int]:
     return GENERATIONS[index]
 
 
-# To the compiler a constant, as by torch.compiler.assume_constant_result, which would import the compiler.
-generation._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function has none
+def modern(index: int) -> bool:
+    """Whether GPU `index` is of Ampere's generation or later: before it ops in bf16 have no kernels."""
+    return generation(index) >= AMPERE
+
+
+def hopper(index: int) -> bool:
+    return generation(index) == (9, 0)
+
+
+# To the compiler a constant, as by torch.compiler.assume_constant_result, which would import the compiler; a truth, for that of
+# torch 2.11 does not compare pairs of numbers.
+modern._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function has none
+hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the same
 
 
 NOT = "no kernels"
@@ -381,7 +390,7 @@ def covered(index: int) -> bool:
     return COVERED[index]
 
 
-covered._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `generation`
+covered._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `modern`
 
 
 _warned = False

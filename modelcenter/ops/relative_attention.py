@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import AMPERE, Kernel, call, fake, generation, op, raw, wide
+from ._op import Kernel, call, fake, hopper, modern, op, raw, wide
 from .attention import one
 from .dropout import draw, kept
 
@@ -136,7 +136,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> b
     if q.dtype == torch.float32 or not (q.dtype == k.dtype == v.dtype) or (bias is not None and bias.dtype != torch.float32):
         return False
     d = q.shape[3]
-    fits = generation(q.get_device()) >= AMPERE or (q.dtype == torch.float16 and d <= TURING)
+    fits = modern(q.get_device()) or (q.dtype == torch.float16 and d <= TURING)
     return bool(d) and d % 8 == 0 and d <= 128 and q.shape[2] == k.shape[2] and fits
 
 
@@ -150,10 +150,10 @@ def packed_by(q: Tensor, k: Tensor, v: Tensor, p: float) -> str:
     where neither can. Ours drops too, and is ahead of flash on Hopper (benchmarks/README.md)."""
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
         return "none"
-    chip, d = generation(q.get_device()), q.shape[3]
+    index, d = q.get_device(), q.shape[3]
     ours = covers(q) and q.shape[1] == k.shape[1]
-    flash = not p and torch.backends.cuda.is_flash_attention_available() and chip >= AMPERE and d % 8 == 0 and d <= 256
-    return "ours" if ours and (not flash or chip == (9, 0)) else "flash" if flash else "none"
+    flash = not p and torch.backends.cuda.is_flash_attention_available() and modern(index) and d % 8 == 0 and d <= 256
+    return "ours" if ours and (not flash or hopper(index)) else "flash" if flash else "none"
 
 
 def sooner(q: Tensor, k: Tensor, v: Tensor, causal: bool, p: float) -> bool:
@@ -164,7 +164,7 @@ def sooner(q: Tensor, k: Tensor, v: Tensor, causal: bool, p: float) -> bool:
         return False
     b, h, s, d = q.shape
     fits = 320 < s <= 512 and 128 <= k.shape[2] <= 512 and d == 64 and h == k.shape[1] and b * h >= 256
-    return fits and generation(q.get_device()) == (9, 0)
+    return fits and hopper(q.get_device())
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
