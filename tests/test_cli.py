@@ -284,6 +284,8 @@ def test_evaluate_asks_the_model_what_a_folder_is_for(here: Path, capsys: pytest
         assert found[0] == "data.seq_len: 16, the model's positions" and found[1].startswith("loss ")
         assert main(["evaluate", folder, "data.path=a.txt", "data.seq_len=16"]) == 0
         assert capsys.readouterr().out.splitlines() == found[1:]
+    assert main(["generate", "out/model", "the cat", "--json"]) == 0  # nobody says how many tokens: as many as there is room for
+    assert len(json.loads(capsys.readouterr().out)["ids"]) == 16
 
 
 def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

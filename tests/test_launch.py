@@ -123,6 +123,12 @@ def test_what_a_user_has_to_mend_is_said_once_and_not_tried_again(tmp_path: Path
     assert said.count("modelcenter: error:") == said.count("nothing.txt") == 1 and "again" not in said
 
 
+def test_ranks_without_a_sequence_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    assert main([*command(tmp_path), "machine.replicate=50"]) == 2
+    assert "batch: 6 sequences for 100 ranks" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("status", "asked", "runs"), [
     (137, False, 3), (76, False, 3), (2, False, 1), (143, False, 1), (137, True, 1),
 ])  # fmt: skip

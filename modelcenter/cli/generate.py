@@ -1,6 +1,7 @@
 """`modelcenter generate`."""
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ..data.chat import Template
     from ..data.record import Record
     from ..data.tokenizer import Tokenizer
+    from ..registry import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,8 @@ def generate(args: Arguments) -> Answer:
     modelcenter generate MODEL PROMPT [stream=true] [key=value ...]
     modelcenter generate MODEL prompts=FILE [out=FILE.jsonl] [batch=8] [key=value ...]
 
-    What is not given comes from the model's generation_config.json; without a length in it, 64 tokens are written.
+    What is not given comes from the model's generation_config.json; without a length in it 64 tokens are written, or as many as
+    there are positions for.
     Messages, and with chat=true any prompt, go through the tokenizer's chat template, and the answer alone is told.
     """
     asked = settings(Generation, args, ["model", "prompt"])
@@ -76,15 +79,14 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
     folder = resolve(asked.model, presets={name: preset.hub for name, (_, preset) in presets().items()})
     tokenizer, model = load_tokenizer(folder), load(folder, dtype=asked.dtype, device=asked.device)
     options = {key: getattr(asked, key) for key in given if key in {f.name for f in fields(Options)}}
-    lengths = {"max_new_tokens", "max_length"}
-    if not lengths & {*options, *beside(model)}:
-        options["max_new_tokens"] = 64
     chats = any(talk is not None for talk in talks)
     if chats and tokenizer.chat_template is None:
         refuse(asked.model, "chat_template", "none, for messages to go through", "a model tuned on conversations, or texts")
     template = Template(tokenizer) if chats else None
     source = model.encoder_decoder
     prompts = [ids_of(tokenizer, template, record, key, talk, source) for record, talk in zip(records, talks, strict=True)]
+    if not {"max_new_tokens", "max_length"} & {*options, *beside(model)}:
+        options["max_new_tokens"] = unasked(model, prompts)
     if asked.stream:
         start = [] if model.encoder_decoder or talks[0] is not None else prompts[0]
         options["streamer"] = Spoken(tokenizer, partial(print, end="", flush=True), start)
@@ -102,6 +104,14 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
     if asked.stream:
         return Answer("", rows[0])
     return Answer("\n".join(str(row["text"]) for row in rows), rows[0] if asked.prompt is not None and len(rows) == 1 else rows)
+
+
+def unasked(model: "Model", prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens are written where nobody says: 64, or as many as the longest prompt leaves of the model's positions."""
+    table = getattr(getattr(model, "embed", None), "positions", None)
+    if table is None or model.encoder_decoder:
+        return 64
+    return max(1, min(64, len(table.weight) - max(map(len, prompts))))
 
 
 def read_prompts(file: str, key: str) -> "list[Record]":

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from ..config import dump_yaml, to_dict
 from ..errors import LIMIT, printable, refuse
+from ..parallel.check import check
 from ..parallel.machine import Machine
 from ..parallel.ranks import named
 from ..parallel.variable import variable
@@ -59,9 +60,20 @@ def to_launch(machine: Machine) -> bool:
     return (machine.ranks > 1 or machine.restarts > 0) and "RANK" not in os.environ
 
 
+def check_ranks(recipe: Recipe, machine: Machine) -> None:
+    """Refuse what the ranks of `machine` cannot do as one process does it."""
+    check(machine)
+    if machine.ranks == 1:
+        return
+    if machine.shares > recipe.batch and recipe.batch_tokens is None:
+        found = f"{recipe.batch} sequences for {machine.shares} ranks"
+        refuse(None, "batch", found, "one for each at least, or a smaller machine.fsdp or machine.replicate")
+
+
 def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, Any]:
     """Run `modelcenter VERB` on every rank to its end, and return what the first one answers. A run whose rank fails is started
     again `machine.restarts` times, and goes on from its last state. Errors: `RankError`."""
+    check_ranks(recipe, machine)
     ranks: list[subprocess.Popen[bytes]] = []
     left = machine.restarts
     with forwarding(ranks) as asked:

@@ -10,7 +10,7 @@ from ..data.objective import find_objective
 from ..errors import InputError, refuse
 from ..parallel.machine import Machine
 from ..registry import build, check_adapter
-from .prepare import check_ranks
+from .launch import check_ranks
 from .recipe import Recipe
 
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")

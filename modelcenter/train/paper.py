@@ -18,7 +18,8 @@ from ..parallel.machine import Machine
 from ..parallel.survey import Survey, survey
 from ..registry import build, check_adapter, presets
 from .fit import job_of, keeper
-from .prepare import automatic_precision, check_ranks, prepare, resolve, sizes_of
+from .launch import check_ranks
+from .prepare import automatic_precision, prepare, resolve, sizes_of
 from .recipe import Recipe
 from .step import autocast
 

@@ -37,13 +37,12 @@ from ..layers.head import last_token
 from ..metrics.table import METRICS
 from ..ops import _op
 from ..ops.linear import has_low_units
-from ..parallel.check import check
 from ..parallel.device import device_of
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
 from ..registry import Model, build, load, presets
 from .evaluate import Evaluation, count_tokens, stream_bytes
-from .launch import follow
+from .launch import check_ranks, follow
 from .recipe import Recipe
 
 FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
@@ -93,16 +92,6 @@ def sizes_of(recipe: Recipe) -> dict[str, Any]:
     elif local:
         found = load(recipe.model, task=recipe.head, config=recipe.config, device="meta")
     return dict(vars(found.config)) if found is not None else {}
-
-
-def check_ranks(recipe: Recipe, machine: Machine) -> None:
-    """Refuse what the ranks of `machine` cannot do as one process does it."""
-    check(machine)
-    if machine.ranks == 1:
-        return
-    if machine.shares > recipe.batch and recipe.batch_tokens is None:
-        found = f"{recipe.batch} sequences for {machine.shares} ranks"
-        refuse(None, "batch", found, "one for each at least, or a smaller machine.fsdp or machine.replicate")
 
 
 def automatic_precision(device: torch.device, width: int | None = None) -> Literal["bf16", "fp16", "fp32"]:
