@@ -284,7 +284,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {  # case: command, what is said
     "onto a folder of others": (["convert", "gpt2", "bert"], "bert: exists; a new folder, or an empty one"),
     "onto a file": (["convert", "gpt2", "a.txt"], "a.txt: exists; a new folder, or an empty one"),
     "a revision of a folder": (["convert", "gpt2", "out", "revision=x"], "gpt2: revision: 'x' of a local folder"),
-    "beyond the positions": (["generate", "gpt2", "the cat"], "max_new_tokens: 64 after a prompt of 7 tokens; at most 25"),
+    "beyond the positions": (["generate", "gpt2", "the cat", "max_new_tokens=26"], "26 after a prompt of 7 tokens; at most 25"),
     "a prompt beyond them": (["generate", "gpt2", "a" * 40], "after a prompt of 40 tokens; a shorter prompt"),
     "a character unknown": (["generate", "gpt2", "Zebra"], "character 0: 'Z' is not in the vocabulary"),
     "a model that fills gaps": (["generate", "bert", "the"], "a model with the task 'mlm'; one that predicts the next"),
