@@ -886,6 +886,9 @@ MUTANTS = (
     Mutant("a-turn-learned-from-its-header", "data/chat.py", "before = self.text(record, messages[:k], tools, prompt=True)",
            "before = self.text(record, messages[:k], tools, prompt=False)",
            "test_data_chat.py::test_prefix_differences_are_what_a_template_marks[chatml]"),
+    Mutant("turns-as-they-are-written-later", "data/chat.py", "if all(text.startswith(after) for after, _ in turns):", "if turns:",
+           "test_data_chat.py::test_a_template_that_writes_a_turn_otherwise_later_has_a_text_a_turn[forgets];"
+           "test_data_chat.py::test_a_template_that_writes_a_turn_otherwise_later_has_a_text_a_turn[ends]"),
     Mutant("the-token-behind-a-turn-learned", "data/objectives/chat.py", "(starts < end)", "(starts <= end)",
            "test_data_chat.py::test_ids_and_mask_are_those_of_transformers[plain]"),
     Mutant("chat-template-lost-with-the-folder", "data/tokenizer.py", 'else {"chat_template": self.chat_template}', "else {}",

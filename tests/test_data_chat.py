@@ -32,6 +32,7 @@ TOOLS = ("{%- if tools %}{{ tools | tojson(indent=2) }}{%- endif %}{%- set ns = 
          "{%- set ns.n = ns.n + 1 %}{{ ns.n }}{{ m.role }}:{% if m.role == 'assistant' %}{%- generation -%} {{ m.content }}"
          "{%- if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% endif %}{{ eos_token }}{%- endgeneration -%}\n"
          "{% else %}{{ m.content }}{% endif %}{%- if loop.last %}{% break %}{% endif %}{%- endfor %}")  # fmt: skip
+ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 TEMPLATES = {"chatml": NAMED["chatml"][0], "plain": NAMED["plain"][0], "inst": INST, "tools": TOOLS}
 
 
@@ -92,7 +93,7 @@ def test_prefix_differences_are_what_a_template_marks(tokenizer: Tokenizer, tmp_
     ours, theirs = with_template(tokenizer, source, tmp_path / "b")
     for record in rows(talks(2)):
         turns = record.fields["messages"]
-        text, spans = Template(ours).spans(record, turns)
+        ((text, spans),) = Template(ours).marked_texts(record, turns)
         assert text == theirs.apply_chat_template(turns, tokenize=False)
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         end = {"chatml": "<|im_end|>\n", "plain": "<|endoftext|>\n\n", "inst": "<|endoftext|>"}[name]
@@ -100,7 +101,7 @@ def test_prefix_differences_are_what_a_template_marks(tokenizer: Tokenizer, tmp_
         lead = "" if name == "chatml" else " "
         assert [text[a:b] for a, b in spans] == [lead + strip(answer) + end for answer in answers]
         if name != "inst":  # where it marks, the line's end behind a turn is not the assistant's
-            again, narrow = Template(marked).spans(record, turns)
+            ((again, narrow),) = Template(marked).marked_texts(record, turns)
             assert again == text and [(a, b + len(end.split(">")[-1])) for a, b in narrow] == spans
 
 
@@ -138,7 +139,42 @@ def test_where_a_folder_keeps_its_template(tokenizer: Tokenizer, tmp_path: Path)
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         theirs = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(turns, tokenize=False)
-        assert Template(load_tokenizer(folder)).spans(rows([turns])[0], turns)[0] == theirs
+        assert Template(load_tokenizer(folder)).marked_texts(rows([turns])[0], turns)[0][0] == theirs
+
+
+FORGETS = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and not loop.last %}"
+           "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")  # fmt: skip
+ENDS = (NAMED["chatml"][0].replace("{% generation %}", "").replace("{% endgeneration %}", "")
+        + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["forgets", "ends"])
+def test_a_template_that_writes_a_turn_otherwise_later_has_a_text_a_turn(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    """What Qwen3's does with thoughts, Phi-3's with the end of text: each turn is learned behind what the model is asked with."""
+    ours, theirs = with_template(tokenizer, {"forgets": FORGETS, "ends": ENDS}[name], tmp_path)
+    turns: list[dict[str, Any]] = []
+    for n in range(3):
+        turns += [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"<think>{n}</think>yes {n}"}]
+    examples = make_examples("chat", rows([turns, turns[:2]]), ours, DataConfig(seq_len=4000))
+    found = [[side.tolist() for side in examples.at(0, k)] for k in range(len(examples))]
+    assert len(found) == 4
+    for (ids, labels), until in zip(found, (2, 4, 6, 2), strict=True):
+        asked = theirs.apply_chat_template(turns[: until - 1], add_generation_prompt=True, return_dict=False)
+        assert ids == theirs.apply_chat_template(turns[:until], return_dict=False) and ids[: len(asked)] == asked
+        assert labels == [IGNORED] * len(asked) + ids[len(asked) :]
+
+
+def test_tools_as_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As tables hold them: a template would have read the text letter by letter."""
+    ours, _ = with_template(tokenizer, TOOLS, tmp_path)
+    tools = [{"name": "add", "parameters": {}}]
+    plain, told, none = (make_examples("chat", rows([ASKED], tools=given), ours, DataConfig()).at(0, 0)[0].tolist()
+                         for given in (tools, json.dumps(tools), ""))
+    assert plain == told and len(none) < len(told)
+    for odd, said in (("add", "tools is text that is no JSON"), ({"name": "add"}, "tools is "), ("3", "tools is '3'; a list")):
+        with pytest.raises(InputError, match=f"f: line 1: {said}"):
+            make_examples("chat", rows([ASKED], tools=odd), ours, DataConfig())
 
 
 @pytest.mark.parametrize("fields", [
@@ -187,16 +223,13 @@ def test_packed_conversations_are_the_same_sequences(tokenizer: Tokenizer, tmp_p
     assert torch.equal(row["labels"] != IGNORED, (row["labels"] == row["input_ids"]) & (row["labels"] != IGNORED))
 
 
-ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-
-
 @pytest.mark.parametrize(("source", "turns", "said"), [
     (INST, [{"role": "critic", "content": "q"}], "f: line 1: the chat template refuses it .no such role: critic"),
     (INST, [{"role": "user"}], "a message has the fields role"),
     (INST, [], "messages is"), (INST, ["q"], "messages is"), (INST, [{"content": "q"}], "a message has the fields content"),
     (INST, [{"from": "alien", "value": "x"}], "a turn is from 'alien'"),
     (INST, [{"role": "user", "content": "\ufdd0"}, ASKED[1]], r"U\+FDD0"),
-    ("{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}", ASKED + ASKED, "writes turn 2 otherwise once others"),
+    ("{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}", ASKED, "asks for turn 2 in other words"),
     ("{% for m in messages %}", ASKED, "chat_template: not a template"),
     ("{{ messages.__class__.__mro__ }}", ASKED, "refuses it .access to attribute '__class__'"),
     ("{% set _ = messages.append(1) %}", ASKED, "access to attribute 'append'"),

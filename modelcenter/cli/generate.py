@@ -149,4 +149,6 @@ def ids_of(tokenizer: "Tokenizer", template: "Template | None", record: "Record"
     if template is None or talk is None:
         text = record.text(key, "prompt_key")
         return tokenizer.encode(text) if source else tokenizer.begin(text)
-    return tokenizer.encode(template.prompt(record, talk, record.fields.get("tools")), special=False)
+    from ..data.objectives.chat import tools_of
+
+    return tokenizer.encode(template.prompt(record, talk, tools_of(record)), special=False)

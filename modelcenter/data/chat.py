@@ -74,23 +74,28 @@ class Template:
         unmarkable(record, messages, tools)
         return unmarked(self.text(record, messages, tools, prompt=True))[0]
 
-    def spans(self, record: "Record", messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
+    def marked_texts(self, record: "Record", messages: Sequence[Message], tools: Any = None) -> list[tuple[str, Spans]]:
         """The text of a conversation, and from where to where the assistant wrote it: what stands in {% generation %}, or, in a
-        template without it, what each of its turns adds to the conversation before, asked to go on."""
+        template without it, what each of its turns adds to the conversation before, asked to go on.
+
+        Some templates write a turn otherwise once others follow it (its thoughts are left out, or an end of text stands behind the
+        last one): of these a text for each turn of the assistant, as far as this turn, which is as the model will be asked."""
         unmarkable(record, messages, tools)
         text = self.text(record, messages, tools)
         if self.marked:
-            return unmarked(text)
-        found = []
+            return [unmarked(text)]
+        turns = []
         for k, message in enumerate(messages):
             if message.get("role") == "assistant":
                 before = self.text(record, messages[:k], tools, prompt=True)
                 after = self.text(record, messages[: k + 1], tools)
-                if not (after.startswith(before) and text.startswith(after)):
-                    found_ = f"the chat template of {self.name} writes turn {k + 1} otherwise once others follow it"
-                    record.refuse(found_, "a template that marks the assistant's turns with {% generation %}")
-                found.append((len(before), len(after)))
-        return text, found
+                if not after.startswith(before):
+                    found = f"the chat template of {self.name} asks for turn {k + 1} in other words than it writes it"
+                    record.refuse(found, "a template that marks the assistant's turns with {% generation %}")
+                turns.append((after, [(len(before), len(after))]))
+        if all(text.startswith(after) for after, _ in turns):
+            return [(text, [span for _, spans in turns for span in spans])]
+        return turns
 
 
 def unmarkable(record: "Record", *given: Any) -> None:

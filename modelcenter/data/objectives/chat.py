@@ -1,5 +1,6 @@
 """Instruction tuning on conversations: all turns are read, those of the assistant are trained on."""
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,25 +40,26 @@ class Chat(Causal):
 
 
 class Chats(Sequences):
-    """Conversations, each cut after seq_len tokens; one of which then nothing is left to train on is left out."""
+    """Conversations, each cut after seq_len tokens; one of which then nothing is left to train on is left out. Where the template
+    writes a turn otherwise once others follow it, there is one for each turn of the assistant."""
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.fill, self.size, self.ids, self.trained = filler(read.tokenizer), data.seq_len, Ragged(), Ragged()
-        template, mute = Template(read.tokenizer, data.chat_template), 0
+        template, mute, count = Template(read.tokenizer, data.chat_template), 0, 0
         for record in records:
-            text, spans = template.spans(record, conversation(record, data), record.fields.get("tools"))
-            ids, places = read.encode_places(record, text)
-            trained = written(places, spans)[: data.seq_len]
-            if trained[1:].any():
-                self.ids.append(ids[: data.seq_len])
-                self.trained.append(trained.tolist())
-            else:
-                mute += 1
+            for text, spans in template.marked_texts(record, conversation(record, data), tools_of(record)):
+                ids, places = read.encode_places(record, text)
+                trained, count = written(places, spans)[: data.seq_len], count + 1
+                if trained[1:].any():
+                    self.ids.append(ids[: data.seq_len])
+                    self.trained.append(trained.tolist())
+                else:
+                    mute += 1
         if not len(self.ids):
             found = f"no token of the assistant within {data.seq_len} tokens of any conversation"
             refuse(records[0].file, "data.seq_len", found, "answers, or a greater length")
         if mute:
-            warnings.warn(f"{mute} of {len(records)} conversations have no token of the assistant within {data.seq_len}: left out",
+            warnings.warn(f"{mute} of {count} conversations have no token of the assistant within {data.seq_len}: left out",
                           stacklevel=2)
         self.lengths = np.diff(self.ids.bounds)
 
@@ -87,6 +89,20 @@ def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(isinstance(message, Mapping) for message in messages):
         record.refuse(f"{key} is {str(messages)[:60]!r}", 'a list of {"role": ..., "content": ...} is wanted')
     return [message_of(record, message) for message in messages]
+
+
+def tools_of(record: Record) -> Any:
+    """What a conversation may call, which stands in the field `tools`: a list, also as JSON, since a table has no other place for
+    one; None without."""
+    tools = record.fields.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except ValueError as e:
+            record.refuse(f"tools is text that is no JSON ({e})", "a list of tools, or its JSON, is wanted")
+    if not isinstance(tools, list | None):
+        record.refuse(f"tools is {str(tools)[:60]!r}", "a list of tools, or its JSON, is wanted")
+    return tools
 
 
 def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
