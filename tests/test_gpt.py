@@ -13,6 +13,7 @@ from torch import Tensor
 from zoo import Case
 
 import modelcenter as mc
+from modelcenter.checkpoint.config import changed
 
 CASE = Case("gpt2", "default", "lm")
 
@@ -197,3 +198,26 @@ def test_generation_options_are_checked(options: dict[str, Any], wanted: str) ->
     _, ours = zoo.pair(CASE)
     with pytest.raises(mc.InputError, match=wanted):
         ours.generate(zoo.inputs(CASE)["input_ids"], do_sample=True, **options)
+
+
+def test_the_names_that_other_families_give_the_sizes(tmp_path: Path) -> None:
+    """transformers reads them through GPT2Config.attribute_map. As many heads as another's are the same tensors."""
+
+    def respell(c: dict[str, Any]) -> None:
+        for new, old in (("n_embd", "hidden_size"), ("n_head", "num_attention_heads"), ("n_layer", "num_hidden_layers"),
+                         ("n_positions", "max_position_embeddings")):  # fmt: skip
+            c[old] = c.pop(new)
+
+    ours = same_logits(rewritten(tmp_path / "respelled", lambda t: None, respell))
+    assert ours.config.heads == 4
+    folder = rewritten(tmp_path / "both", lambda t: None, lambda c: c.update(num_attention_heads=2))
+    with pytest.raises(ValueError, match=r"n_head and num_attention_heads: \[4, 2\]; one value, for they are one key"):
+        mc.load(folder)
+
+
+def test_both_spellings_of_a_size_follow_a_change() -> None:
+    file = {"n_head": 4, "num_attention_heads": 4, "n_embd": 32, "classifier_dropout": None, "hidden_dropout": 0.25}
+    config = mc.GPT.Config.from_dict(file)
+    assert config.head_dropout == 0.25  # as transformers' GPT2ForTokenClassification takes it
+    written = changed(config, {"heads": 8}).to_dict()
+    assert written == file | {"n_head": 8, "num_attention_heads": 8, "model_type": "gpt2"}

@@ -90,6 +90,14 @@ class Config:
             keys = {now: key.split("|")[0] for key, now in rows(self)}
             refuse(None, keys[field], str(a), f"a multiple of {keys[by]}, which is {b}")
 
+    def agreed(self, *names: str) -> None:
+        """Refuse a file that spells a field's key in two ways and says two things."""
+        for spelled, now in rows(self):
+            found = {key: self.file[key] for key in spelled.split("|") if self.file.get(key) is not None}
+            values = list(found.values())
+            if now in names and any(value != values[0] for value in values):
+                refuse(None, " and ".join(found), str(values), "one value, for they are one key")
+
     def single_label(self) -> None:
         """Refuse to train a classifier whose loss is not the cross entropy of one label among several."""
         kind = self.file.get("problem_type")
@@ -139,7 +147,8 @@ def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:
     out: dict[str, Any] = {"file": dict(values), "labels": read_labels(values, file)}
     hints = get_type_hints(cls)
     for spelled, target in cls.hf.keys.items():
-        key = next((k for k in spelled.split("|") if k in values), None)
+        there = [k for k in spelled.split("|") if k in values]
+        key = next((k for k in there if values[k] is not None), there[0] if there else None)
         if isinstance(target, Key):
             if key is not None or target.always:
                 try:
@@ -222,12 +231,13 @@ def write(config: Config) -> dict[str, Any]:
         before = None
     out.setdefault("model_type", cls.hf.model_type)
     for key, now in rows(config):
-        name = next((k for k in key.split("|") if k in out), key.split("|")[0])
+        spelled = key.split("|")  # all that are there, for they are one key
+        names = [k for k in spelled if out.get(k) is not None] or [k for k in spelled if k in out][:1] or spelled[:1]
         target = cls.hf.keys[key]
         same = before is not None and getattr(before, now) == getattr(config, now)
         if same:
             continue
-        out |= target.write(getattr(config, now)) if isinstance(target, Key) else {name: getattr(config, now)}
+        out |= target.write(getattr(config, now)) if isinstance(target, Key) else dict.fromkeys(names, getattr(config, now))
     for key, target in cls.hf.keys.items():  # what is written may change what an absent key means
         if isinstance(target, Key) and target.always and not any(k in out for k in key.split("|")):
             now = getattr(config, target.field)

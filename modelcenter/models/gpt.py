@@ -41,8 +41,9 @@ class GPTConfig(Config):
     hf = Table(
         "gpt2",
         {
-            "vocab_size": "vocab", "n_positions": "positions", "n_embd": "dim", "n_inner": "hidden", "n_head": "heads",
-            "n_layer": "layers", "layer_norm_epsilon": "eps", **choice("activation_function", "act", GELUS),
+            "vocab_size": "vocab", "n_positions|max_position_embeddings": "positions", "n_embd|hidden_size": "dim",
+            "n_inner": "hidden", "n_head|num_attention_heads": "heads", "n_layer|num_hidden_layers": "layers",
+            "layer_norm_epsilon": "eps", **choice("activation_function", "act", GELUS),
             "scale_attn_weights": "scale_by_head", "scale_attn_by_inverse_layer_idx": "scale_by_layer",
             "resid_pdrop": "dropout", "embd_pdrop": "embed_dropout", "attn_pdrop": "attn_dropout",
             "classifier_dropout|hidden_dropout": "head_dropout", "tie_word_embeddings": "tie",
@@ -52,6 +53,7 @@ class GPTConfig(Config):
 
     def verify(self) -> None:
         self.divisible("dim", "heads")
+        self.agreed("positions", "dim", "heads", "layers")
 
 
 @register
