@@ -112,6 +112,15 @@ constexpr int SHARED = BLOCK8 / LANES;  // vectors of a block
 typedef int8_t vb __attribute__((vector_size(16)));
 typedef uint8_t vub __attribute__((vector_size(16)));
 
+MC_INLINE vu higher(vu a, vu b) { return a > b ? a : b; }
+MC_INLINE float scale_of(vu top) {
+    uint32_t most = top[0];
+    for (int i = 1; i < LANES; i++) most = top[i] > most ? top[i] : most;
+    float scale;
+    memcpy(&scale, &most, sizeof scale);
+    return scale;
+}
+
 template <class B, class T>
 MC_INLINE vf load_codes(const T* p, int n) {
     B codes{};
@@ -131,7 +140,7 @@ MC_INLINE vf decoded(vf code) {  // from a code's magnitude to a number between 
 }
 template <bool FOURTH>
 MC_INLINE vf encoded(vf x, float scale, vf chance) {  // the code's magnitude
-    const vf part = scale > 0 ? vabs(x) / scale : vf{};
+    const vf part = scale > 0 && scale < INFINITY ? vabs(x) / scale : vf{};
     const vf root = square_root(part), high = FOURTH ? square_root(root) * 255.0f : root * 127.0f;
     const vf low = __builtin_convertvector(__builtin_convertvector(high, vi), vf);  // none is negative
     const vf below = decoded<FOURTH>(low), above = decoded<FOURTH>(low + 1.0f);
@@ -153,7 +162,8 @@ void update_coded(const Item& item, int64_t begin, int64_t end, float factor, co
         const auto lanes = [=](int k) { return here - k * LANES < LANES ? here - k * LANES : LANES; };
         vu random[SHARED] = {};
         for (int k = 0; STOCHASTIC && k < SHARED; k += 4) draw_words(random + k, (block + k * LANES) / 64, item.key);
-        vf ys[SHARED], zs[SHARED], top{}, top_squared{};
+        vf ys[SHARED], zs[SHARED];
+        vu top{}, top_squared{};  // of magnitudes, whose order is that of their bits: NaN is above all
         for (int k = 0; lanes(k) > 0 && k < SHARED; k++) {
             const int64_t i = block + k * LANES;
             const int n = lanes(k);
@@ -162,10 +172,11 @@ void update_coded(const Item& item, int64_t begin, int64_t end, float factor, co
             update(x, y, z, load_n(g + i, n), factor, c, item, Plain{});
             put<STOCHASTIC>(p + i, x, bits_of_p(random[k]), n);
             if (sizeof(P) == 4) put_copy(item.copy, i, x, half, n);
-            top = vmax(top, vabs(y)), top_squared = vmax(top_squared, z);
+            const vu there = reinterpret_cast<vu>(vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} < n);  // others may be NaN
+            top = higher(top, float_to_bits(vabs(y)) & there), top_squared = higher(top_squared, float_to_bits(vabs(z)) & there);
             ys[k] = y, zs[k] = z;
         }
-        m_scale = largest(top), v_scale = largest(top_squared);
+        m_scale = scale_of(top), v_scale = scale_of(top_squared);
         const auto chance = [](vu bits) {
             return STOCHASTIC ? __builtin_convertvector(bits, vf) + 0.5f : all(32768.0f);
         };

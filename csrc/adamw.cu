@@ -203,10 +203,8 @@ __device__ __forceinline__ float encode(Four<T>& codes, const float x[4], const 
             found[k] = encoded<FOURTH>(x[k], Quick::divided(fabsf(x[k]) * 0x1p64f, lifted, inverse), chance[k], Quick());
     } else {
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const float code = encoded<FOURTH>(x[k], fabsf(x[k]) / scale, chance[k], Plain());
-            found[k] = code == code ? code : 0.0f;
-        }
+        for (int k = 0; k < 4; k++)
+            found[k] = encoded<FOURTH>(x[k], scale < INFINITY ? fabsf(x[k]) / scale : 0.0f, chance[k], Plain());
     }
 #pragma unroll
     for (int k = 0; k < 4; k++) found[k] = FOURTH ? found[k] : copysignf(found[k], x[k]);
@@ -277,13 +275,17 @@ __global__ void __launch_bounds__(THREADS, 4)
             for (int k = 0; k < 4; k++)  // NaNs that may be added to
                 for (float* x : {xs + k, ys + k, zs + k}) *x = *x != *x ? __uint_as_float(0x7FC00000u) : *x;
         }
+        const int some = n - i;
+        if (CODED && some < 4)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                if (k >= some) ys[k] = zs[k] = 0;  // zero times a scale may be NaN
         Words random{};
         if (DRAWN && c.stochastic) random = philox(static_cast<uint64_t>(begin) / 4 | static_cast<uint32_t>(i) / 4, item.key);
         uint32_t of_p[4], of_m[4], of_v[4];
 #pragma unroll
         for (int k = 0; k < 4; k++)
             of_p[k] = bits_of_p(random.w[k]), of_m[k] = bits_of_m(random.w[k]), of_v[k] = bits_of_v(random.w[k]);
-        const int some = n - i;
         if constexpr (CODED) {
             float below[4], above[4];  // chances
 #pragma unroll
@@ -336,31 +338,38 @@ __device__ __forceinline__ double block_sum(double x) {
     return total;
 }
 
-// In fp32 within a thread, at most 16 squares to a sum, in fp64 from there on.
+// A thread's sum of squares of a piece, in eight of kind S.
+template <class S, class G>
+__device__ __forceinline__ double added(const G* g, int32_t n) {
+    constexpr int UNROLLED = sizeof(S) == 4 ? 4 : 1;  // the rare one takes no registers of the other
+    S sums[8] = {};
+    const auto square = [](G x) { return S{to_float(x)} * S{to_float(x)}; };
+    if (reinterpret_cast<uintptr_t>(g) % 16 == 0) {
+#pragma unroll UNROLLED
+        for (int32_t i = threadIdx.x * 8; i < n; i += 8 * THREADS) {
+            const Pack<G> pack = load8<true>(g + i, n - i < 8 ? n - i : 8);
+#pragma unroll
+            for (int k = 0; k < 8; k++) sums[k] += square(pack.at[k]);
+        }
+    } else {
+#pragma unroll UNROLLED
+        for (int32_t i = threadIdx.x; i < n; i += THREADS) sums[0] += square(g[i]);
+    }
+    double sum = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) sum += sums[k];
+    return sum;
+}
+
+// In fp32 within a thread, at most 16 squares to a sum, and in fp64 from there on; again all in fp64 where one of them overflows.
 template <class G>
 __global__ void __launch_bounds__(THREADS) squares(const Item* table, int64_t count, double* partial) {
     const Item& item = find(table, count, blockIdx.x);
     const int64_t begin = (blockIdx.x - item.first) * PIECE;
     const int32_t n = static_cast<int32_t>(item.n - begin < PIECE ? item.n - begin : PIECE);
     const G* const g = static_cast<const G*>(item.g) + begin;
-    float sums[8] = {};
-    if (reinterpret_cast<uintptr_t>(g) % 16 == 0) {
-#pragma unroll 4
-        for (int32_t i = threadIdx.x * 8; i < n; i += 8 * THREADS) {
-            const Pack<G> pack = load8<true>(g + i, n - i < 8 ? n - i : 8);
-#pragma unroll
-            for (int k = 0; k < 8; k++) sums[k] += to_float(pack.at[k]) * to_float(pack.at[k]);
-        }
-    } else {
-#pragma unroll 4
-        for (int32_t i = threadIdx.x; i < n; i += THREADS) {
-            const float x = to_float(g[i]);
-            sums[0] += x * x;
-        }
-    }
-    double sum = 0;
-#pragma unroll
-    for (int k = 0; k < 8; k++) sum += sums[k];
+    double sum = added<float>(g, n);
+    if (!(sum < INFINITY)) sum = added<double>(g, n);
     sum = block_sum(sum);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }

@@ -367,7 +367,10 @@ def of_adamw(rng: random.Random, device: str, compared: bool) -> list[Any]:
     starts = [torch.randn(n, device=device).to(dtype) for n in sizes]
     grads = [[None if rng.random() < 0.05 else lay(torch.randn(n, device=device).to(kind)) for n in sizes] for _ in range(2)]
     if rng.random() < 0.1 and (g := grads[1][0]) is not None and g.numel():
-        grads[1][0] = torch.full_like(g, rng.choice((math.nan, math.inf)))
+        where = torch.rand(g.shape, device=device) < rng.choice((0.0, 0.01, 1.0))  # none: what is left out or in is one element
+        where.view(-1)[rng.randrange(g.numel())] = True
+        strange = torch.tensor(rng.choice((math.nan, math.inf, -math.inf, 3e38, 1e-30)), device=device)
+        grads[rng.randrange(2)][0] = g.masked_fill(where, strange.to(kind))
     at = [rng.choice((torch.Tensor.clone, LAYOUTS["misaligned"])) for _ in sizes]
 
     clips: list[Tensor] = []  # of the kernel's run, for the reference's: sums of squares are not to the bit

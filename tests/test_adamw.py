@@ -97,6 +97,33 @@ def test_the_kernel_is_the_reference_bit_for_bit(device: str, dtype: torch.dtype
 
 
 @kernels
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", adamw.KINDS)
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf, 3e38, 1e-30])
+def test_they_agree_about_strange_gradients_too(strange: float, kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An element alone, first, within and last of its block, and a block of nothing else, where no clip leaves a step out."""
+    results = []
+    for way in ("kernel", "reference"):
+        if way == "reference":
+            by_reference(monkeypatch)
+        params, optimizer = make(device, shapes=[(1000,)], moments=kind)
+        for step in range(3):
+            gradients(params, step)
+            if step == 1:
+                for place in (0, 128 + 77, 2 * 128 + 127, slice(3 * 128, 4 * 128), -1):
+                    params[0].grad[place] = strange
+            optimizer.step()
+        results.append(content(params, optimizer))
+    state = dict(zip(["p", *optimizer.state[params[0]]], results[1], strict=True))
+    if kind == "int8" and not math.isfinite(strange):
+        assert not state["exp_avg_scale"][[0, 1, 2, 3, 7]].isfinite().any() and state["p"][:512].isnan().all()
+        assert not state["exp_avg"][:512].any() and state["exp_avg_scale"][4:7].isfinite().all()
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours.isnan(), theirs.isnan())
+        assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
+@kernels
 def test_threads_change_nothing() -> None:
     results, threads = [], torch.get_num_threads()
     for count in (1, 3):
@@ -154,6 +181,15 @@ def test_the_norm_and_the_factor(device: str, dtype: torch.dtype, scale: float |
         norm, factor = optimizer.clip(limit, None if scale is None else torch.tensor(scale, device=device)).tolist()
         assert norm == pytest.approx(float(exact), rel=3e-7)
         assert factor == pytest.approx(wanted * (scale or 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_square_that_overflows_leaves_no_step_out(device: str) -> None:
+    params, optimizer = make(device)
+    gradients(params, 0)
+    params[4].grad[3] = 1e30
+    norm, factor = optimizer.clip(1.0).tolist()
+    assert norm == pytest.approx(1e30, rel=1e-6) and factor == pytest.approx(1e-30, rel=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)

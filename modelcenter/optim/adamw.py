@@ -14,7 +14,8 @@ What is kept for a parameter has torch's names: `step`, `exp_avg`, `exp_avg_sq`.
            decay, for a step by 1 - beta2 = 0.001 is less than half of bf16's last place
     int8   2 bytes and for each 128 elements a scale, their largest magnitude: m = scale sign(c) (c / 127)^2 with c from -127 to
            127, v = scale (c / 255)^4 with c from 0 to 255, both rounded at random. A v above 0 has a code of at least 2, whose
-           root is the smallest m above 0: so no step is longer than the rate, however small an element is beside its neighbours
+           root is the smallest m above 0: so no step is longer than the rate, however small an element is beside its neighbours.
+           A magnitude that is not finite is its block's scale, of which all parts are then 0: no m of the block is a number again
 
 A parameter in bf16 is rounded at random as well; with `master`, and always in fp16, an fp32 copy of it is kept (`master`) and the
 parameter is that copy, rounded. The random bits are a function of (seed, step, place of the parameter, element): csrc/philox.h.
@@ -313,7 +314,7 @@ def narrow(state: dict[str, Any], name: str, x: Tensor, random: Tensor | None = 
     scale = local(state[f"{name}_scale"]).view(-1)
     size = torch.nn.functional.pad(x.abs().flatten(), (0, -n % BLOCK)).view(-1, BLOCK)
     scale.copy_(size.amax(1))
-    part = torch.where(scale[:, None] > 0, size / scale[:, None], 0.0).flatten()[:n]
+    part = torch.where(((scale > 0) & scale.isfinite())[:, None], size / scale[:, None], 0.0).flatten()[:n]
     low = (exact_root(exact_root(part)) * 255 if fourth else exact_root(part) * 127).floor()
     below, above = decoded(low, fourth), decoded(low + 1, fourth)
     chance = 32768.0 if random is None else random.flatten() + 0.5
