@@ -25,7 +25,7 @@ from modelcenter.cli.plan import plan
 from modelcenter.cli.tokenize import tokenize
 from modelcenter.cli.train import train
 from modelcenter.config import COMMAND_LINE, describe
-from modelcenter.errors import LIMIT, InputError, nearest, printable, refuse
+from modelcenter.errors import LIMIT, InputError, message, nearest, printable, refuse
 
 VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "train": train,
@@ -74,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `modelcenter list keys | head`
         hush()
         return 0
+    except OSError as error:  # a name that is too long, a folder that nobody but its owner may look into
+        if error.filename is None or "--debug" in argv:
+            raise
+        said = message(str(error.filename), None, error.strerror or str(error), "a name that can be read or written")
+        print(f"modelcenter: error: {said}", file=sys.stderr)
+        return 2
 
 
 def say(text: str) -> None:

@@ -170,7 +170,7 @@ def test_rows_and_what_is_shown(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("objective", "fields", "keys", "said"), [
-    ("contrastive", {}, {"pair_key": None}, "data.pair_key is absent"),
+    ("contrastive", {}, {"pair_key": None}, "data.pair_key: absent with objective contrastive"),
     ("contrastive", {}, {"negative_key": "none"}, "line 1: no field 'none'"),
     ("contrastive", {"far": ["a"]}, {"negative_key": "far"}, "line 2: 1 negatives where the first record has 2; as many"),
     ("contrastive", {"far": ["a", 2]}, {"negative_key": "far"}, "line 2: far holds 2"),

@@ -111,6 +111,10 @@ def test_the_last_tenth(tmp_path: Path) -> None:
     assert [len(part) for part in split(rows, 0.3)] == [7, 3]
     with pytest.raises(InputError, match="eval_fraction"):
         split(Records([rows[:1]]), 0.5)
+    text = str(write(tmp_path / "t.txt", "abcd"))
+    assert [r.fields["text"] for part in read_split(DataConfig(path=text, eval_fraction=1e-45)) for r in part] == ["abc", "d"]
+    with pytest.raises(InputError, match="eval_fraction: 1 records leave nothing on one side"):
+        read_split(DataConfig(path=str(write(tmp_path / "mark.txt", b"\xef\xbb\xbf")), eval_fraction=0.1))
 
 
 @pytest.mark.parametrize("ending", ["tsv", "csv"])

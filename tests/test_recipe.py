@@ -160,10 +160,14 @@ REFUSED = {  # what is added to a good recipe: what is said of it
     "schedule: {name: noam}": "schedule.warmup_steps: 0 with name noam; 1 at least",
     "schedule: {gamma: 0.9}": "schedule.gamma: 0.9 with name linear, which has none; leave it out, or 0.999",
     "optimizer: {name: lyon}": "optimizer.name: 'lyon'; adamw | adafactor",
-    "optimizer: {lr: 0}": "optimizer.lr: 0; a number above 0",
+    "optimizer: {lr: 0}": "optimizer.lr: 0; a number above 0 and at most 100",
     "optimizer: {lr: .nan}": "line 5: '.nan'; a finite number",
     "optimizer: {betas: [0.9, 1.0]}": "optimizer.betas.1: 1.0; a number at least 0 and below 1",
-    "optimizer: {eps: 0}": "optimizer.eps: 0; a number above 0",
+    "optimizer: {eps: 0}": "optimizer.eps: 0; a number at least 1e-37",
+    "optimizer: {eps: 1e-45}": "optimizer.eps: 1e-45; a number at least 1e-37",
+    "optimizer: {lr: 3e4}": "optimizer.lr: 30000.0; a number above 0 and at most 100",
+    "optimizer: {lr: 0.1, weight_decay: 10}": "optimizer.weight_decay: 10 with lr 0.1, which leaves a step nothing of the weights",
+    "objective: similarity": "data.pair_key: absent with objective similarity; the field of the second text",
     "optimizer: {weight_decay: -0.1}": "optimizer.weight_decay: -0.1; a number at least 0",
     "schedule: {name: step}": "schedule.name: 'step'; linear | cosine | constant",
     "schedule: {warmup_steps: -1}": "schedule.warmup_steps: -1; an integer at least 0",
@@ -235,12 +239,14 @@ def test_refused(text: str, tmp_path: Path) -> None:
         ("data.seqlen=4", "command line: data.seqlen: unknown key; did you mean 'data.seq_len'?"),
         ("metrics=[acc]", "command line: metrics: 'acc'; did you mean 'mcc'?"),
         ("best=bleu", "command line: best: bleu with objective lm; one of loss"),
+        ("data.prompt_key=p", "{file}: data.response_key: absent; prompt_key and response_key go together"),
+        ("data.response_key=r", "{file}: data.prompt_key: absent; prompt_key and response_key go together"),
     ],
 )
 def test_refused_on_the_command_line(line: str, found: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as refused:
-        load_recipe(write(tmp_path, BASE), [line])
-    assert str(refused.value).startswith(found)
+        load_recipe(file := write(tmp_path, BASE), [line])
+    assert str(refused.value).startswith(found.replace("{file}", str(file)))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +285,7 @@ def finetune() -> Recipe:
 
 
 @given(
-    lr=st.floats(0, exclude_min=True, allow_infinity=False),
+    lr=st.floats(0, 1, exclude_min=True),
     betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     epochs=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
     model=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),

@@ -861,7 +861,7 @@ def test_label_smoothing_equals_transformers(task: str) -> None:
 
 @pytest.mark.parametrize(("changes", "found"), [
     ({"freeze": ["wtf"]}, r"freeze: 'wtf' matches no parameter"),
-    ({"freeze": ["*"]}, r"model: every parameter is frozen"),
+    ({"freeze": ["*"]}, r"freeze: all parameters of the model; one at least is to be trained"),
     ({"loss.z_loss": 1e-4, "objective": "classify"}, r"loss\.z_loss: 0\.0001 with objective classify"),
     ({"adapter.name": "lora", "init": "pretrained", "freeze": ["embed"]}, r"freeze: with adapter\.name lora"),
     ({"schedule.name": "wsd", "schedule.decay_steps": 18}, r"schedule\.decay_steps: 18 after 3 of warm-up, in 20 steps"),
@@ -872,6 +872,23 @@ def test_label_smoothing_equals_transformers(task: str) -> None:
 def test_what_cannot_be_is_refused(changes: dict[str, Any], found: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=found):
         train(recipe_of(tmp_path, **changes), MACHINE)
+
+
+@pytest.mark.parametrize(("changes", "found"), [
+    ({"data.seq_len": 33}, r"data\.seq_len: 33; at most 32, the model's positions"),
+    ({"objective": "mlm"}, r"task: 'mlm' is none of GPT's"),
+    ({"objective": "chat", "data.chat_template": "chatlm"}, r"data\.chat_template: 'chatlm'; did you mean 'chatml'"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_before_a_file_is_opened(changes: dict[str, Any], found: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=found):
+        train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "none")}), MACHINE)
+
+
+def test_a_warm_up_that_never_ends_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, said in ((20, True), (21, False)):
+        train(recipe_of(tmp_path, max_steps=steps, output_dir=str(tmp_path / str(steps)), **{"schedule.warmup_steps": 20}), MACHINE)
+        line = "schedule: 20 steps of warm-up in a run of 20: the learning rate does not come to its peak\n"
+        assert (line in capsys.readouterr().err) == said
 
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
@@ -893,6 +910,7 @@ def test_a_field_that_is_not_there_is_named_before_anything_is_fetched(objective
     (tmp_path / "rows.jsonl").write_text('{"nothing": "of use"}\n' * 3)
     changes = {"data.path": str(tmp_path / "rows.jsonl"), "data.eval_fraction": 0.0}
     changes |= {"data.pair_key": "other"} if objective == "contrastive" else {}
+    changes |= {"model": "t5-small", "config": {}} if objective == "seq2seq" else {}
     recipe = recipe_of(tmp_path, objective=objective, **changes)
     with pytest.raises(InputError, match=r"rows\.jsonl: line 1: "):
         prepare(*resolve(recipe, MACHINE)[:1], MACHINE, torch.device("cpu"))

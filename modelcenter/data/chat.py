@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from modelcenter.errors import nearest, refuse
+from modelcenter.errors import refuse
 
 if TYPE_CHECKING:
     from modelcenter.data.record import Record
@@ -41,8 +41,6 @@ class Template:
         if name == "auto":
             name = "plain" if tokenizer.chat_template is None else None
         if name is not None:
-            if name not in NAMED:
-                refuse(None, "data.chat_template", repr(name), nearest(name, (*NAMED, "auto")))
             source, needed = NAMED[name]
             lack = [token for token in needed if token not in tokenizer.vocabulary]
             if name == "plain" and tokenizer.id("eos") is None:

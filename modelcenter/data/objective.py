@@ -50,6 +50,10 @@ class Objective(ABC):
     packs: ClassVar[bool] = True  # examples may stand side by side
     together: ClassVar[bool] = False  # the examples of a forward have a part in one another's loss
 
+    def verify(self, data: DataConfig) -> None:
+        """Refuse settings without which, or with which, there are no examples: before a file is opened."""
+        return None
+
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         """Every text that is read of a record, to train a tokenizer on."""
         yield record.text(data.text_key, "data.text_key")
@@ -146,6 +150,7 @@ def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", 
     from modelcenter.data.loader import Chain
 
     objective = find_objective(name)
+    objective.verify(data)
     if not len(records):
         refuse(None, "data.path", "no record", "data with at least one record is wanted")
     names = tuple(names or objective.names(records, data) or ())

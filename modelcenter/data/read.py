@@ -151,11 +151,11 @@ def split(records: Part, fraction: float) -> tuple[Part, Part]:
         parts = records[:cut], records[cut:]
     else:
         ends = np.cumsum([len(record.fields["text"]) for record in records])
-        left = int(ends[-1] * (1 - fraction))
+        left = min(int(ends[-1] * (1 - fraction)), int(ends[-1]) - 1)
         border = int(np.searchsorted(ends, left, "right"))  # the document that holds the first character held out
         text, at = records[border].fields["text"], left - int(ends[border] - len(records[border].fields["text"]))
         here = records[border]
-        head = [replace(here, fields={"text": text[:at]})] if at else []
+        head = [replace(here, fields={"text": text[:at]})] if at > 0 else []
         tail = replace(here, fields={"text": text[at:]}, start=here.start + at)
         parts = Records([records[:border], Few(head)]), Records([Few([tail]), records[border + 1 :]])
     if not all(map(len, parts)):

@@ -17,11 +17,13 @@ class OptimizerConfig:
     name: Literal["adamw", "adafactor", "lion", "muon"] = field(
         default="adamw", metadata={"help": "the optimizer; muon: of the blocks' matrices, adamw for the rest"}
     )
-    lr: float = field(default=5e-5, metadata={"above": 0, "help": "peak learning rate; adafactor: of a weight's size"})
+    lr: float = field(default=5e-5, metadata={"above": 0, "max": 100, "help": "peak learning rate; adafactor: of a weight's size"})
     betas: tuple[float, float] = field(
         default=(0.9, 0.999), metadata={"min": 0, "below": 1, "help": "decay of the two moments; Lion's authors: [0.9, 0.99]"}
     )
-    eps: float = field(default=1e-8, metadata={"above": 0, "help": "added to the root of the second moment"})
+    eps: float = field(  # below it fp32 has denormals alone, which are zero to a run
+        default=1e-8, metadata={"min": 1e-37, "help": "added to the root of the second moment"}
+    )
     weight_decay: float = field(default=0.01, metadata={"min": 0, "help": "decoupled decay; norms and biases have none"})
     moments: Literal["fp32", "bf16", "int8"] = field(
         default="fp32", metadata={"help": "how the two moments are kept: 8, 4 or 2 bytes a parameter"}
@@ -35,6 +37,9 @@ class OptimizerConfig:
         of_lion = ["eps", "moments", "momentum"]
         useless = {"adamw": ["momentum"], "adafactor": ["betas", *of_lion], "lion": of_lion}
         refuse_changed(self, useless.get(self.name, []), f"with name {self.name}, which has none")
+        if self.weight_decay * self.lr >= 1:
+            found = f"{self.weight_decay:g} with lr {self.lr:g}, which leaves a step nothing of the weights"
+            refuse(None, "weight_decay", found, "a product below 1")
 
 
 @dataclass(frozen=True)

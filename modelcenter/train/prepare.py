@@ -3,7 +3,7 @@
 import importlib
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,6 +73,7 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     sizes = sizes_of(recipe)
     if recipe.data.seq_len == DataConfig.seq_len and (most := sizes.get("positions")) and most < recipe.data.seq_len:
         recipe = replace(recipe, data=replace(recipe.data, seq_len=most))
+    check_length(recipe, sizes)
     device = device_of(machine)
     precision = recipe.precision
     if precision == "auto":
@@ -84,11 +85,17 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     return replace(recipe, precision=precision, micro_batch=micro, task=recipe.head), device
 
 
+def check_length(recipe: Recipe, sizes: Mapping[str, Any]) -> None:
+    """Refuse examples longer than the positions of a model of such `sizes`, where these are learned."""
+    if (most := sizes.get("positions")) is not None and recipe.data.seq_len > most:
+        refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {most}, the model's positions")
+
+
 def sizes_of(recipe: Recipe) -> dict[str, Any]:
     """The fields of the config of the recipe's model; none where a hub id would have to be fetched to know."""
     known, local, found = recipe.model in presets(), Path(recipe.model).expanduser().is_dir(), None
     if recipe.init == "random" or (known and not local):
-        found = build(recipe.model, config=recipe.config, device="meta")
+        found = build(recipe.model, task=recipe.head, config=recipe.config, device="meta")
     elif local:
         found = load(recipe.model, task=recipe.head, config=recipe.config, device="meta")
     return dict(vars(found.config)) if found is not None else {}
@@ -144,6 +151,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         found = f"fp16 with {type(model).__name__}, whose feed-forward layers overflow it"
         refuse(None, "precision", found, "bf16, or fp32 where there is no bf16")
     model.freeze(*recipe.freeze)
+    if recipe.freeze and not any(p.requires_grad for p in model.parameters()):
+        refuse(None, "freeze", "all parameters of the model", "one at least is to be trained")
     model.head.smoothing = recipe.loss.label_smoothing
     if isinstance(model.head, EmbedHead):
         model.head.scale, model.head.symmetric = recipe.loss.scale, recipe.loss.symmetric
@@ -157,8 +166,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         model.config = replace(model.config, file={**model.config.to_dict(), **said})
     size = vars(model.config)  # `vocab` in every family, `positions` where they are learned
     most = size.get("positions")
-    if most is not None and recipe.data.seq_len > most:
-        refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {most}, the model's positions")
+    check_length(recipe, size)  # of a hub id, which `resolve` has not fetched
 
     def loader(some: Sequence[Record], train: bool) -> Loader:
         examples = make_examples(recipe.objective, some, tokenizer, recipe.data, vocab=size.get("vocab"), train=train,
@@ -191,6 +199,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         f"about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
         f"sample, trained on where it stands in [[ ]]:\n  {objective.sample(first, tokenizer, names)}",
     ]
+    if (warmup := recipe.schedule.of(steps).warmup_steps) >= steps:
+        lines.append(f"schedule: {warmup:,} steps of warm-up in a run of {steps:,}: the learning rate does not come to its peak")
     if names is not None and learned and learned != names and not model.load_report.new:
         lines.append(f"labels: {', '.join(names)}; the weights have learned {', '.join(learned)}, of which these take the places")
     if objective.together and forwards > 1:

@@ -108,6 +108,7 @@ class Recipe:
                 readers = " or ".join(name for name, other in objectives().items() if setting.name in other.keys)
                 found = f"{value!r} with objective {self.objective}, which does not read it"
                 refuse(None, f"data.{setting.name}", found, f"leave it out; it is for {readers}")
+        objective.verify(self.data)
         for name in self.metrics:
             check(name, self.objective, objective.of, "metrics")
         if self.best is not None:

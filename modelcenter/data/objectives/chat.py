@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelcenter.data.chat import Template
+from modelcenter.data.chat import NAMED, Template
 from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import Names, register
@@ -15,7 +15,7 @@ from modelcenter.data.objectives.lm import Causal
 from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Record
 from modelcenter.data.sequence import Sequences, filler
-from modelcenter.errors import refuse
+from modelcenter.errors import nearest, refuse
 
 if TYPE_CHECKING:
     from modelcenter.data.encode import Reader
@@ -30,6 +30,10 @@ ROW = ("instruction", "input", "output")  # Alpaca's; `input` may be empty
 class Chat(Causal):
     name = "chat"
     keys = ("messages_key", "chat_template")
+
+    def verify(self, data: DataConfig) -> None:
+        if data.chat_template not in (None, "auto", *NAMED):
+            refuse(None, "data.chat_template", repr(data.chat_template), nearest(data.chat_template, (*NAMED, "auto")))
 
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         return (message["content"] for message in conversation(record, data) if isinstance(message.get("content"), str))

@@ -16,6 +16,7 @@ from modelcenter.data.objective import Names, Objective, register
 from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Record
 from modelcenter.data.sequence import filler
+from modelcenter.errors import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,10 @@ class Embed(Objective):
 
     task = "embed"
     classes = False
+
+    def verify(self, data: DataConfig) -> None:
+        if data.pair_key is None:
+            refuse(None, "data.pair_key", f"absent with objective {self.name}", "the field of the second text")
 
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         return iter(texts_of_row(record, data))
@@ -144,9 +149,7 @@ class Scored(Texts):
 
 def texts_of_row(record: Record, data: DataConfig) -> list[str]:
     """The text, the one of its pair and the negatives: one, or a list of them."""
-    if data.pair_key is None:
-        record.refuse("data.pair_key is absent", "the field of the second text")
-    found = [record.text(data.text_key, "data.text_key"), record.text(data.pair_key, "data.pair_key")]
+    found = [record.text(data.text_key, "data.text_key"), record.text(str(data.pair_key), "data.pair_key")]
     if data.negative_key is None:
         return found
     negatives = record.fields.get(data.negative_key)

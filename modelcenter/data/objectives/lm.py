@@ -37,6 +37,11 @@ class LM(Causal):
     name = "lm"
     keys = ("text_key", "prompt_key", "response_key")
 
+    def verify(self, data: DataConfig) -> None:
+        if (data.prompt_key is None) != (data.response_key is None):
+            key = "data.prompt_key" if data.prompt_key is None else "data.response_key"
+            refuse(None, key, "absent", "prompt_key and response_key go together")
+
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         if data.response_key is None:
             yield record.text(data.text_key, "data.text_key")
@@ -62,7 +67,8 @@ class Blocks(Sequences):
     def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int, moving: bool) -> None:
         self.tokens, self.total = tokens, tokens.total - behind(tokens, tokens.total, read.eos)  # what parts documents ends none
         if self.total < 2:
-            refuse(None, "data.path", f"{self.total} tokens in all", "at least two are wanted")
+            whose = "" if moving else " of the evaluation data"
+            refuse(None, "data.path", f"{self.total} tokens in all{whose}", "at least two are wanted")
         self.size, self.seed, self.moving = data.seq_len, seed, moving
         self.lengths = np.full(-(-(self.total - 1) // (self.size - 1)), self.size)
 
@@ -149,7 +155,4 @@ def fit(prompt: list[int], response: list[int], size: int) -> tuple[list[int], i
 
 def texts_of_pair(record: Record, data: DataConfig) -> tuple[str, str]:
     """The prompt and the response of a record."""
-    for option, key in (("prompt_key", data.prompt_key), ("response_key", data.response_key)):
-        if key is None:
-            refuse(None, f"data.{option}", "absent", "prompt_key and response_key go together")
     return record.text(str(data.prompt_key), "data.prompt_key"), record.text(str(data.response_key), "data.response_key")
