@@ -1,6 +1,7 @@
 """Generation beside what `test_zoo` holds to transformers: steps with a cache, ends, sampling."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from zoo import Case
 import modelcenter as mc
 from modelcenter.errors import InputError
 from modelcenter.generate.options import UNSUPPORTED, WITHOUT_EFFECT, Options
+from modelcenter.generate.run import settings
 from modelcenter.generate.scores import apply, filtered, penalise_frequency, rules
 from modelcenter.layers import Cache
 
@@ -342,8 +344,6 @@ def test_memory_is_taken_once_and_filled_in_place() -> None:
 
 
 def test_options_come_from_the_call_then_the_file_then_the_config(tmp_path: Path) -> None:
-    import json
-
     _, folder = zoo.reference(GPT)
     shutil.copytree(folder, tmp_path / "m")
 
@@ -513,3 +513,21 @@ def test_a_device_that_is_not_here_is_one_line(device: str, said: str) -> None:
                  lambda: mc.load(zoo.reference(GPT)[1], device=device)):  # fmt: skip
         with pytest.raises(InputError, match=said):
             make()
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_minus_one_is_no_token(file: str, tmp_path: Path) -> None:
+    """As in files of 2023: nothing ends a row, and what keeps it from ending bans no word; what fills up is not given."""
+    folder = shutil.copytree(zoo.reference(GPT)[1], tmp_path / "old")
+    (folder / "generation_config.json").unlink()
+    said = json.loads((folder / "config.json").read_text()) if file == "config.json" else {}
+    (folder / file).write_text(json.dumps(said | {"eos_token_id": -1, "pad_token_id": -1}))
+    model, ids = mc.load(folder), prompt()
+    o = settings(model, None, {})
+    assert (o.ends, o.pad) == ((), 0)
+    last = model.config.vocab - 1
+    with torch.no_grad():
+        scores = torch.full((1, last + 1), 0.0).index_fill(1, torch.tensor([last]), 9.0)
+        kept = apply(rules(dataclasses.replace(o, min_new_tokens=3), 1, 2, 5, None, None, last + 1), ids[:1, :2], scores)
+    assert kept.argmax() == last
+    assert model.generate(ids, max_new_tokens=3).shape == (len(ids), ids.size(1) + 3)

@@ -96,7 +96,8 @@ class Options:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        return several(self.eos_token_id)
+        """The ids that end a row; -1 is none."""
+        return tuple(i for i in several(self.eos_token_id) if i >= 0)
 
     @property
     def pad(self) -> int:
@@ -130,7 +131,7 @@ def read(given: Mapping[str, Any], options: Mapping[str, Any], config: Mapping[s
         base.pop("max_new_tokens", None)
     bind(Options, base, file)
     ids = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
-    model = {name: config[name] for name in ids if config.get(name) is not None}
+    model = chosen({name: config.get(name) for name in ids}, known, "config.json")
     found = bind(Options, {**model, **base, **over})
     for names, used, wanted in ((DRAWN, found.do_sample, "do_sample=true"), (SEARCHED, found.num_beams > 1, "num_beams from 2")):
         for name in names:  # of the call alone: a file's are for those who draw
@@ -146,7 +147,10 @@ def chosen(values: Mapping[str, Any], known: list[str], file: str | None) -> dic
         if value is not None and value not in neutral:
             held = "take it out of the file, or in Python read none of it: generation_config={}"
             refuse(file, name, f"{str(value)[:60]} is not implemented", held if file and file.endswith(FILE) else "leave it out")
-    return {name: plain(values[name]) for name in known if values.get(name) is not None}
+    given = {name: plain(values[name]) for name in known if values.get(name) is not None}
+    if file and given.get("pad_token_id") == -1:  # how old files say that there is none
+        del given["pad_token_id"]
+    return given
 
 
 def plain(value: Any) -> Any:
