@@ -26,8 +26,12 @@ def section(title: str) -> list[tuple[str, str]]:
     return [(theirs.strip(), ours.strip()) for theirs, ours in rows]
 
 
+SCRIPTS = "The arguments of their scripts"
+
+
 def ours() -> list[str]:
-    return [span for title in ("BMTrain", "ModelCenter", "Trainer") for _, text in section(title) for span in SPAN.findall(text)]
+    titles = "BMTrain", "ModelCenter", SCRIPTS, "Trainer"
+    return [span for title in titles for _, text in section(title) for span in SPAN.findall(text)]
 
 
 def test_every_section_has_rows() -> None:
@@ -54,6 +58,14 @@ def test_keys_are_there() -> None:
     dotted = {key.partition("=")[0] for span in ours() for key in [span.split()[0]] if re.fullmatch(r"[a-z_]+\.[a-z_]+(=.*)?", key)}
     dotted = {key for key in dotted if not key.startswith(("mc.", "model.", "modelcenter."))}
     assert len(dotted) > 20 and dotted <= KEYS
+
+
+def test_every_argument_of_their_scripts_has_a_key() -> None:
+    """All that their get_args parses, but `--local_rank`, which a launcher sets."""
+    arguments = {span for theirs, _ in section(SCRIPTS) for span in SPAN.findall(theirs)}
+    assert len(arguments) == 23 and all(argument.startswith("--") for argument in arguments)
+    found = {span.partition("=")[0] for _, text in section(SCRIPTS) for span in SPAN.findall(text) if not span.startswith("--")}
+    assert {*KEYS, "wsd"} >= found and len(found) > 18
 
 
 def test_fields_of_a_config_are_there() -> None:

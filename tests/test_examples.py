@@ -1,16 +1,22 @@
 """What stands in examples/ does what it says; quickstart.py is `make quickstart`."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from zoo import loud
 
 import modelcenter as mc
 from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.errors import InputError
+
+Weights = dict[str, torch.Tensor]
 
 COUNT = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 TEXT = [" ".join(COUNT[(n + k) % 8] for k in range(8)) for n in range(8)] * 8  # a word that is replaced is known by its neighbours
@@ -62,3 +68,112 @@ def test_only_masked_tokens_are_drawn_anew(masked: tuple[int, ...]) -> None:
 
     ids, wrong = example("replaced_tokens").replaced(Sure(), torch.randn(1, 4, 2), batch)
     assert torch.equal(ids, text.masked_fill(chosen, 9)) and torch.equal(wrong, chosen)
+
+
+
+COMMON = {"vocab_size": 100, "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 100, "n_positions": 40, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48}, "bert": COMMON,
+    "t5": {"vocab_size": 100, "d_model": 32, "num_heads": 4, "d_kv": 8, "num_layers": 2, "d_ff": 48, "layer_norm_epsilon": 1e-12},
+    "llama": {**COMMON, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5},
+}  # fmt: skip
+SELF = ("project_q", "project_k", "project_v", "attention_out")
+FFN_IN, FFN_OUT = "ffn.ffn.w_in.w", "ffn.ffn.w_out"
+NORM_1, NORM_2 = "self_att.layernorm_before_attention", "ffn.layernorm_before_ffn"
+
+
+def gpt2_of(sd: Weights) -> Weights:
+    out = {"input_embedding.weight": sd["transformer.wte.weight"], "position_embedding.weight": sd["transformer.wpe.weight"]}
+    for leaf in ("weight", "bias"):
+        out[f"encoder.output_layernorm.{leaf}"] = sd[f"transformer.ln_f.{leaf}"]
+        for i in range(2):
+            h, rows = f"transformer.h.{i}.", dict(zip(SELF, sd[f"transformer.h.{i}.attn.c_attn.{leaf}"].chunk(3, -1), strict=False))
+            rows = {f"self_att.self_attention.{p}": value for p, value in rows.items()}
+            rows |= {ours: sd[f"{h}{theirs}.{leaf}"] for ours, theirs in {
+                NORM_1: "ln_1", "self_att.self_attention.attention_out": "attn.c_proj", NORM_2: "ln_2", FFN_IN: "mlp.c_fc",
+                FFN_OUT: "mlp.c_proj"}.items()}  # fmt: skip
+            out |= {f"encoder.layers.{i}.{ours}.{leaf}": value.mT if value.dim() == 2 else value for ours, value in rows.items()}
+    return out
+
+
+def bert_of(sd: Weights) -> Weights:
+    """A block's first norm is the one that ends the block before."""
+    out = {"lm_head.decoder.bias": sd["cls.predictions.bias"], "lm_head.decoder.weight": torch.zeros(0)}
+    for ours, theirs in {"input": "word", "position": "position", "token_type": "token_type"}.items():
+        out[f"{ours}_embedding.weight"] = sd[f"bert.embeddings.{theirs}_embeddings.weight"]
+    for leaf in ("weight", "bias"):
+        norms = "embeddings.LayerNorm", "encoder.layer.0.output.LayerNorm", "encoder.layer.1.output.LayerNorm"
+        ends = [f"bert.{name}.{leaf}" for name in norms]
+        out[f"encoder.output_layernorm.{leaf}"] = sd[ends[2]]
+        out |= {f"lm_head.{ours}.{leaf}": sd[f"cls.predictions.transform.{theirs}.{leaf}"]
+                for ours, theirs in {"dense": "dense", "layer_norm": "LayerNorm"}.items()}  # fmt: skip
+        for i in range(2):
+            names = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+            rows = {f"self_att.self_attention.{p}": name for p, name in zip(SELF, names, strict=True)}
+            rows |= {NORM_2: "attention.output.LayerNorm", FFN_IN: "intermediate.dense", FFN_OUT: "output.dense"}
+            out |= {f"encoder.layers.{i}.{ours}.{leaf}": sd[f"bert.encoder.layer.{i}.{name}.{leaf}"] for ours, name in rows.items()}
+            out[f"encoder.layers.{i}.{NORM_1}.{leaf}"] = sd[ends[i]]
+    return out
+
+
+def t5_of(sd: Weights) -> Weights:
+    """Words and all that is added to them are a hundredth, as in the files that were published."""
+    out = {"input_embedding.weight": sd["shared.weight"] / 100}
+    for stack, kinds in (("encoder", ("SelfAttention",)), ("decoder", ("SelfAttention", "EncDecAttention"))):
+        block, last = f"{stack}.block", len(kinds)
+        out[f"{stack}.output_layernorm.weight"] = sd[f"{stack}.final_layer_norm.weight"]
+        table = f"{block}.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        out[f"position_bias_{stack[:3]}.relative_attention_bias"] = sd[table]
+        for i in range(2):
+            e = f"{stack}.layers.{i}"
+            for k, (kind, ours) in enumerate(zip(kinds, ("self_att", "cross_att"), strict=False)):
+                out[f"{e}.{ours}.layernorm_before_attention.weight"] = sd[f"{block}.{i}.layer.{k}.layer_norm.weight"]
+                for p, o in zip(SELF, "qkvo", strict=True):
+                    value = sd[f"{block}.{i}.layer.{k}.{kind}.{o}.weight"]
+                    out[f"{e}.{ours}.self_attention.{p}.weight"] = value / 100 if o == "o" else value
+            out[f"{e}.{NORM_2}.weight"] = sd[f"{block}.{i}.layer.{last}.layer_norm.weight"]
+            for ours, theirs in {FFN_IN: "wi", FFN_OUT: "wo"}.items():
+                out[f"{e}.{ours}.weight"] = sd[f"{block}.{i}.layer.{last}.DenseReluDense.{theirs}.weight"] / 10
+    return out
+
+
+def llama_of(sd: Weights) -> Weights:
+    out = {"input_embedding": "model.embed_tokens", "encoder.output_layernorm": "model.norm", "output_projection": "lm_head"}
+    for i in range(2):
+        rows = {f"self_att.self_attention.{p}": f"self_attn.{o}_proj" for p, o in zip(SELF, "qkvo", strict=True)}
+        rows |= {NORM_1: "input_layernorm", NORM_2: "post_attention_layernorm", FFN_OUT: "mlp.down_proj",
+                 "ffn.ffn.w_in.w_0": "mlp.gate_proj", "ffn.ffn.w_in.w_1": "mlp.up_proj"}  # fmt: skip
+        out |= {f"encoder.layers.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in rows.items()}
+    return {f"{ours}.weight": sd[f"{theirs}.weight"] for ours, theirs in out.items()}
+
+
+@pytest.mark.parametrize(("kind", "of", "config"), [
+    ("gpt2", gpt2_of, {"num_heads": 4, "ffn_activate_fn": "gelu_new"}), ("bert", bert_of, {"num_heads": 4}),
+    ("t5", t5_of, {"scale": True, "dim_head": 8, "norm_eps": 1e-12}),
+    ("llama", llama_of, {"num_heads": 4, "dim_head": 8, "norm_eps": 1e-5}),
+])  # fmt: skip
+def test_a_checkpoint_of_openbmb_answers_as_its_source(tmp_path: Path, kind: str, of: Any, config: dict[str, Any]) -> None:
+    """`of` writes what the published files of ModelCenter are to transformers' on the hub."""
+    made = {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM, "llama": transformers.LlamaForCausalLM,
+            "t5": transformers.T5ForConditionalGeneration}[kind]  # fmt: skip
+    loud(model := made(transformers.AutoConfig.for_model(kind, **SMALL[kind])).eval())
+    theirs = {name: value.contiguous() for name, value in of(model.state_dict()).items()}
+    (source := tmp_path / "there").mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    torch.save(theirs, source / "pytorch_model.pt")
+    convert = example("from_modelcenter")
+    convert.main(str(source), str(tmp_path / "out"))
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    given = {"decoder_input_ids": ids[:, :5]} if kind == "t5" else {}
+    with torch.no_grad():
+        wanted = model(input_ids=ids, **given).logits
+        found = mc.load(tmp_path / "out").eval()(ids, **given).logits
+    assert (found - wanted).abs().max() < 1e-4 * wanted.std()
+
+    torch.save({**theirs, "odd.weight": torch.zeros(1)}, source / "pytorch_model.pt")
+    with pytest.raises(InputError, match=r"odd\.weight: a tensor that this family has not"):
+        convert.main(str(source), str(tmp_path / "again"))
+    (source / "config.json").write_text(json.dumps({**config, "length_scale": True}))
+    with pytest.raises(InputError, match="length_scale: true"):
+        convert.main(str(source), str(tmp_path / "again"))
+    assert not (tmp_path / "again").exists()
