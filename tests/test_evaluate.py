@@ -108,13 +108,16 @@ def test_bytes_are_utf_8_and_without_the_first_token() -> None:
     assert 1 < len(first) < 7 and stream_bytes(["the cat"], pieces) == len("the cat") - len(first)
 
 
-def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"dim": 32, "hidden": 64, "heads": 2, "head_dim": 16, "layers": 2, "decoder_layers": 2}
     pairs = [{"source": "x" * (n % 5 + 1), "target": "ab" if n % 2 else "b"} for n in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs))
     changes = {"objective": "seq2seq", "model": "t5-small", "config": config, "tokenizer": "roberta:270", "save_steps": None,
                "data.path": str(tmp_path / "data.jsonl"), "data.eval_fraction": 0.25, "max_steps": 30, "eval_steps": None,
-               "metrics": ["exact_match", "chrf"], "generation": {"num_beams": 2}, "data.target_len": 6}  # fmt: skip
+               "metrics": ["exact_match", "chrf", "squad_em"], "generation": {"num_beams": 2}, "data.target_len": 6,
+               "micro_batch": 4}  # fmt: skip
+    beats = list[bool]()
+    monkeypatch.setattr(evaluate, "beat", lambda step: beats.append(step))
     run = train(recipe_of(tmp_path, **changes), MACHINE)
     model, tokenizer = mc.load(tmp_path / "out" / "model"), mc.load_tokenizer(tmp_path / "out" / "model")
     right = 0
@@ -124,6 +127,8 @@ def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixt
         out = model.generate(torch.tensor([ids]), max_new_tokens=6, num_beams=2)
         right += tokenizer.decode(out[0, 1:].tolist()) == pair["target"]
     assert 0 < right < 10 and run.metrics["eval_exact_match"] == right / 10 and 0 < run.metrics["eval_chrf"] < 100
+    assert run.metrics["eval_squad_em"] == right / 10
+    assert beats == 2 * 3 * [True]  # 10 texts are 3 batches, read and then written: ranks that only write stand not still
     assert main(["evaluate", str(tmp_path / "out"), "metrics=[rougel]", "generation.num_beams=1", "--json"]) in (0, 2)
     said = capsys.readouterr()
     assert "eval_rougel" in said.out or "rouge-score" in said.err

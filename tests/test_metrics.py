@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from modelcenter.errors import InputError
-from modelcenter.metrics import labels, texts
+from modelcenter.metrics import labels, table, texts
 from modelcenter.metrics.suites import SUITES, average
 from modelcenter.metrics.table import METRICS, named
 
@@ -85,7 +85,9 @@ def test_squad_as_its_script() -> None:
     assert em == 0 and f1 == pytest.approx(2 * 2 / (4 + 2))
     assert texts.squad_pair("", []) == (1, 1) and texts.squad_pair("Paris", []) == (0, 0) == texts.squad_pair("", ["Paris"])
     assert texts.squad_em(["a", "b c"], [["A."], ["c b"]]) == 0.5
-    assert texts.squad_f1(["x", "b c"], [["y"], ["c b"]]) == 0.5
+    assert texts.squad_f1(["x", "b c"], [["y"], ["c b"]]) == texts.squad_f1(["x", "b c"], ["y", "c b"]) == 0.5
+    assert table.of_texts(["loss", "squad_f1", "bleu"], ("loss", "texts")) == ["squad_f1", "bleu"]
+    assert table.of_texts(["loss", "squad_f1"], ("loss", "answers")) == []  # what finds a span writes none
 
 
 def test_texts() -> None:

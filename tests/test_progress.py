@@ -91,6 +91,21 @@ def test_a_terminal_has_one_line(terminal: tuple[Any, Any], time: Clock) -> None
         assert os.read(reader, 4096).decode() == "\r\x1b[Kstep 5/10 | evaluation ..."
 
 
+def test_how_far_one_piece_of_work_is(terminal: tuple[Any, Any], time: Clock) -> None:
+    """Writing a thousand texts takes long: drawn on a terminal, in a log a line a minute."""
+    reader, stream = terminal
+    live, log = Progress(10, stream=stream), io.StringIO()
+    plain = Progress(10, stream=log)
+    with live.aside("evaluation", 5), plain.aside("evaluation", 5):
+        os.read(reader, 4096)
+        for done in range(0, 1500, 8):
+            time.now += 1
+            for progress in (live, plain):
+                progress.part("texts written", done, 1500)
+            assert os.read(reader, 4096).decode() == f"\r\x1b[K{done:,} of 1,500 texts written"
+    assert log.getvalue() == "480 of 1,500 texts written\n968 of 1,500 texts written\n1,456 of 1,500 texts written\n"
+
+
 @pytest.mark.parametrize("width", range(1, 120))
 def test_a_line_fits(width: int) -> None:
     progress = Progress(10, stream=io.StringIO())

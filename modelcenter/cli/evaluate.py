@@ -1,6 +1,7 @@
 """`modelcenter evaluate`."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,7 @@ def evaluate(args: Arguments) -> Answer:
 def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, float], bool]:
     """A line if texts are cut sooner than the recipe says, the results, and whether this is the process that says them."""
     from ..train.prepare import enter, prepare, resolve
+    from ..train.progress import Progress
     from ..train.step import autocast
 
     asked, (recipe, device) = recipe.data.seq_len, resolve(recipe, machine)
@@ -79,7 +81,8 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     setup = prepare(recipe, machine, device, ranks)
     assert setup.evaluation is not None
     with autocast(recipe.precision, device):
-        return said, setup.evaluation(setup.model), ranks.first
+        tell = partial(Progress(1, silent=not ranks.first).part, "texts written")
+        return said, setup.evaluation(setup.model, tell), ranks.first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Every metric by name: what it is computed of, and whether more of it is better. Torch-free."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -40,8 +40,8 @@ METRICS: dict[str, Metric] = {
     "bleu": Metric(("texts",), compute=texts.bleu),
     "chrf": Metric(("texts",), compute=texts.chrf),
     **{kind.lower(): Metric(("texts",), compute=partial(texts.rouge, kind)) for kind in ROUGE},
-    "squad_em": Metric(("answers",), compute=texts.squad_em),
-    "squad_f1": Metric(("answers",), compute=texts.squad_f1),
+    "squad_em": Metric(("answers", "texts"), compute=texts.squad_em),
+    "squad_f1": Metric(("answers", "texts"), compute=texts.squad_f1),
 }
 
 
@@ -51,6 +51,11 @@ def check(name: str, objective: str, of: Sequence[Of], key: str) -> None:
         refuse(None, key, repr(name), nearest(name, METRICS))
     if set(METRICS[name].of).isdisjoint(of):
         refuse(None, key, f"{name} with objective {objective}", f"one of {', '.join(named(of))}")
+
+
+def of_texts(names: Iterable[str], of: Sequence[Of]) -> list[str]:
+    """Those of `names` for which a model has to write, where texts are what there is to compare."""
+    return [name for name in names if "texts" in of and "texts" in METRICS[name].of]
 
 
 def named(of: Sequence[str]) -> list[str]:

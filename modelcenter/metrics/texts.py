@@ -24,10 +24,10 @@ def normalised(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def squad_pair(found: str, wanted: Sequence[str]) -> tuple[float, float]:
-    """(exact match, F1 of words), each against the reference that suits it best; no reference: the answer is none. As the
-    evaluation script of SQuAD 2.0 (Rajpurkar et al., 2018), references that are nothing but articles left out."""
-    wanted = [w for w in wanted if normalised(w)] or [""]
+def squad_pair(found: str, wanted: str | Sequence[str]) -> tuple[float, float]:
+    """(exact match, F1 of words), each against the reference that suits it best, or the one; no reference: the answer is none. As
+    the evaluation script of SQuAD 2.0 (Rajpurkar et al., 2018), references that are nothing but articles left out."""
+    wanted = [w for w in ([wanted] if isinstance(wanted, str) else wanted) if normalised(w)] or [""]
     f = normalised(found).split()
     best = 0.0
     for reference in wanted:
@@ -37,11 +37,11 @@ def squad_pair(found: str, wanted: Sequence[str]) -> tuple[float, float]:
     return float(any(normalised(found) == normalised(w) for w in wanted)), best
 
 
-def squad_em(found: Texts, wanted: Sequence[Sequence[str]]) -> float:
+def squad_em(found: Texts, wanted: Sequence[str | Sequence[str]]) -> float:
     return sum(squad_pair(f, w)[0] for f, w in zip(found, wanted, strict=True)) / len(found)
 
 
-def squad_f1(found: Texts, wanted: Sequence[Sequence[str]]) -> float:
+def squad_f1(found: Texts, wanted: Sequence[str | Sequence[str]]) -> float:
     return sum(squad_pair(f, w)[1] for f, w in zip(found, wanted, strict=True)) / len(found)
 
 

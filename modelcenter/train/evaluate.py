@@ -4,7 +4,7 @@ Shapes: b sequences, s tokens, v vocabulary or labels.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..data.loader import Loader
 from ..data.objective import Asked, find_objective
 from ..data.tokenizer import Tokenizer
 from ..layers.onto import onto
-from ..metrics.table import METRICS
+from ..metrics.table import METRICS, of_texts
 from ..ops.cross_entropy import IGNORE
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.watch import beat
@@ -131,20 +131,19 @@ class Evaluation:
     tags: Sequence[str] = ()
     ranks: Ranks = ALONE
 
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        """As `evaluate`."""
+    def __call__(self, model: nn.Module, tell: Callable[[int, int], None] = lambda done, of: None) -> dict[str, float]:
+        """As `evaluate`. `tell` hears how many of the texts are written: one takes as many steps as it has tokens."""
         results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes, self.tags,
                            self.loader.examples if isinstance(self.loader.examples, Asked) else None, self.ranks)
-        texts = [name for name in self.metrics if "texts" in METRICS[name].of]
-        if texts:
-            written = self.written(model)
+        if texts := of_texts(self.metrics, find_objective(self.task).of):
+            written = self.written(model, tell)
             for name in texts:
                 compute = METRICS[name].compute
                 assert compute is not None
                 results[f"eval_{name}"] = compute(written, list(self.references))
         return results
 
-    def written(self, model: Any) -> list[str]:
+    def written(self, model: Any, tell: Callable[[int, int], None] = lambda done, of: None) -> list[str]:
         """What the model writes for each example. All ranks write all of it: they share each forward, so that none may end its
         texts before the others."""
         assert self.tokenizer is not None
@@ -153,6 +152,8 @@ class Evaluation:
             here = on_device(batch, next(model.parameters()).device)
             ids = model.generate(here["input_ids"], here["attention_mask"], **self.generation)
             out += [self.tokenizer.decode(row[1:]) for row in ids.tolist()]  # the start token is no text
+            beat(step=True)
+            tell(len(out), len(self.references))
         return out
 
 

@@ -34,7 +34,7 @@ from ..errors import MissingError, refuse
 from ..layers import ClassifyHead, EmbedHead, LMHead
 from ..layers.adapter import adapted
 from ..layers.head import last_token
-from ..metrics.table import METRICS
+from ..metrics.table import of_texts
 from ..ops import _op
 from ..ops.linear import has_low_units
 from ..parallel.device import device_of
@@ -285,7 +285,7 @@ def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, t
         size = stream_bytes((r.text(data.text_key, "data.text_key") for r in records), tokenizer)
     elif "bits_per_byte" in wanted:
         refuse(None, "metrics", "bits_per_byte of packed or prompted text or of token files", "plain text, not packed")
-    texts = any("texts" in METRICS[name].of for name in wanted)
+    texts = of_texts(wanted, find_objective(recipe.objective).of)
     references = [r.text(data.target_key, "data.target_key") for r in records] if texts else []
     generation = {"max_new_tokens": data.target_len or data.seq_len, **recipe.generation}
     return Evaluation(loader, recipe.objective, wanted, size, tokenizer, references, generation, names or (), ranks)

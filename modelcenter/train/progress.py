@@ -20,6 +20,7 @@ from ..errors import printable
 RECENT = 100  # steps whose mean is the pace
 SLOW = 2.0  # seconds after which the first step says how far it is
 OFTEN = 0.1  # seconds between two drawings of the line
+MINUTE = 60.0  # seconds between two lines of a log that say how far one piece of work is
 
 Row = Mapping[str, Any]
 
@@ -102,13 +103,21 @@ class Progress:
     @contextmanager
     def aside(self, kind: str, step: int) -> Iterator[None]:
         """Work other than steps: its time is none of theirs."""
+        began = self.drawn = time.perf_counter()
         if self.live:
             self.draw(f"step {step}/{self.total} | {kind} ..."[: self.width() - 1])
-        began = time.perf_counter()
         try:
             yield
         finally:
             self.pace.other(kind, time.perf_counter() - began)
+
+    def part(self, what: str, done: int, of: int) -> None:
+        """So much of some work aside is done: shown where it can be redrawn, elsewhere a line a minute."""
+        now = time.perf_counter()
+        if now - self.drawn > (OFTEN if self.live else MINUTE):
+            text = f"{done:,} of {of:,} {what}"
+            self.draw(text[: self.width() - 1]) if self.live else self.say(text)
+            self.drawn = now
 
     def line(self, row: Row, width: int | None = None) -> str:
         """`step 20/100 | loss 3.2104 | lr 3.0e-04 | norm 1.02 | 12,345 tok/s | 1.2 GB | 0:40 left`, in `width` columns without

@@ -162,7 +162,7 @@ class Session:
             self.graphs.make_room()
         with self.ema.in_place() if self.ema is not None else nullcontext(), self.progress.aside("evaluation", at.step):
             with self.compute():
-                results = self.setup.evaluation(self.model)
+                results = self.setup.evaluation(self.model, partial(self.progress.part, "texts written"))
             before = at.best, at.best_step
             if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and self.recipe.best is not None:
                 try:
