@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 from zoo import Case, cases, tiny
 
 import modelcenter as mc
+from modelcenter.ops import _graph, draw, dropout
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
-from modelcenter.parallel.blocks import KEPT, keep, recompute
+from modelcenter.parallel.blocks import KEPT, keep, recompute, whole
 from modelcenter.parallel.deep import Deep
 from modelcenter.parallel.rehearse import rehearse
 from modelcenter.registry import skeleton
@@ -148,3 +149,39 @@ def test_what_is_kept_exists() -> None:
 def test_true_and_false_are_full_and_none() -> None:
     assert [mc.Machine(recompute=how).recompute for how in (True, False)] == ["full", "none"]
     assert mc.Machine(recompute=True) == mc.Machine(recompute="full")
+
+
+class Dropping(torch.nn.Module):
+    """A block that draws by itself, as torch's attention does on a GPU, and by a seed, as our ops do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.modes: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(_get_current_dispatch_mode())
+        x = _graph.drawn(lambda: torch.native_dropout(self.a(x), 0.5, True)[0])
+        x = dropout(x.sin(), None, draw(x.device), 0.5)
+        return _graph.drawn(lambda: torch.native_dropout(self.b(x), 0.5, True)[0]).cos()
+
+
+def test_what_a_record_draws_is_kept_and_nothing_else_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time nothing is taken from the generator, which a record has moved on by as much as the calls would; and no
+    dispatch mode is there, under which a norm would add up its gradients otherwise than by calls."""
+    torch.manual_seed(0)
+    block, x, found, stands = Dropping(), torch.randn(4, 8, requires_grad=True), [], []
+    for run in (block, partial(whole, block), partial(whole, block)):
+        if found:
+            monkeypatch.setattr(_graph, "recording", lambda: True)
+        torch.manual_seed(3)
+        out = run(x)
+        stands.append(torch.get_rng_state())
+        torch.rand(5)  # what other blocks draw meanwhile
+        drawn = torch.get_rng_state()
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])])
+        assert torch.equal(torch.get_rng_state(), drawn)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert len({bytes(s.numpy().tobytes()) for s in stands}) == 1 and block.modes == [None] * 5
+    assert getattr(_graph.TAPES, "each", None) is None

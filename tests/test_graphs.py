@@ -160,7 +160,7 @@ def batch_of(task: str, rows: int, length: int, generator: torch.Generator) -> B
 
 
 PACKED = {"packed": True, "precision": "bf16"}  # a GPU has kernels for them in low precision alone
-SELECTIVE = {"recompute": "selective", "precision": "bf16"}
+SELECTIVE, FULL = ({"recompute": how, "precision": "bf16"} for how in ("selective", "full"))
 CASES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "gpt": (gpt, "lm", {}), "gpt in thirds": (gpt, "lm", {"parts": 3}), "gpt of three lengths": (gpt, "lm", {"short": (0, 8, 16)}),
     "gpt in thirds of two lengths": (gpt, "lm", {"parts": 3, "short": (0, 8)}), "gpt bf16": (gpt, "lm", {"precision": "bf16"}),
@@ -171,7 +171,9 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "t5 packed": (t5, "seq2seq", PACKED),
     "bert packed": (partial(bert, "classify"), "classify", PACKED), "bert of words packed": (partial(bert, "mlm"), "mlm", PACKED),
     "gpt selective": (gpt, "lm", SELECTIVE), "t5 selective": (t5, "seq2seq", SELECTIVE),
-    "gpt packed selective": (gpt, "lm", PACKED | SELECTIVE),
+    "gpt packed selective": (gpt, "lm", PACKED | SELECTIVE), "gpt full": (gpt, "lm", FULL), "t5 full": (t5, "seq2seq", FULL),
+    "gpt in thirds full": (gpt, "lm", FULL | {"parts": 3}), "gpt full fp32": (gpt, "lm", FULL | {"precision": "fp32"}),
+    "gpt packed full": (gpt, "lm", PACKED | FULL), "lora full": (lora, "lm", FULL),
     "lora packed": (lora, "lm", PACKED), "bert of all lengths": (partial(bert, "classify"), "classify", {"short": range(8)}),
 }  # fmt: skip
 
@@ -496,8 +498,7 @@ def test_evaluation_and_training_are_different_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machine", [
-    {"cuda_graphs": False}, {"recompute": "full"}, {"compile": True}, {"fsdp": 2}, {"replicate": 2},
-    {"tensor_parallel": 2},
+    {"cuda_graphs": False}, {"compile": True}, {"fsdp": 2}, {"replicate": 2}, {"tensor_parallel": 2},
 ])  # fmt: skip
 def test_where_a_run_has_none(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GPU", lambda device: None)
@@ -505,7 +506,7 @@ def test_where_a_run_has_none(machine: dict[str, Any], monkeypatch: pytest.Monke
     found = graphs_of(model, Machine(**({"cuda_graphs": True} | machine)), cuda, print)
     assert found is None if machine != {"cuda_graphs": False} else found is not None and found.ended
     assert graphs_of(model, Machine(cuda_graphs=True), torch.device("cpu"), print) is None
-    for how in ("none", "selective"):
+    for how in ("none", "selective", "full"):
         assert graphs_of(model, Machine(cuda_graphs=True, recompute=how), cuda, print) is not None
 
 

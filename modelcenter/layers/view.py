@@ -5,7 +5,7 @@ Shapes: b batch, h heads, s queries, t keys (earlier ones in the cache included)
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from ..ops._graph import drawn
 from ..ops._op import on_gpu
 from ..ops.relative_attention import covers, packed_by, sooner
 from .cache import Cache, Fixed
@@ -129,7 +130,8 @@ class View:
             assert not isinstance(mask, Sequence)
             if mask is None and sooner(q, k, v, self.causal, dropout):
                 return self.by_lengths(None, q, k, v, scale, dropout)
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
+            of_torch = partial(F.scaled_dot_product_attention, q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
+            return drawn(of_torch) if dropout else of_torch()
         if mask is None:
             road = packed_by(q, k, v, dropout)
             if road == "ours":

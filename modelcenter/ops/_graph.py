@@ -3,14 +3,17 @@
 import gc
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 T = TypeVar("T")
 STREAMS = threading.local()
+TAPES = threading.local()  # `each`: what gives a thread the context of its next draw
 
 
 def recording() -> bool:
@@ -69,3 +72,43 @@ def undisturbed(watched: bool = True) -> Iterator[None]:
         watch(mode)
         if collects:
             gc.enable()
+
+
+def tape() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For torch's checkpoint, in a record, whose generator cannot be put back: the contexts of a forward, which keeps what is
+    `drawn`, and of the same forward done again, which is given that. Nothing else of it is watched, so that ops take the road
+    that they take by calls, and have its bits."""
+    later: deque[AbstractContextManager[Any]] = deque()
+
+    def first() -> AbstractContextManager[Any]:
+        now: AbstractContextManager[Any]
+        now, again = create_selective_checkpoint_contexts(drawing)
+        later.append(again)
+        return now
+
+    return taped(first), taped(later.popleft)
+
+
+@contextmanager
+def taped(each: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """What is drawn in this thread is drawn in a context of `each`."""
+    before = getattr(TAPES, "each", None)
+    TAPES.each = each
+    try:
+        yield
+    finally:
+        TAPES.each = before
+
+
+def drawing(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    """Kept is what takes its numbers from a generator."""
+    return CheckpointPolicy.MUST_SAVE if torch.Tag.nondeterministic_seeded in op.tags else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def drawn(make: Callable[[], T]) -> T:
+    """What `make` draws from a generator: where a record computes it again, what it was."""
+    each = None if torch.compiler.is_compiling() else getattr(TAPES, "each", None)
+    if each is None:
+        return make()
+    with each():
+        return make()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._graph import drawn
 from ._op import Kernel, call, op, raw, wide
 
 LOW = 0xFFFFFFFF
@@ -17,7 +18,7 @@ LOW = 0xFFFFFFFF
 
 def draw(device: torch.device) -> Tensor:
     """A seed for one use of dropout (int64, 1), from the device's default generator."""
-    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    return drawn(lambda: torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device))
 
 
 def bits(n: int, seed: Tensor) -> Tensor:

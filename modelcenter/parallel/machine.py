@@ -48,8 +48,8 @@ class Machine:
     )
     compile: bool = field(default=False, metadata={"help": "torch.compile each block"})
     cuda_graphs: bool = field(
-        default=True, metadata={"help": "on one GPU, without recompute=full and compile: forward and backward of batches, filled "
-                                 "up to shapes that come again, are begun by one call of the host, where there is memory for that"}
+        default=True, metadata={"help": "on one GPU, without compile: forward and backward of batches, filled up to shapes "
+                                 "that come again, are begun by one call of the host, where there is memory for that"}
     )  # fmt: skip
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata={"help": "auto: a GPU if there is one"})
     threads: int | None = field(
@@ -94,9 +94,8 @@ class Machine:
 
     @property
     def graphs(self) -> bool:
-        """Whether a GPU may be given a micro-batch as a CUDA graph: not where others take part, nor where blocks are compiled
-        or, whole, computed again: what a block's attention drew by itself would be drawn anew."""
-        return self.cuda_graphs and self.ranks == 1 and self.recompute != "full" and not self.compile
+        """Whether a GPU may be given a micro-batch as a CUDA graph: not where others take part, nor where blocks are compiled."""
+        return self.cuda_graphs and self.ranks == 1 and not self.compile
 
     @property
     def shares(self) -> int:
