@@ -329,10 +329,14 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
                 **({"reference": again, "peers": {"kept": torch.compile(whole, dynamic=False)}} if tokens > 64 else {}),
             )  # fmt: skip
 
-    # AdamW: the gradients' norm, clip, update and cast. Half: bf16 parameters and gradients, with an fp32 master or without
+    # AdamW: the gradients' norm, clip, update and cast. Half: bf16 parameters and gradients, with an fp32 master or without.
+    # Before the update: the gradients of a scaled loss, as fp16's is, are unscaled, and all are clipped
     count = 1_000_000_000 if gpu else 32_000_000
-    for half, master, moments in ((True, True, "fp32"), (True, True, "bf16"), (True, True, "int8"), (True, False, "bf16"),
-                                  (True, False, "int8"), (False, False, "fp32")):  # fmt: skip
+    for half, master, moments, before in (
+        (True, True, "fp32", "clip"), (True, True, "bf16", "clip"), (True, True, "bf16", "unscale, clip"),
+        (True, True, "int8", "clip"), (True, False, "bf16", "clip"), (True, False, "int8", "clip"),
+        (False, False, "fp32", "clip"), (False, False, "fp32", "alone"),
+    ):  # fmt: skip
         if not gpu and half != (dtype == torch.bfloat16):
             continue
         each_moment = {"fp32": 4, "bf16": 2, "int8": 1}[moments]
@@ -340,9 +344,9 @@ def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
         moved = count * ((8 if wide else 4) + 4 * each_moment + (2 * 2 if half else 2 * 4) + 2 * master)
         name = "fp32" if not half else "bf16 + master" if master else "bf16"
         yield Bench(
-            "adamw", f"{count / 1e6:.0f} M, {name}, {moments} moments, clip", tuple, (moved, 0),
-            {"torch": partial(torch_adamw, count, device, half, master)},
-            ours=partial(our_adamw, count, device, half, master, moments),
+            "adamw", f"{count / 1e6:.0f} M, {name}, {moments} moments, {before}", tuple, (moved, 0),
+            {"torch": partial(torch_adamw, count, device, half, master, before)},
+            ours=partial(our_adamw, count, device, half, master, moments, before),
             directions=("step",), quick=moments != "int8" and (half or not gpu),
         )  # fmt: skip
 
@@ -354,7 +358,7 @@ def shapes_of(count: int) -> list[tuple[int, ...]]:
     return [*[(4096, 4096)] * matrices, (left,), *vectors]
 
 
-def our_adamw(count: int, device: str, half: bool, master: bool, moments: str) -> Function:
+def our_adamw(count: int, device: str, half: bool, master: bool, moments: str, before: str) -> Function:
     from modelcenter.optim.adamw import AdamW
 
     dtype = torch.bfloat16 if half else torch.float32
@@ -362,16 +366,17 @@ def our_adamw(count: int, device: str, half: bool, master: bool, moments: str) -
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer = AdamW(params, lr=1e-4, moments=moments, master=master)
+    scale = torch.full((), 2.0**-10, device=device) if "unscale" in before else None
 
     def step() -> None:
-        optimizer.step(clip=optimizer.clip(1.0))
+        optimizer.step(clip=optimizer.clip(1.0, scale) if "clip" in before else None)
 
     return step
 
 
-def torch_adamw(count: int, device: str, half: bool, master: bool) -> Function:
-    """The same in torch's passes: with a master gradients to fp32, clip, fused update, parameters to bf16. Its moments are of the
-    parameters' dtype, fp32 beside a master."""
+def torch_adamw(count: int, device: str, half: bool, master: bool, before: str) -> Function:
+    """The same in torch's passes: with a master gradients to fp32, unscale, clip, fused update, parameters to bf16. Its moments are
+    of the parameters' dtype, fp32 beside a master."""
     dtype = torch.bfloat16 if half and not master else torch.float32
     params = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes_of(count)]
     for p in params:
@@ -383,7 +388,10 @@ def torch_adamw(count: int, device: str, half: bool, master: bool) -> Function:
     def step() -> None:
         if master:
             torch._foreach_copy_([p.grad for p in params], grads)
-        torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+        if "unscale" in before:
+            torch._foreach_mul_([p.grad for p in params], 2.0**-10)
+        if "clip" in before:
+            torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
         optimizer.step()
         if master:
             torch._foreach_copy_(copies, [p.detach() for p in params])
