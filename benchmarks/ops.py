@@ -107,9 +107,10 @@ def tensor(*shape: int, device: str, dtype: torch.dtype, odd: bool = False, grad
     return flat[int(odd) :].view(shape).detach().requires_grad_(grad)
 
 
-def benches(device: str, dtype: torch.dtype) -> Iterator[Bench]:
-    """Every line for a device, at the sizes of GPT-2 (base on CPU, XL and 13B on GPU), BERT, T5 and LLaMA-8B, and odd ones."""
-    gpu, each = device == "cuda", dtype.itemsize
+def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Bench]:
+    """Every line for a device, at the sizes of GPT-2 (base on CPU, XL and 13B on GPU), BERT, T5 and LLaMA-8B, and odd ones; `real`:
+    at a GPU's sizes on a GPU."""
+    gpu, each = real and device == "cuda", dtype.itemsize
 
     def new(*shape: int, **options: Any) -> Tensor:
         return tensor(*shape, device=device, **{"dtype": dtype, **options})

@@ -48,10 +48,10 @@ def takes(x: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, dtype: 
         fits = x.dtype == total.dtype == out
     else:
         fits = torch.float32 in (x.dtype, out) or x.dtype == out
+    fits = fits and weight.is_floating_point() and (bias is None or bias.dtype == weight.dtype)  # a gradient has one dtype for both
     if not fits or not x.is_cuda:
         return fits
-    aligned = dim % 8 == 0 or (torch.float32 not in (x.dtype, total.dtype, out) and dim <= UNALIGNED)
-    return aligned and (bias is None or bias.dtype == weight.dtype)
+    return dim % 8 == 0 or (torch.float32 not in (x.dtype, total.dtype, out) and dim <= UNALIGNED)
 
 
 def narrow(parameter: Tensor) -> Tensor:

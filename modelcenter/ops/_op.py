@@ -177,8 +177,9 @@ def transformed() -> bool:
 
 def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
     """What decides how a call is done, read in one pass: the kind of device of the first tensor; whether no tensor is of a
-    subclass, none of a dtype that no kernel has there; whether one of them wants a gradient; the number of the first one's GPU."""
-    device, plain, known, grad, index, low = "", True, True, False, -1, False
+    subclass, none of a dtype that no kernel has there; whether one of them wants a gradient; the number of the first one's GPU.
+    A ValueError where one has values and another has none, on meta: torch's products and lookups give what lay in memory then."""
+    device, plain, known, grad, index, low, empty = "", True, True, False, -1, False, False
     for a in args:
         kind = type(a)
         if kind is not Tensor and kind is not Parameter:
@@ -189,6 +190,9 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
         if not device:
             device = "cpu" if a.is_cpu else "cuda" if a.is_cuda else a.device.type
             index = a.get_device() if device == "cuda" else -1
+            empty = device == "meta"
+        elif a.is_meta is not empty:
+            raise ValueError(f"an op's tensors are on {device} and on {a.device.type}; all of them have values, or none has")
         if a.dtype not in DTYPES:
             known = False
         if a.dtype is torch.bfloat16:

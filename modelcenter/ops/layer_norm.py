@@ -1,7 +1,8 @@
 """Layer norm: (x - mean) / sqrt(var + eps) * weight + bias over the last axis. Ba et al., 2016.
 
 `add_layer_norm` norms residual + dropout(x), and gives that total too. `dtype` is that of the norm, where it should not be x's or
-the residual's: under autocast the matrix products read it in half precision, and a pass is saved by writing it so.
+the residual's: under autocast the matrix products read it in half precision, and a pass is saved by writing it so. Without a bias
+(None) the reference computes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,8 @@ from ._norm import Forward
 from ._op import Kernel, op, raw, wide
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    return F.layer_norm(wide(x), weight.shape, wide(weight), wide(bias), eps).to(dtype or x.dtype)
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    return F.layer_norm(wide(x), weight.shape, wide(weight), None if bias is None else wide(bias), eps).to(dtype or x.dtype)
 
 
 @raw("(Tensor x, Tensor weight, Tensor bias, float eps, ScalarType? dtype=None) -> (Tensor, Tensor)")
@@ -36,12 +37,12 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor) -> Sequence
     return dx, dweight, dbias, None, None
 
 
-def takes(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None = None) -> bool:
-    return _norm.takes(x, x, weight, bias, dtype)
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> bool:
+    return bias is not None and _norm.takes(x, x, weight, bias, dtype)  # the kernel of none is RMS norm's
 
 
 def add_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, seed: Tensor | None, p: float,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     total = _norm.add(x, residual, seed, p)
@@ -73,10 +74,10 @@ def add_backward(
 
 
 def add_takes(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, seed: Tensor | None, p: float,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float,
     dtype: torch.dtype | None = None,
 ) -> bool:  # fmt: skip
-    return _norm.takes(x, residual, weight, bias, dtype)
+    return bias is not None and _norm.takes(x, residual, weight, bias, dtype)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
