@@ -74,7 +74,7 @@ gpu: export CUDA_VISIBLE_DEVICES ?= 0
 gpu:
 	MODELCENTER_CUDA_ARCHS=$$($(PYTHON) -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())') \
 		$(PYTHON) setup.py -q build_ext --inplace
-	PYTHONPATH=. $(PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -n $(JOBS) -m gpu
+	PYTHONPATH=. $(PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -n $(JOBS) --dist loadgroup -m gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/ops.py --device cuda --quick --out $(BENCH)
 
 # The same commit gives the same bytes, wherever it is built with the same compilers; for all GPUs, whichever is here.

@@ -1,22 +1,33 @@
 """Several processes on gloo in under a second: forked from a parent that has imported torch, joined through a file.
 
-With MODELCENTER_TEST_DEVICE=cuda the same tests run on GPUs and NCCL, a rank each; a process in which CUDA may have started cannot
-be forked, so these are forked from a server that has imported the test's file and done nothing else.
+With MODELCENTER_TEST_DEVICE=cuda the same tests run on GPUs and NCCL, a rank each. A process in which CUDA may have started cannot
+be forked, and to start a GPU and its connections takes longer than most tests: these ranks are forked from a server that has
+imported much and done nothing else, and stay for one test after the other (MODELCENTER_TEST_RANKS=stay: on CPUs too).
 """
 
+import atexit
+import faulthandler
 import multiprocessing
+import multiprocessing.reduction
 import os
+import signal
+import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 DEVICE: Any = os.environ.get("MODELCENTER_TEST_DEVICE", "cpu")
-TIMEOUT = 240  # seconds: before pytest gives up, and after what the longest takes on a machine with ten times its work
+STAY = DEVICE != "cpu" or os.environ.get("MODELCENTER_TEST_RANKS") == "stay"
+TIMEOUT = 100 if DEVICE != "cpu" else 240  # seconds: before pytest gives up, and after what the longest takes on a busy machine
+KNOWN = ["zoo", "transformers", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]  # to the server
 
 if DEVICE == "cpu":
     # A process whose autograd has threads cannot be forked for a backward. It starts them once, at the first backward, for the
@@ -26,9 +37,10 @@ if DEVICE == "cpu":
 
 def spawn(ranks: int, work: Callable[..., None], *args: Any) -> None:
     """Run `work(rank, *args)` in `ranks` processes; the first error of any rank, with its traceback, is raised here."""
-    context: Any = multiprocessing.get_context("fork" if DEVICE == "cpu" else "forkserver")
-    if DEVICE != "cpu":
-        context.set_forkserver_preload([work.__module__])  # for the first: it serves this process as long as that lives
+    if STAY:
+        stay(ranks, work, args)
+        return
+    context: Any = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ends = [context.Pipe(duplex=False) for _ in range(ranks)]
         jobs = [
@@ -37,29 +49,56 @@ def spawn(ranks: int, work: Callable[..., None], *args: Any) -> None:
         ]
         for job in jobs:
             job.start()
-        left = {end[0]: rank for rank, end in enumerate(ends)}
-        error = None
-        while left and error is None:
-            ready = wait(list(left), TIMEOUT)
-            if not ready:
-                error = f"ranks {sorted(left.values())} said nothing for {TIMEOUT} s"
-            for pipe in ready:
-                error = error or pipe.recv()  # type: ignore[union-attr]
-                left.pop(pipe)  # type: ignore[call-overload]
+        error = first_error([end for end, _ in ends], jobs, Path(folder))
         for job in jobs:
             job.terminate() if error else job.join(TIMEOUT)
         assert error is None, error
 
 
-def enter(rank: int, ranks: int, folder: str, pipe: Any, work: Callable[..., None], args: Any) -> None:
+def first_error(pipes: list[Any], jobs: list[Any], folder: Path, limit: float = TIMEOUT) -> str | None:
+    """What the first rank that failed has said; of ranks that say nothing, where they stand."""
+    left = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while left:
+        ready = wait(list(left), limit)
+        if not ready:
+            return f"ranks {sorted(left.values())} said nothing for {limit} s\n" + stacks(jobs, folder)
+        for pipe in ready:
+            rank = left.pop(pipe)  # type: ignore[call-overload]
+            try:
+                error = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                jobs[rank].join(TIMEOUT)
+                error = f"rank {rank} has ended, with {jobs[rank].exitcode}"
+            if error is not None:
+                return str(error)
+    return None
+
+
+def stacks(jobs: list[Any], folder: Path) -> str:
+    """Where each rank stands that still can say so."""
+    for job in jobs:
+        if job.is_alive():
+            os.kill(job.pid, signal.SIGUSR1)
+    time.sleep(1)
+    said = {rank: folder / f"{rank}.txt" for rank in range(len(jobs))}
+    return "\n".join(f"rank {rank}:\n{file.read_text()[-6000:]}" for rank, file in said.items() if file.exists())
+
+
+def connect(rank: int, ranks: int, folder: str) -> None:
+    """Be one of the ranks that meet in `folder`."""
+    faulthandler.register(signal.SIGUSR1, (Path(folder) / f"{rank}.txt").open("w"))
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
                       MASTER_ADDR="localhost", MASTER_PORT="0")  # fmt: skip
+    if DEVICE != "cpu":
+        torch.accelerator.set_device_index(rank)
+    backend = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{dist.get_default_backend_for_device(DEVICE)}"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+
+
+def enter(rank: int, ranks: int, folder: str, pipe: Any, work: Callable[..., None], args: Any) -> None:
     try:
-        if DEVICE != "cpu":
-            torch.accelerator.set_device_index(rank)
-        backend = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{dist.get_default_backend_for_device(DEVICE)}"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        connect(rank, ranks, folder)
         work(rank, *args)
         dist.barrier()
         dist.destroy_process_group()
@@ -67,3 +106,96 @@ def enter(rank: int, ranks: int, folder: str, pipe: Any, work: Callable[..., Non
     except BaseException:
         pipe.send(f"rank {rank}:\n{traceback.format_exc()}")
     os._exit(0)  # a forked child must not run the parent's clean-up
+
+
+# --------------------------------------------------------------------------------------------------- ranks that stay
+
+
+class Staying:
+    """Ranks that do one thing after the other."""
+
+    def __init__(self, ranks: int) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(KNOWN)
+        self.folder = tempfile.TemporaryDirectory()
+        pipes = [context.Pipe() for _ in range(ranks)]
+        self.pipes = [ours for ours, _ in pipes]
+        self.jobs = [context.Process(target=serve, args=(rank, ranks, self.folder.name, theirs), daemon=True)
+                     for rank, (_, theirs) in enumerate(pipes)]  # fmt: skip
+        for job, (_, theirs) in zip(self.jobs, pipes, strict=True):
+            job.start()
+            theirs.close()
+
+    def do(self, work: Callable[..., None], args: Any, limit: float) -> str | None:
+        """The first error of any rank, if there is one."""
+        asked = {name: value for name, value in os.environ.items() if name.startswith("MODELCENTER_TEST_")}
+        for pipe in self.pipes:
+            pipe.send((asked, work, args))
+        return first_error(self.pipes, self.jobs, Path(self.folder.name), limit)
+
+    def end(self) -> None:
+        for job in self.jobs:
+            job.kill()  # a rank whose collective waits hears nothing else
+            job.join()
+        self.folder.cleanup()
+
+
+staying: dict[int, Staying] = {}  # by their number
+
+
+def stay(ranks: int, work: Callable[..., None], args: Any, limit: float = TIMEOUT) -> None:
+    """`spawn` for ranks that are there already, or that are started and stay. Those of which one has failed, or says nothing for
+    `limit` seconds, are ended: others would wait for it, and what comes next begins with new ones."""
+    if ranks not in staying:
+        staying[ranks] = Staying(ranks)
+        atexit.register(lambda: ranks in staying and staying.pop(ranks).end())
+    error: str | None = "interrupted"
+    try:
+        error = staying[ranks].do(work, args, limit)
+    finally:
+        if error is not None:
+            staying.pop(ranks).end()
+    assert error is None, error
+
+
+def serve(rank: int, ranks: int, folder: str, pipe: Any) -> None:
+    """Do what is asked for, until nobody is there to ask."""
+    error = None
+    try:
+        connect(rank, ranks, folder)
+    except BaseException:
+        error = f"rank {rank}:\n{traceback.format_exc()}"
+    while True:
+        try:
+            asked = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        try:
+            if error is None:
+                with kept():
+                    environment, work, args = multiprocessing.reduction.ForkingPickler.loads(asked)
+                    os.environ.update(environment)  # what the test has told its ranks by that
+                    work(rank, *args)
+                    dist.barrier()
+        except BaseException:
+            error = f"rank {rank}:\n{traceback.format_exc()}"
+        pipe.send(error)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """What is changed meanwhile of modules, of the environment and of how torch computes is then as it was before."""
+    ours = {name: module for name, module in sys.modules.items() if name == "torch" or name.partition(".")[0] == "modelcenter"}
+    modules = [(vars(module), dict(vars(module))) for module in ours.values()]
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    for now, before in modules:
+        now.update(before)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+    if DEVICE != "cpu":
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from mesh import DEVICE, spawn
 from torch import Tensor
 
@@ -124,6 +125,7 @@ def full(x: Any) -> Tensor:
     return whole.cpu()
 
 
+alone: dict[str, tuple[list[float], dict[str, Tensor]]] = {}  # what one process finds, of this one's pairs
 APART = 0.01  # root mean square of what a weight may be apart, which has moved by at most 0.03
 
 
@@ -132,7 +134,10 @@ def verdict(folders: tuple[str, str], pair: tuple[str, str]) -> str:
     changes, beside = merged(pair) or ({}, {})
     machine = machine_of(changes)
     which = (folders[1], WIDE) if "QLoRA" in pair else (folders[0], SIZES)
-    wanted, weights = train(*which, None, ALONE, {key: value for key, value in beside.items() if key != "micro"})
+    usual = {key: value for key, value in beside.items() if key != "micro"}
+    if (known := f"{which[1]} {usual}") not in alone:
+        alone[known] = train(*which, None, ALONE, usual)
+    wanted, weights = alone[known]
     try:
         losses, found = train(*which, machine, join(machine), beside)
     except mc.InputError as refusal:
@@ -158,28 +163,31 @@ def work(rank: int, folders: tuple[str, str], some: list[tuple[str, str]], out: 
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]  # inductor has tests elsewhere
     logging.getLogger("torch._logging").setLevel(logging.ERROR)  # its advice for who writes what is computed again
     said = {}
-    for pair in some:
+    size = dist.get_world_size()
+    for k, pair in enumerate(some):
+        if ranks_of(pair) == 1 and k % size != rank:
+            continue  # each rank tries some of these
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         said[" x ".join(pair)] = verdict(folders, pair)
-    if rank == 0:
-        out.write_text(json.dumps(said))
+    (out / f"{rank}.json").write_text(json.dumps(said))
 
 
 def tried(some: list[tuple[str, str]]) -> dict[str, str]:
     """What came of each pair, each on as many ranks as it has."""
     found = {}
     with tempfile.TemporaryDirectory() as name:
-        folders, out = (str(Path(name) / "model"), str(Path(name) / "wide")), Path(name) / "said.json"
+        folders, out = (str(Path(name) / "model"), str(Path(name) / "wide")), Path(name)
         for folder, config in zip(folders, (SIZES, WIDE), strict=True):
             mc.build("gpt2", config=config, seed=3).save_pretrained(folder)
-        sizes = {pair: ranks_of(pair) for pair in some}
+        sizes = {pair: max(2, ranks_of(pair)) for pair in some}
         for ranks in sorted(set(sizes.values())):
             mine = [pair for pair in some if sizes[pair] == ranks]
-            size = 8 if DEVICE == "cpu" else 50  # a spawn has a time in which to end
+            size = 8  # a spawn has a time in which to end
             for k in range(0, len(mine), size):
                 spawn(ranks, work, folders, mine[k : k + size], out)
-                found |= json.loads(out.read_text())
+                for rank in range(ranks):
+                    found |= json.loads((out / f"{rank}.json").read_text())
     return found
 
 

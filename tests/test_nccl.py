@@ -1,15 +1,19 @@
 """The tests that hold ranks to one process, on GPUs: a rank each, connected by NCCL (CUDA_VISIBLE_DEVICES=0,1 make gpu).
 
-Each is on two GPUs; where more are visible, as many at a time as there are pairs of them and workers (JOBS=8 make gpu).
+The ranks are started once and stay for all of them (mesh.py), as do the two agents that stand for two nodes. To try this file where
+there is no GPU: MODELCENTER_TEST_DEVICE=cpu MODELCENTER_TEST_RANKS=stay pytest tests/test_nccl.py, on gloo.
 """
 
 import json
 import math
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +21,88 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-STEPS = "steps_equal and 2 and not 4"
-EQUAL = {  # what two ranks can show, in parts of about a minute
-    **{f"pairs {part}": ["test_pairs.py", "-k", f"says and {part}"] for part in range(4)},
-    "steps": ["test_apply.py", "-k", f"{STEPS} and not llama and not t5"],
-    "more steps": ["test_apply.py", "-k", f"{STEPS} and (llama or t5)"],
-    "meshes": [*(f"test_parallel.py::test_a_mesh_equals_one_process[{name}]" for name in ("tp2", "fsdp2", "copies2")),
-               "test_parallel.py::test_a_vocabulary_that_does_not_divide"],
-    "peers": ["test_peers.py", "test_apply.py::test_low_precision_follows_one_process[bf16-1.0]"],
-    "cases": ["test_ranks.py", "-k", "steps_equal and (fsdp2 or tp2) and not fsdp2xtp2"],
-    "long saves": ["test_watch.py", "-k", "whose_saves_are_long"],
-}  # fmt: skip
+DEVICE = os.environ.get("MODELCENTER_TEST_DEVICE", "cuda")
+LIMIT = 240 if DEVICE == "cuda" else 1200  # seconds for all that two ranks do
+EQUAL = {  # what two ranks can show, by the file that asks for it on CPUs
+    "test_pairs": "every_pair",
+    "test_apply": "(steps_equal and 2 and not 4) or (low_precision and bf16)",
+    "test_parallel": "(one_process and (tp2 or fsdp2 or copies2) and not fsdp2xtp2 and not copies2xtp2) or vocabulary_that",
+    "test_peers": "gpus_reach or not_known",
+    "test_ranks": "steps_equal and (fsdp2 or tp2) and not fsdp2xtp2",
+    "test_watch": "saves_are_long",
+}
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]  # one worker has the ranks
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", EQUAL)
-def test_the_same_on_gpus(name: str) -> None:
-    if (count := torch.cuda.device_count()) < 2:
-        pytest.skip("two GPUs")
+def devices() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES would say of each that is there."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = named.split(",")[:count] if named else [str(n) for n in range(count)]
-    first = 2 * (list(EQUAL).index(name) % (count // 2))
-    mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # nothing of who runs this
-    environment = {**mine, "MODELCENTER_TEST_DEVICE": "cuda", "PYTHONPATH": str(TESTS.parent),
-                   "CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + 2])}  # fmt: skip
+    count = torch.cuda.device_count() if DEVICE == "cuda" else 4
+    return named.split(",")[:count] if named else [str(n) for n in range(count)]
+
+
+def usual() -> dict[str, str]:
+    """The environment, with nothing of who runs this."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**mine, "PYTHONPATH": str(TESTS.parent), **({"OMP_NUM_THREADS": "1"} if DEVICE == "cpu" else {})}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory, nodes: "Nodes", request: pytest.FixtureRequest) -> str:
+    """What pytest says of all of `EQUAL`; what it had said until then, if the time is up. The two nodes of as many ranks, if they
+    are to be asked for too, run meanwhile: starting is most of what either does."""
+    if any(item.name.startswith("test_two_agents") for item in request.session.items):
+        nodes.begin(2)
+    environment = {**usual(), "MODELCENTER_TEST_DEVICE": DEVICE}
+    if DEVICE == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices()[:2])
     without = [word for plugin in ("cacheprovider", "benchmark", "xdist") for word in ("-p", f"no:{plugin}")]
-    command = [sys.executable, "-m", "pytest", "-v", "-x", *without, "--tb=short", *EQUAL[name]]
-    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    chosen = " or ".join(f"({file} and ({which}))" for file, which in EQUAL.items())
+    how = ["-v", *without, "-o", "addopts=", "-o", f"timeout={LIMIT}", "--tb=short", "--durations=12", "--color=no"]
+    command = [sys.executable, "-u", "-m", "pytest", *how, "-m", "not gpu", "-k", chosen, *(f"{file}.py" for file in EQUAL)]
+    file = tmp_path_factory.mktemp("said") / "all.txt"
+    with file.open("w") as out, subprocess.Popen(command, cwd=TESTS, env=environment, stdout=out, stderr=out) as run:
+        try:
+            run.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            run.kill()
+    return file.read_text()
+
+
+def of_file(said: str, name: str) -> tuple[dict[str, str], str]:
+    """How each test of a file ended, and what is said of those that failed."""
+    rows = re.findall(rf"^{name}\.py::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED)?\b", said + "\n", re.M)
+    parts = re.split(r"^_{3,} (.+?) _{3,}$", said.partition("= FAILURES =")[2].partition("= slowest")[0], flags=re.M)
+    ends = dict(rows)
+    told = [f"{title}{text}" for title, text in zip(parts[1::2], parts[2::2], strict=True) if title.strip() in ends]
+    return ends, "\n".join(text[-3000:] for text in told)
+
+
+@pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize("name", EQUAL)
+def test_the_same_on_gpus(name: str, request: pytest.FixtureRequest) -> None:
+    if len(devices()) < 2:
+        pytest.skip("two GPUs")
+    said: str = request.getfixturevalue("said")
+    ends, why = of_file(said, name)
+    assert "PASSED" in ends.values(), said[-1500:]
+    assert set(ends.values()) <= {"PASSED", "SKIPPED"}, f"{ends}\n{why or said[-1500:]}"
 
 
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # NCCL then goes from GPU to GPU as from machine to machine: by sockets
 TINY = ["tokenizer=char", "config.layers=3", "config.dim=128", "config.heads=4", "config.dropout=0", "config.attn_dropout=0",
         "config.embed_dropout=0", "data.seq_len=64", "data.eval_fraction=0.0", "eval_steps=null", "save_steps=null",
         "logging_steps=1", "batch=16", "max_steps=10", "schedule.warmup_steps=2", "precision=fp32"]  # fmt: skip
+DEGREES = [{"tensor_parallel": 2}, {"fsdp": 2}, {"replicate": 2},
+           {"tensor_parallel": 2, "fsdp": 2}, {"fsdp": 2, "replicate": 2}, {"fsdp": 4}]  # fmt: skip
+RUNS = """\
+import json, sys
+from modelcenter.__main__ import main
+for command in json.load(open(sys.argv[1])):
+    if status := main(command):
+        sys.exit(status)
+"""  # what one process after another would do, with one start
 
 
 def said_of(folder: Path) -> list[dict[str, Any]]:
@@ -58,47 +110,81 @@ def said_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("degrees", [{"tensor_parallel": 2, "fsdp": 2}, {"fsdp": 2, "replicate": 2}, {"fsdp": 4},
-                                     {"tensor_parallel": 2}, {"fsdp": 2}, {"replicate": 2}], ids=str)  # fmt: skip
-def test_two_agents_are_two_nodes(degrees: dict[str, int], tmp_path: Path) -> None:
-    """Two torchrun agents with one or two GPUs each, between which, and inside of which, neither peer access nor shared memory is
-    to be had: losses and norms of ten steps are those of one process."""
+class Nodes:
+    """Runs of two torchrun agents, between whose ranks, and inside of which, neither peer access nor shared memory is to be had:
+    each of `DEGREES` of a number of ranks in a folder of its own, beside `one` of one process."""
+
+    def __init__(self, place: Callable[[str], Path]) -> None:
+        self.place = place
+        self.begun: dict[int, tuple[Path, float, list[subprocess.Popen[bytes]]]] = {}
+
+    def begin(self, ranks: int) -> None:
+        if ranks in self.begun:
+            return
+        folder, each = self.place(f"nodes{ranks}"), ranks // 2
+        draw, text = random.Random(0), folder / "text.txt"
+        text.write_text("".join(f"{n} and {n * n % 997} make {draw.choice(['one', 'two', 'three'])}\n" for n in range(3000)))
+        (folder / "runs.py").write_text(RUNS)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        jobs: list[subprocess.Popen[bytes]] = []
+        self.begun[ranks] = folder, time.monotonic() + LIMIT, jobs
+
+        def start(name: str, how: list[str], machines: list[dict[str, int]], **more: str) -> None:
+            wanted = [*TINY, f"data.path={text}", f"machine.device={DEVICE}", "machine.timeout=60"]
+            commands = [["train", "pretrain", *wanted, f"output_dir={folder / (name_of(machine) or 'one')}",
+                         *(f"machine.{key}={n}" for key, n in machine.items())] for machine in machines]  # fmt: skip
+            (folder / f"{name}.json").write_text(json.dumps(commands))
+            command = [sys.executable, *how, str(folder / "runs.py"), str(folder / f"{name}.json")]
+            with (folder / f"{name}.txt").open("wb") as said:
+                jobs.append(subprocess.Popen(command, env={**usual(), **more}, stdout=said, stderr=said))
+
+        start("one", [], [{}])
+        for node in range(2):
+            agent = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(each), "--rdzv-id", "1",
+                     "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+                     "--rdzv-conf", f"is_host={int(node == 0)}"]  # fmt: skip
+            visible = ",".join(devices()[each * node : each * (node + 1)]) if DEVICE == "cuda" else ""
+            machines = [machine for machine in DEGREES if math.prod(machine.values()) == ranks]
+            start(f"node{node}", agent, machines, **APART, NCCL_HOSTID=f"node-{node}", CUDA_VISIBLE_DEVICES=visible)
+
+    def end(self, ranks: int) -> Path:
+        """The folder, when all is done or the time is up: a run that is missing there is one that failed."""
+        self.begin(ranks)
+        folder, until, jobs = self.begun[ranks]
+        while any(job.poll() is None for job in jobs) and time.monotonic() < until:
+            time.sleep(0.1)
+        for job in jobs:
+            job.kill()
+            job.wait()
+        return folder
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    found = Nodes(tmp_path_factory.mktemp)
+    yield found
+    for ranks in found.begun:
+        found.end(ranks)
+
+
+def name_of(machine: dict[str, int]) -> str:
+    return "-".join(f"{key}{n}" for key, n in machine.items())
+
+
+@pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize("degrees", DEGREES, ids=name_of)
+def test_two_agents_are_two_nodes(degrees: dict[str, int], nodes: Nodes) -> None:
+    """Losses and norms of ten steps are those of one process."""
     ranks = math.prod(degrees.values())
-    if torch.cuda.device_count() < ranks:
+    if len(devices()) < ranks:
         pytest.skip(f"{ranks} GPUs")
-    draw = random.Random(0)
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{n} and {n * n % 997} make {draw.choice(['one', 'two', 'three'])}\n" for n in range(3000)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    cards, each = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","), ranks // 2
-    usual = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-
-    def train(name: str, machine: dict[str, int]) -> list[str]:
-        wanted = [*TINY, f"data.path={text}", f"output_dir={tmp_path / name}", "machine.device=cuda"]
-        return ["modelcenter", "train", "pretrain", *wanted, *(f"machine.{key}={n}" for key, n in machine.items())]
-
-    def agent(node: int) -> "subprocess.Popen[bytes]":
-        how = ["--nnodes", "2", "--nproc-per-node", str(each), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
-               "--rdzv-id", "1", "--rdzv-conf", f"is_host={int(node == 0)}"]  # fmt: skip
-        mine = ",".join(cards[each * node : each * (node + 1)])
-        place = {**usual, **APART, "NCCL_HOSTID": f"node-{node}", "CUDA_VISIBLE_DEVICES": mine}
-        with (tmp_path / f"{node}.txt").open("wb") as said:
-            command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", *train("two", degrees)]
-            return subprocess.Popen(command, env=place, stdout=said, stderr=said)
-
-    nodes = [agent(node) for node in range(2)]
-    try:
-        one = subprocess.run([sys.executable, "-m", *train("one", {})], env=usual, capture_output=True, text=True, timeout=200)
-        assert one.returncode == 0, one.stderr[-3000:]
-        assert [node.wait(200) for node in nodes] == [0, 0], (tmp_path / "0.txt").read_text()[-4000:]
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
-    alone, apart = said_of(tmp_path / "one"), said_of(tmp_path / "two")
-    assert len(alone) == len(apart) == 10
+    folder = nodes.end(ranks)
+    heard = "\n".join(f"{file.stem}: {file.read_text()[-1500:]}" for file in sorted(folder.glob("*.txt")) if file.stem != "text")
+    for name in ("one", name_of(degrees)):
+        assert (folder / name / "metrics.jsonl").exists(), f"no run in {name}\n{heard}"
+    alone, apart = said_of(folder / "one"), said_of(folder / name_of(degrees))
+    assert len(alone) == len(apart) == 10, heard
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in apart] == pytest.approx([row[key] for row in alone], rel=2e-5), key
