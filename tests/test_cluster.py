@@ -76,12 +76,18 @@ def test_a_script_tells_each_node_what_it_needs(tmp_path: Path) -> None:
     assert said == f"2 0 host-a 30007 96 {ODD}\n" and job.returncode == 0 and not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize(("status", "restarts", "again"), [(1, "0", True), (76, "1", True), (137, "2", False), (2, "0", False)])
-def test_what_failed_is_queued_again_a_few_times(status: int, restarts: str, again: bool, tmp_path: Path) -> None:
-    job = submitted(tmp_path, ["bash", "-c", f"exit {status}"], SLURM_RESTART_COUNT=restarts)
+@pytest.mark.parametrize(("status", "before", "again"), [(1, 0, True), (76, 1, True), (137, 2, False), (2, 0, False)])
+def test_what_failed_is_queued_again_a_few_times(status: int, before: int, again: bool, tmp_path: Path) -> None:
+    """However often its time was up before: failures alone are counted, those of this job."""
+    kept = tmp_path / "train-70007.failures"
+    kept.write_text("Sun: status 1 on host-[a,b]\n" * before)
+    (tmp_path / "train-70006.failures").write_text("Sat: status 1 on host-[a,b]\n" * 9)
+    job = submitted(tmp_path, ["bash", "-c", f"exit {status}"], SLURM_RESTART_COUNT="9")
     job.communicate(timeout=60)
     assert job.returncode == status and (tmp_path / "asked").exists() == again
     assert not again or (tmp_path / "asked").read_text() == "requeue 70007\n"
+    lines = kept.read_text().splitlines()
+    assert len(lines) == before + 1 and lines[-1].endswith(f": status {status} on host-[a,b]")
 
 
 WORKS = "trap 'echo saved; exit 0' TERM; echo works; while true; do sleep 0.05; done"
@@ -92,7 +98,7 @@ def test_when_its_time_is_up_a_run_saves_and_is_queued_again(tmp_path: Path) -> 
     assert job.stdout is not None and job.stdout.readline() == "works\n"
     job.send_signal(signal.SIGUSR1)
     assert job.communicate(timeout=60)[0] == "saved\n" and job.returncode == 0
-    assert (tmp_path / "asked").read_text() == "requeue 70007\n"
+    assert (tmp_path / "asked").read_text() == "requeue 70007\n" and not list(tmp_path.glob("*.failures"))
 
 
 # ---------------------------------------------------------------------------------------------------------- Kubernetes

@@ -106,11 +106,14 @@ srun --kill-on-bad-exit=1 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$@"' train \\
 step=$!
 until wait "$step"; status=$?; ! kill -0 "$step" 2> /dev/null; do :; done  # a trap ends a wait early
 
-# 2 is a mistake in the recipe or the command: the next job would make it too.
-if [ "$status" -ne 2 ] && {{ [ "$again" -eq 1 ] ||
-    {{ [ "$status" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.retries} ]; }}; }}; then
-    scontrol requeue "$SLURM_JOB_ID"
+# Slurm's own count of restarts knows no reason: a job whose time was up is none of its failures, of which each is a line of a file.
+failures={job.name}-"$SLURM_JOB_ID".failures
+if [ "$again" -eq 0 ] && [ "$status" -ne 0 ]; then
+    echo "$(date): status $status on $SLURM_JOB_NODELIST" >> "$failures"
+    [ "$(wc -l < "$failures")" -le {job.retries} ] && again=1
 fi
+# 2 is a mistake in the recipe or the command: the next job would make it too.
+if [ "$again" -eq 1 ] && [ "$status" -ne 2 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
 """
 
