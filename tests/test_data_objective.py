@@ -258,6 +258,21 @@ def test_classes_by_number_and_by_name(bert: Tokenizer) -> None:
     assert held.at(0, 0)[2] == 1
 
 
+def test_labels_that_are_known_need_not_all_occur() -> None:
+    known, plain_names = ("neg", "neu", "pos"), ("LABEL_0", "LABEL_1", "LABEL_2")
+    for values, names, found in ((["pos", "pos"], known, known), ([2, 2], known, known), ([0, 2], plain_names, plain_names),
+                                 (["2", "0"], known, known), ([1, 0], known, known), ([1, 0], (), plain_names[:2]),
+                                 (["no", "pos"], known, ("no", "pos")), ([0, 1, 2, 3], known, (*plain_names, "LABEL_3"))):
+        assert label_names(rows(*({"label": v} for v in values)), DataConfig(), names) == found, values
+    listed = rows({"label": ["pos"]}, {"label": []})
+    assert set_names(listed, DataConfig(), known) == known
+    tagged = rows({"tokens": ["a"], "tags": ["pos"]})
+    assert tag_names(tagged, DataConfig(), known) == known and tag_names(tagged, DataConfig()) == ("pos",)
+    for values, words in (([2, 2], "numbers from 0 on"), (["pos"], "only the class pos"), ([3], "numbers from 0 on")):
+        with pytest.raises(InputError, match=words):
+            label_names(rows(*({"label": v} for v in values)), DataConfig(), known if values == [3] else ())
+
+
 def test_classes_that_a_data_set_numbers_keep_their_numbers(bert: Tokenizer, tmp_path: Path) -> None:
     """GLUE's F1 is of class 1, "equivalent", though that comes first in the alphabet; a class that does not occur is one too."""
     datasets = pytest.importorskip("datasets")

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train import MACHINE, recipe_of, rows
+from test_train import MACHINE, TINY, recipe_of, rows
 
 import modelcenter as mc
 from modelcenter.__main__ import main
@@ -153,6 +153,31 @@ def test_a_benchmark_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["evaluate", str(tmp_path), "--suite", "superglue"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("superglue 62.5 (the mean of what is there; missing: boolq, cb") and said.endswith(": rte 62.5\n")
+
+
+@pytest.mark.parametrize("names", [("neg", "neu", "pos"), ("LABEL_0", "LABEL_1", "LABEL_2")], ids=["named", "numbered"])
+def test_a_classifier_is_judged_where_some_of_its_classes_do_not_occur(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...]
+) -> None:
+    """By its own labels, by name or by number; what they leave undefined is said. Trained on such a file it is not."""
+    model = mc.build("bert-base-uncased", config={**TINY, "vocab": 300}, task="classify", id2label=dict(enumerate(names)))
+    with torch.no_grad():
+        model.head.out.bias.copy_(torch.tensor([0.0, 0.0, 90.0]))
+    model.save_pretrained(tmp_path / "model")
+    open_tokenizer("roberta:300", ["some text " * 40]).save(tmp_path / "model")
+    file, asked = tmp_path / "file.jsonl", ["metrics=[mcc,f1]"]
+    undefined = "mcc: 0, for it is undefined: all 3 labels are"
+    for labels, right, lines in (([names[2]] * 3, 1, [f"{undefined} {names[2]}\n", f"f1: 0, for it is of class {names[1]},"]),
+                                 ([2, 2, 0], 2 / 3, [f"of class {names[1]},"]), ([1, 1, 1], 0, [f"{undefined} {names[1]}\n"]),
+                                 ([0, 1, 1], 0, [])):
+        file.write_text("".join(json.dumps({"text": f"t {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
+        assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}", *asked]) == 0
+        said = capsys.readouterr().out
+        assert f"accuracy {right:.6g}" in said and all(line in said for line in lines), said
+        assert said.count(": 0, for it is") == len(lines), said
+    file.write_text('{"text": "t", "label": 2}\n' * 4)
+    assert main(["train", "classify", f"model={tmp_path / 'model'}", f"data.path={file}", f"output_dir={tmp_path / 'out'}"]) == 2
+    assert "numbers from 0 on without a gap" in capsys.readouterr().err
 
 
 def test_every_objective_has_its_metrics() -> None:

@@ -70,7 +70,8 @@ def evaluate(args: Arguments) -> Answer:
 
 
 def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, float], bool]:
-    """A line if texts are cut sooner than the recipe says, the results, and whether this is the process that says them."""
+    """Lines if texts are cut sooner than the recipe says, or labels leave a metric undefined, the results, and whether this is the
+    process that says them."""
     from ..train.prepare import enter, prepare, resolve
     from ..train.progress import Progress
     from ..train.step import autocast
@@ -78,8 +79,9 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     asked, (recipe, device) = recipe.data.seq_len, resolve(recipe, machine)
     said = f"data.seq_len: {recipe.data.seq_len}, the model's positions\n" if recipe.data.seq_len < asked else ""
     ranks = enter(recipe, machine)
-    setup = prepare(recipe, machine, device, ranks)
+    setup = prepare(recipe, machine, device, ranks, judged=True)
     assert setup.evaluation is not None
+    said += "".join(f"{line}\n" for line in setup.evaluation.undefined())
     with autocast(recipe.precision, device):
         tell = partial(Progress(1, silent=not ranks.first).part, "texts written")
         return said, setup.evaluation(setup.model, tell), ranks.first

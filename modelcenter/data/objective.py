@@ -67,8 +67,9 @@ class Objective(ABC):
         """What stands around a document: the beginning of text, where the tokenizer's own template has one, and its end."""
         return read.bos, read.eos
 
-    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
-        """The names of the labels that the records have, in order; None where labels have none."""
+    def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
+        """The names of the labels that the records have, in order; None where labels have none. `known`: those of a model that is
+        to be judged, which are the answer where the records have no other, by name or number."""
         return None
 
     def settle(self, config: Any) -> Mapping[str, Any]:

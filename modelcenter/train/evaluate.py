@@ -4,6 +4,7 @@ Shapes: b sequences, s tokens, v vocabulary or labels.
 """
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,6 +143,17 @@ class Evaluation:
                 assert compute is not None
                 results[f"eval_{name}"] = compute(written, list(self.references))
         return results
+
+    def undefined(self) -> list[str]:
+        """A line for each metric that the labels leave undefined, whatever the model says of them; it is told as 0 then."""
+        labels, asked = getattr(self.loader.examples, "labels", None), {*find_objective(self.task).metrics, *self.metrics}
+        if not isinstance(labels, array) or labels.typecode != "q" or not len(labels):
+            return []
+        there, names = set(labels), dict(enumerate(self.tags))
+        same = ", ".join(names.get(label, str(label)) for label in there)
+        lines = [f"mcc: 0, for it is undefined: all {len(labels)} labels are {same}"] if "mcc" in asked and len(there) == 1 else []
+        lines += [f"f1: 0, for it is of class {names.get(1, 1)}, which no label is"] if "f1" in asked and 1 not in there else []
+        return lines
 
     def written(self, model: Any, tell: Callable[[int, int], None] = lambda done, of: None) -> list[str]:
         """What the model writes for each example. All ranks write all of it: they share each forward, so that none may end its

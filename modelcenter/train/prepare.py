@@ -132,16 +132,19 @@ def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
     return {"pad_token_id": filler(tokenizer)} if reads_last and known and model.config.get("pad_token_id") is None else {}
 
 
-def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False) -> Setup:
+def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False,
+            judged: bool = False) -> Setup:
     """Read the data, make or load the tokenizer and the model (`meta`: without its weights), and say what was found. `recipe` is
-    resolved."""
+    resolved. `judged`: the model is only to be judged, by the labels that it knows, be they all in the data or not."""
     records, held_out = read_split(recipe.data)
     objective = find_objective(recipe.objective)
     for source in records.sources if isinstance(records, Mixture) else [records]:
         if not isinstance(source, Tokens):  # a field that is not there is named before a tokenizer or weights are fetched
             list(islice(objective.texts(source[0], recipe.data), 4))
     tokenizer = find_tokenizer(recipe, records)
-    names, learned = objective.names(records, recipe.data), learned_labels(recipe) if objective.named else ()
+    known = learned_labels(recipe) if objective.named else ()
+    learned = () if known == tuple(f"LABEL_{n}" for n in range(len(known))) else known
+    names = objective.names(records, recipe.data, known if judged else ())
     names = learned if names is not None and set(names) <= set(learned) else names  # in the order that the weights know
     reader = ThreadPoolExecutor(1, initializer=partial(torch.set_flush_denormal, True))  # as the thread that computes has it
     read: list[Future[None]] = []
@@ -225,15 +228,14 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
 
 
 def learned_labels(recipe: Recipe) -> tuple[str, ...]:
-    """The names of the labels that the model's config.json gives; none of one that has no names but LABEL_0 and so on."""
+    """The names of the labels that the model's config.json gives, LABEL_0 and so on where it has no others."""
     folder = Path(recipe.model).expanduser()
     if recipe.init == "random" or (recipe.model in presets() and not folder.is_dir()):
         return ()
     folder = folder if folder.is_dir() else hub.fetch(recipe.model, ["config.json"], {})  # the tokenizer's files came with it
     if not (folder / "config.json").is_file():  # peft's adapters have none
         return ()
-    found = read_labels(read_config(folder), folder / "config.json")
-    return () if found == tuple(f"LABEL_{n}" for n in range(len(found))) else found
+    return read_labels(read_config(folder), folder / "config.json")
 
 
 def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:

@@ -30,7 +30,7 @@ class Choice(Objective):
     metrics = ("accuracy",)
     of = ("loss", "classes", "questions", "answers")
 
-    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
+    def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
         return ("wrong", "right")
 
     def settle(self, config: Any) -> Mapping[str, Any]:

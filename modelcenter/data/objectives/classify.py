@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,8 +41,8 @@ class Classify(Judged):
     metrics = ("accuracy",)
     of = ("loss", "classes")
 
-    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
-        return label_names(records, data)
+    def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
+        return label_names(records, data, known)
 
     def settle(self, config: Any) -> Mapping[str, Any]:
         config.single_label()
@@ -60,7 +60,7 @@ class Regress(Judged):
     of = ("loss", "values")
     classes = False
 
-    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
+    def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
         return ("LABEL_0",)  # transformers' name of the one output
 
     def settle(self, config: Any) -> Mapping[str, Any]:
@@ -85,8 +85,8 @@ class Multilabel(Judged):
     of = ("loss", "sets")
     classes = False
 
-    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
-        return set_names(records, data)
+    def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
+        return set_names(records, data, known)
 
     def settle(self, config: Any) -> Mapping[str, Any]:
         config.numbers()
@@ -210,23 +210,26 @@ class Valued(Labelled):
         return number
 
 
-def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
+def label_names(records: Sequence[Record], data: DataConfig, known: Names = ()) -> tuple[str, ...]:
     """The classes of `records`: names in sorted order, or all that the data set numbers, in their order (class 1, of which F1 is,
-    is theirs then); or LABEL_0 ... for numbers, which must run from 0 on."""
+    is theirs then); or LABEL_0 ... for numbers, which must run from 0 on. Those `known` are the classes of any that are among
+    them."""
     values = [record.get(data.label_key, "data.label_key") for record in records]
     for record, value in zip(records, values, strict=True):
         if not isinstance(value, str | int):
             wanted = "the name or the number of a class is wanted; objective=regress is for values"
             record.refuse(f"{data.label_key} is {value!r}", wanted)
+    if among(values, known):
+        return known
     numbers = {class_number(value) for value in values}
     if (own := declared(values)) is not None:
         names = list(own)
     elif None not in numbers:
-        known = sorted(n for n in numbers if n is not None)
-        if known != list(range(len(known))):
-            found = f"the labels {str(known)[:80]}"
+        there = sorted(n for n in numbers if n is not None)
+        if there != list(range(len(there))):
+            found = f"the labels {str(there)[:80]}"
             refuse(records[0].file, data.label_key, found, "numbers from 0 on without a gap are wanted")
-        names = [f"LABEL_{n}" for n in known]
+        names = [f"LABEL_{n}" for n in there]
     else:
         for record, value in zip(records, values, strict=True):
             if not isinstance(value, str):
@@ -237,22 +240,32 @@ def label_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
     return tuple(names)
 
 
-def set_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
+def set_names(records: Sequence[Record], data: DataConfig, known: Names = ()) -> tuple[str, ...]:
     """The labels that occur: names in sorted order, or all that the data set numbers, in their order; or LABEL_0 ... for numbers,
-    up to the highest."""
-    known = {value for record in records for value in labels_of(record, data.label_key)}
-    numbers = {class_number(value) for value in known}
-    if (own := declared(known)) is not None:
+    up to the highest. Those `known` are the labels of any that are among them."""
+    values = {value for record in records for value in labels_of(record, data.label_key)}
+    if among(values, known):
+        return known
+    numbers = {class_number(value) for value in values}
+    if (own := declared(values)) is not None:
         names = list(own)
     elif None in numbers:
-        if odd := [value for value in known if not isinstance(value, str)]:
+        if odd := [value for value in values if not isinstance(value, str)]:
             refuse(records[0].file, data.label_key, f"{odd[0]!r} beside names", "names, or numbers, throughout")
-        names = sorted(known)
+        names = sorted(values)
     else:
         names = [f"LABEL_{n}" for n in range(max((n for n in numbers if n is not None), default=-1) + 1)]
     if len(names) < 2:
         refuse(records[0].file, data.label_key, f"only the labels {names}", "two labels at least are wanted")
     return tuple(names)
+
+
+def among(values: Iterable[Any], known: Names) -> bool:
+    """Whether each label is one of those `known`, by its name, or each by its number, as the data set's own numbers are not."""
+    values = list(values)
+    numbers = [class_number(value) for value in values]
+    by_number = declared(values) is None and all(n is not None and 0 <= n < len(known) for n in numbers)
+    return bool(known) and (all(value in known for value in values) or by_number)
 
 
 def labels_of(record: Record, key: str) -> list[Any]:

@@ -8,6 +8,7 @@ import numpy as np
 from modelcenter.data.collate import IGNORED, Batch, nth, shortened
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import Names, Objective, register
+from modelcenter.data.objectives.classify import among
 from modelcenter.data.ragged import Ids, Ragged
 from modelcenter.data.record import Record, declared
 from modelcenter.data.sequence import Sequences, filler
@@ -29,8 +30,8 @@ class Tag(Objective):
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         yield " ".join(sentence(record, data)[0])
 
-    def names(self, records: Sequence[Record], data: DataConfig) -> Names | None:
-        return tag_names(records, data)
+    def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
+        return tag_names(records, data, known)
 
     def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
         """A token that is trained on stands as [[seen / tag]]."""
@@ -91,14 +92,16 @@ def number(record: Record, tag: Any, names: Sequence[str], key: str) -> int:
     record.refuse(f"{key} has {tag!r}", nearest(tag, names))
 
 
-def tag_names(records: Sequence[Record], data: DataConfig) -> tuple[str, ...]:
+def tag_names(records: Sequence[Record], data: DataConfig, known: Names = ()) -> tuple[str, ...]:
     """The tags of `records`: names in sorted order, or all that the data set numbers, in their order; or LABEL_0 ... for numbers,
-    up to the highest."""
-    known = {tag for record in records for tag in sentence(record, data)[1]}
-    if (own := declared(known)) is not None:
+    up to the highest. Those `known` are the tags of any that are among them."""
+    tags = {tag for record in records for tag in sentence(record, data)[1]}
+    if among(tags, known):
+        return known
+    if (own := declared(tags)) is not None:
         return own
-    if all(isinstance(tag, int) for tag in known):
-        return tuple(f"LABEL_{n}" for n in range(max(known) + 1))
-    if odd := [tag for tag in known if not isinstance(tag, str)]:
+    if all(isinstance(tag, int) for tag in tags):
+        return tuple(f"LABEL_{n}" for n in range(max(tags) + 1))
+    if odd := [tag for tag in tags if not isinstance(tag, str)]:
         refuse(records[0].file, data.tags_key, f"{odd[0]!r} beside names", "names, or numbers, throughout")
-    return tuple(sorted(known))
+    return tuple(sorted(tags))
