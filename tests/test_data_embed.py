@@ -148,7 +148,8 @@ def test_a_forward_holds_the_whole_batch(tmp_path: Path, capsys: pytest.CaptureF
         assert recipe.micro_batch == (micro or 4096) and recipe.task == "embed"
         setup = prepare(*resolve_as(asked, micro))
         assert any(line.startswith("negatives: ") for line in setup.lines) == (forwards > 1)
-        assert "sample, trained on where it stands in [[ ]]:\n  <s>of x</s>\n  near: <s>is x</s>" in setup.lines[3]
+        assert f" in {forwards} forward{'s' * (forwards > 1)}, " in setup.lines[2]
+        assert "sample:\n  <s>of x</s>\n  near: <s>is x</s>" in setup.lines[3]
 
 
 def resolve_as(asked: Any, micro: int | None) -> tuple[Any, ...]:

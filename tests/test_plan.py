@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -326,3 +327,10 @@ def test_a_plan_adds_up() -> None:
     plan = Plan({"weights": 5, "gradients": 2, "loss": 4}, 10, 20)
     assert (plan.need, plan.lasting, plan.fits, plan.hopeless) == (11, 7, False, False)
     assert Plan({"weights": 5}, 5, 5).fits and math.isclose(plan.need, 11)
+
+
+def test_a_share_above_one_is_not_said() -> None:
+    """The device's rate was measured beside other work then: no step is faster than the device."""
+    for share, said in ((0.5, ", 50% of the device's rate of matrix products"), (1.11, "")):
+        of: Any = SimpleNamespace(seconds=0.5, rate=1024.0, share=share, bottleneck="compute", machine=Machine())
+        assert fit.speed(of) == f"about 0.5 s a step, 1,024 tokens a second{said}; most of it is arithmetic"

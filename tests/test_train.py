@@ -965,6 +965,18 @@ def test_weights_that_are_read_beside_are_waited_for(tmp_path: Path, monkeypatch
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(("tokenizer", "said"), [("char", True), ("tk", False)])
+def test_weights_that_have_learned_other_ids_are_told_of(tmp_path: Path, tokenizer: str, said: bool) -> None:
+    mc.build("gpt2", config={**TINY, "vocab": 60}).save_pretrained(tmp_path / "model")
+    if tokenizer == "tk":
+        open_tokenizer("char", [TEXT]).save(tmp_path / "tk")
+        tokenizer = str(tmp_path / "tk")
+    recipe = recipe_of(tmp_path, model=str(tmp_path / "model"), init="pretrained", config={}, tokenizer=tokenizer)
+    recipe, device = resolve(recipe, MACHINE)
+    lines = prepare(recipe, MACHINE, device).lines
+    assert any("char is made of this text, and the weights have learned other ids" in line for line in lines) == said
+
+
 def test_a_file_that_fails_while_it_is_read_beside_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mc.build("gpt2", config={**TINY, "vocab": 60}).save_pretrained(tmp_path / "model")
 

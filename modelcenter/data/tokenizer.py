@@ -351,15 +351,21 @@ class ForeignTokenizer(Tokenizer):
 
 
 def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `roberta:8000`, `span:8000`, made of `texts`; a folder or a hub id."""
+    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `roberta:8000`, `span:8000`, `fim:8000`, made of `texts`; a folder or a
+    hub id."""
     kind, _, size = spec.partition(":")
     if spec == "char":
         return CharTokenizer.train(texts)
-    if kind in SPECIAL and not Path(spec).exists():
+    if made_here(spec):
         if not (size.isascii() and size.isdigit() and len(size) < 10):
             refuse(None, "tokenizer", repr(spec), f"a size is wanted: {kind}:8000")
         return train_tokenizer(texts, int(size), kind)
     return load_tokenizer(spec)
+
+
+def made_here(spec: str) -> bool:
+    """Whether what a recipe's `tokenizer` says is made of the run's own texts."""
+    return spec == "char" or (spec.partition(":")[0] in SPECIAL and not Path(spec).exists())
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") -> Tokenizer:

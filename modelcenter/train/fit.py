@@ -63,8 +63,9 @@ class Verdict:
 def speed(e: Estimate) -> str:
     """An estimate's time in words."""
     each = " and device" if e.machine.ranks > 1 else ""
-    return (f"about {e.seconds:.3g} s a step, {e.rate:,.0f} tokens a second{each}, {e.share:.0%} of the device's rate of matrix "
-            f"products; most of it is {WHAT[e.bottleneck]}")  # fmt: skip
+    # a rate that was measured beside other work may be less than the runs' that the time is calibrated by
+    share = f", {e.share:.0%} of the device's rate of matrix products" if e.share <= 1 else ""
+    return f"about {e.seconds:.3g} s a step, {e.rate:,.0f} tokens a second{each}{share}; most of it is {WHAT[e.bottleneck]}"
 
 
 WHAT = {"compute": "arithmetic", "memory": "moving bytes of the device's memory", "link": "waiting for other ranks",

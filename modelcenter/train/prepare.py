@@ -29,7 +29,7 @@ from ..data.order import Blended, Grouped, Order
 from ..data.read import read_split
 from ..data.record import Mixture, Part, Record
 from ..data.sequence import filler
-from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from ..data.tokenizer import Tokenizer, load_tokenizer, made_here, open_tokenizer
 from ..errors import MissingError, refuse
 from ..layers import ClassifyHead, EmbedHead, LMHead
 from ..layers.adapter import adapted
@@ -193,15 +193,20 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
     many = f"{ranks.size} x " if ranks.size > 1 else ""
     shorter = ", the model has no more positions" if most == recipe.data.seq_len < DataConfig.seq_len else ""
+    sample = objective.sample(first, tokenizer, names)
+    where = ", trained on where it stands in [[ ]]" if "[[" in sample else ""
     lines = [
         f"model: {recipe.model} ({weights}), {count / 1e6:,.2f} M parameters, {trained / 1e6:,.2f} M of them trained; "
         f"{recipe.precision} on {many}{device.type}, {torch.get_num_threads()} threads",
         f"data: {len(train):,} examples, {len(evaluation) if evaluation else 0:,} for evaluation; {recipe.objective}, "
         f"at most {recipe.data.seq_len} tokens each{shorter}; tokenizer {tokenizer.name} of {len(tokenizer):,}",
-        f"steps: {steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} forwards, "
-        f"about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
-        f"sample, trained on where it stands in [[ ]]:\n  {objective.sample(first, tokenizer, names)}",
+        f"steps: {steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} "
+        f"forward{'s' * (forwards > 1)}, about {tokens:,} tokens each: {steps * samples / len(train):.2f} epochs",
+        f"sample{where}:\n  {sample}",
     ]
+    if recipe.init == "pretrained" and recipe.tokenizer is not None and made_here(recipe.tokenizer):
+        lines.append(f"tokenizer: {recipe.tokenizer} is made of this text, and the weights have learned other ids; init=random, or "
+                     "leave tokenizer out")
     if (warmup := recipe.schedule.of(steps).warmup_steps) >= steps:
         lines.append(f"schedule: {warmup:,} steps of warm-up in a run of {steps:,}: the learning rate does not come to its peak")
     if names is not None and learned and learned != names and not model.load_report.new:
