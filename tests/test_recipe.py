@@ -239,6 +239,7 @@ def test_refused(text: str, tmp_path: Path) -> None:
         ("data.seqlen=4", "command line: data.seqlen: unknown key; did you mean 'data.seq_len'?"),
         ("metrics=[acc]", "command line: metrics: 'acc'; did you mean 'mcc'?"),
         ("best=bleu", "command line: best: bleu with objective lm; one of loss"),
+        ("output_dir=a\x1b[31m", "command line: output_dir: 'a\\x1b[31m'; a name without control characters"),
         ("data.prompt_key=p", "{file}: data.response_key: absent; prompt_key and response_key go together"),
         ("data.response_key=r", "{file}: data.prompt_key: absent; prompt_key and response_key go together"),
     ],
@@ -277,6 +278,12 @@ def test_overrides_win(tmp_path: Path) -> None:
     assert (recipe.optimizer.lr, recipe.optimizer.eps) == (3e-4, 1e-6)
     assert recipe.config == {"layers": 2, "dim": 8} and (recipe.resume, recipe.output_dir) == ("auto", "2024")
     assert load_recipe(file, {"optimizer.lr": 3e-4}).optimizer.lr == 3e-4
+
+
+def test_a_home_is_found_in_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    recipe = load_recipe(write(tmp_path, BASE.replace("out\n", "~/runs/a\nresume: ~/runs/b\n")))
+    assert (recipe.output_dir, recipe.resume) == ("/home/somebody/runs/a", "/home/somebody/runs/b")
 
 
 @cache

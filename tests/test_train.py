@@ -884,6 +884,10 @@ def test_what_cannot_be_is_refused_before_a_file_is_opened(changes: dict[str, An
         train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "none")}), MACHINE)
 
 
+def test_a_share_of_an_epoch_is_a_step_at_least(tmp_path: Path) -> None:
+    assert train(recipe_of(tmp_path, num_epochs=1e-320), MACHINE).step == 1
+
+
 def test_a_warm_up_that_never_ends_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for steps, said in ((20, True), (21, False)):
         train(recipe_of(tmp_path, max_steps=steps, output_dir=str(tmp_path / str(steps)), **{"schedule.warmup_steps": 20}), MACHINE)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..checkpoint.config import Config, Table
+from ..errors import refuse
 from ..layers import Attention, Batch, Embedding, EmbedHead, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack
 from ..layers.head import mean_token
 from ..layers.output import context_of
@@ -49,6 +50,11 @@ class CPMAntConfig(Config):
             "prompt_length": "prompt_length", "eps": "eps", "dropout_p": "dropout",
         },
     )  # fmt: skip
+
+    def verify(self) -> None:
+        for key, size in (("segment_types", self.segments), ("prompt_types", self.prompts)):
+            if size <= TEXT:
+                refuse(None, key, str(size), f"at least {TEXT + 1}: number {TEXT} is in use")
 
 
 @register

@@ -134,7 +134,11 @@ class Recipe:
             refuse(None, "data.group_by_length", "true with a mixture", "a mixture has an order of its own: leave it out")
         if self.max_steps is None and self.num_epochs is None:
             refuse(None, "max_steps", "missing, and so is num_epochs", "give one of them, or the training never ends")
-        if os.path.dirname(folder := os.path.abspath(os.path.expanduser(self.output_dir))) == folder:
+        if not self.output_dir.isprintable():
+            refuse(None, "output_dir", repr(self.output_dir), "a name without control characters")
+        for key in ("output_dir", "resume"):  # a shell does it on the command line, and nobody in a file
+            object.__setattr__(self, key, os.path.expanduser(getattr(self, key)))
+        if os.path.dirname(folder := os.path.abspath(self.output_dir)) == folder:
             refuse(None, "output_dir", f"{self.output_dir}, the root of all files", "a folder for this run alone")
         if self.batch > MOST:
             refuse(None, "batch", str(self.batch), f"at most {MOST} sequences")
