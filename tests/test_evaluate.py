@@ -176,7 +176,8 @@ def test_a_classifier_is_judged_where_some_of_its_classes_do_not_occur(
         assert f"accuracy {right:.6g}" in said and all(line in said for line in lines), said
         assert said.count(": 0, for it is") == len(lines), said
     file.write_text('{"text": "t", "label": 2}\n' * 4)
-    assert main(["train", "classify", f"model={tmp_path / 'model'}", f"data.path={file}", f"output_dir={tmp_path / 'out'}"]) == 2
+    given = [f"model={tmp_path / 'model'}", f"data.path={file}", "data.seq_len=8", f"output_dir={tmp_path / 'out'}"]
+    assert main(["train", "classify", *given]) == 2
     assert "numbers from 0 on without a gap" in capsys.readouterr().err
 
 
