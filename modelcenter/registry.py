@@ -93,6 +93,7 @@ class Model(nn.Module):
     load_report: LoadReport
     companions: Mapping[str, bytes]  # tokenizer and generation files that travel with the weights
     source: str | None = None  # where the weights came from: a hub id, or a folder's whole path
+    revision: str | None = None  # of the hub id, if one was asked for
     adapter: AdapterConfig | None = None  # what is trained in place of the weights
 
     def __init__(self, config: Any):
@@ -209,12 +210,16 @@ class Model(nn.Module):
         if not torch.compiler.is_compiling() and batch.keys > room:
             refuse(None, "input_ids", f"{batch.keys} tokens", f"at most {room}: the model has no more positions")
 
+    @property
+    def shared(self) -> dict[str, str]:
+        """Of what the family ties that which this model has, its task's head being what it is."""
+        return {n: s for n, s in self.tied(self.config).items() if isinstance(self.head, LMHead) or not n.startswith("head.")}
+
     def tie(self) -> None:
         """Make every tied parameter the one it shares."""
-        for name, source in self.tied(self.config).items():
-            if isinstance(self.head, LMHead) or not name.startswith("head."):
-                module, _, leaf = name.rpartition(".")
-                setattr(self.get_submodule(module), leaf, self.get_parameter(source))
+        for name, source in self.shared.items():
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, self.get_parameter(source))
 
     @property
     def table(self) -> Names:
@@ -413,8 +418,10 @@ def load(
     if saved is not None:
         if adapter is not None:
             refuse(path, "adapter", "the folder holds one", "merge it first (modelcenter merge), or load it as it is")
-        name, adapter = saved.base, saved.config
-        path = hub.resolve(name, local_files_only=local_files_only, presets={n: preset.hub for n, (_, preset) in known.items()})
+        name, adapter, revision = saved.base, saved.config, saved.revision
+        path = hub.resolve(
+            name, revision=revision, local_files_only=local_files_only, presets={n: preset.hub for n, (_, preset) in known.items()}
+        )
     if task == "auto" and str(name) in known and path != Path(name):
         task = known[str(name)][1].task or task
     with ExitStack() as stack:
@@ -491,6 +498,7 @@ def load(
             measure(model)
         model.companions = companions(path if saved is None else saved.folder)
         preset = known.get(str(name))
+        model.revision = revision
         model.source = str(path.resolve()) if Path(name).expanduser() == path else preset[1].hub if preset else str(name)
     return model.eval()
 

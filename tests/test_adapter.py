@@ -156,10 +156,12 @@ PEFT = [
     (BLOOM, dict(target_modules=["query_key_value"], use_rslora=True)),
     (BERT, dict(target_modules=["query", "value", "dense"], task_type="SEQ_CLS")),
     (LLAMA, dict(target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])),
+    (LLAMA, dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
     (T5, dict(target_modules=["q", "wo"], layers_to_transform=[1], layers_pattern="block")),
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(("case", "config"), PEFT, ids=lambda v: str(v) if isinstance(v, Case) else "-".join(v))
 def test_what_peft_wrote_is_read(case: Case, config: dict[str, Any], tmp_path: Path) -> None:
     wanted = make_in_peft(case, tmp_path, r=4, lora_alpha=6, **config)
@@ -170,6 +172,17 @@ def test_what_peft_wrote_is_read(case: Case, config: dict[str, Any], tmp_path: P
     assert theirs.keys() == mine.keys()
     assert all(torch.equal(mine[key].to(t), t) for key, t in theirs.items())
     torch.testing.assert_close(peft_scores(case, in_peft(case, tmp_path / "again")), wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(("case", "table", "copy"), [
+    (LLAMA, "model.embed_tokens", "lm_head"), (T5, "shared", "encoder.embed_tokens"),
+])  # fmt: skip
+def test_an_embedding_without_what_it_is_too_is_refused(case: Case, table: str, copy: str, tmp_path: Path) -> None:
+    """peft's head, and T5's stacks, go on with the base's matrix; ours would have the new one."""
+    make_in_peft(case, tmp_path, r=4, target_modules="all-linear", modules_to_save=[table])
+    with pytest.raises(mc.InputError, match=rf"{table}\.weight: alone, and not {copy}\.weight, which is .*; both \(peft: ensure"):
+        mc.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["lora", "dora"])
@@ -555,3 +568,18 @@ def test_a_run_trains_saves_and_resumes_the_adapter_alone(
 def test_an_adapter_is_not_trained_on_random_weights(tmp_path: Path) -> None:
     with pytest.raises(mc.InputError, match=r"adapter\.name: lora with init random"):
         run_of(tmp_path, "gpt2", init="random")
+
+
+def test_a_base_of_a_revision_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another revision of a base is other weights under the same adapter."""
+    asked = []
+
+    def resolve(name: str, *, revision: str | None = None, **options: Any) -> Path:
+        asked.append((str(name), revision))
+        return Path(zoo.reference(LLAMA)[1]) if name == "someone/base" else Path(name)
+
+    monkeypatch.setattr("modelcenter.registry.hub.resolve", resolve)
+    mc.load("someone/base", revision="v1", adapter=lora()).save_pretrained(tmp_path / "a")
+    again = mc.load(tmp_path / "a")
+    assert asked == [("someone/base", "v1"), (str(tmp_path / "a"), None), ("someone/base", "v1")]
+    assert (again.source, again.revision) == ("someone/base", "v1")

@@ -141,7 +141,7 @@ def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved
 
 def trained_whole(model: "Model", config: AdapterConfig) -> Iterator[str]:
     """The parameters that are trained and saved as they are: those of the modules named, a new head's and a classifier's."""
-    tied = {source for name, source in model.tied(model.config).items() if name not in model.shapes}
+    tied = set(model.shared.values())
     head = [n for n in model.shapes if n in set(model.load_report.new) or (model.task in LABELLED and n.startswith("head.out."))]
     entries = list(model.table.entries(model.shapes, bare=model.bare))
     modules = {name.split(".")[-2] for e in entries for name in (e.theirs, *e.ours)}

@@ -26,7 +26,7 @@ from ..checkpoint.save import config_json, whole
 from ..checkpoint.write import Item, write_shard
 from ..errors import refuse, refuse_missing
 from ..layers.adapter import Adapted, adapted, current_names
-from ..names import Lazy
+from ..names import Entry, Lazy
 from .attach import Place, Site, ends, sites
 from .config import ALL, AdapterConfig
 
@@ -39,10 +39,10 @@ TASK_TYPES = {"lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classify": "SEQ_CLS
               "backbone": "FEATURE_EXTRACTION", "embed": "FEATURE_EXTRACTION"}  # fmt: skip
 SETTLED = ("prefix_lm", "pad_token_id")  # keys of config.json by which a model reads, and which training may have changed
 PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}  # others change the base, or more
-READ = {"peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
-        "rank_pattern", "alpha_pattern", "modules_to_save", *PLAIN}  # fmt: skip
+READ = {"peft_type", "task_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "use_rslora",
+        "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", *PLAIN}  # fmt: skip
 IDLE = {  # keys of theirs that do not change what an adapter computes, or repeat what its tensors say
-    "auto_mapping", "inference_mode", "revision", "peft_version", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "auto_mapping", "inference_mode", "peft_version", "exclude_modules", "layers_to_transform", "layers_pattern",
     "fan_in_fan_out", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying", "target_modules", "loftq_config",
     "runtime_config",
 }  # fmt: skip
@@ -82,10 +82,15 @@ def save_adapter(model: "Model", folder: Path) -> None:
     for theirs, _, make in model.table.save({n: partial(gathered.__getitem__, n) for n in gathered}, shapes, bare=model.bare):
         tensors[f"{PREFIX}{theirs}"] = make()
         kept.append(theirs)
+    for entry in [e for e in model.table.entries(gathered, bare=model.bare) if e.theirs in kept]:
+        for alias in copies(model, entry):  # peft's have the base's matrix if the folder does not hold them too
+            tensors[f"{PREFIX}{alias}"] = tensors[f"{PREFIX}{entry.theirs}"]
+            kept.append(alias)
     (rank, scale), _ = Counter(sizes.values()).most_common(1)[0]
     odd = {name: size for name, size in sizes.items() if size != (rank, scale)}
     content = {
-        "peft_type": "LORA", "task_type": TASK_TYPES.get(model.task), "base_model_name_or_path": model.source,
+        "peft_type": "LORA", "task_type": TASK_TYPES.get(model.task),
+        "base_model_name_or_path": model.source, "revision": model.revision,
         "r": rank, "lora_alpha": plain(config.alpha_of(scale, rank)), "lora_dropout": config.dropout,
         "use_rslora": config.rslora, "use_dora": config.name == "dora", "target_modules": short(list(sizes), all_sites),
         "modules_to_save": sorted({theirs.rpartition(".")[0] for theirs in kept}) or None,
@@ -123,6 +128,15 @@ def joined(model: "Model", site: Site, layers: Mapping[str, Adapted]) -> tuple[T
             for name, layer in zip(site.ours, mine, strict=True)
         ])  # fmt: skip
     return a, site.rows.whole(parts), magnitude, there[0].scale
+
+
+def copies(model: "Model", entry: Entry) -> list[str]:
+    """Their names of what repeats the entry's tensor in this model: of an embedding the head, if it is tied, and those of a T5's
+    stacks."""
+    own = {e.theirs for e in model.table.entries(model.shapes, bare=model.bare)}
+    tied = not set(model.shared.values()).isdisjoint(entry.ours)
+    there = [alias for alias, of in model.aliases.items() if of == entry.theirs and alias not in own]
+    return [alias for alias in there if tied or getattr(model, alias.partition(".")[0], None) is not None]
 
 
 def gather(parameter: Tensor) -> Tensor:
@@ -173,6 +187,7 @@ class Saved:
     tensors: Mapping[str, Tensor]
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    revision: str | None = None  # of the base
 
     def size(self, layer: str) -> tuple[int, float]:
         """Rank and scale of an adapter, by peft's patterns."""
@@ -209,7 +224,7 @@ class Saved:
         out, dora = [], self.config.name == "dora"
         for key in self.tensors:
             layer, kind = next(((key.removesuffix(k), k) for k in (A, B, M) if key.endswith(k)), (key, None))
-            if kind is None and key not in whole_names:
+            if kind is None and key not in whole_names and not self.repeats(model, key):
                 refuse(self.folder / WEIGHTS, key, "no tensor of this model", "an adapter of LoRA or DoRA on linear layers")
             if kind is None:
                 continue
@@ -229,7 +244,12 @@ class Saved:
                 out.append(Place(site, site.ours, rank, scale, shared=True))
         return out
 
-    def entries(self, model: "Model") -> list[Any]:
+    def repeats(self, model: "Model", key: str) -> bool:
+        """Whether a tensor is a copy of the one that the model has for both: what peft writes of an embedding that is the head."""
+        source = self.tensors.get(model.aliases.get(key, ""))
+        return key in self.tensors and source is not None and torch.equal(self.tensors[key], source)
+
+    def entries(self, model: "Model") -> list[Entry]:
         """The rows of names whose tensors the folder holds whole."""
         return [e for e in model.table.entries(model.shapes, bare=model.bare) if e.theirs in self.tensors]
 
@@ -237,6 +257,9 @@ class Saved:
         """The model's parameters that the folder replaces."""
         shapes = {name: model.shapes[name] for e in self.entries(model) for name in e.ours}
         for e in self.entries(model):
+            if lacking := [alias for alias in copies(model, e) if not self.repeats(model, alias)]:
+                found = f"alone, and not {lacking[0]}, which is the same matrix in the base"  # peft's goes on with that
+                refuse(self.folder / WEIGHTS, e.theirs, found, "both (peft: ensure_weight_tying), or a base that does not tie them")
             if tuple(self.tensors[e.theirs].shape) != (shape := e.verb.shape([shapes[name] for name in e.ours])):
                 refuse(self.folder / WEIGHTS, e.theirs, f"has shape {list(self.tensors[e.theirs].shape)}", f"{list(shape)}")
         return model.table.load(lambda key: self.tensors[key], shapes, bare=model.bare)
@@ -274,8 +297,9 @@ def read_adapter(folder: str | os.PathLike[str]) -> Saved:
             refuse(file, key, repr(value), "an adapter of LoRA, DoRA or rsLoRA without this")
     number = (int, float)
     types: dict[str, Any] = {"r": int, "lora_alpha": number, "lora_dropout": number, "base_model_name_or_path": str,
-                             "rank_pattern": dict, "alpha_pattern": dict}  # fmt: skip
-    filled = {"lora_dropout": 0.0, "rank_pattern": {}, "alpha_pattern": {}} | {k: v for k, v in said.items() if v is not None}
+                             "revision": str, "rank_pattern": dict, "alpha_pattern": dict}  # fmt: skip
+    filled: dict[str, Any] = {"lora_dropout": 0.0, "revision": "", "rank_pattern": {}, "alpha_pattern": {}}
+    filled |= {k: v for k, v in said.items() if v is not None}
     for key, kind in types.items():
         if not isinstance(filled.get(key), kind) or isinstance(filled[key], bool):
             refuse(file, key, repr(filled.get(key)), "what peft writes there")
@@ -305,4 +329,5 @@ def read_adapter(folder: str | os.PathLike[str]) -> Saved:
         targets=tuple(sorted({n.removesuffix(A) for n in tensors if n.endswith(A)})) or (ALL,),
     )  # fmt: skip
     base, task_type = filled["base_model_name_or_path"], filled.get("task_type")
-    return Saved(folder, config, base, task_type, tensors, filled["rank_pattern"], filled["alpha_pattern"])
+    patterns = filled["rank_pattern"], filled["alpha_pattern"]
+    return Saved(folder, config, base, task_type, tensors, *patterns, filled["revision"] or None)
