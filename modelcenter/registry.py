@@ -236,7 +236,7 @@ class Model(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str], **options: Any) -> Self:
-        """As `load`, refusing another family's checkpoint."""
+        """As `load`, refusing another family's checkpoint. A subclass of a family gives itself."""
         return cast(Self, load(name, family=cls, **options))
 
     def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
@@ -589,11 +589,15 @@ def check_memory(model: Model, device: torch.device) -> None:
 
 
 def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> type[Model]:
+    """The family of config.json's model_type, or `wanted` where that is a class of one's own made of it; refused where it is not
+    `wanted`."""
     kind = folder.config.get("model_type")
     file = Path(folder.path) / "config.json"
     known = families()
     if not isinstance(kind, str) or kind not in known:
         refuse(file, "model_type", repr(kind), f"one of the families that are here: {', '.join(sorted(known))}")
+    if isinstance(wanted, type) and issubclass(wanted, known[kind]) and wanted.Config is known[kind].Config:
+        return wanted
     if not issubclass(known[kind], wanted):
         names = [w.Config.hf.model_type for w in (wanted if isinstance(wanted, tuple) else (wanted,))]
         refuse(file, "model_type", repr(kind), f"{' or '.join(map(repr, names))}; modelcenter.load takes any family")

@@ -1,9 +1,12 @@
 """What the pages of docs/ say of this package is there, and what they say is missing is not."""
 
 import re
+import warnings
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+import torch
 import transformers
 
 import modelcenter as mc
@@ -85,6 +88,20 @@ def test_the_table_of_aliases_is_whole() -> None:
     told = {alias: SPAN.findall(text) for theirs, text in section("Trainer") for alias in SPAN.findall(theirs)}
     assert set(told) == {*ALIASES, *PARTIAL}
     assert all(key in told[alias] for alias, key in ALIASES.items())
+
+
+def test_a_model_trains_in_trainer_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = PAGE.read_text("utf-8").split("## Trainer")[1].split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    model = mc.build("gpt2", config={"layers": 1, "dim": 32, "heads": 2, "vocab": 40, "positions": 16})
+    before = model.embed.tokens.weight.clone()
+    ids = torch.arange(16) % 7
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        exec(code.replace("max_steps=3", "max_steps=3, use_cpu=True, disable_tqdm=True"), {  # noqa: S102  # what a reader would paste
+            "torch": torch, "transformers": transformers, "model": model, "examples": [{"input_ids": ids, "labels": ids}] * 8})
+    found = mc.load("out").embed.tokens.weight
+    assert torch.equal(found, model.embed.tokens.weight) and not torch.equal(found, before)
 
 
 def test_what_is_spelled_alike_is() -> None:

@@ -221,3 +221,24 @@ def test_both_spellings_of_a_size_follow_a_change() -> None:
     assert config.head_dropout == 0.25  # as transformers' GPT2ForTokenClassification takes it
     written = changed(config, {"heads": 8}).to_dict()
     assert written == file | {"n_head": 8, "num_attention_heads": 8, "model_type": "gpt2"}
+
+
+def test_a_class_of_ones_own_loads_what_its_family_wrote(tmp_path: Path) -> None:
+    """And computes its own; another family's, and one made of that, is refused still."""
+
+    class Double(mc.GPT):
+        def body(self, batch: Any) -> Tensor:
+            return 2 * super().body(batch)
+
+    plain = mc.build("gpt2", config={"layers": 1, "dim": 32, "heads": 2, "vocab": 40, "positions": 16}, seed=1).eval()
+    plain.save_pretrained(tmp_path / "a")
+    mine = Double.from_pretrained(tmp_path / "a").eval()
+    ids = torch.arange(8)[None]
+    assert type(mine) is Double and torch.equal(mine(ids).logits, 2 * plain(ids).logits)
+    mine.save_pretrained(tmp_path / "b")
+    assert (tmp_path / "b" / "config.json").read_text() == (tmp_path / "a" / "config.json").read_text()
+    small = {"layers": 1, "decoder_layers": 1, "dim": 32, "vocab": 40, "heads": 2}
+    mc.build("t5-small", config=small).save_pretrained(tmp_path / "t")
+    for family in (Double, mc.MT5):
+        with pytest.raises(mc.InputError, match=r"modelcenter\.load takes any family"):
+            family.from_pretrained(tmp_path / "t")
