@@ -63,8 +63,11 @@ def accepts(cxx: list[str], flags: list[str]) -> bool:
 
 def find_nvcc() -> str | None:
     """An nvcc that answers; on the PATH it may be a wrapper script, so it is asked and not looked at."""
-    if os.environ.get("MODELCENTER_CUDA", "1") == "0":
+    said = os.environ.get("MODELCENTER_CUDA") or "1"
+    if said == "0":
         return None
+    if said != "1":
+        note(f"MODELCENTER_CUDA: {said}; 0 or 1 is wanted")
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda", "/opt/cuda"]
     found = [str(Path(home, "bin", "nvcc")) for home in homes if home]
     found.insert(2, shutil.which("nvcc") or "")
@@ -75,7 +78,23 @@ def architectures(nvcc: str) -> list[str]:
     """Those wanted that this nvcc knows, rising."""
     known = set(re.findall(r"compute_(\d+)", output(nvcc, "--list-gpu-arch")))
     wanted = os.environ.get("MODELCENTER_CUDA_ARCHS", "").strip() or " ".join(present() & known) or "all"
-    return sorted(known.intersection(re.split(r"[ ,;]+", ARCHITECTURES if wanted == "all" else wanted)), key=int)
+    found = sorted(known.intersection(re.split(r"[ ,;]+", ARCHITECTURES if wanted == "all" else wanted)), key=int)
+    if not found:
+        numbers = " ".join(sorted(known, key=int)) or "no architecture by number, being too old"
+        raise OSError(f"MODELCENTER_CUDA_ARCHS: {wanted}: {nvcc} knows {numbers}")
+    return found
+
+
+def jobs() -> int:
+    """How many compilers run at a time."""
+    said = os.environ.get("MAX_JOBS", "").strip() or "0"
+    if not said.isdecimal():
+        note(f"MAX_JOBS: {said}; a number is wanted")
+    return (int(said) if said.isdecimal() else 0) or os.cpu_count() or 1
+
+
+def note(text: str) -> None:
+    print(f"modelcenter: {text}", file=sys.stderr)
 
 
 def present() -> set[str]:
@@ -118,13 +137,13 @@ class BuildExtension(build_ext):
         try:
             try:
                 self.build(target, nvcc)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 if nvcc is None:
                     raise
-                print(f"modelcenter: the CPU's kernels alone, for CUDA's were not built: {error}", file=sys.stderr)
+                note(f"the CPU's kernels alone, for CUDA's were not built: {error}")
                 self.build(target, None)
-        except (OSError, ImportError, subprocess.SubprocessError) as error:
-            print(f"modelcenter: no compiled kernels, the references will do the work: {error}", file=sys.stderr)
+        except (OSError, ValueError, ImportError, subprocess.SubprocessError) as error:
+            note(f"no compiled kernels, the references will do the work: {error}")
 
     def build(self, target: Path, nvcc: str | None) -> None:
         import pybind11
@@ -133,7 +152,9 @@ class BuildExtension(build_ext):
         if not output(*cxx, "--version"):
             raise OSError(f"no C++ compiler: {cxx[0]} does not run")
         archs = architectures(nvcc) if nvcc else []
-        runtime = libraries(nvcc) if nvcc and archs else None
+        runtime = libraries(nvcc) if nvcc else None
+        if nvcc and not runtime:
+            raise OSError(f"{nvcc}: its libcudart_static.a is not found")
         temp = Path(os.environ.get("MODELCENTER_OBJECTS") or self.build_temp).resolve()
         temp.mkdir(parents=True, exist_ok=True)
         extra = shlex.split(os.environ.get("CFLAGS", ""))
@@ -145,7 +166,9 @@ class BuildExtension(build_ext):
         module = temp / "module.o"
         steps.append((CSRC / "module.cpp", [*cxx, *FLAGS, *cuda, version, *headers, *extra, "-c"], module))
         levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {0: []}
-        wanted = os.environ.get("MODELCENTER_LEVELS", "1 2").split()
+        wanted = os.environ.get("MODELCENTER_LEVELS", "").split() or ["1", "2"]
+        if unknown := {*wanted} - {*map(str, LEVELS)}:
+            note(f"MODELCENTER_LEVELS: {' '.join(sorted(unknown))}; 0, 1 and 2 are known")
         levels = {level: flags for level, flags in levels.items() if str(level) in wanted and accepts(cxx, flags)} or {0: []}
         for source in sorted(CSRC.glob("*.cpp")):
             if source.name != "module.cpp":
@@ -168,7 +191,7 @@ class BuildExtension(build_ext):
                 steps.append((source, [*command, *targets, *exact, *same, "-c"], temp / f"{source.stem}.cu.o"))
 
         steps.sort(key=lambda step: (step[0].suffix != ".cu", -step[0].stat().st_size))  # the longest are not left for the end
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(jobs()) as pool:
             list(pool.map(lambda step: compile_one(*step), steps))
         shared = ["-shared", "-s", "-Wl,--build-id=none"]
         if sys.platform == "darwin":

@@ -93,6 +93,17 @@ def test_which_gpus_are_built_for(
     assert setup["architectures"](str(nvcc)) == found
 
 
+def test_an_nvcc_that_knows_none_of_them(setup: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is said, as one too old to be asked is; the CPU's kernels are built then."""
+    nvcc = tool(tmp_path, "nvcc", "compute_75 compute_90")
+    monkeypatch.setenv("MODELCENTER_CUDA_ARCHS", "sm90")
+    with pytest.raises(OSError, match=r"MODELCENTER_CUDA_ARCHS: sm90: .*nvcc knows 75 90"):
+        setup["architectures"](str(nvcc))
+    monkeypatch.delenv("MODELCENTER_CUDA_ARCHS")
+    with pytest.raises(OSError, match="knows no architecture by number, being too old"):
+        setup["architectures"](str(tool(tmp_path, "nvcc", "nvcc fatal: Unknown option")))
+
+
 def test_every_gpu_since_turing_is_reached(setup: dict[str, Any]) -> None:
     """By machine code where NVIDIA promises that it runs: on later numbers of the same generation."""
     every = [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
@@ -161,8 +172,10 @@ def test_with_an_nvcc_that_fails(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_with_a_compiler_alone(tmp_path: Path) -> None:
-    folder = copy(tmp_path / "a")
-    done = build(folder)
+    """In a folder with a space in its name, beside variables that say nothing."""
+    folder = copy(tmp_path / "a b")
+    done = build(folder, MAX_JOBS="many", MODELCENTER_LEVELS="1 avx9")
+    assert "MAX_JOBS: many; a number is wanted" in done.stderr and "MODELCENTER_LEVELS: avx9; 0, 1 and 2" in done.stderr
     assert done.returncode == 0 and list((folder / "modelcenter").glob("_C*")), done.stderr
     found = smoke(folder)
     assert found["extension"] == "built" and str(found["cpu_kernels"]).endswith("they run") and found["cuda_kernels"] == "none"
