@@ -36,11 +36,15 @@ def examine() -> dict[str, Any]:
     built, why, advice = extension()
     found["extension"] = why
     if built is not None:
-        if built.cpu_level == "none":
+        if built.cpu_level == "none" and _op.LEVEL == "base":
+            found["cpu_kernels"] = "none without AVX2, which MODELCENTER_CPU=base leaves out: references"
+            advice.append("kernels for the CPU: unset MODELCENTER_CPU")
+        elif built.cpu_level == "none":
             found["cpu_kernels"] = "none for this processor, which lacks AVX2: references"
             advice.append(f"kernels for this processor: MODELCENTER_LEVELS=0 {AGAIN}")
         else:
-            found["cpu_kernels"] = f"{built.cpu_level}, {threads()}: {runs(torch.device('cpu'))}"
+            kept = f" by MODELCENTER_CPU={_op.LEVEL}" if built.cpu_level == _op.LEVEL != _op.LEVELS[-1] else ""
+            found["cpu_kernels"] = f"{built.cpu_level}{kept}, {threads()}: {runs(torch.device('cpu'))}"
         names = ", ".join(f"sm_{arch}" for arch in built.cuda_architectures.split())
         found["cuda_kernels"] = f"{names}, later chips of their generations, and by PTX all after" if names else "none"
         if cards and built.cuda_architectures:
@@ -68,7 +72,8 @@ def extension() -> tuple[Any, str, list[str]]:
     if not _op.WANTED:
         return None, "switched off by MODELCENTER_KERNELS=0: references only", ["kernels: unset MODELCENTER_KERNELS"]
     if (built := vars(_op)["_C"]) is not None:
-        return built, "built", []
+        place = Path(getattr(built, "__file__", __file__))  # an editable installation lends its own to who has none
+        return built, "built" if place.parent == Path(__file__).parent else f"built, from {place}", []
     compiler = os.environ.get("CXX", "").split(" ")[0] or "g++"
     there = shutil.which(compiler) or shutil.which("c++")
     advice = [f"kernels: {AGAIN}" if there else f"kernels: install a C++ compiler ({compiler} is not on the PATH), then {AGAIN}"]

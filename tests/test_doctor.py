@@ -67,6 +67,20 @@ def test_of_another_version(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "0.0.1" in found["extension"] and "pip install" in found["advice"][0]
 
 
+def test_what_a_variable_leaves_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor is not said to lack what it was told not to use."""
+    monkeypatch.setattr(_op, "WANTED", True)
+    monkeypatch.setattr(_op, "LEVEL", "base")
+    monkeypatch.setattr(doctor, "runs", lambda device: "they run")
+    monkeypatch.setattr(_op, "_C", SimpleNamespace(version="", cpu_level="none", cuda_architectures=""))
+    found = said(capsys)
+    assert "MODELCENTER_CPU=base leaves out" in found["cpu_kernels"] and "unset MODELCENTER_CPU" in found["advice"][0]
+    monkeypatch.setattr(_op, "LEVEL", "avx2")
+    monkeypatch.setattr(_op, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures="", __file__="/there/_C.so"))
+    found = said(capsys)
+    assert found["cpu_kernels"].startswith("avx2 by MODELCENTER_CPU=avx2, ") and found["extension"] == "built, from /there/_C.so"
+
+
 def test_a_kernel_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("no kernel image is available")

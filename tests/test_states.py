@@ -46,6 +46,17 @@ def test_ops_are_right_in_every_state(state: str) -> None:
     assert done.stdout.splitlines()[-1] in levels[value], done.stdout
 
 
+@pytest.mark.parametrize("name, value, said", [
+    ("MODELCENTER_CPU", "sse9", "environment: MODELCENTER_CPU: sse9; base, avx2, avx512"),
+    ("MODELCENTER_KERNELS", "yes", "environment: MODELCENTER_KERNELS: yes; 0, 1 or the file of an extension"),
+    ("MODELCENTER_KERNELS", "/nowhere/_C.so", "environment: MODELCENTER_KERNELS: /nowhere/_C.so: "),
+])  # fmt: skip
+def test_a_variable_that_says_nothing_is_refused(name: str, value: str, said: str) -> None:
+    """In a line, by the doctor too."""
+    done = python("-m", "modelcenter", "doctor", **{name: value})
+    assert done.returncode == 2 and done.stderr.startswith(f"modelcenter: error: {said}"), done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not shutil.which("g++"), reason="no compiler")
@@ -109,5 +120,5 @@ def test_what_an_installation_without_its_kernels_says(tmp_path: Path) -> None:
     assert missing.count("no compiled kernels") == 1 and "UserWarning" in missing and "modelcenter doctor" in missing, missing
     assert not unasked, "nobody is warned of what he asked for"
     assert other.count("Warning") == 1 and f"built for 0.0.0 and not for {__version__}" in other and "Error" not in other, other
-    assert "wanted 0, 1 or the file" in wrong
+    assert "true; 0, 1 or the file" in wrong
     assert file is None or (tmp_path / "4.1").read_text().strip() == file

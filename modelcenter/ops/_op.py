@@ -7,7 +7,7 @@ else: float64, other devices, functorch's transforms, an installation without co
 process on its own shards (_shard.py).
 
 MODELCENTER_KERNELS=0 leaves the kernels out, and a file there is loaded in place of the installed ones; MODELCENTER_CPU=base or
-avx2 keeps those for the CPU to an older instruction set.
+avx2 keeps those for the CPU to an older instruction set. Anything else there is an InputError.
 """
 
 import importlib.util
@@ -26,25 +26,33 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .. import __version__
+from ..errors import refuse
 from ._shard import on_shards
 
-FILE = os.environ.get("MODELCENTER_KERNELS", "1")
+FILE = os.environ.get("MODELCENTER_KERNELS") or "1"
 WANTED = FILE != "0"
+LEVELS = ("base", "avx2", "avx512")  # instruction sets, of MODELCENTER_CPU
+LEVEL = os.environ.get("MODELCENTER_CPU") or LEVELS[-1]
 
 
 def load() -> Any:
     """The compiled kernels, or None."""
-    try:
-        if not WANTED or FILE == "1":
+    if LEVEL not in LEVELS:
+        refuse("environment", "MODELCENTER_CPU", LEVEL, ", ".join(LEVELS))
+    if not WANTED or FILE == "1":
+        try:
             return importlib.import_module("modelcenter._C") if WANTED else None
-        spec = importlib.util.spec_from_file_location("modelcenter._C", FILE)
-        if spec is None or spec.loader is None:
-            raise ValueError(f"MODELCENTER_KERNELS={FILE}; wanted 0, 1 or the file of an extension")
+        except ImportError:
+            return None
+    spec = importlib.util.spec_from_file_location("modelcenter._C", FILE)
+    if spec is None or spec.loader is None:
+        refuse("environment", "MODELCENTER_KERNELS", FILE, "0, 1 or the file of an extension")
+    try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return module
-    except ImportError:
-        return None
+    except ImportError as error:
+        refuse("environment", "MODELCENTER_KERNELS", f"{FILE}: {error}", "0, 1 or the file of an extension")
+    return module
 
 
 _C = load()
