@@ -18,7 +18,6 @@ LEVELS = {"base": "0", "avx2": "1", "avx512": "2"}
 NARROW = f"-O1 -include {HERE}/narrow.h -fsanitize=signed-integer-overflow -fsanitize-undefined-trap-on-error"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not _op.available("cpu") or not shutil.which("g++"), reason="no compiled kernels"),
 ]
@@ -59,6 +58,7 @@ def test_no_int_grows_with_a_tensor(tmp_path: Path) -> None:
     assert "none wrong" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file, old, new", [
     ("embedding", "for (int64_t row = begin; row < end; row++) rows_of", "for (int row = begin; row < end; row++) rows_of"),
     ("dropout", "const int64_t at = block * BLOCK, left", "const int at = block * BLOCK; const int64_t left"),
@@ -68,6 +68,7 @@ def test_one_that_does_is_found(file: str, old: str, new: str, tmp_path: Path) -
     assert "WRONG" in done.stdout or done.returncode < 0, done.stdout + done.stderr  # a wrong number, or a signal
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") < 10 << 30, reason="wants 9 GiB of free memory")
 def test_more_than_2_to_the_31_elements() -> None:
     """Counted in 32 bits the last ones would lie before the first. In bf16, 4 GiB there and 4 back; by rows, and as one."""
