@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 
+import modelcenter as mc
 from modelcenter.cli.generate import ids_of, messages_of
 from modelcenter.data.chat import NAMED, Template
 from modelcenter.data.collate import IGNORED
@@ -20,6 +22,7 @@ from modelcenter.data.objectives.chat import conversation
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer, train_tokenizer
 from modelcenter.errors import InputError
+from modelcenter.generate.run import settings
 from modelcenter.train.recipe import load_recipe
 
 TEXT = "To be, or not to be, that is the question. Whether 'tis nobler: 2 + 2 = 4.\n\nnaïve café 中文 🙂 " * 3
@@ -274,3 +277,47 @@ def test_prompts_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path,
     assert messages_of(text, "prompt", False) is None and ids_of(ours, template, text, "prompt", None) == ours.encode("hi")
     with pytest.raises(InputError, match=r"holds U\+FDD0"):
         template.prompt(text, [{"role": "user", "content": "\ufdd0"}])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_template_begins_as_the_tokenizer_begins_texts(name: str, tmp_path: Path) -> None:
+    """LLaMA's puts <s> before every text: what it was trained on has none without. GPT-2's has such a token and does not."""
+    for before in (True, False):
+        made = train_tokenizer([TEXT], 400, "bpe")
+        made.raw.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
+        if before:
+            made.raw.post_processor = TemplateProcessing("<s> $A", None, [("<s>", made.raw.token_to_id("<s>"))])
+        both = Tokenizer(made.raw, {"bos": "<s>", "eos": "<|endoftext|>"})
+        ids = make_examples("chat", rows([ASKED]), both, DataConfig(chat_template=name)).at(0, 0)[0].tolist()
+        assert (ids[0] == both.bos_id) == before and ids.count(both.bos_id) == before
+        both.save(tmp_path)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert theirs.apply_chat_template(ASKED, return_dict=False) == ids
+
+
+@pytest.mark.parametrize(("source", "end"), [
+    (NAMED["chatml"][0], "<|im_end|>"), (FORGETS, "<|im_end|>"), (NAMED["plain"][0], "<|endoftext|>"), (INST, "<|endoftext|>"),
+    ("{% for m in messages %}{{ m.content }}\n{% endfor %}", None), ("{{ raise_exception('no') }}", None),
+])  # fmt: skip
+def test_what_ends_an_answer_ends_generation(tokenizer: Tokenizer, source: str, end: str | None) -> None:
+    made = Tokenizer(tokenizer.raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"})
+    made.chat_template = source
+    assert find_objective("chat").ends(made) == ((made.token_to_id(end),) if end else ())
+    assert find_objective("lm").ends(made) == ()
+
+
+def test_a_run_says_what_ends_an_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Or what it has trained would go on behind its answers, here and in transformers."""
+    made = Tokenizer(tokenizer.raw, {"eos": "<|endoftext|>"})
+    made.save(tmp_path / "tk")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": ASKED}) + "\n")
+    sizes = {"layers": 1, "dim": 32, "heads": 2, "positions": 32}
+    for name, ends in (("chatml", ["<|endoftext|>", "<|im_end|>"]), ("plain", ["<|endoftext|>"])):
+        mc.train("instruct", overrides={
+            "model": "gpt2", "init": "random", "config": sizes, "tokenizer": str(tmp_path / "tk"), "max_steps": 1, "batch": 1,
+            "data.path": str(tmp_path / "chats.jsonl"), "data.chat_template": name, "data.eval_fraction": 0.0, "best": None,
+            "output_dir": str(tmp_path / name), "schedule.warmup_steps": 0, "precision": "fp32"})  # fmt: skip
+        found = mc.load(tmp_path / name / "model")
+        assert settings(found, None, {}).ends == tuple(made.token_to_id(end) for end in ends)
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / name / "model").generation_config.eos_token_id
+        assert (theirs if isinstance(theirs, list) else [theirs]) == [made.token_to_id(end) for end in ends]

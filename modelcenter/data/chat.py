@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from modelcenter.errors import refuse
+from modelcenter.data.record import Record
+from modelcenter.errors import InputError, refuse
 
 if TYPE_CHECKING:
-    from modelcenter.data.record import Record
     from modelcenter.data.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -35,7 +35,8 @@ NAMED = {  # name: the template, and the tokens without which nothing would end 
 
 
 class Template:
-    """A tokenizer's chat template, or one of `NAMED`, which then is the tokenizer's; `auto`: its own, or else `plain`."""
+    """A tokenizer's chat template, or one of `NAMED`, which then is the tokenizer's; `auto`: its own, or else `plain`. A named one
+    begins with the beginning of text where the tokenizer puts one before every text: the weights have seen none without."""
 
     def __init__(self, tokenizer: "Tokenizer", name: str | None = None) -> None:
         if name == "auto":
@@ -47,7 +48,8 @@ class Template:
                 lack = ["end of text"]
             if lack:
                 refuse(tokenizer.name, "data.chat_template", f"{name} with a tokenizer that has no {lack[0]}", "another template")
-            tokenizer.chat_template = source
+            begins = tokenizer.bos_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_id]
+            tokenizer.chat_template = "{{ bos_token }}" * begins + source
         if tokenizer.chat_template is None:
             wanted = f"data.chat_template={' or '.join(NAMED)}, or a chat_template in tokenizer_config.json"
             refuse(tokenizer.name, "objective", "chat with a tokenizer that has no chat template", wanted)
@@ -56,7 +58,7 @@ class Template:
         self.special = {f"{role}_token": token for role, token in tokenizer.special.items()}
         self.compiled = compiled(source, self.name)
 
-    def text(self, record: "Record", messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
+    def text(self, record: Record, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
         """The text of a conversation, with what asks the assistant to go on if it is to be a `prompt`."""
         from jinja2 import TemplateError
 
@@ -67,12 +69,12 @@ class Template:
             record.refuse(f"the chat template refuses it ({str(e).strip() or type(e).__name__})", "a conversation that it knows")
         return out
 
-    def prompt(self, record: "Record", messages: Sequence[Message], tools: Any = None) -> str:
+    def prompt(self, record: Record, messages: Sequence[Message], tools: Any = None) -> str:
         """The text that asks the assistant for the next turn of a conversation."""
         unmarkable(record, messages, tools)
         return unmarked(self.text(record, messages, tools, prompt=True))[0]
 
-    def marked_texts(self, record: "Record", messages: Sequence[Message], tools: Any = None) -> list[tuple[str, Spans]]:
+    def marked_texts(self, record: Record, messages: Sequence[Message], tools: Any = None) -> list[tuple[str, Spans]]:
         """The text of a conversation, and from where to where the assistant wrote it: what stands in {% generation %}, or, in a
         template without it, what each of its turns adds to the conversation before, asked to go on.
 
@@ -96,7 +98,17 @@ class Template:
         return turns
 
 
-def unmarkable(record: "Record", *given: Any) -> None:
+    def tail(self) -> str:
+        """What the assistant writes behind its words; nothing of a template that takes no plain question."""
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            text, spans = self.marked_texts(Record({}, self.name, None), turns)[-1]
+        except InputError:
+            return ""
+        return text[slice(*spans[-1])].rpartition("answer")[2] if spans else ""
+
+
+def unmarkable(record: Record, *given: Any) -> None:
     """Refuse what holds the marks themselves."""
     if {OPEN, CLOSE} & set(json.dumps(given, ensure_ascii=False, default=str)):
         record.refuse("a message holds U+FDD0 or U+FDD1", "text, which has no such characters")

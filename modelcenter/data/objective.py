@@ -76,6 +76,10 @@ class Objective(ABC):
         """Refuse a model whose config.json says that it is for something else; the keys that it is to say from now on."""
         return {}
 
+    def ends(self, tokenizer: "Tokenizer") -> tuple[int, ...]:
+        """The ids that end what a model has learned to write, beside the end of text."""
+        return ()
+
     def targets(self, labels: "Tensor") -> "Tensor":
         """The labels of a batch that predictions stand against, one each."""
         return labels

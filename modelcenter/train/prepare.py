@@ -1,6 +1,7 @@
 """From a recipe to what the loop needs: device, tokenizer, model, data, and the lines that say what will happen."""
 
 import importlib
+import json
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ from ..data.record import Mixture, Part, Record
 from ..data.sequence import filler
 from ..data.tokenizer import Tokenizer, load_tokenizer, made_here, open_tokenizer
 from ..errors import MissingError, refuse
+from ..generate.options import FILE
+from ..generate.run import beside, settings
 from ..layers import ClassifyHead, EmbedHead, LMHead
 from ..layers.adapter import adapted
 from ..layers.head import last_token
@@ -132,6 +135,16 @@ def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
     return {"pad_token_id": filler(tokenizer)} if reads_last and known and model.config.get("pad_token_id") is None else {}
 
 
+def end_at(model: Model, ends: Sequence[int]) -> list[int]:
+    """Have the model's generation_config.json say that its texts end at these ids too; those of them that it did not say."""
+    held, known = beside(model), settings(model, None, {}).ends
+    added = [i for i in ends if i not in known]
+    if added:
+        said = {**held, "eos_token_id": [*known, *added]}
+        model.companions = {**model.companions, FILE: (json.dumps(said, indent=2) + "\n").encode()}
+    return added
+
+
 def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False,
             judged: bool = False) -> Setup:
     """Read the data, make or load the tokenizer and the model (`meta`: without its weights), and say what was found. `recipe` is
@@ -182,6 +195,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
 
     train, evaluation = loader(records, True), loader(held_out, False) if held_out else None
     judge = None if evaluation is None else find_evaluation(recipe, held_out, evaluation, tokenizer, names, ranks)
+    ended = end_at(model, objective.ends(tokenizer))
     epochs = train.count(max(1, ceil(recipe.num_epochs * len(train)))) if recipe.num_epochs is not None else None
     steps = min(limit for limit in (recipe.max_steps, epochs) if limit is not None)
 
@@ -211,6 +225,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         lines.append(f"schedule: {warmup:,} steps of warm-up in a run of {steps:,}: the learning rate does not come to its peak")
     if names is not None and learned and learned != names and not model.load_report.new:
         lines.append(f"labels: {', '.join(names)}; the weights have learned {', '.join(learned)}, of which these take the places")
+    if ended:
+        lines.append(f"generation: ends at {tokenizer.decode(ended, special=True)} too, as generation_config.json will say")
     if objective.together and forwards > 1:
         lines.append(f"negatives: those of a forward, not of the whole step of {forwards}: a larger micro_batch has more")
     if model.adapter is not None:
@@ -351,7 +367,7 @@ def write_model(folder: Path, setup: Setup) -> Path:
     with disk_errors(folder / "model"), tempfile.TemporaryDirectory() as place:
         setup.tokenizer.save(place, segments=segmented(setup.model))
         files = {file.name: file.read_bytes() for file in Path(place).iterdir() if file.is_file()}
-    kept = {name: data for name, data in setup.model.companions.items() if name == "generation_config.json"}
+    kept = {name: data for name, data in setup.model.companions.items() if name == FILE}
     setup.model.companions = {**kept, **files}
     setup.model.save_pretrained(folder / "model")
     return folder / "model"

@@ -19,6 +19,7 @@ from modelcenter.errors import nearest, refuse
 
 if TYPE_CHECKING:
     from modelcenter.data.encode import Reader
+    from modelcenter.data.tokenizer import Tokenizer
 
 KEYS = ("messages", "conversations")  # where conversations are looked for, if no key is given
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
@@ -37,6 +38,12 @@ class Chat(Causal):
 
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         return (message["content"] for message in conversation(record, data) if isinstance(message.get("content"), str))
+
+    def ends(self, tokenizer: "Tokenizer") -> tuple[int, ...]:
+        if tokenizer.chat_template is None:
+            return ()
+        ids = tokenizer.encode(Template(tokenizer).tail(), special=False)
+        return tuple(i for i in ids if i in tokenizer.special_ids)[:1]
 
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
                  ) -> Sequences:
