@@ -32,7 +32,7 @@ EQUAL = {  # what two ranks can show, by the file that asks for it on CPUs
     "test_watch": "saves_are_long",
 }
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]  # one worker has the ranks
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker has the ranks
 
 
 def devices() -> list[str]:
@@ -72,13 +72,38 @@ def said(tmp_path_factory: pytest.TempPathFactory, nodes: "Nodes", request: pyte
 
 def of_file(said: str, name: str) -> tuple[dict[str, str], str]:
     """How each test of a file ended, and what is said of those that failed."""
-    rows = re.findall(rf"^{name}\.py::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED)?\b", said + "\n", re.M)
+    rows = re.findall(rf"^{name}\.py::(.+?)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*| *)$", said, re.M)
     parts = re.split(r"^_{3,} (.+?) _{3,}$", said.partition("= FAILURES =")[2].partition("= slowest")[0], flags=re.M)
     ends = dict(rows)
     told = [f"{title}{text}" for title, text in zip(parts[1::2], parts[2::2], strict=True) if title.strip() in ends]
     return ends, "\n".join(text[-3000:] for text in told)
 
 
+SAID = """\
+test_a.py::test_x[2 ranks, t5] PASSED    [ 10%]
+test_a.py::test_x[2 ranks] FAILED        [ 20%]
+test_ab.py::test_y SKIPPED (by somebody) [ 30%]
+test_b.py::test_z[1] PASSED              [ 40%]
+test_b.py::test_z[2] """
+WHY = """
+
+=================================== FAILURES ===================================
+____________________________ test_x[2 ranks] _____________________________
+test_a.py:3: in test_x
+E   AssertionError: rank 1
+============================= slowest 12 durations =============================
+"""
+
+
+def test_what_is_read_of_what_pytest_says() -> None:
+    """By file; of a test that has not ended, that it has not."""
+    passed, failed = {"test_x[2 ranks, t5]": "PASSED"}, {"test_x[2 ranks]": "FAILED"}
+    assert of_file(SAID, "test_a") == (passed | failed, "") and of_file(SAID, "test_ab")[0] == {"test_y": "SKIPPED"}
+    assert of_file(SAID, "test_b") == ({"test_z[1]": "PASSED", "test_z[2]": ""}, "") and of_file(SAID, "test_c") == ({}, "")
+    assert "AssertionError: rank 1" in of_file(SAID + WHY, "test_a")[1] and of_file(SAID + WHY, "test_b")[1] == ""
+
+
+@pytest.mark.gpu
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("name", EQUAL)
 def test_the_same_on_gpus(name: str, request: pytest.FixtureRequest) -> None:
@@ -173,6 +198,7 @@ def name_of(machine: dict[str, int]) -> str:
     return "-".join(f"{key}{n}" for key, n in machine.items())
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("degrees", DEGREES, ids=name_of)
 def test_two_agents_are_two_nodes(degrees: dict[str, int], nodes: Nodes) -> None:

@@ -30,7 +30,7 @@ from modelcenter.parallel.ranks import ALONE
 from modelcenter.train import launch, loop
 from modelcenter.train.loop import train
 
-TIMEOUT = 2.0 if DEVICE == "cpu" else 5.0  # seconds without progress
+TIMEOUT = 2.0 if DEVICE == "cpu" else 3.0  # seconds without progress
 LATE = 90.0  # seconds in which everybody is gone after that, however busy this machine is: a first step alone may take 60
 
 
