@@ -801,6 +801,8 @@ MUTANTS = (
            "test_view.py::test_groups_of_keys_have_a_kernel_in_fp32_on_a_gpu"),
     Mutant("every-host-alike", "parallel/chips.py", "call=near.call * host_call() / HOST", "call=near.call",
            "test_layout.py::test_a_gpu_is_known_by_its_name_and_its_host_is_timed"),
+    Mutant("attention-of-a-gpu-left-out", "ops/_op.py", 'or (_as_gpu and "cuda" in devices)', "",
+           "test_layout.py::test_a_bias_by_distance_has_a_gpus_kernel_where_one_is_meant[t5-small]"),
     Mutant("a-bias-by-distance-is-a-move", "parallel/tally.py", "if forward in ATTENTION:", 'if forward == "attention":',
            "test_layout.py::test_attention_with_a_bias_is_arithmetic_whichever_kernel_does_it"),
     Mutant("attention-thrice-backward", "parallel/tally.py", "(2.5 if back else 1)", "(3 if back else 1)",

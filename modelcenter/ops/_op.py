@@ -260,7 +260,8 @@ class Op:
         if not plain and sharded(args):
             out = on_shards(self.name, args, partial(Op.__call__, self))
             return self.reference(*args) if out is NotImplemented else out
-        fits = known and device in kernel.devices and available(device, index) and not transformed()
+        there = (device in kernel.devices and available(device, index)) or (_as_gpu and "cuda" in kernel.devices)
+        fits = known and there and not transformed()
         if not fits or (kernel.takes is not None and not kernel.takes(*args)):
             return self.reference(*args)
         if plain and unseen():
@@ -273,7 +274,8 @@ class Op:
 
     def fast(self, x: Tensor) -> bool:
         """Whether there is a kernel for a tensor like `x`: for a layer that would otherwise share out the work differently."""
-        here = self.kernel is not None and x.device.type in self.kernel.devices and served(x, x.dtype)
+        devices = self.kernel.devices if self.kernel is not None else ()
+        here = (x.device.type in devices and served(x, x.dtype)) or (_as_gpu and "cuda" in devices)
         return here and x.dtype in FLOATS and not transformed()
 
 

@@ -37,6 +37,7 @@ class Chip:
     launch: float = field(default=3e-6, metadata={"help": "seconds that the smallest kernel takes", "min": 0})
     gap: float = field(default=1.4e-6, metadata={"help": "seconds between a kernel and the next", "min": 0})
     call: float = field(default=8.5e-6, metadata={"help": "seconds of the host for a call of torch's", "min": 0})
+    host: str = field(default="of an H200's host", metadata={"help": "whose seconds those are", "min": 1})
     apart: bool = field(default=True, metadata={"help": "the host runs ahead of the device"})
     link: float = field(metadata={"help": "bus bytes/s of a collective inside a node", "above": 0})
     node: int = field(default=8, metadata={"help": "devices of a node", "min": 1})
@@ -110,7 +111,8 @@ def chip_named(name: str) -> Chip:
     if name in CHIPS:
         return CHIPS[name]
     if Path(name).suffix in (".yaml", ".yml"):
-        return bind(Chip, read_recipe(Path(name)), name)
+        said = read_recipe(Path(name))
+        return bind(Chip, {**({"host": f"by {name}"} if "call" in said else {}), **said}, name)
     refuse_missing(None, f"device={name}", "no such device", f"{nearest(name, CHIPS)} (or a path ending in .yaml)")
 
 
@@ -128,9 +130,12 @@ def chip_here(device: Any) -> Chip | None:
     card = torch.cuda.get_device_properties(device)
     known = [chip for chip in CHIPS.values() if card.name.startswith(chip.name.removesuffix(" 80GB HBM3"))]
     near = min(known, key=lambda chip: abs(chip.memory - card.total_memory), default=None)
-    return replace(near, memory=float(card.total_memory), call=near.call * host_call() / HOST) if near is not None else None
+    if near is None:
+        return None
+    return replace(near, memory=float(card.total_memory), call=near.call * host_call() / HOST, host=TIMED)
 
 
+TIMED = "timed on this host"
 HOST = 5.0e-6  # seconds of `host_call` on a host whose calls in a step take the 8.5 µs of `Chip.call`: benchmarks/README.md
 LINKS, CALLS = 25, 10  # of a chain of small calls, and of torch in each of its links
 
@@ -186,5 +191,5 @@ def probe() -> Chip:
     memory = memory_of(torch.device("cpu"))
     assert memory is not None
     return Chip(name="CPU", memory=memory[1], fp32=fp32, bf16=max(bf16, fp32), bandwidth=bandwidth, launch=0.0, gap=0.0, call=call,
-                apart=False, moves=1.0, link=bandwidth / 4, wire=bandwidth / 4, node=1024, latency=200e-6, hidden=0.0,
+                host=TIMED, apart=False, moves=1.0, link=bandwidth / 4, wire=bandwidth / 4, node=1024, latency=200e-6, hidden=0.0,
                 source="timed here")  # fmt: skip

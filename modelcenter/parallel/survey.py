@@ -82,7 +82,8 @@ class Survey:
 
     def data(self) -> dict[str, Any]:
         chip = self.costs.chip
-        return {"device": chip.name, "memory": self.costs.limit, "source": chip.source, "choice": self.choice.data(),
+        return {"device": chip.name, "memory": self.costs.limit, "source": chip.source, "call": chip.call,
+                "host": chip.host, "choice": self.choice.data(),
                 "layouts": [e.data() for e in self.estimates],
                 "remedies": {name: e.data() for name, e in self.remedies}}  # fmt: skip
 

@@ -63,6 +63,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
         f"{recipe.model}: {weights / 1e9:,.2f} G parameters, {recipe.precision}, steps of {job.rows:,} x {job.tokens:,} tokens on "
         f"{ranks} x {chip.name}",
         f"predicted, not measured; rates: {chip.source}",
+        f"the host takes {chip.call * 1e6:.3g} µs for a call of torch's, {chip.host}",
     ]
     return result, lines
 
