@@ -51,6 +51,10 @@ class Machine:
         default=True, metadata={"help": "on one GPU, without compile: forward and backward of batches, filled up to shapes "
                                  "that come again, are begun by one call of the host, where there is memory for that"}
     )  # fmt: skip
+    deterministic: bool = field(
+        default=False, metadata={"help": "on a GPU: the same bits from run to run, by kernels that add up in one order; what has "
+                                 "none is refused"}
+    )  # fmt: skip
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata={"help": "auto: a GPU if there is one"})
     threads: int | None = field(
         default=None, metadata={"min": 1, "max": 1024, "help": "CPU threads of a rank; null: torch's choice"}
@@ -74,6 +78,8 @@ class Machine:
     def __post_init__(self) -> None:
         if isinstance(self.recompute, bool):  # as it was said before there were three
             object.__setattr__(self, "recompute", "full" if self.recompute else "none")
+        if self.deterministic and self.compile:
+            refuse(None, "deterministic", "true, with compile: compiled kernels are chosen by a clock", "one of the two")
         if isinstance(self.fsdp, str):
             object.__setattr__(self, "fsdp", self.left_over())
 

@@ -41,6 +41,7 @@ from .plot import plot_loss
 from .prepare import enter, prepare, resolve
 from .progress import Progress
 from .recipe import Recipe, load_recipe
+from .repeatable import repeatable
 from .report import About, Reports, check_installed
 from .session import Session
 from .state import Position, restore
@@ -88,7 +89,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     folder = Path(recipe.output_dir)
 
     with (claim(folder, recipe, ranks), Interrupt() as interrupt, Journal(folder, recipe, silent=not ranks.first) as journal,
-          Memory(recipe, machine) as memory, Watch(folder / "ranks", ranks, machine.timeout)):
+          Memory(recipe, machine) as memory, Watch(folder / "ranks", ranks, machine.timeout), repeatable(machine)):
         session = begin(recipe, machine, device, ranks, journal, memory)
         steps = prefetch(session.setup.loader.steps(session.at.sample, micro_batch=recipe.micro_batch))
         session.model.train()
