@@ -107,6 +107,12 @@ struct Sequence {
     }
     static __device__ int64_t within(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
+    // The same where rows of `times` tensors lie side by side.
+    __device__ __forceinline__ Sequence beside(int32_t times) const {
+        Sequence found = *this;
+        found.step *= times;
+        return found;
+    }
     template <class T>
     __device__ T* queries(T* of) const {
         return of + q0 * step + int64_t{head} * dim;

@@ -24,6 +24,7 @@ struct Gradients {
     const float* lse;
     float* inner;  // D, laid out as lse
     void *dq, *dk, *dv;
+    int32_t beside;  // so many tensors' rows lie side by side there: 1, or 3
     float* partial;  // (heads, parts, numbers), zero at first, or null
     int64_t parts;   // blocks of a head
 };
@@ -104,8 +105,9 @@ __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& 
         wait(0);
         __syncthreads();  // as in the forward
         const float scale = p.scale / LOG2E;
-        put_rows<S, M>(of.keys(static_cast<T*>(to.dk)), ks, dk, of, j0, of.t, [&](int) { return scale; });
-        put_rows<S, M>(of.keys(static_cast<T*>(to.dv)), vs, dv, of, j0, of.t, [&](int) { return p.kept; });
+        const Sequence there = of.beside(to.beside);
+        put_rows<S, M>(there.keys(static_cast<T*>(to.dk)), ks, dk, there, j0, of.t, [&](int) { return scale; });
+        put_rows<S, M>(there.keys(static_cast<T*>(to.dv)), vs, dv, there, j0, of.t, [&](int) { return p.kept; });
         __syncthreads();
     }
 }
@@ -199,8 +201,9 @@ __device__ __forceinline__ void of_keys_in_turns(const Problem& p, const Gradien
         wait(0);
         __syncthreads();  // as in the forward
         const float scale = p.scale / LOG2E;
-        put_rows<S, 1>(of.keys(static_cast<T*>(to.dk)), ks, dk, of, j0, of.t, [&](int) { return scale; });
-        put_rows<S, 1>(of.keys(static_cast<T*>(to.dv)), vs, dv, of, j0, of.t, [&](int) { return p.kept; });
+        const Sequence there = of.beside(to.beside);
+        put_rows<S, 1>(there.keys(static_cast<T*>(to.dk)), ks, dk, there, j0, of.t, [&](int) { return scale; });
+        put_rows<S, 1>(there.keys(static_cast<T*>(to.dv)), vs, dv, there, j0, of.t, [&](int) { return p.kept; });
         __syncthreads();
     }
 }
@@ -388,7 +391,8 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
             if (vector && steps)
                 Diagonals<L>(vector, p, of, i0, (steps - 1) * L::ACROSS).add(folds + (steps - 1) % L::FOLDS * L::FOLDED);
             const float scale = p.scale / LOG2E;
-            put_rows<S, M>(of.queries(static_cast<T*>(to.dq)), qs, dq, of, i0, of.s, [&](int) { return scale; });
+            const Sequence there = of.beside(to.beside);
+            put_rows<S, M>(there.queries(static_cast<T*>(to.dq)), qs, dq, there, i0, of.s, [&](int) { return scale; });
             __syncthreads();
         }
     }
@@ -572,8 +576,9 @@ __device__ __forceinline__ void keys_of_heads(const Problem& p, const Gradients&
             m.tiles.leave();
             wait_until(m.empty + group, (stored - 1) % 2);  // dS has been read: the results go there
             const float scale = p.scale / LOG2E;
-            put_rows<S, 1>(of.keys(static_cast<T*>(to.dk)), m.ds, dk, of, j0, of.t, [&](int) { return scale; });
-            put_rows<S, 1>(of.keys(static_cast<T*>(to.dv)), m.ds, dv, of, j0, of.t, [&](int) { return p.kept; });
+            const Sequence there = of.beside(to.beside);
+            put_rows<S, 1>(there.keys(static_cast<T*>(to.dk)), m.ds, dk, there, j0, of.t, [&](int) { return scale; });
+            put_rows<S, 1>(there.keys(static_cast<T*>(to.dv)), m.ds, dv, there, j0, of.t, [&](int) { return p.kept; });
         }
         __syncwarp();
         if (lane() == 0) arrive(m.spent + turn % 2);
@@ -617,7 +622,8 @@ __device__ __forceinline__ void queries_of_heads(const Problem& p, const Gradien
                 if (step < done) {
                     const float scale = p.scale / LOG2E;
                     T* const rows = reinterpret_cast<T*>(place) - warp() * 16 * 64;
-                    put_rows<S, 1>(of.queries(static_cast<T*>(to.dq)), rows, sums, of, 64 * step - 128, of.s, [&](int) { return scale; });
+                    const Sequence there = of.beside(to.beside);
+                    put_rows<S, 1>(there.queries(static_cast<T*>(to.dq)), rows, sums, there, 64 * step - 128, of.s, [&](int) { return scale; });
                 } else {
 #pragma unroll
                     for (int n = 0; n < 8; n++)
@@ -727,17 +733,24 @@ MC_KERNEL(relative_attention_backward) {
     const Shape rows{p.batch, p.heads, p.s}, keys{p.batch, p.t, p.heads, q.shape.at[3]};
     const Array out = call.in("out", q.dtype, q.shape), lse = call.in("lse", F32, rows), grad = call.in("grad", q.dtype, q.shape);
     const Array inner = call.out("inner", F32, rows);
-    const Array dq = call.out("dq", q.dtype, q.shape), dk = call.out("dk", q.dtype, keys), dv = call.out("dv", q.dtype, keys);
+    const Array dq = call.maybe_out("dq", q.dtype, q.shape), dk = call.maybe_out("dk", q.dtype, keys), dv = call.maybe_out("dv", q.dtype, keys);
+    const Array beside = call.maybe_out("beside", q.dtype, Shape{p.batch, p.s, 3, p.heads, q.shape.at[3]});
     to.parts = call.integer("parts", 0);
     const Array partial = call.maybe_out("partial", F32, Shape{p.heads, to.parts, p.numbers});
     const Array dbias = call.maybe_out("dbias", F32, Shape{p.heads, p.numbers});
     call.ready();
     if (partial.given != dbias.given || (dbias && dbias.shape.count() && !p.bias)) call.refuse("partial and dbias go together, and with a bias");
-    if (!out.aligned() || !grad.aligned() || !dq.aligned() || !dk.aligned() || !dv.aligned())
-        call.refuse("out, grad, dq, dk or dv: not aligned to 16 bytes");
+    if (dq.given == beside.given || dk.given != dq.given || dv.given != dq.given) call.refuse("dq, dk and dv go together, or beside alone");
+    if (beside && p.s != p.t) call.refuse("beside: %lld queries and %lld keys", static_cast<long long>(p.s), static_cast<long long>(p.t));
+    if (!out.aligned() || !grad.aligned() || !dq.aligned() || !dk.aligned() || !dv.aligned() || !beside.aligned())
+        call.refuse("out, grad, dq, dk, dv or beside: not aligned to 16 bytes");
     const int chip = check_chip(call, q, p);
     to.out = out.data, to.grad = grad.data, to.lse = lse.as<float>(), to.inner = inner.as<float>();
-    to.dq = dq.data, to.dk = dk.data, to.dv = dv.data, to.partial = partial.as<float>();
+    to.dq = dq.data, to.dk = dk.data, to.dv = dv.data, to.beside = 1, to.partial = partial.as<float>();
+    if (beside) {
+        auto* const first = static_cast<uint16_t*>(beside.data);
+        to.dq = first, to.dk = first + p.heads * p.dim, to.dv = first + 2 * p.heads * p.dim, to.beside = 3;
+    }
     const auto stream = static_cast<cudaStream_t>(call.stream);
     bool done = false;
 #ifdef MC_HOPPER

@@ -619,3 +619,55 @@ def test_no_additions_of_activations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
             for ours, theirs in zip(found, gradients(layer, view, x), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=2e-2)
             assert additions(layer, view, x) > must, kind
+
+
+class Beside(torch.autograd.Function):
+    """The sum of three products, whose gradients lie side by side, as attention's do, or (`apart`) anywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, c: Tensor, apart: bool) -> Tensor:
+        ctx.apart = apart
+        return a + 2 * b + 3 * c
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        whole = torch.stack([grad, 2 * grad, 3 * grad], -2)
+        found = whole.unbind(-2)
+        return *([g.clone() for g in found] if ctx.apart else found), None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_side_by_side_are_one_matrix(bias: bool, as_on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product each for the gradients of inputs, weights and biases, where the weights, too, lie one behind the other."""
+    torch.manual_seed(0)
+    layers, x, calls = [Linear(8, 8, bias=bias) for _ in range(3)], torch.randn(2, 5, 8), list[int]()
+    real, found, factors = module.multiply, [], [p for layer in layers for p in layer.parameters()]
+    monkeypatch.setattr(module, "trained_low", lambda x, weights: torch.bfloat16)
+    monkeypatch.setattr(module, "multiply", lambda out, *rest: calls.append(out.numel()) or real(out, *rest))
+    for apart in (True, False):
+        calls.clear()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16), module.rounded(factors, torch.bfloat16):
+            out = Beside.apply(*together(leaf, *layers), apart)
+        out.float().square().sum().backward()
+        assert len(calls) == (3 if apart else 1) * (3 if bias else 2)
+        weights = [layer.weight.grad for layer in layers]
+        with torch.no_grad():
+            assert (module.joined(weights, 0) is None) is apart  # torch has taken them over, and copied nothing
+        found.append([leaf.grad, *(p.grad for p in factors)])
+        for p in factors:
+            p.grad = None
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= 2e-2 * other.abs().max()
+
+
+def test_what_is_joined_lies_so_in_memory() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    with torch.no_grad():
+        assert torch.equal(module.joined([whole[:, :2], whole[:, 2:5]], 1), whole[:, :5])
+        assert torch.equal(module.joined([whole[1:2], whole[2:]], 0), whole[1:])
+        for parts in ([whole], [whole[:, :2], whole[:, 3:]], [whole[:, 2:], whole[:, :2]], [whole[:2], whole[2:].clone()],
+                      [whole[:, :2], whole[:, 2:].clone()]):  # fmt: skip
+            assert module.joined(parts, 1) is None and module.joined(parts, 0) is None
+        assert module.joined([whole[:1], whole[1:]], 1) is None  # rows are no columns
+    assert module.joined([whole[:, :2], whole[:, 2:5]], 1) is None  # a graph of it would be of the first alone

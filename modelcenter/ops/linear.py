@@ -27,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import autocast_dtype, on_gpu, plain, transformed
+from ._op import autocast_dtype, fake, on_gpu, plain, transformed
 from .activation import relu
 
 LOW = (torch.bfloat16, torch.float16)
 FEW = 4  # rows
+APART = 64  # elements: what cuBLAS multiplies fastest begins at a multiple of 128 bytes
 
 
 @cache
@@ -137,17 +138,35 @@ class Summed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         found: list[Tensor | None] = [None] * len(ctx.kinds)
-        gs = [(i, g.reshape(-1, g.size(-1))) for i, g in enumerate(grads) if g is not None]
-        ones = None
-        if ctx.needs_input_grad[0] and gs:
-            found[0] = summed([(g, weights[i]) for i, g in gs], ctx.kinds[0]).view(ctx.shape)
-        for i, g in gs:
-            weight, bias = 2 + i, 2 + len(grads) + i
-            if ctx.needs_input_grad[weight]:
-                found[weight] = summed([(g.t(), x.reshape(-1, x.size(-1)))], ctx.kinds[weight])
-            if ctx.needs_input_grad[bias]:
-                wide, ones = torch.promote_types(g.dtype, torch.float32), g.new_ones(1, len(g)) if ones is None else ones
-                found[bias] = summed([(ones, g)], wide)[0].to(ctx.kinds[bias])
+        gs = {i: g.reshape(-1, g.size(-1)) for i, g in enumerate(grads) if g is not None}
+        if not gs:
+            return tuple(found)
+        whole = joined(list(gs.values()), 1)
+        if ctx.needs_input_grad[0]:
+            stack = None if whole is None else joined([weights[i] for i in gs], 0)
+            pairs = [(g, weights[i]) for i, g in gs.items()] if whole is None or stack is None else [(whole, stack)]
+            found[0] = summed(pairs, ctx.kinds[0]).view(ctx.shape)
+        one, ones = next(iter(gs.values())), None
+        if any(ctx.needs_input_grad[2 + len(grads) :]):
+            ones = one.new_ones(1, len(one))
+
+        def of_weights(g: Tensor, kind: torch.dtype) -> Tensor:
+            return summed([(g.t(), x.reshape(-1, x.size(-1)))], kind)
+
+        def of_biases(g: Tensor, kind: torch.dtype) -> Tensor:
+            assert ones is not None
+            return summed([(ones, g)], torch.promote_types(g.dtype, torch.float32))[0].to(kind)
+
+        for first, formed_of in ((2, of_weights), (2 + len(grads), of_biases)):
+            wanted = {first + i: g for i, g in gs.items() if ctx.needs_input_grad[first + i]}
+            kinds = {ctx.kinds[at] for at in wanted}
+            if whole is not None and len(wanted) == len(gs) and len(kinds) == 1:
+                parts = formed_of(whole, *kinds).split([g.size(1) for g in gs.values()])
+                for at, part in zip(wanted, parts, strict=True):
+                    found[at] = part
+            else:
+                for at, g in wanted.items():
+                    found[at] = formed_of(g, ctx.kinds[at])
         return tuple(found)
 
 
@@ -216,12 +235,35 @@ def lowered(factors: Sequence[Tensor], low: torch.dtype) -> list[Tensor]:
     """Each in the low precision; those that are not yet, by one call."""
     found = [HERE.of(f, low) for f in factors]
     wide = [f for f, known in zip(factors, found, strict=True) if known is None]
-    several = len(wide) > 1
-    made = [torch.empty_like(f, dtype=low) if several else f.to(low) for f in wide]
-    if several:
+    made = side_by_side(wide, low) if len(wide) > 1 else [f.to(low) for f in wide]
+    if len(wide) > 1:
         torch._foreach_copy_(made, wide)
     rest = iter(made)
     return [next(rest) if known is None else known for known in found]
+
+
+def side_by_side(factors: Sequence[Tensor], low: torch.dtype) -> list[Tensor]:
+    """Memory for each in the low precision, of one device: matrices first, so that those of one input are one matrix (`joined`)."""
+    order = sorted(range(len(factors)), key=lambda i: -factors[i].dim())
+    sizes = [-(-factors[i].numel() // APART) * APART for i in order]
+    pieces = factors[0].new_empty(sum(sizes), dtype=low).split(sizes)
+    found = {i: piece[: factors[i].numel()].view(factors[i].shape) for i, piece in zip(order, pieces, strict=True)}
+    return [found[i] for i in range(len(factors))]
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The matrix whose rows (`dim` 0) or columns (1) those of `parts` are, where they lie so in memory; None where they do not, or
+    a graph of it is wanted."""
+    first = parts[0]
+    if len(parts) < 2 or torch.is_grad_enabled() or any(fake(p) or p.is_meta for p in parts):
+        return None
+    size, memory, at = list(first.shape), first.untyped_storage().data_ptr(), first.data_ptr()
+    size[dim] = sum(p.size(dim) for p in parts)
+    for p in parts:
+        if p.stride() != first.stride() or p.data_ptr() != at or p.untyped_storage().data_ptr() != memory:
+            return None
+        at += p.size(dim) * p.stride(dim) * p.element_size()
+    return None if dim and size[1] > first.stride(0) else first.as_strided(size, first.stride())
 
 
 def narrowed(factors: Sequence[Tensor | None], low: torch.dtype) -> tuple[Tensor | None, ...]:

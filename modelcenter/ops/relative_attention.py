@@ -107,17 +107,24 @@ def relative_attention_backward(
     context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
     out: Tensor, lse: Tensor, grad: Tensor, wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the bias."""
+    """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the bias. Those of as many queries as keys lie
+    side by side in memory, row by row, so that what they came from takes them as one matrix (ops/linear.py)."""
     q, k, v, grad = packs(q, k, v, grad)
     given = dense(bias, seen, lengths_q, lengths_k, context)
-    dq, dk, dv, inner = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
+    inner, beside = torch.empty_like(lse), None
+    if q.shape == k.shape and not torch.compiler.is_compiling():  # a compiler takes results for memory of their own
+        beside = q.new_empty((*q.shape[:2], 3, *q.shape[2:]))
+        dq, dk, dv = beside.unbind(2)
+    else:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     sequences = q.shape[0] if lengths_q is None else lengths_q.shape[0] - 1
     parts = min(PARTS, sequences * -(-longest_q // ROWS))
     partial, dbias = None, q.new_empty((0,), dtype=torch.float32)
     if wanted and bias is not None:
         partial, dbias = bias.new_zeros((bias.shape[0], parts, bias.shape[1])), bias.new_empty(bias.shape)
     rest = (longest_q, longest_k, prompt, scale, causal, seed, p, out, lse, grad, inner)
-    found = (dq, dk, dv, parts, partial, dbias if partial is not None else None)
+    made = (dq, dk, dv, None) if beside is None else (None, None, None, beside)
+    found = (*made, parts, partial, dbias if partial is not None else None)
     call("relative_attention_backward", q, k, v, *given, *rest, *found)
     return dq, dk, dv, dbias
 
