@@ -19,14 +19,17 @@ constexpr int WIDE = 512;  // threads of a block, at most
 template <int D, int GAP>
 struct Held {
     Eight own;
-    // the first from element `at` on; bits of `valid` say which there are
+    // the first from element `at` on; bits of `valid` say which there are. PASSING: nobody reads them again
+    template <bool PASSING = false>
     __device__ __forceinline__ void load(const Tensor& from, int64_t at, uint32_t valid) {
         const char* place = static_cast<const char*>(from.data) + at * size<D>(from);
         const bool first = GAP == 4 || valid & 1, second = GAP == 4 || valid & 16;
         const uint4 none = make_uint4(0, 0, 0, 0);
         if (kind<D>(from) == F32) {
-            const uint4 a = first ? *reinterpret_cast<const uint4*>(place) : none;
-            const uint4 b = second ? *reinterpret_cast<const uint4*>(place + 4 * GAP) : none;
+            const auto four = [](const char* p) {
+                return PASSING ? read_passing(reinterpret_cast<const uint4*>(p)) : *reinterpret_cast<const uint4*>(p);
+            };
+            const uint4 a = first ? four(place) : none, b = second ? four(place + 4 * GAP) : none;
             own = decode({a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, F32);
         } else if (GAP == 4) {
             const uint4 a = *reinterpret_cast<const uint4*>(place);
@@ -44,13 +47,10 @@ struct Held {
 template <int D>
 struct Halves {
     uint4 words;
-    __device__ __forceinline__ void load(const Tensor& from, int64_t at, uint32_t) { words = *place(from, at); }
-    __device__ __forceinline__ void load_once(const Tensor& from, int64_t at) { words = read_once(place(from, at)); }
-    static __device__ __forceinline__ const uint4* place(const Tensor& from, int64_t at) {
-        return reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from.data) + at);
-    }
-    __device__ __forceinline__ void store_once(const Tensor& to, int64_t at) const {
-        write_once(reinterpret_cast<uint4*>(static_cast<uint16_t*>(to.data) + at), words);
+    template <bool PASSING = false, bool ALONE = false>
+    __device__ __forceinline__ void load(const Tensor& from, int64_t at, uint32_t) {
+        const auto* place = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from.data) + at);
+        words = PASSING ? read_passing<ALONE>(place) : *place;
     }
     __device__ __forceinline__ void set(const Eight& from) { words = encode(from, static_cast<Dtype>(D)); }
     __device__ __forceinline__ Eight get() const { return decode<4>({words.x, words.y, words.z, words.w}, static_cast<Dtype>(D)); }
@@ -100,12 +100,12 @@ __device__ __forceinline__ Moments moments(int dim, F f) {
     return {mean, rest, from_lane(whole, 0) - rest * rest};
 }
 
-// ADDS: there may be a residual. ALONE: there is none, nor its registers, and so there are more blocks. ONCE: there is none, and what
-// passes is kept out of the caches; it pays where a row is a warp's, alone in its block, and costs elsewhere.
-enum Way { ADDS, ALONE, ONCE };
+// ADDS: there may be a residual. ALONE: there is none, nor its registers, and so there are more blocks. WARP: there is none, and a row
+// is a warp's, alone in its block; what passes is then kept out of the first cache, which pays there and costs elsewhere.
+enum Way { ADDS, ALONE, WARP };
 
 template <int D, bool CENTRED, Way WAY>
-__global__ void __launch_bounds__(WAY == ONCE ? 32 : WIDE, WAY != ONCE && (D == BF16 || D == F16) ? 2 : 1) norm_rows(const Problem p) {
+__global__ void __launch_bounds__(WAY == WARP ? 32 : WIDE, WAY != WARP && (D == BF16 || D == F16) ? 2 : 1) norm_rows(const Problem p) {
     if (D == BF16 && !present<bf16>) return;
     constexpr int OWN = D == ANY ? F32 : D, GAP = gap<D>;
     constexpr int PACKS = SHARE<D>;
@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(WAY == ONCE ? 32 : WIDE, WAY != ONCE && (D == 
         h[j].set(Eight{});
         const auto mine = window(j);
         if (!mine.valid) continue;
-        if constexpr (WAY == ONCE) h[j].load_once(p.x, at + mine.first);
-        else h[j].load(p.x, at + mine.first, mine.valid);
+        if constexpr (WAY == WARP) h[j].template load<true, true>(p.x, at + mine.first, mine.valid);
+        else h[j].template load<true>(p.x, at + mine.first, mine.valid);
     }
     if (WAY == ADDS && p.residual.data) {
         const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(WAY == ONCE ? 32 : WIDE, WAY != ONCE && (D == 
 #pragma unroll
         for (int j = 0; j < PACKS; j++) {
             const auto mine = window(j);
-            if (mine.valid) more[j].load(p.residual, at + mine.first, mine.valid);
+            if (mine.valid) more[j].template load<true>(p.residual, at + mine.first, mine.valid);
         }
 #pragma unroll
         for (int j = 0; j < PACKS; j++) {
@@ -206,12 +206,7 @@ __global__ void __launch_bounds__(WAY == ONCE ? 32 : WIDE, WAY != ONCE && (D == 
             Eight y = h[j].get();
 #pragma unroll
             for (int k = 0; k < 8; k++) y.at[k] = fmaf(s.normal(y.at[k]), weight.at[k], bias.at[k]);
-            if constexpr (WAY == ONCE) {
-                h[j].set(y);
-                h[j].store_once(p.out, at + mine.first);
-            } else {
-                mine.template store<D>(p.out, at, y);
-            }
+            mine.template store<D>(p.out, at, y);
         }
     };
     if (D == ANY) finish(Held<ANY, GAP>{}, Held<ANY, GAP>{});
@@ -389,16 +384,16 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
     const bool known = same && (p.weight.dtype == dtype || p.weight.dtype == F32);
     const int64_t side = 256 * (known && dtype != F32 ? SHARE<BF16> : SHARE<F32>);  // columns of a warp
     const int64_t threads = (p.dim + side - 1) / side * 32;
-    const bool once = threads == 32 && !p.residual.data && known && dtype != F32;
-    const int together = threads == 32 && !once ? 2 : 1;
+    const bool alone = threads == 32 && !p.residual.data && known && dtype != F32;
+    const int together = threads == 32 && !alone ? 2 : 1;
     const int64_t blocks = (p.rows + together - 1) / together;
     if (threads > WIDE || blocks > INT32_MAX) return false;
     const dim3 block(static_cast<unsigned>(threads), together);
     const auto run = [&](auto kernel) { kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(p); };
     MC_FOR_BOOL(p.centred, CENTRED,
-        if (known && dtype == BF16) run(once ? norm_rows<BF16, CENTRED, ONCE> : norm_rows<BF16, CENTRED, ADDS>);
-        else if (known && dtype == F16) run(once ? norm_rows<F16, CENTRED, ONCE> : norm_rows<F16, CENTRED, ADDS>);
-        else if (known) run(p.residual.data ? norm_rows<F32, CENTRED, ADDS> : norm_rows<F32, CENTRED, CENTRED ? ALONE : ADDS>);
+        if (known && dtype == BF16) run(alone ? norm_rows<BF16, CENTRED, WARP> : norm_rows<BF16, CENTRED, ADDS>);
+        else if (known && dtype == F16) run(alone ? norm_rows<F16, CENTRED, WARP> : norm_rows<F16, CENTRED, ADDS>);
+        else if (known) run(p.residual.data ? norm_rows<F32, CENTRED, ADDS> : norm_rows<F32, CENTRED, ALONE>);
         else run(norm_rows<ANY, CENTRED, ADDS>);)
     return true;
 }

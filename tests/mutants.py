@@ -841,6 +841,8 @@ MUTANTS = (
     Mutant("start-not-corrected", "optim/adamw.py", "1 / math.sqrt(1 - beta2**t))", "1.0)", "test_optim.py::test_the_update_is_adamw"),
     Mutant("moments-rounded-on-loading", "optim/adamw.py", "            for name, value in state_dict[\"state\"].get(i, {}).items():\n",
            "            for name, value in ():\n", "test_adamw.py::test_a_state_dict_goes_on_bitwise[int8]"),
+    Mutant("parts-of-an-infinite-scale", "optim/adamw.py", "((scale > 0) & scale.isfinite())", "(scale > 0)",
+           "test_adamw.py::test_they_agree_about_strange_gradients_too[inf-int8-cpu]"),
     Mutant("second-moment-vanishes", "optim/adamw.py", "torch.where(x.flatten() > 0, code.clamp(min=2), code) if fourth", "code if fourth",
            "test_adamw.py::test_a_small_second_moment_is_not_stored_as_zero[reference]"),
     Mutant("moments-in-the-weights'-dtype", "checkpoint/state.py", "(value).to(home, copy=True)", "(value).to(home, parameter.dtype, copy=True)",
