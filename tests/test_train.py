@@ -721,6 +721,21 @@ def test_a_classifier_by_the_last_token_takes_texts_of_any_length_in_transformer
     assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=1e-5)
 
 
+@pytest.mark.parametrize(("how", "said"), [("sorted", True), ("packed", True), ("mixed", False), ("rare", False), ("apart", False)])
+def test_data_in_the_order_of_its_labels_is_told_of(tmp_path: Path, how: str, said: bool) -> None:
+    """What is held out of it, the last part, would judge one class alone. A rare one is absent by chance."""
+    kinds = {"mixed": "ab" * 30, "rare": "c" + "ab" * 30}.get(how, "a" * 30 + "b" * 30)
+    files = [tmp_path / f"{name}.jsonl" for name in ("data", "more")]
+    for file in files:
+        file.write_text("".join(json.dumps({"text": f"{n} f of x", "label": kind}) + "\n" for n, kind in enumerate(kinds)))
+    changes = {"objective": "classify", "tokenizer": "roberta:300", "data.path": str(files[0]), "data.packing": how == "packed",
+               "data.eval_path": str(files[1]) if how == "apart" else None}  # fmt: skip
+    recipe, device = resolve(recipe_of(tmp_path, **changes), MACHINE)
+    lines = prepare(recipe, MACHINE, device).lines
+    wanted = "held out: the last 6 have no a: data.path seems sorted by its labels; shuffle it, or give data.eval_path"
+    assert [line for line in lines if line.startswith("held out")] == [wanted] * said
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 def test_an_adapter_on_a_classifier_says_what_pads(tmp_path: Path) -> None:
     """Of a base that does not: here, merged, and in peft, whose base is told so by the config.json beside the adapter."""

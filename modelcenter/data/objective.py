@@ -80,6 +80,10 @@ class Objective(ABC):
         """The ids that end what a model has learned to write, beside the end of text."""
         return ()
 
+    def unlike(self, found: "Examples", held_out: "Examples") -> str:
+        """What the last part of the data, held out, has not that the rest has, if that is no chance; else nothing."""
+        return ""
+
     def targets(self, labels: "Tensor") -> "Tensor":
         """The labels of a batch that predictions stand against, one each."""
         return labels

@@ -227,6 +227,9 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         lines.append(f"labels: {', '.join(names)}; the weights have learned {', '.join(learned)}, of which these take the places")
     if ended:
         lines.append(f"generation: ends at {tokenizer.decode(ended, special=True)} too, as generation_config.json will say")
+    if evaluation is not None and recipe.data.eval_path is None and (lack := objective.unlike(train.examples, evaluation.examples)):
+        lines.append(f"held out: the last {len(evaluation):,} have {lack}: data.path seems sorted by its labels; shuffle it, or "
+                     "give data.eval_path")
     if objective.together and forwards > 1:
         lines.append(f"negatives: those of a forward, not of the whole step of {forwards}: a larger micro_batch has more")
     if model.adapter is not None:

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from modelcenter.data.encode import Reader
+    from modelcenter.data.loader import Examples
     from modelcenter.data.tokenizer import Tokenizer
+
+CHANCE = 0.01  # below which a class is not absent by chance
 
 
 class Judged(Objective):
@@ -47,6 +51,15 @@ class Classify(Judged):
     def settle(self, config: Any) -> Mapping[str, Any]:
         config.single_label()
         return {}
+
+    def unlike(self, found: "Examples", held_out: "Examples") -> str:
+        found = getattr(found, "examples", found)  # packed
+        if not isinstance(found, Labelled) or not isinstance(held_out, Labelled):
+            return ""
+        often, there = Counter(found.labels), set(held_out.labels)
+        absent = [found.names[k] for k, n in sorted(often.items())
+                  if k not in there and (1 - n / len(found)) ** len(held_out) < CHANCE]  # fmt: skip
+        return f"no {' and no '.join(absent[:3])}" if absent else ""
 
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
                  ) -> "Labelled":
