@@ -65,11 +65,12 @@ CASES = {
     ),
     "gpt2-xl": Case(
         "gpt2-xl", "lm", "AutoModelForCausalLM", 1024,
-        {"ours": (16,), "ours bf16": (16,), "hf amp compile": (16,), "hf bf16 compile": (16,)}, STILL,
+        {"ours": (16, 32), "ours bf16": (16,), "hf amp compile": (16,), "hf bf16 compile": (16,)}, STILL,
     ),
     "t5-large": Case(
         "t5-large", "seq2seq", "AutoModelForSeq2SeqLM", 512,
-        dict.fromkeys(("ours", "ours eager", "ours bf16", "hf amp compile", "hf bf16 compile"), (32,)), {"dropout": 0.0},
+        {"ours": (32, 128)} | dict.fromkeys(("ours eager", "ours bf16", "hf amp compile", "hf bf16 compile"), (32,)),
+        {"dropout": 0.0},
     ),
     "llama-3b": Case(
         "llama-3.2-3b", "lm", "AutoModelForCausalLM", 4096,
