@@ -25,6 +25,7 @@ from .adapter.folder import is_adapter, read_adapter, save_adapter
 from .checkpoint import hub
 from .checkpoint.config import Config, changed, told
 from .checkpoint.exchange import Group, Intake, neighbours, open_roads, set_out
+from .checkpoint.files import no_collection
 from .checkpoint.folder import Folder
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions, save_model
@@ -425,6 +426,7 @@ def load(
     if task == "auto" and str(name) in known and path != Path(name):
         task = known[str(name)][1].task or task
     with ExitStack() as stack:
+        stack.enter_context(no_collection())
         folder = stack.enter_context(Folder(path))
         cls = family_of(folder, family)
         full = changed(cls.Config.from_dict(folder.config, path / "config.json"), config or {})

@@ -1,6 +1,7 @@
 """Folders read by several ranks of one node or of two, in few turns and many, and what happens when one cannot read."""
 
 import errno
+import gc
 import os
 import threading
 from pathlib import Path
@@ -169,6 +170,24 @@ def test_one_process_reads_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(exchange, "LEAST", 600)
         equal(mc.load(folder), wanted, f"{case}")
         monkeypatch.undo()
+
+
+def test_nothing_is_looked_for_that_is_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a model is made, and afterwards as before, whatever comes of it."""
+    folder, real, on = zoo.reference(CASES[0])[1], registry.skeleton, []
+
+    def skeleton(*args: Any) -> Any:
+        on.append(gc.isenabled())
+        if len(on) == 2:
+            raise RuntimeError("no")
+        return real(*args)
+
+    monkeypatch.setattr(registry, "skeleton", skeleton)
+    mc.load(folder)
+    assert gc.isenabled() and on == [False]
+    with pytest.raises(RuntimeError, match="no"):
+        mc.load(folder)
+    assert gc.isenabled() and on == [False, False]
 
 
 @pytest.mark.gpu

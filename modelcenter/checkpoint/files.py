@@ -115,7 +115,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Stricter than the format where a writer of good faith never goes: limits on names, rank, number and header size, no
     unknown fields. Errors: `InputError`, `MissingError`.
     """
-    with open_regular(path) as file, _no_collection():
+    with open_regular(path) as file, no_collection():
         total = os.fstat(file.fileno()).st_size
         head = file.read(64)
         length = int.from_bytes(head[:8], "little")
@@ -331,8 +331,9 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python's collector off: it finds nothing in a table of 200,000 rows, and costs as much as parsing it (1 s)."""
+def no_collection() -> Iterator[None]:
+    """Python's collector off: it finds nothing in a table of 200,000 rows, and costs as much as parsing it (1 s); nor in a model
+    that is being made, for which it looks at all that torch has."""
     was = gc.isenabled()
     gc.disable()
     try:
