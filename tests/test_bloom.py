@@ -130,3 +130,21 @@ def test_slopes_of_every_published_size(heads: int, dtype: torch.dtype) -> None:
     # their powers in fp32 are off by the last bits, which may round to the next bf16
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(ALiBi(heads)(1, 300, torch.zeros((), dtype=dtype))[0], theirs, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("by_distance", [False, True])
+def test_what_is_hidden_between_tokens_is_no_distance(by_distance: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns that are padded each, say; transformers counts the tokens that are real."""
+    if by_distance:  # as on a GPU
+        monkeypatch.setattr("modelcenter.layers.position.served", lambda vector, kind: True)
+    case = zoo.Case("bloom", "default", "lm")
+    theirs, ours = zoo.pair(case, torch.float64)
+    ids = zoo.inputs(case)["input_ids"]
+    mask = torch.ones_like(ids).index_fill(1, torch.tensor([2, 3, 6]), 0)
+    with torch.no_grad():
+        wanted = theirs(ids, attention_mask=mask).logits
+        assert ((ours(ids, mask).logits - wanted).abs() * mask[..., None]).max() < 1e-5  # their slopes are fp32
+        first = ours(ids[:, :5], mask[:, :5], use_cache=True)
+        rest = [ours(ids[:, i : i + 1], mask[:, : i + 1], past_key_values=first.past_key_values) for i in range(5, ids.size(1))]
+        steps = torch.cat([first.logits, *(out.logits for out in rest)], 1)
+    assert ((steps - wanted).abs() * mask[..., None]).max() < 1e-5  # their slopes are fp32

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import refuse
 from ..ops import relative_attention
+from ..ops._graph import recording
 from ..ops._op import autocast_dtype, plain, wide
 from ..ops.relative_attention import spread
 from ..ops.rotary import rotary_
@@ -172,10 +173,22 @@ class ALiBi(nn.Module):
         slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)]
         return torch.tensor(slopes, device="cpu")
 
-    def forward(self, queries: int, keys: int, like: Tensor) -> Tensor | Distances:
-        """The bias of the last `queries` of `keys` positions, on the device of `like`: as a mask (1 h 1 t) in its dtype."""
+    def forward(self, queries: int, keys: int, like: Tensor, real: Tensor | None = None) -> Tensor | Distances:
+        """The bias of the last `queries` of `keys` positions, on the device of `like`: as a mask (1|b h 1 t) in its dtype. What
+        is hidden between `real` keys (b t) is no distance, as in transformers; see `gaps`."""
         kind = torch.promote_types(like.dtype, torch.float32)
         slopes = kept(self.known, self.slopes.shape, lambda: self.slopes, like.device, kind)[:, None]
-        if served(like, like.dtype):
+        if served(like, like.dtype) and (real is None or (queries > 1 and not gaps(real))):  # one query's mask is a row
             return Distances(slopes * torch.arange(1 - keys, queries, device=like.device, dtype=kind), queries, keys, True)
-        return (slopes * torch.arange(keys, device=like.device, dtype=kind))[None, :, None, :].to(like.dtype)
+        at = torch.arange(keys, device=like.device)[None] if real is None else real.cumsum(1) - 1
+        return (slopes * at[:, None].to(kind))[:, :, None].to(like.dtype)
+
+
+def gaps(real: Tensor) -> bool:
+    """Whether a row of `real` (b t) hides something between tokens. A device is waited for, so where gradients are formed, and
+    where that cannot be, it is not asked and none are taken to be there."""
+    known = type(real) is Tensor and not (real.is_meta or torch.compiler.is_compiling() or recording())
+    if not known or torch.is_grad_enabled():
+        return False
+    begins = real[:, 1:] & ~real[:, :-1]
+    return bool((begins.sum(1) + real[:, 0] > 1).any())

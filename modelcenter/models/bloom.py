@@ -66,7 +66,7 @@ class BLOOM(Model):
 
     def body(self, batch: Batch) -> Tensor:
         x = self.embed(batch.x)
-        out: Tensor = self.decoder(x, batch.view(causal=True, bias=self.alibi(*batch.span, like=x)))
+        out: Tensor = self.decoder(x, batch.view(causal=True, bias=self.alibi(*batch.span, like=x, real=batch.mask)))
         return out
 
     presets = {
