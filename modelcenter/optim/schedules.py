@@ -1,7 +1,8 @@
 """Learning-rate schedules: pure functions from a step to the factor that multiplies the peak rate.
 
 Step 0 is the first update, so with a warm-up it runs at rate zero: the tables are those of transformers'
-`get_*_schedule*`, number for number (`transformers/optimization.py`). Noam's alone counts from 1, as it was published.
+`get_*_schedule*`, number for number (`transformers/optimization.py`), but that theirs of wsd warms up from `min_lr_ratio` on and
+ours, as all others, from 0. Noam's alone counts from 1, as it was published.
 """
 
 from collections.abc import Callable
