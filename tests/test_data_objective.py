@@ -13,6 +13,7 @@ import torch
 import zoo
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from modelcenter.data import encode
 from modelcenter.data.collate import IGNORED, describe_sample
@@ -134,15 +135,29 @@ def test_only_responses_are_trained_on(bpe: Tokenizer) -> None:
     assert list(texts_of("lm", examples_records, data)) == ["to be?", "or not"]
 
 
-@given(prompt=st.integers(0, 20), response=st.integers(1, 20), size=st.integers(2, 20))
-def test_fit(prompt: int, response: int, size: int) -> None:
+@given(prompt=st.integers(0, 20), response=st.integers(1, 20), size=st.integers(2, 20), head=st.integers(0, 1))
+def test_fit(prompt: int, response: int, size: int, head: int) -> None:
+    head = min(head, prompt)
     p, r = list(range(100, 100 + prompt)), list(range(response))
-    ids, known = fit(p, r, size)
+    ids, known = fit(p, r, size, head)
     assert len(ids) == min(size, prompt + response)
     kept = len(ids) - sum(i < 100 for i in ids)
-    assert ids == p[prompt - kept :] + r[: len(ids) - kept]
+    assert ids == p[:head] + p[prompt - kept + head :] + r[: len(ids) - kept]
     assert kept >= min(prompt, 1) and (len(ids) - kept == response or kept <= 1)
     assert known == max(kept, 1)
+
+
+def test_a_prompt_that_is_cut_keeps_the_beginning_of_text() -> None:
+    """As transformers' truncation on the left does: LLaMA has seen no text without."""
+    made = train_tokenizer(["to be or not to be"], 300)
+    made.raw.add_special_tokens(["<s>"])
+    made.raw.post_processor = TemplateProcessing("<s> $A", None, [("<s>", made.raw.token_to_id("<s>"))])
+    both = Tokenizer(made.raw, {"bos": "<s>", "eos": "<|endoftext|>"})
+    data = DataConfig(prompt_key="q", response_key="a", seq_len=12)
+    ids, labels = make_examples("lm", rows({"q": "to be or not " * 9, "a": "to be"}), both, data).at(0, 0)
+    answer, asked = [*both.encode("to be", special=False), both.eos_id], both.encode("to be or not " * 9, special=False)
+    assert ids.tolist() == [both.bos_id, *asked[-(11 - len(answer)) :], *answer]
+    assert labels.tolist() == [IGNORED] * (12 - len(answer)) + answer
 
 
 # ---- lm, packing

@@ -41,7 +41,7 @@ def _is(help: str, **bounds: float) -> dict[str, Any]:
 class Options:
     """How to choose the tokens that follow. Lengths are in tokens; a target of an encoder-decoder counts its start token."""
 
-    max_new_tokens: int | None = field(default=None, metadata=_is("the most to write; absent: max_length, else 20", min=1))
+    max_new_tokens: int | None = field(default=None, metadata=_is("the most; absent: max_length, else 20, or 64 by command", min=1))
     max_length: int | None = field(default=None, metadata=_is("the same, the prompt counted too", min=1))
     min_new_tokens: int = field(default=0, metadata=_is("no end before so many tokens", min=0))
     min_length: int = field(default=0, metadata=_is("the same, the prompt counted too", min=0))

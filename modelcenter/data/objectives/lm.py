@@ -119,13 +119,13 @@ class Documents(Sequences):
 class Rows(Sequences):
     """A prompt and its response: only the response is trained on.
 
-    Of a row that is too long the prompt loses its beginning first, then the response its end.
+    Of a row that is too long the prompt loses its beginning first, all but a beginning of text, then the response its end.
     """
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.fill, self.size, self.ids, self.known = filler(read.tokenizer), data.seq_len, Ragged(), array("q")
         for prompt, response in prompted(records, read, data):
-            ids, known = fit(prompt, response, data.seq_len)
+            ids, known = fit(prompt, response, data.seq_len, len(read.bos))
             self.ids.append(ids)
             self.known.append(known)
         self.lengths = np.diff(self.ids.bounds)
@@ -145,11 +145,11 @@ def prompted(records: Sequence[Record], read: "Reader", data: DataConfig) -> Ite
         yield read.bos + prompt, response + read.eos
 
 
-def fit(prompt: list[int], response: list[int], size: int) -> tuple[list[int], int]:
-    """At most `size` ids, and how many of them are not trained on: the prompt gives way from its beginning, but one token
-    stays to predict from."""
-    room = max(size - len(response), min(len(prompt), 1))
-    prompt = prompt[len(prompt) - min(room, len(prompt)) :]
+def fit(prompt: list[int], response: list[int], size: int, head: int = 0) -> tuple[list[int], int]:
+    """At most `size` ids, and how many of them are not trained on: the prompt gives way from its beginning, but its first `head`
+    ids, the beginning of text, stay, and one token to predict from."""
+    room = min(len(prompt), max(size - len(response), head, 1))
+    prompt = prompt[:head] + prompt[len(prompt) - room + head :]
     return prompt + response[: size - len(prompt)], max(len(prompt), 1)
 
 
