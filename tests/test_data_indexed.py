@@ -46,6 +46,13 @@ def test_what_others_wrote_is_read(tmp_path: Path, kind: str) -> None:
     assert [r.fields["ids"].tolist() for r in read_records(str(file))] == DOCUMENTS
 
 
+def test_no_token_at_all_is_refused_by_the_file(tmp_path: Path) -> None:
+    for sequences in ([], [[], []]):
+        file = write(tmp_path / "a", sequences)
+        with pytest.raises(InputError, match=r"a\.bin: data\.path: no token; data with at least one document is wanted"):
+            read_records(str(file))
+
+
 def test_folders_and_splits(tmp_path: Path) -> None:
     write(tmp_path / "a", DOCUMENTS)
     write(tmp_path / "b", [[1, 2], [3]], "i4")

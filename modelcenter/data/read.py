@@ -92,7 +92,8 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path", hea
     else:
         files = find_files(path, format, key)
         if format == "tokens" or (format == "auto" and format_of(files[0]) == "tokens"):
-            return Tokens([TokenFile(file) for file in sorted({file.with_suffix(".bin") for file in files})])
+            tokens = Tokens([TokenFile(file) for file in sorted({file.with_suffix(".bin") for file in files})])
+            return tokens if len(tokens) else refuse(path, key, "no token", "data with at least one document is wanted")
         readers = dict(READERS)
         if not header:
             readers |= {"csv": partial(Csv, header=False), "tsv": partial(Tsv, header=False)}

@@ -18,6 +18,8 @@ from modelcenter.errors import refuse, refuse_missing
 
 CHUNK = 4 << 20  # bytes read at once where a file is gone through
 LONGEST_LINE = 16 << 20  # bytes; beyond it a file is binary or hostile
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"PAR1": "parquet",
+          b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # fmt: skip
 EXPANSION = 100  # a .gz that grows by more is a bomb: text rarely compresses by more than ten
 
 
@@ -69,6 +71,8 @@ class Source:
         try:
             text = data.decode()
         except UnicodeDecodeError as e:
+            if start == 0 and (kinds := [kind for mark, kind in PACKED.items() if data.startswith(mark)]):
+                refuse(self.file, "byte 0", f"{kinds[0]} data", "UTF-8 text (or .gz, or .parquet, under these names) is wanted")
             first = data.rfind(b"\n", 0, e.start) + 1
             if line is None:
                 line = 1 + data.count(b"\n", 0, e.start) + sum(
