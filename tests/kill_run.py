@@ -3,6 +3,7 @@
     python tests/kill_run.py kills [--count 200] [--seed 0]      kill -9 at random moments of training, saving and starting
     python tests/kill_run.py signals [--count 200] [--seed 0]    SIGTERM or Ctrl-C, a second one after some of them
     ... machine.async_save=true                                  the same where states are written in the background
+    ... --best                                                   where the best of averaged weights is written, too, as it comes
 
 A run of 300 steps (`--steps`) is started again with the same command until it has finished, and another one until there were as
 many kills as asked for. Each life is forked from this process, which has imported torch once. After each of them every state that
@@ -40,7 +41,7 @@ model: gpt2
 init: random
 config: {layers: 1, dim: 16, heads: 2, positions: 32}
 tokenizer: char
-data: {path: text.txt, seq_len: 16}
+data: {path: text.txt, seq_len: 16, eval_fraction: 0.1}
 optimizer: {lr: 1e-2}
 batch: 4
 micro_batch: 2
@@ -49,9 +50,11 @@ logging_steps: 1
 save_steps: 10
 save_total_limit: 2
 """
+BEST = "ema: 0.9\neval_steps: 9\nbest: loss\npatience: 30\n"  # the best of the averaged weights is written while the run goes on
 TEXT = "\n".join(f"def f{n}(x):\n    return x * {n} + {n * n}" for n in range(120))
 LIFE = 60  # steps' time that a life lasts at most, a run's start included: some save, and some do not come to that
 ONCE = 20  # seconds in which a process that is to end at once ends, on however busy a machine
+DONE = re.compile(rb"^model: out/model(, of step \d+)?$", re.MULTILINE)
 SHOWN, SAVED = re.compile(rb"^step (\d+)/", re.MULTILINE), re.compile(rb"^saved: .*/step-(\d+)(?: \(.*\))?$", re.MULTILINE)
 
 
@@ -102,10 +105,10 @@ def live(folder: Path, signals: list[tuple[float, int]], settings: Sequence[str]
     return Life(128 - code if code < 0 else code, said.read_bytes() if said.exists() else b"", time.monotonic() - began)
 
 
-def fresh(place: Path, name: str, steps: int) -> Path:
-    folder = place / name
+def fresh(trial: "Trial", name: str) -> Path:
+    folder = trial.place / name
     folder.mkdir()
-    (folder / "recipe.yaml").write_text(f"{RECIPE}max_steps: {steps}\n")
+    (folder / "recipe.yaml").write_text(f"{RECIPE}{trial.more}max_steps: {trial.steps}\n")
     (folder / "text.txt").write_text(TEXT)
     return folder
 
@@ -132,13 +135,15 @@ def newest(folder: Path, wrong: list[str]) -> int:
 
 @dataclass
 class Trial:
-    """Runs of `steps` with `settings` in `place`, until `count` lives of theirs were ended at moments that `seed` draws."""
+    """Runs of `steps` with `settings` in `place`, until `count` lives of theirs were ended at moments that `seed` draws; `more` is
+    put behind the recipe, of the run that nobody touches too."""
 
     place: Path
     count: int
     seed: int = 0
     steps: int = 300
     settings: Sequence[str] = ()
+    more: str = ""
 
 
 Draw = Callable[[random.Random, float], list[tuple[float, int]]]
@@ -148,22 +153,22 @@ Judge = Callable[[Life, int, list[str]], None]
 def hammer(trial: Trial, draw: Draw, judge: Judge) -> tuple[int, list[str]]:
     """(finished runs, what went wrong) of runs whose lives get the signals that `draw` gives, until so many lives were ended by
     one; `judge` looks at each with the newest saved step."""
-    place, count, rng = trial.place, trial.count, random.Random(trial.seed)
+    count, rng = trial.count, random.Random(trial.seed)
     wrong: list[str] = []
-    untouched = fresh(place, "untouched", trial.steps)
+    untouched = fresh(trial, "untouched")
     began = time.monotonic()
     if (life := live(untouched, [])).code != 0:
         raise RuntimeError(life.said.decode())
     pace, wanted, finished, ends = (time.monotonic() - began) * LIFE / trial.steps, result(untouched), 0, 0
     while ends < count:
-        folder = fresh(place, f"run-{finished}", trial.steps)
+        folder = fresh(trial, f"run-{finished}")
         known = 0  # the newest step that was said to be saved
         while True:
             life = live(folder, draw(rng, pace) if ends < count else [], trial.settings)
             known, there = max(known, life.saved), newest(folder, wrong)
             if there < known:
                 wrong.append(f"step {known} was said to be saved, the newest is {there}")
-            if b"\nmodel: out/model\n" in life.said and life.code == 0:
+            if DONE.search(life.said) and life.code == 0:
                 break
             ends += 1
             judge(life, there, wrong)
@@ -193,7 +198,7 @@ def signals(trial: Trial) -> tuple[int, list[str]]:
 
     def judge(life: Life, there: int, wrong: list[str]) -> None:
         text = life.said[-300:].decode(errors="replace")
-        listened = b"finishing the step and saving" in life.said
+        listened = b"; once more ends it now" in life.said
         if life.code not in (128 + signal.SIGTERM, 128 + signal.SIGINT) and not (listened and life.code == 0):
             wrong.append(f"a life ended with {life.code}: {text}")
         if life.code == 0 and life.shown > there:
@@ -214,13 +219,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--best", action="store_true")
     given = parser.parse_intermixed_args()  # settings may stand behind the options
     families()
     torch.set_num_threads(1)
     loop.plot_loss = lambda folder: "not drawn"  # half a second each time
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-run-") as place:
-        trial = Trial(Path(place), given.count, given.seed, given.steps, given.settings)
+        trial = Trial(Path(place), given.count, given.seed, given.steps, given.settings, BEST if given.best else "")
         finished, wrong = KINDS[given.kind](trial)
     seconds = time.monotonic() - began
     print(f"{given.count} {given.kind} over {finished} runs of {given.steps} steps in {seconds:.0f} s: {len(wrong)} wrong")

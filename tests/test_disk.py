@@ -27,10 +27,11 @@ CALLS = ("open", "write", "pwrite", "fsync", "mkdir", "rename", "replace", "link
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_verdict() -> Iterator[None]:
-    """What fits into memory is no matter of the disk's, and to find it out takes half of a run as short as these."""
+def bare() -> Iterator[None]:
+    """What fits into memory is no matter of the disk's, nor is a picture, and these would take three quarters of runs so short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "verdict", lambda *args: "memory: not asked")
+        patch.setattr(loop, "plot_loss", lambda folder: "not drawn")
         yield
 
 
@@ -77,7 +78,6 @@ def failing(disk: Disk) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "accumulate", begin)
-        patch.setattr(loop, "plot_loss", lambda folder: "not drawn")
         for name in CALLS:
             patch.setattr(os, name, disk.wrap(name, getattr(os, name)))
         yield
@@ -231,9 +231,7 @@ def fill(place: Path, size: int, clean: Path, capsys: Any) -> str:
 @pytest.mark.parametrize("sizes", [
     [1200, 2600], pytest.param(range(20, 4020, 20), marks=[pytest.mark.slow, pytest.mark.timeout(1500)]),
 ], ids=["two", "200"])  # fmt: skip
-def test_a_disk_that_is_too_small(sizes: Any, clean: tuple[Path, int], tmp_path: Path, capsys: Any,
-                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small(sizes: Any, clean: tuple[Path, int], tmp_path: Path, capsys: Any) -> None:
     """200 sizes, from hardly a page to enough for all."""
-    monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
     ends = [fill(tmp_path, size << 10, clean[0], capsys) for size in sizes]
     assert ends.count("ended") == len(ends) if len(ends) < 9 else 0 < ends.count("ended") < len(ends)

@@ -27,20 +27,21 @@ def run(kind: str, count: int, plant: str = "pass", settings: tuple[str, ...] = 
 BEHIND = ("machine.async_save=true",)
 
 
-@pytest.mark.parametrize(("kind", "settings"), [
-    ("kills", ()), ("signals", ()), ("kills", BEHIND), pytest.param("signals", BEHIND, marks=pytest.mark.slow),
+@pytest.mark.parametrize(("kind", "settings", "more"), [
+    ("kills", (), ""), ("signals", (), ""), ("kills", BEHIND, ""), pytest.param("signals", BEHIND, "", marks=pytest.mark.slow),
+    ("kills", (), kill_run.BEST), pytest.param("signals", (), kill_run.BEST, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_nothing_is_lost(kind: str, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lost(kind: str, settings: tuple[str, ...], more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kill_run.loop, "plot_loss", lambda folder: "not drawn")
     families()  # imported here once, and not in each life
-    finished, wrong = kill_run.KINDS[kind](kill_run.Trial(tmp_path, 3, steps=100, settings=settings))
+    finished, wrong = kill_run.KINDS[kind](kill_run.Trial(tmp_path, 3, steps=100, settings=settings, more=more))
     assert finished and not wrong
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kind", kill_run.KINDS)
-@pytest.mark.parametrize("settings", [(), BEHIND], ids=["", "behind"])
+@pytest.mark.parametrize("settings", [(), BEHIND, ("--best",)], ids=["", "behind", "best"])
 def test_nothing_is_lost_in_200(kind: str, settings: tuple[str, ...]) -> None:
     said = run(kind, 200, settings=settings)
     assert re.match(rf"200 {kind} over \d+ runs of 300 steps in \d+ s: 0 wrong\n", said), said

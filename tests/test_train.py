@@ -31,7 +31,7 @@ from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
-from modelcenter.train import loop, session
+from modelcenter.train import loop, plot, session
 from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING, claim
@@ -364,6 +364,7 @@ TWICE = """
 import time
 from modelcenter.train.interrupt import Interrupt
 with Interrupt() as interrupt:
+    interrupt.begin()
     print("ready", flush=True)
     while not interrupt:
         time.sleep(0.01)
@@ -897,6 +898,30 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], found: str, tmp_path
 def test_what_cannot_be_is_refused_before_a_file_is_opened(changes: dict[str, Any], found: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=found):
         train(recipe_of(tmp_path, **changes, **{"data.path": str(tmp_path / "none")}), MACHINE)
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    """Not even with those of the same size; a copy of them is the same."""
+    first = recipe_of(tmp_path, max_steps=5)
+    text = Path(str(first.data.path))
+    train(first, MACHINE)
+    rest = recipe_of(tmp_path, max_steps=5)
+    os.utime(text, (1, 1))
+    assert train(rest, MACHINE).step == 5
+    for other, said in ((TEXT.swapcase(), "sha256_of_contents [0-9a-f]{12} then"), (TEXT + "\n", "bytes 4433 then, 4434 now")):
+        text.write_text(other)
+        with pytest.raises(InputError, match=rf"text\.txt: data: not what it was when the run began \({said}.*; the data as they"):
+            train(rest, MACHINE)
+        with pytest.raises(InputError, match=r"text\.txt: data: not what"):
+            train(replace(rest, output_dir=str(tmp_path / "new"), resume=str(tmp_path / "out" / "step-5")), MACHINE)
+
+
+def test_what_cannot_be_drawn_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(folder: Path) -> str:
+        raise ImportError("no memory to\nmap it into")
+
+    monkeypatch.setattr(plot, "draw", draw)
+    assert plot.plot_loss(tmp_path) == "loss.png: not drawn: no memory to\\nmap it into"
 
 
 def test_a_share_of_an_epoch_is_a_step_at_least(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from modelcenter.errors import refuse, refuse_missing
 
 CHUNK = 4 << 20  # bytes read at once where a file is gone through
 LONGEST_LINE = 16 << 20  # bytes; beyond it a file is binary or hostile
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"PAR1": "parquet",
-          b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # fmt: skip
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip",
+          b"PAR1": "parquet", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # fmt: skip
 EXPANSION = 100  # a .gz that grows by more is a bomb: text rarely compresses by more than ten
 
 

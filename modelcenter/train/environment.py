@@ -24,6 +24,7 @@ from ..checkpoint.atomic import atomic_write
 from ..data.config import DataConfig
 from ..data.read import find_files
 from ..data.table import PREFIX, is_saved
+from ..errors import refuse
 
 FILE = "environment.json"
 PACKAGES = ("torch", "safetensors", "tokenizers", "huggingface_hub", "transformers", "tensorboard", "matplotlib")
@@ -108,6 +109,18 @@ def describe_data(path: str, data: DataConfig) -> dict[str, Any]:
     if len(files) <= LISTED:
         out["list"] = [{"name": str(file), "bytes": stat.st_size, "changed": stat.st_mtime} for file, stat in stats]
     return out
+
+
+def check_data(folder: Path, data: DataConfig) -> None:
+    """Refuse data whose bytes are others than when the run in `folder` began: a state's position in them would mean nothing. Files
+    that are too large to be hashed are known by their number and size; a copy of them is the same."""
+    known: dict[str, Any] = next((entry["data"] for entry in read_processes(folder) if isinstance(entry.get("data"), dict)), {})
+    for path in (path for path in paths(data) if path in known):
+        then, here = known[path], describe_data(path, data)
+        for key in ("files", "bytes", "sha256_of_contents"):
+            if key in then and key in here and then[key] != here[key]:
+                found = f"not what it was when the run began ({key} {str(then[key])[:12]} then, {str(here[key])[:12]} now)"
+                refuse(path, "data", found, "the data as they were, or another output_dir")
 
 
 def redacted(text: str) -> str:

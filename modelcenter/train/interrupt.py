@@ -16,6 +16,7 @@ class Interrupt(AbstractContextManager["Interrupt"]):
 
     def __init__(self) -> None:
         self.asked = False
+        self.then = "ending when data and model are ready, with nothing done"  # what is said: there are no steps yet
         self.before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
@@ -30,9 +31,13 @@ class Interrupt(AbstractContextManager["Interrupt"]):
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
+    def begin(self) -> None:
+        """From now on there is something to save."""
+        self.then = "finishing the step and saving"
+
     def hear(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             os._exit(128 + number)  # no clean-up: saves are atomic, and whoever asks twice does not want to wait
         self.asked = True
         # Not print: the handler may run inside a print of the main program, whose buffer refuses to be entered twice.
-        os.write(2, f"\n{signal.Signals(number).name}: finishing the step and saving; once more ends it now\n".encode())
+        os.write(2, f"\n{signal.Signals(number).name}: {self.then}; once more ends it now\n".encode())

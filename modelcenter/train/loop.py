@@ -29,6 +29,7 @@ from ..parallel.watch import Watch
 from .agree import agree
 from .background import Background
 from .choose import choose
+from .environment import check_data
 from .fit import Verdict, verdict
 from .folder import claim, find_start, flat, write_recipe
 from .graphs import graphs_of
@@ -93,6 +94,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         session = begin(recipe, machine, device, ranks, journal, memory)
         steps = prefetch(session.setup.loader.steps(session.at.sample, micro_batch=recipe.micro_batch))
         session.model.train()
+        interrupt.begin()
         try:
             while not session.ended:
                 step = session.step(steps, interrupt)
@@ -122,6 +124,8 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     """Prepare a run (`recipe` is resolved), or put it back where it was, and say how it will go."""
     folder = Path(recipe.output_dir)
     start = find_start(recipe.resume, folder, ranks)
+    if start is not None and ranks.first:
+        check_data(start.parent, recipe.data)
     setup = prepare(recipe, machine, device, ranks)
     found = verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device))
     setup.lines.append(str(found))

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ..checkpoint.atomic import atomic_write
-from ..errors import InputError
+from ..errors import LIMIT, InputError, printable
 from .metrics import Row, read_rows
 
 LEFT_OUT = (
@@ -19,9 +19,17 @@ LOG = ("grad_norm",)
 
 def plot_loss(folder: Path) -> str:
     """Draw `folder`/metrics.jsonl into loss.png: the losses, each other metric of evaluations, rate, norm and speed. Returns a
-    line for the log."""
+    line for the log: a picture is no reason to lose a run, nor the word on why it ended."""
     if find_spec("matplotlib") is None:
         return "loss.png: not drawn, because matplotlib is not installed (pip install matplotlib)"
+    try:
+        return draw(folder)
+    except Exception as error:  # where memory has run out its parts cannot even be imported
+        return f"loss.png: not drawn: {printable(str(error) or type(error).__name__)[:LIMIT]}"
+
+
+def draw(folder: Path) -> str:
+    """The same with its errors."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
