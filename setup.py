@@ -23,8 +23,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -208,6 +210,16 @@ class BuildExtension(build_ext):
         return sysconfig.get_paths()["include"]
 
 
+class Wheel(bdist_wheel):
+    """With SOURCE_DATE_EPOCH the modes of its files are no more those of a checkout than their times are."""
+
+    def write_wheelfile(self, *args: Any, **named: Any) -> None:
+        super().write_wheelfile(*args, **named)  # what is written last
+        for file in Path(self.bdist_dir).rglob("*") if "SOURCE_DATE_EPOCH" in os.environ else ():
+            if file.is_file():
+                file.chmod(0o755 if file.suffix == ".so" else 0o644)
+
+
 def compile_one(source: Path, command: list[str], made: Path) -> None:
     """Compile, unless the object was made of the same bytes by the same command, wherever that was."""
     digest = hashlib.sha256(shlex.join(command).replace(str(ROOT), "").encode())
@@ -239,4 +251,4 @@ def run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr)
 
 
-setup(ext_modules=[Extension("modelcenter._C", [], optional=True)], cmdclass={"build_ext": BuildExtension})
+setup(ext_modules=[Extension("modelcenter._C", [], optional=True)], cmdclass={"build_ext": BuildExtension, "bdist_wheel": Wheel})

@@ -44,11 +44,11 @@ def copy(to: Path, *, few: bool = True) -> Path:
     return to
 
 
-def build(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def build(folder: Path, *command: str, umask: int = -1, **variables: str) -> subprocess.CompletedProcess[str]:
     command = command or ("build_ext", "--inplace")
     env = {**os.environ, "MODELCENTER_CUDA": "0", "MAX_JOBS": "2", "CFLAGS": "-O0", **variables}
     line = [sys.executable, "setup.py", "-q", *command]
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=280, umask=umask)
 
 
 def smoke(folder: Path) -> dict[str, object]:
@@ -200,13 +200,15 @@ def test_with_a_compiler_that_knows_no_instruction_sets(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
-    """Wherever they are made; CUDA's part too where there is an nvcc."""
+    """Wherever they are made, and whoever may write there; CUDA's part too where there is an nvcc."""
     digests = set()
-    for name in ("one", "two/deeper"):
+    for name, umask in (("one", 0o022), ("two/deeper", 0o002)):
         folder = copy(tmp_path / name)
+        for file in folder.rglob("*"):
+            file.chmod(0o777 & ~umask if file.is_dir() else 0o666 & ~umask)
         scratch = tmp_path / name.replace("/", "-")
         scratch.mkdir(exist_ok=True)
-        done = build(folder, "bdist_wheel", "-d", "made", SOURCE_DATE_EPOCH="1700000000", MODELCENTER_CUDA="1",
+        done = build(folder, "bdist_wheel", "-d", "made", umask=umask, SOURCE_DATE_EPOCH="1700000000", MODELCENTER_CUDA="1",
                      MODELCENTER_CUDA_ARCHS="90", MODELCENTER_LEVELS="0", TMPDIR=str(scratch))  # fmt: skip
         assert done.returncode == 0, done.stderr
         (wheel,) = (folder / "made").glob("*.whl")
