@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import Kernel, call, fake, hopper, modern, op, raw, wide
+from ._op import Kernel, call, fake, hopper, modern, op, raw, unseen, wide
 from .attention import one
 from .dropout import draw, kept
 
@@ -101,20 +101,20 @@ def relative_attention_forward(
     return out, lse
 
 
-@raw(f"({ARGS}, Tensor out, Tensor lse, Tensor grad, bool wanted) -> (Tensor, Tensor, Tensor, Tensor)")
+@raw(f"({ARGS}, Tensor out, Tensor lse, Tensor grad, bool wanted, bool beside=False) -> (Tensor, Tensor, Tensor, Tensor)")
 def relative_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
     context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
-    out: Tensor, lse: Tensor, grad: Tensor, wanted: bool,
+    out: Tensor, lse: Tensor, grad: Tensor, wanted: bool, beside: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the bias. Those of as many queries as keys lie
-    side by side in memory, row by row, so that what they came from takes them as one matrix (ops/linear.py)."""
+    """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the bias. `beside`: those of as many queries
+    as keys lie side by side in memory, row by row, so that what they came from takes them as one matrix (ops/linear.py)."""
     q, k, v, grad = packs(q, k, v, grad)
     given = dense(bias, seen, lengths_q, lengths_k, context)
-    inner, beside = torch.empty_like(lse), None
-    if q.shape == k.shape and not torch.compiler.is_compiling():  # a compiler takes results for memory of their own
-        beside = q.new_empty((*q.shape[:2], 3, *q.shape[2:]))
-        dq, dk, dv = beside.unbind(2)
+    inner, whole = torch.empty_like(lse), None
+    if beside and q.shape == k.shape:
+        whole = q.new_empty((*q.shape[:2], 3, *q.shape[2:]))
+        dq, dk, dv = whole.unbind(2)
     else:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     sequences = q.shape[0] if lengths_q is None else lengths_q.shape[0] - 1
@@ -123,7 +123,7 @@ def relative_attention_backward(
     if wanted and bias is not None:
         partial, dbias = bias.new_zeros((bias.shape[0], parts, bias.shape[1])), bias.new_empty(bias.shape)
     rest = (longest_q, longest_k, prompt, scale, causal, seed, p, out, lse, grad, inner)
-    made = (dq, dk, dv, None) if beside is None else (None, None, None, beside)
+    made = (dq, dk, dv, None) if whole is None else (None, None, None, whole)
     found = (*made, parts, partial, dbias if partial is not None else None)
     call("relative_attention_backward", q, k, v, *given, *rest, *found)
     return dq, dk, dv, dbias
@@ -135,7 +135,8 @@ def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
 
 def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
     *args, out, lse, wanted = rest
-    dq, dk, dv, dbias = relative_attention_backward(*args, out, lse, grad, wanted)
+    beside = unseen()  # a compiler takes results for memory of their own
+    dq, dk, dv, dbias = relative_attention_backward(*args, out, lse, grad, wanted, beside)
     return dq, dk, dv, dbias if wanted else None, *(None,) * 11
 
 
