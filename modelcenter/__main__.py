@@ -16,7 +16,7 @@ from typing import Any
 from modelcenter import __version__
 from modelcenter.cli.arguments import Answer, Arguments, take_apart
 from modelcenter.cli.catalog import copy, list_
-from modelcenter.cli.convert import Conversion, convert, merge
+from modelcenter.cli.convert import Averaging, Conversion, average, convert, merge
 from modelcenter.cli.evaluate import evaluate
 from modelcenter.cli.generate import Generation, generate
 from modelcenter.cli.launch import launch
@@ -35,13 +35,14 @@ VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "generate": generate,
     "convert": convert,
     "merge": merge,
+    "average": average,
     "compare": compare,
     "tokenize": tokenize,
     "list": list_,
     "copy": copy,
     "doctor": doctor,
 }
-KEYS: dict[str, type] = {"generate": Generation, "convert": Conversion}  # what `--help` lists
+KEYS: dict[str, type] = {"generate": Generation, "convert": Conversion, "average": Averaging}  # what `--help` lists
 
 
 def main(argv: Sequence[str] | None = None) -> int:

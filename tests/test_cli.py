@@ -53,6 +53,7 @@ REFUSED = [  # the command, how its one line goes on
     (("convert",), "command line: source: missing; "),
     (("merge",), "command line: adapter: missing; "),
     (("merge", "nothing", "out"), "nothing: no adapter_config.json; "),
+    (("average", "a", "dtype=fp32"), "command line: MODEL: missing; "),
     (("tokenize", "a.txt", "out"), "command line: tokenizer: missing; "),
     (("tokenize", "absent.txt", "out", "--tokenizer", "."), "absent.txt: path: no such file; "),
     (("convert", "a"), "command line: out: missing; "),

@@ -1,12 +1,12 @@
-"""`modelcenter convert` and `merge`: from one folder of weights to another."""
+"""`modelcenter convert`, `merge` and `average`: from folders of weights to another."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..checkpoint.files import ADAPTER
 from ..errors import refuse
-from .arguments import Answer, Arguments, check_model, check_new, settings
+from .arguments import Answer, Arguments, check_model, check_new, settings, take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +72,33 @@ def merge(args: Arguments) -> Answer:
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return Answer(f"{asked.out}: {base} with its {kind} merged, {dtype}", {"out": asked.out, "base": model.source, "dtype": dtype,
                                                                          "quantize": held})  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """What `average` takes beside folders."""
+
+    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: the first's"})
+    max_shard_size: str = field(default="5GB", metadata={"help": "the size at which the weights are split"})
+
+
+def average(args: Arguments) -> Answer:
+    """Write the mean of the weights of several models that were trained from the same one: one that is often better than each.
+
+    modelcenter average MODEL MODEL ... OUT [--dtype bf16] [--max-shard-size 5GB]
+
+    MODEL is a folder of weights, or that of a run, for its trained model. Runs may differ in their seed, data or settings (Wortsman
+    et al., 2022); models that were not trained from the same weights have a mean that is no model.
+    """
+    *sources, out = args.names if len(args.names) > 2 else take(replace(args, settings=[]), ["MODEL", "MODEL", "OUT"])
+    asked = settings(Averaging, replace(args, names=[]), [])
+    check_new(Path(out))
+    folders = [str(Path(name) / "model") if (Path(name) / "recipe.yaml").is_file() else name for name in sources]
+    for folder in folders:
+        check_model(folder)
+    from ..optim.soup import soup
+    from ..registry import load
+
+    model = soup(load(folder, dtype=asked.dtype) for folder in folders)
+    model.save_pretrained(out, max_shard_size=asked.max_shard_size)
+    return Answer(f"{out}: the mean of {len(folders)} models", {"out": out, "models": folders})

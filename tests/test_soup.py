@@ -1,0 +1,77 @@
+"""The mean of the weights of several models."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modelcenter as mc
+from modelcenter.__main__ import main
+from modelcenter.adapter.config import AdapterConfig
+from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.errors import InputError
+from modelcenter.optim.soup import soup
+
+TINY: dict[str, Any] = {"layers": 1, "dim": 16, "heads": 2, "hidden": 32, "positions": 16, "vocab": 300}
+NAMES = {0: "no", 1: "yes"}
+
+
+def made(seed: int, dtype: torch.dtype = torch.float32, model: str = "bert-base-uncased", task: str = "classify",
+         **other: Any) -> Any:
+    labels = {"id2label": NAMES} if task == "classify" else {}
+    return mc.build(model, config=TINY, task=task, seed=seed, dtype=dtype, **{**labels, **other})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("model", "task"), [("bert-base-uncased", "classify"), ("gpt2", "lm")])
+def test_each_weight_is_the_mean(dtype: torch.dtype, model: str, task: str) -> None:
+    """Rounded once, however many there are: in 16 bits sums of 16 bits would be further off."""
+    models = [made(seed, dtype, model, task) for seed in range(5)]
+    means = {name: torch.stack([m.get_parameter(name).double() for m in models]).mean(0) for name in models[0].shapes}
+    found = soup(iter(models))
+    assert found is models[0] and set(means) == set(found.shapes)
+    for name, mean in means.items():
+        got = found.get_parameter(name)
+        assert got.dtype == dtype and got.requires_grad
+        near = 1e-6 if dtype == torch.float32 else 2**-8
+        assert torch.allclose(got.double(), mean.to(dtype).double(), rtol=near, atol=1e-9), name
+    if dtype == torch.bfloat16:
+        wrong = sum(int((found.get_parameter(name) != mean.to(dtype)).sum()) for name, mean in means.items())
+        assert wrong < 0.01 * sum(mean.numel() for mean in means.values())
+    if task == "lm":
+        assert found.head.out.weight is found.embed.tokens.weight
+
+
+@pytest.mark.parametrize(("other", "words"), [
+    ({"model": "gpt2", "task": "classify"}, "family GPT; BERT, as"), ({"task": "mlm"}, "head mlm; classify, as"),
+    ({"id2label": {0: "yes", 1: "no"}}, r"labels \('yes', 'no'\); \('no', 'yes'\), as"),
+], ids=["family", "head", "labels"])  # fmt: skip
+def test_what_has_no_mean_is_refused(other: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        soup([made(0), made(1), made(2, **other)])
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_adapter_is_merged_first(at: int) -> None:
+    """The mean of two products is not the product of their means."""
+    models = [made(0), made(1)]
+    models[at].adapter = AdapterConfig(name="lora")
+    with pytest.raises(InputError, match="an adapter; modelcenter merge"):
+        soup(models)
+
+
+def test_runs_and_folders_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, folder in enumerate(("a", "b/model", "c")):
+        made(seed).save_pretrained(tmp_path / folder)
+        train_tokenizer(["some text"] * 9, 300, "roberta").save(tmp_path / folder)
+    (tmp_path / "b" / "recipe.yaml").write_text("model: a run's\n")
+    a, b, c, out = (str(tmp_path / name) for name in ("a", "b", "c", "out"))
+    assert main(["average", a, b, c, out]) == 0 and "the mean of 3 models" in capsys.readouterr().out
+    mean, parts = mc.load(out), [mc.load(folder) for folder in (a, f"{b}/model", c)]
+    for name in mean.shapes:
+        assert torch.allclose(mean.get_parameter(name), sum(p.get_parameter(name) for p in parts) / 3, atol=1e-7), name
+    assert mean.config.labels == ("no", "yes") and (tmp_path / "out" / "tokenizer.json").is_file()
+    for words, said in (([a, b], "OUT: missing"), ([a, b, out], "exists"), ([a, b, "x", "dtyp=bf16"], "did you mean 'dtype'")):
+        assert main(["average", *words]) == 2
+        assert said in capsys.readouterr().err
