@@ -22,7 +22,6 @@ from modelcenter.data.objectives.chat import conversation
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer, train_tokenizer
 from modelcenter.errors import InputError
-from modelcenter.generate.run import settings
 from modelcenter.train.recipe import load_recipe
 
 TEXT = "To be, or not to be, that is the question. Whether 'tis nobler: 2 + 2 = 4.\n\nnaïve café 中文 🙂 " * 3
@@ -307,17 +306,22 @@ def test_what_ends_an_answer_ends_generation(tokenizer: Tokenizer, source: str, 
 
 
 def test_a_run_says_what_ends_an_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Or what it has trained would go on behind its answers, here and in transformers."""
+    """Or what it has trained would go on behind its answers, here and in transformers. What else stands in the file stays, be it
+    what generation refuses here."""
     made = Tokenizer(tokenizer.raw, {"eos": "<|endoftext|>"})
-    made.save(tmp_path / "tk")
+    made.save(tmp_path / "base")
+    base = mc.build("gpt2", config={"layers": 1, "dim": 32, "heads": 2, "positions": 32, "vocab": made.vocab_size})
+    base.companions = {"generation_config.json": json.dumps({"eos_token_id": made.eos_id, "guidance_scale": 2.0}).encode()}
+    base.save_pretrained(tmp_path / "base" / "model")
+    made.save(tmp_path / "base" / "model")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": ASKED}) + "\n")
-    sizes = {"layers": 1, "dim": 32, "heads": 2, "positions": 32}
-    for name, ends in (("chatml", ["<|endoftext|>", "<|im_end|>"]), ("plain", ["<|endoftext|>"])):
+    for name, ends in (("chatml", ["<|endoftext|>", "<|im_end|>"]), ("plain", "<|endoftext|>")):
         mc.train("instruct", overrides={
-            "model": "gpt2", "init": "random", "config": sizes, "tokenizer": str(tmp_path / "tk"), "max_steps": 1, "batch": 1,
-            "data.path": str(tmp_path / "chats.jsonl"), "data.chat_template": name, "data.eval_fraction": 0.0, "best": None,
-            "output_dir": str(tmp_path / name), "schedule.warmup_steps": 0, "precision": "fp32"})  # fmt: skip
-        found = mc.load(tmp_path / name / "model")
-        assert settings(found, None, {}).ends == tuple(made.token_to_id(end) for end in ends)
-        theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / name / "model").generation_config.eos_token_id
-        assert (theirs if isinstance(theirs, list) else [theirs]) == [made.token_to_id(end) for end in ends]
+            "model": str(tmp_path / "base" / "model"), "max_steps": 1, "batch": 1, "data.path": str(tmp_path / "chats.jsonl"),
+            "data.chat_template": name, "data.eval_fraction": 0.0, "best": None, "output_dir": str(tmp_path / name),
+            "schedule.warmup_steps": 0, "precision": "fp32"})  # fmt: skip
+        said = json.loads((tmp_path / name / "model" / "generation_config.json").read_text())
+        wanted = [made.token_to_id(end) for end in ends] if isinstance(ends, list) else made.token_to_id(ends)
+        assert said == {"eos_token_id": wanted, "guidance_scale": 2.0}
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / name / "model")
+        assert theirs.generation_config.eos_token_id == wanted

@@ -32,8 +32,8 @@ from ..data.record import Mixture, Part, Record
 from ..data.sequence import filler
 from ..data.tokenizer import Tokenizer, load_tokenizer, made_here, open_tokenizer
 from ..errors import MissingError, refuse
-from ..generate.options import FILE
-from ..generate.run import beside, settings
+from ..generate.options import FILE, several
+from ..generate.run import beside
 from ..layers import ClassifyHead, EmbedHead, LMHead
 from ..layers.adapter import adapted
 from ..layers.head import last_token
@@ -137,7 +137,10 @@ def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
 
 def end_at(model: Model, ends: Sequence[int]) -> list[int]:
     """Have the model's generation_config.json say that its texts end at these ids too; those of them that it did not say."""
-    held, known = beside(model), settings(model, None, {}).ends
+    if not ends:  # nor is the file looked at: what generation would refuse does not stop a run
+        return []
+    held = beside(model)
+    known = several(held.get("eos_token_id", model.config.get("eos_token_id")))
     added = [i for i in ends if i not in known]
     if added:
         said = {**held, "eos_token_id": [*known, *added]}
