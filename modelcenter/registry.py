@@ -438,7 +438,7 @@ def load(
             full = replace(full, file={**full.file, **saved.settled})
         if id2label is not None or num_labels is not None:
             full = replace(full, labels=labels_of(num_labels, id2label))
-        task = task_of(cls, folder) if task == "auto" else task
+        asked, task = task, task_of(cls, folder) if task == "auto" else task
         check_task(cls, task)
         full, untied = untie(cls, full, folder, task)
         kind = dtype_of(folder, cls.ignored) if dtype == "auto" else as_dtype(dtype)
@@ -474,6 +474,9 @@ def load(
                 model.load_report = replace(model.load_report, new=[n for n in new if n not in saved.wholes(model)])
             insert(model, adapter, places, None if saved is None else saved.wholes(model), ready)
             own = first_values(model, seed) if saved is None else saved.values(model, places)
+        if asked == "auto" and not model.bare and (drawn := model.load_report.new):  # nobody said that it is to be trained
+            noise = f"not there, and drawn at random; what task={task} says is noise"
+            warnings.warn(f"{path}: {', '.join(drawn)}: {noise}", stacklevel=2)
         if is_meta(device):
             return model.eval()
         size, begun = sum(p.nbytes for p in model.parameters()), list[Intake]()

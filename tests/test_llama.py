@@ -276,3 +276,13 @@ def test_a_trained_model_continues_as_it_does_in_transformers(tmp_path: Path) ->
     found = ours.generate(ids, mask, max_new_tokens=100, eos_token_id=[], pad_token_id=0)
     assert found.tolist() == wanted.tolist() and found.shape == (2, 105)
     near(ours(found).logits, theirs(found).logits)
+
+
+def test_a_head_that_nobody_asked_for_and_no_file_has_is_told_of(tmp_path: Path) -> None:
+    """A backbone's folder is a language model's by default, whose words would be noise."""
+    zoo.pair(zoo.Case("llama", "default", "lm"))[1].save_pretrained(tmp_path / "lm")
+    body = mc.load(tmp_path / "lm", task="backbone", config={"tie": False})
+    body.save_pretrained(tmp_path / "body")
+    with pytest.warns(UserWarning, match=r"body: head\.out\.weight: not there, and drawn at random; what task=lm says is noise"):
+        mc.load(tmp_path / "body")
+    assert mc.load(tmp_path / "body", task="lm").load_report.new == ["head.out.weight"]  # as training asks for it
