@@ -21,8 +21,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -33,7 +36,7 @@ from modelcenter.__main__ import main as command
 from modelcenter.checkpoint.state import steps, verify
 from modelcenter.errors import InputError
 from modelcenter.registry import families
-from modelcenter.train import loop
+from modelcenter.train import loop, session
 from modelcenter.train.metrics import TIMINGS, read_rows
 
 RECIPE = """
@@ -52,6 +55,7 @@ save_total_limit: 2
 """
 BEST = "ema: 0.9\neval_steps: 9\nbest: loss\npatience: 30\n"  # the best of the averaged weights is written while the run goes on
 TEXT = "\n".join(f"def f{n}(x):\n    return x * {n} + {n * n}" for n in range(120))
+CALLS = ("open", "write", "pwrite", "fsync", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "ftruncate")
 LIFE = 60  # steps' time that a life lasts at most, a run's start included: some save, and some do not come to that
 ONCE = 20  # seconds in which a process that is to end at once ends, on however busy a machine
 DONE = re.compile(rb"^model: out/model(, of step \d+)?$", re.MULTILINE)
@@ -75,8 +79,9 @@ class Life:
         return max(map(int, SHOWN.findall(self.said)), default=0)
 
 
-def live(folder: Path, signals: list[tuple[float, int]], settings: Sequence[str] = ()) -> Life:
-    """Train in `folder` with `settings`, and send each signal so many seconds after what came before it."""
+def live(folder: Path, signals: list[tuple[float, int]], settings: Sequence[str] = (), first: Callable[[], None] = bool) -> Life:
+    """Train in `folder` with `settings`, and send each signal so many seconds after what came before it. `first` is called in the
+    process that trains."""
     said = folder / "said"
     child = os.fork()
     if child == 0:
@@ -88,6 +93,7 @@ def live(folder: Path, signals: list[tuple[float, int]], settings: Sequence[str]
             os.dup2(2, 1)
             sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))  # pytest may have put others there
             os.chdir(folder)
+            first()
             code = command(["train", "recipe.yaml", "--machine", "cpu", "machine.threads=1", "output_dir=out", *settings])
         except KeyboardInterrupt:  # before the command could hear it
             code = 130
@@ -123,6 +129,28 @@ def result(folder: Path) -> dict[str, object]:
     return {**files, "last": last.name, "rows": rows}
 
 
+def killed_at(number: int) -> None:
+    """From now on this process kills itself at the call of that number by which `write_model` changes a file."""
+    write, calls = session.write_model, count(1)
+    real = {name: getattr(os, name) for name in CALLS}
+
+    def counted(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **options)
+
+    def watched(*args: Any) -> Any:
+        for name, call in real.items():
+            setattr(os, name, partial(counted, call))
+        try:
+            return write(*args)
+        finally:
+            for name, call in real.items():
+                setattr(os, name, call)
+
+    session.write_model = watched
+
+
 def newest(folder: Path, wrong: list[str]) -> int:
     """The newest step saved; each that is not whole is noted."""
     for path in steps(folder / "out"):
@@ -153,18 +181,18 @@ Judge = Callable[[Life, int, list[str]], None]
 def hammer(trial: Trial, draw: Draw, judge: Judge) -> tuple[int, list[str]]:
     """(finished runs, what went wrong) of runs whose lives get the signals that `draw` gives, until so many lives were ended by
     one; `judge` looks at each with the newest saved step."""
-    count, rng = trial.count, random.Random(trial.seed)
+    wanted_ends, rng = trial.count, random.Random(trial.seed)
     wrong: list[str] = []
     untouched = fresh(trial, "untouched")
     began = time.monotonic()
     if (life := live(untouched, [])).code != 0:
         raise RuntimeError(life.said.decode())
     pace, wanted, finished, ends = (time.monotonic() - began) * LIFE / trial.steps, result(untouched), 0, 0
-    while ends < count:
+    while ends < wanted_ends:
         folder = fresh(trial, f"run-{finished}")
         known = 0  # the newest step that was said to be saved
         while True:
-            life = live(folder, draw(rng, pace) if ends < count else [], trial.settings)
+            life = live(folder, draw(rng, pace) if ends < wanted_ends else [], trial.settings)
             known, there = max(known, life.saved), newest(folder, wrong)
             if there < known:
                 wrong.append(f"step {known} was said to be saved, the newest is {there}")

@@ -141,7 +141,7 @@ def test_some_calls_fail(code: int, many: int, clean: tuple[Path, int], tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(5000)  # 1,266 runs of half a CPU second to one, on a machine that may do other things
+@pytest.mark.timeout(5000)  # 1,276 times two runs, a third of a CPU second together, on a machine that may do other things
 @pytest.mark.parametrize(("code", "many"), [(errno.EIO, 1), (errno.ENOSPC, 25)], ids=["once", "for a while"])
 def test_every_call_fails(code: int, many: int, clean: tuple[Path, int], tmp_path: Path, capsys: Any) -> None:
     folder, count = clean

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import kill_run
@@ -45,6 +46,25 @@ def test_nothing_is_lost(kind: str, settings: tuple[str, ...], more: str, tmp_pa
 def test_nothing_is_lost_in_200(kind: str, settings: tuple[str, ...]) -> None:
     said = run(kind, 200, settings=settings)
     assert re.match(rf"200 {kind} over \d+ runs of 300 steps in \d+ s: 0 wrong\n", said), said
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)]), 16])
+def test_a_kill_in_writing_the_model(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each call, or at one of some, by which the model's folder is made, of which there are more than fifty."""
+    monkeypatch.setattr(kill_run.loop, "plot_loss", lambda folder: "not drawn")
+    families()
+    trial = kill_run.Trial(tmp_path, 0, steps=10)
+    untouched = kill_run.fresh(trial, "untouched")
+    assert kill_run.live(untouched, []).code == 0
+    for number in range(1, 1000, step):
+        folder = kill_run.fresh(trial, f"run-{number}")
+        first = kill_run.live(folder, [], first=partial(kill_run.killed_at, number)).code
+        assert kill_run.live(folder, []).code == 0
+        assert kill_run.result(folder) == kill_run.result(untouched), number
+        assert sorted(p.name for p in (folder / "out").iterdir()) == sorted(p.name for p in (untouched / "out").iterdir()), number
+        if first == 0:
+            break
+    assert number > 48
 
 
 PLANTS = {
