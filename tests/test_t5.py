@@ -290,3 +290,8 @@ def test_an_encoder_that_says_it_is_an_encoder_decoder(tmp_path: Path) -> None:
     for said in (True, False):
         assert mc.load(rewritten(EMBEDS[0], tmp_path, lambda tensors: None, is_encoder_decoder=said)).task == "embed"
     assert mc.load(zoo.reference(PLAIN)[1]).task == "seq2seq"
+
+
+def test_a_start_that_is_no_token_is_said_so() -> None:
+    with pytest.raises(InputError, match=r"config\.json: decoder_start_token_id: None; the id of a token$"):
+        T5Config.from_dict({"decoder_start_token_id": None})

@@ -56,7 +56,7 @@ def token(name: str, field: str) -> dict[str, Key]:
 
     def read(value: Any, _: Mapping[str, Any]) -> int:
         if type(value) is not int or not 0 <= value < BIGGEST:
-            raise KeyError(value)
+            refuse(None, name, repr(value), "the id of a token")
         return value
 
     return {name: Key(field, read, lambda now: {name: now})}
