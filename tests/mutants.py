@@ -926,7 +926,7 @@ MUTANTS = (
     Mutant("turns-as-they-are-written-later", "data/chat.py", "if all(text.startswith(after) for after, _ in turns):", "if turns:",
            "test_data_chat.py::test_a_template_that_writes_a_turn_otherwise_later_has_a_text_a_turn[forgets];"
            "test_data_chat.py::test_a_template_that_writes_a_turn_otherwise_later_has_a_text_a_turn[ends]"),
-    Mutant("generation-goes-on-behind-an-answer", "train/prepare.py", "added = [i for i in ends if i not in known]", "added = list[int]()",
+    Mutant("generation-goes-on-behind-an-answer", "train/prepare.py", "added = [i for i in dict.fromkeys([*texts, *ends]) if i not in known]", "added = list[int]()",
            "test_data_chat.py::test_a_run_says_what_ends_an_answer"),
     Mutant("the-token-behind-a-turn-learned", "data/objectives/chat.py", "(starts < end)", "(starts <= end)",
            "test_data_chat.py::test_ids_and_mask_are_those_of_transformers[plain]"),

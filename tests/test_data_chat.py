@@ -22,6 +22,8 @@ from modelcenter.data.objectives.chat import conversation
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer, train_tokenizer
 from modelcenter.errors import InputError
+from modelcenter.generate.options import several
+from modelcenter.train.prepare import end_at
 from modelcenter.train.recipe import load_recipe
 
 TEXT = "To be, or not to be, that is the question. Whether 'tis nobler: 2 + 2 = 4.\n\nnaïve café 中文 🙂 " * 3
@@ -303,6 +305,26 @@ def test_what_ends_an_answer_ends_generation(tokenizer: Tokenizer, source: str, 
     made.chat_template = source
     assert find_objective("chat").ends(made) == ((made.token_to_id(end),) if end else ())
     assert find_objective("lm").ends(made) == ()
+
+
+@pytest.mark.parametrize(("known", "wanted"), [(None, [0, 401]), (0, [0, 401]), ([5, 0], [5, 0, 401]), ([0, 401], None)])
+def test_what_ends_texts_is_said_beside_what_ends_an_answer(tokenizer: Tokenizer, known: Any, wanted: Any) -> None:
+    """Where the model says nothing, the tokenizer's end of text too."""
+    made = Tokenizer(tokenizer.raw, {"eos": "<|endoftext|>"})
+    end = made.token_to_id("<|im_end|>")
+    assert made.eos_id == 0 and end is not None
+    model = mc.build("gpt2", config={"layers": 1, "dim": 32, "heads": 2, "vocab": 402})
+    number = {401: end}
+    told = [number.get(i, i) for i in known] if isinstance(known, list) else known
+    model.companions = {} if known is None else {"generation_config.json": json.dumps({"eos_token_id": told}).encode()}
+    assert end_at(model, made, ()) == []
+    before = dict(model.companions)
+    added = end_at(model, made, (end,))
+    if wanted is None:
+        assert added == [] and model.companions == before
+    else:
+        said = json.loads(model.companions["generation_config.json"])["eos_token_id"]
+        assert said == [number.get(i, i) for i in wanted] and set(added) == set(said) - set(several(told))
 
 
 def test_a_run_says_what_ends_an_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -135,13 +135,14 @@ def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
     return {"pad_token_id": filler(tokenizer)} if reads_last and known and model.config.get("pad_token_id") is None else {}
 
 
-def end_at(model: Model, ends: Sequence[int]) -> list[int]:
+def end_at(model: Model, tokenizer: Tokenizer, ends: Sequence[int]) -> list[int]:
     """Have the model's generation_config.json say that its texts end at these ids too; those of them that it did not say."""
     if not ends:  # nor is the file looked at: what generation would refuse does not stop a run
         return []
     held = beside(model)
     known = several(held.get("eos_token_id", model.config.get("eos_token_id")))
-    added = [i for i in ends if i not in known]
+    texts = [] if known or tokenizer.eos_id is None else [tokenizer.eos_id]  # where nobody has said what ends them
+    added = [i for i in dict.fromkeys([*texts, *ends]) if i not in known]
     if added:
         said = {**held, "eos_token_id": [*known, *added]}
         model.companions = {**model.companions, FILE: (json.dumps(said, indent=2) + "\n").encode()}
@@ -198,7 +199,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
 
     train, evaluation = loader(records, True), loader(held_out, False) if held_out else None
     judge = None if evaluation is None else find_evaluation(recipe, held_out, evaluation, tokenizer, names, ranks)
-    ended = end_at(model, objective.ends(tokenizer))
+    ended = end_at(model, tokenizer, objective.ends(tokenizer))
     epochs = train.count(max(1, ceil(recipe.num_epochs * len(train)))) if recipe.num_epochs is not None else None
     steps = min(limit for limit in (recipe.max_steps, epochs) if limit is not None)
 
@@ -229,7 +230,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     if names is not None and learned and learned != names and not model.load_report.new:
         lines.append(f"labels: {', '.join(names)}; the weights have learned {', '.join(learned)}, of which these take the places")
     if ended:
-        lines.append(f"generation: ends at {tokenizer.decode(ended, special=True)} too, as generation_config.json will say")
+        lines.append(f"generation: ends at {tokenizer.decode(ended, special=True)}, as generation_config.json will say")
     if evaluation is not None and recipe.data.eval_path is None and (lack := objective.unlike(train.examples, evaluation.examples)):
         lines.append(f"held out: the last {len(evaluation):,} have {lack}: data.path seems sorted by its labels; shuffle it, or "
                      "give data.eval_path")
