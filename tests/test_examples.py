@@ -177,3 +177,27 @@ def test_a_checkpoint_of_openbmb_answers_as_its_source(tmp_path: Path, kind: str
     with pytest.raises(InputError, match="length_scale: true"):
         convert.main(str(source), str(tmp_path / "again"))
     assert not (tmp_path / "again").exists()
+
+
+def test_disturbed_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every sentence stands beside one that differs from it, by a word or two, and pairs that are given as they are."""
+    good = [f"The {a} has never seen the {b} that it wanted to find." for a in ("dog", "man", "girl") for b in ("house", "river")]
+    (tmp_path / "text.txt").write_text(" ".join(good) + "\n\nToo short.\nno sentence of any kind at all\n" + good[0])
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"sentence_good": "He left.", "sentence_bad": "Him left."}))
+    module, out = example("disturbed"), str(tmp_path / "rows.jsonl")
+    assert module.main(out, str(tmp_path / "text.txt"), str(tmp_path / "pairs.jsonl")) == 0
+    rows = [json.loads(line) for line in Path(out).read_text().splitlines()]
+    assert "14 rows" in capsys.readouterr().out and sum(row["label"] for row in rows) == 7
+    assert {row["text"] for row in rows if row["label"]} == {*good, "He left."}
+    bad = {row["text"] for row in rows if not row["label"]}
+    assert "Him left." in bad and not bad & {" ".join(module.WORD.findall(text)).lower() for text in good}
+    assert module.main(out, str(tmp_path / "text.txt"), str(tmp_path / "pairs.jsonl")) == 0  # the same faults again
+    assert rows == [json.loads(line) for line in Path(out).read_text().splitlines()]
+    draw = module.random.Random(1)
+    many = [module.disturbed(good[0], draw) for _ in range(300)]
+    words = [word.lower() for word in module.WORD.findall(good[0])]
+    assert all(text and text.endswith(" .") and text.split() != words for text in many)
+    assert all(abs(len(text.split()) - len(words)) <= 6 for text in many) and len(set(many)) > 60
+    for fault in ("the dog have never", "the dog has ever", "to finding", "never has seen", "dog has never seen"):
+        assert any(fault in text for text in many), fault
+    assert module.disturbed("Yes.", draw) is None
