@@ -75,9 +75,10 @@ struct Bias {
     __device__ __forceinline__ void pack(float (&to)[N], int64_t column) const {
         spread(load<true, N>(static_cast<const B*>(at) + column), to);
     }
-    // for a thread's pack from `column` on, whose columns follow each other around the end of a row
+    // for a thread's pack, whose columns follow each other around the end of a row
     template <class T, int N>
-    __device__ __forceinline__ void read(float (&to)[N], uint32_t column, uint32_t dim) const {
+    __device__ __forceinline__ void read(float (&to)[N], int64_t tile, int64_t dim) const {
+        int64_t column = remainder(place<T>(tile), dim);
         if (even) return wide ? pack<N, float>(to, column) : pack<N, T>(to, column);
         if (column + N <= dim) return wide ? neighbours<N, float>(to, column) : neighbours<N, T>(to, column);
 #pragma unroll
@@ -85,20 +86,6 @@ struct Bias {
             to[j] = one<T>(column);
             if (++column == dim) column = 0;
         }
-    }
-};
-
-// Of a thread's packs, a tile apart: which columns they begin at. A division costs more than the rest of a pack.
-template <class T>
-struct Columns {
-    uint32_t at, dim;  // of 64 bits they would take the registers of a fourth of the threads
-    __device__ __forceinline__ Columns(const Bias& bias, int64_t tile, int64_t dim)
-        : at(bias.at ? static_cast<uint32_t>(remainder(place<T>(tile), dim)) : 0), dim(static_cast<uint32_t>(dim)) {}
-    __device__ __forceinline__ uint32_t next() {
-        const uint32_t found = at;
-        at += TILE<T>;
-        if (at >= dim) at = at < 2 * dim ? at - dim : at % dim;
-        return found;
     }
 };
 
@@ -113,26 +100,20 @@ __global__ __launch_bounds__(THREADS) void forward(const T* __restrict__ x, cons
     if (!present<T>) return;
     constexpr int AHEAD = 2;  // packs read before the first is used
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * AHEAD);
-    Columns<T> columns(bias, first, dim);
-    const auto run = [&](auto whole, auto read) {
+    whole_or_not(first + TILE<T> * AHEAD, count, [&](auto whole) {
         Pack<T, SPAN<T>> in[AHEAD];
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) in[u] = read(place<T>(first + u * TILE<T>));
+        for (int u = 0; u < AHEAD; u++) in[u] = take<whole.value, SPAN<T>>(x, place<T>(first + u * TILE<T>), count);
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             float added[SPAN<T>] = {}, v[SPAN<T>];
-            if (bias.at) bias.read<T>(added, columns.next(), columns.dim);
+            if (bias.at) bias.read<T>(added, first + u * TILE<T>, dim);
             spread(in[u], v);
 #pragma unroll
             for (int j = 0; j < SPAN<T>; j++) v[j] = activate<KIND, fine<T>>(v[j] + added[j]);
             put<whole.value>(y, rounded<T>(v), place<T>(first + u * TILE<T>), count);
         }
-    };
-    whole_or_not(first + TILE<T> * AHEAD, count, [&](auto whole) {
-        if constexpr (!whole.value) run(whole, [&](int64_t at) { return take<false, SPAN<T>>(x, at, count); });
-        else if (reinterpret_cast<uintptr_t>(x) % 16 == 0) run(whole, [&](int64_t at) { return load<true, SPAN<T>>(x + at); });
-        else run(whole, [&](int64_t at) { return load<false, SPAN<T>>(x + at); });
-    }, y);
+    }, x, y);
 }
 
 template <int KIND, class T>
@@ -140,7 +121,6 @@ __global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, 
                                                     T* __restrict__ dx, int64_t count, int64_t dim) {
     if (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
-    Columns<T> columns(bias, first, dim);
     whole_or_not(first + TILE<T> * PARTS<T>, count, [&](auto whole) {
         Pack<T, SPAN<T>> given[PARTS<T>], in[PARTS<T>];
 #pragma unroll
@@ -151,7 +131,7 @@ __global__ __launch_bounds__(THREADS) void backward(const T* __restrict__ grad, 
 #pragma unroll
         for (int u = 0; u < PARTS<T>; u++) {
             float added[SPAN<T>] = {}, v[SPAN<T>], g[SPAN<T>];
-            if (bias.at) bias.read<T>(added, columns.next(), columns.dim);
+            if (bias.at) bias.read<T>(added, first + u * TILE<T>, dim);
             spread(in[u], v), spread(given[u], g);
 #pragma unroll
             for (int j = 0; j < SPAN<T>; j++) {
@@ -337,7 +317,6 @@ MC_KERNEL(activation) {
     const int64_t kind = call.integer("kind", 0, KINDS - 1);
     const Array y = call.out("y", x.dtype, x.shape);
     if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
-    if (bias && dim > INT32_MAX) call.refuse("bias: more than 2^31 - 1 numbers");
     call.ready();
     check_present(call, x.dtype);
     if (!count) return;
@@ -358,7 +337,6 @@ MC_KERNEL(activation_backward) {
     const Array dbias = call.maybe_out("dbias", FLOATS, Shape{dim});
     if (partial.given != dbias.given) call.refuse("partial and dbias go together");
     if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
-    if (bias && dim > INT32_MAX) call.refuse("bias: more than 2^31 - 1 numbers");
     call.ready();
     check_present(call, x.dtype);
     const auto stream = static_cast<cudaStream_t>(call.stream);

@@ -8,10 +8,10 @@
 namespace {
 
 constexpr int THREADS = 128;
-// Heads of a thread: eight packs are on their way, of which a pair has one, or two where its halves lie apart. In fp32 two packs are
-// sooner done, the angles being no wider than what they turn.
+// Heads of a thread: eight packs are on their way, of which a pair has one, or two where its halves lie apart. In fp32 the angles are no
+// wider than what they turn, and fewer packs are sooner done.
 template <class T, bool INTERLEAVED>
-constexpr int HEADS = (sizeof(T) == 4 ? 2 : 8) / (INTERLEAVED ? 1 : 2);
+constexpr int HEADS = INTERLEAVED ? (sizeof(T) == 4 ? 4 : 8) : sizeof(T) == 4 ? 1 : 4;
 // Pairs of a thread.
 template <class T, bool INTERLEAVED>
 constexpr int PAIRS = SPAN<T> / (INTERLEAVED ? 2 : 1);

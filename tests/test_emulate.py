@@ -33,7 +33,6 @@ BOUNDS = "AddressSanitizer|runtime error: index"
 MUTANTS = (
     Mutant("sums-read-before-all-are-written", "activation.cu",
            "[column(j)] = sums[j];\n    __syncthreads();", "[column(j)] = sums[j];", "silu", ORDER),
-    Mutant("columns-that-stand-still", "activation.cu", "        at += TILE<T>;\n", "", "gelu_tanh", WRONG, 2100),
     Mutant("one-board-for-all-sums", "norm_rows.h", "    turn ^= 1;\n", "", "layer_norm", ORDER),
     Mutant("a-row-used-while-it-is-on-its-way", "norm_ring.h",
            "wait(p.stages - 2);", "wait(p.stages - 1);", "rms_norm", f"{ORDER}|{WRONG}"),
