@@ -56,9 +56,9 @@ def parity(*cases: str) -> str:
 
 
 GPT, BERT, LLAMA, T5, BLOOM = "gpt2-default-lm", "bert-default-mlm", "llama-default-lm", "t5-default-seq2seq", "bloom-default-lm"
-ATTEND = "            return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)"
+ATTEND = "            return by_torch(q, k, v, mask, dropout, self.causal, scale, grouped)"
 SOFTMAX = """            if mask is None:
-                return F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
+                return by_torch(q, k, v, mask, dropout, self.causal, scale, grouped)
             bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
             return (q @ k.mT * (scale or q.size(-1) ** -0.5) + bias).softmax(-1) @ v"""
 
@@ -180,8 +180,8 @@ MUTANTS = (
            "test_norm.py::test_two_read_a_norm[second-0.4-torch.float32-cpu-RMSNorm]"),
     Mutant("one-product's-gradient-for-all", "ops/linear.py", "multiply(out, a, b, float(i > 0))", "multiply(out, a, b, 0.0)",
            "test_linear.py::test_whatever_is_used_frozen_or_left_out[111]"),
-    Mutant("an-unused-product-shifts-weights", "ops/linear.py", "[(g, weights[i]) for i, g in gs]",
-           "[(g, w) for (_, g), w in zip(gs, weights, strict=False)]",
+    Mutant("an-unused-product-shifts-weights", "ops/linear.py", "[(g, weights[i]) for i, g in gs.items()]",
+           "[(g, w) for (_, g), w in zip(gs.items(), weights, strict=False)]",
            "test_linear.py::test_whatever_is_used_frozen_or_left_out[001]", "RuntimeError"),
     Mutant("gradients-added-one-by-one", "layers/linear.py", "if all(map(alone, layers)):", "if not layers:",
            "test_linear.py::test_no_additions_of_activations"),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_train import bytes_of, recipe_of, rows
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
@@ -563,6 +564,15 @@ def test_numbers_of_the_host_are_refused_in_a_record(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="numbers of the host"):
         onto(torch.ones(3), torch.device("cuda"))
+
+
+def test_a_rehearsal_pins_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors have none: a run on a GPU whose sequences are packed was told that its memory was not estimated."""
+    there = []
+    monkeypatch.setattr(Tensor, "to", lambda x, device, **how: there.append((device.type, how)) or x)
+    with FakeTensorMode():
+        onto(torch.ones(3), torch.device("cuda"))
+    assert there == [("cuda", {})]
 
 
 def test_constants_stay_on_a_gpu() -> None:

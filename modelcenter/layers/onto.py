@@ -15,7 +15,8 @@ def onto(x: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and x.device.type == "cpu":
         if _graph.recording():
             raise RuntimeError("numbers of the host cannot be a part of a CUDA graph")
-        return x.pin_memory().to(device, non_blocking=True)
+        if not torch._C._len_torch_dispatch_stack():  # a rehearsal's tensors have no memory to pin
+            return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 

@@ -130,8 +130,7 @@ class View:
             assert not isinstance(mask, Sequence)
             if mask is None and sooner(q, k, v, self.causal, dropout):
                 return self.by_lengths(None, q, k, v, scale, dropout)
-            of_torch = partial(F.scaled_dot_product_attention, q, k, v, mask, dropout, self.causal, scale=scale, enable_gqa=grouped)
-            return drawn(of_torch) if dropout else of_torch()
+            return by_torch(q, k, v, mask, dropout, self.causal, scale, grouped)
         if mask is None:
             road = packed_by(q, k, v, dropout)
             if road == "ours":
@@ -145,7 +144,7 @@ class View:
                 part = part if part.dtype in (torch.bool, q.dtype) else part.to(q.dtype)
                 part = part[..., : at.stop - at.start, : seen.stop - seen.start]
             q_, k_, v_ = q[:, :, at], k[:, :, seen], v[:, :, seen]
-            parts.append(F.scaled_dot_product_attention(q_, k_, v_, part, dropout, self.causal, scale=scale, enable_gqa=grouped))
+            parts.append(by_torch(q_, k_, v_, part, dropout, self.causal, scale, grouped))
         return torch.cat(parts, 2)
 
     @property
@@ -210,6 +209,14 @@ class View:
         trains = torch.is_grad_enabled() and q.requires_grad
         pays = dropout > 0 or q.size(2) >= 64 or (trains and q.dtype != torch.float32)
         return pays and q.dtype == k.dtype == v.dtype and ops.attention.fast(q)
+
+
+def by_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None, grouped: bool
+) -> Tensor:
+    """torch's attention. What it drops a record that computes it again has to have once more."""
+    make = partial(F.scaled_dot_product_attention, q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+    return drawn(make) if dropout else make()
 
 
 def merge(
