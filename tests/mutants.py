@@ -1038,6 +1038,8 @@ MUTANTS = (
            "return None", "test_data_objective.py::test_classes_that_a_data_set_numbers_keep_their_numbers"),
     Mutant("numbers-of-classes-in-a-list-kept", "data/table.py", "            if isinstance(value, list):\n", "            if False:\n",
            "test_data_objective.py::test_classes_that_a_data_set_numbers_keep_their_numbers"),
+    Mutant("labels-that-stay-on-the-host", "parallel/rehearse.py", ' or key == "labels")', ")",
+           "test_plan.py::test_labels_of_one_a_sequence_go_to_the_device_too", "ValueError"),
     Mutant("one-model-too-few-in-a-mean", "optim/soup.py", "    count = 1\n", "    count = 0\n",
            "test_soup.py::test_each_weight_is_the_mean[bert-base-uncased-classify-dtype0]"),
     Mutant("sums-of-weights-in-16-bits", "optim/soup.py", "torch.promote_types(p.dtype, torch.float32)", "p.dtype",

@@ -164,6 +164,17 @@ def test_packed_sequences_see_themselves_alone() -> None:
     assert found[0] == found[1] > 0
 
 
+def test_labels_of_one_a_sequence_go_to_the_device_too() -> None:
+    """A classifier's loss has one device, be it by a kernel or by the reference."""
+    sizes = {"layers": 1, "dim": 16, "heads": 2, "hidden": 32, "positions": 16, "vocab": 99}
+    model = mc.build("bert-base-uncased", config=sizes, task="classify", id2label={0: "no", 1: "yes"})
+    batch = {"input_ids": torch.zeros(4, 8, dtype=torch.long), "attention_mask": torch.ones(4, 8, dtype=torch.long),
+             "labels": torch.zeros(4, dtype=torch.long)}  # fmt: skip
+    build = partial(lambda config, m: (build_optimizer(m, config), None), OptimizerConfig())
+    steps = [rehearse(model, batch, build, nullcontext, torch.device(device), evaluates=True) for device in ("cpu", "meta")]
+    assert all(sum(step.work.values()) > 0 for step in steps)
+
+
 def test_moments_are_what_arithmetic_says() -> None:
     """Two numbers a weight, and a step's; a row and a column of a matrix."""
     case = {"family": "gpt"}

@@ -149,7 +149,7 @@ def rehearse(
         tally.calls = 0
 
         tally.enter("before", "activations")
-        here = {key: value.to(device, copy=True) if fakes(value) else value for key, value in batch.items()}
+        here = {key: value.to(device, copy=True) if fakes(key, value) else value for key, value in batch.items()}
         with compute():
             loss = other(**here, num_items_in_batch=1).loss
         tally.enter("backward", "temporary")
@@ -197,6 +197,6 @@ def rehearse_update(model: nn.Module, build: Build, device: torch.device, *, kee
     return Rehearsal(tally.moments, update=tally.work, update_calls=tally.calls)
 
 
-def fakes(value: Any) -> bool:
+def fakes(key: str, value: Any) -> bool:
     """Whether a batch's value goes to the device; bounds of sequences are read, so they stay what they are."""
-    return isinstance(value, Tensor) and value.dim() > 1
+    return isinstance(value, Tensor) and (value.dim() > 1 or key == "labels")
