@@ -53,7 +53,7 @@ def ways(a: Tensor) -> dict[str, Way]:
 
 
 def attempt(function: Callable[..., Any], args: tuple[Any, ...], learns: bool) -> list[Tensor | None] | Exception:
-    """Values and gradients of a sum, or what was raised."""
+    """Values and gradients of a sum of squares, smooth where a rounding may change a sign; or what was raised."""
     given = [
         a.detach().requires_grad_() if learns and type(a) is Tensor and a.is_floating_point() and not a.is_inference() else a
         for a in args
@@ -63,7 +63,7 @@ def attempt(function: Callable[..., Any], args: tuple[Any, ...], learns: bool) -
         wanted = [a for a in given if isinstance(a, Tensor) and a.requires_grad]
         if not learns or not any(out.requires_grad for out in outs):
             return list(outs)
-        return [*outs, *torch.autograd.grad([o.abs().sum() for o in outs if o.requires_grad], wanted, allow_unused=True)]
+        return [*outs, *torch.autograd.grad([o.abs().square().sum() for o in outs if o.requires_grad], wanted, allow_unused=True)]
     except Exception as error:
         return error
 
