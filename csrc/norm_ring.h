@@ -186,6 +186,4 @@ bool launch(int packs, int rows, Problem p, bool shift, int slots, int64_t& line
     return true;
 }
 
-// The fastest of the kernels that there are whose ring fits.
-
 }  // namespace

@@ -11,7 +11,7 @@ struct Rate {
     uint32_t threshold;  // of 65536
     float scale;
     explicit Rate(double p)
-        : threshold(static_cast<uint32_t>(std::lrint(p * 65536))), scale(threshold >= 65536 ? 0.0f : 65536.0f / (65536 - threshold)) {}
+        : threshold(static_cast<uint32_t>(p * 65536 + 0.5)), scale(threshold >= 65536 ? 0.0f : 65536.0f / (65536 - threshold)) {}
 };
 
 // the high and the low words of 16 products of 32 bits

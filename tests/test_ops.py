@@ -323,3 +323,11 @@ def test_layer_norm_keeps_a_large_mean_apart() -> None:
     x, weight, bias = torch.randn(64, 768) + 1000, torch.ones(768), torch.zeros(768)
     exact = layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
     assert (ops.layer_norm(x, weight, bias, 1e-5) - exact).abs().max() < 2e-6
+
+
+@pytest.mark.skipif(not _op.available("cpu"), reason="the kernels are compiled")
+@pytest.mark.parametrize("odd", [1, 3, 5])
+def test_a_share_between_two_thresholds_is_rounded_up(odd: int) -> None:
+    """16 bits decide what is dropped; kernels for the CPU once took the even one of two that are as near."""
+    x, seed, p = torch.ones(100_000), torch.tensor([7]), odd * 2.0**-17
+    assert torch.equal(ops.dropout(x, None, seed, p), OPS["dropout"].reference(x, None, seed, p))
