@@ -167,7 +167,7 @@ def test_eval_path_wins(tmp_path: Path) -> None:
     ("a.dat", b'\n{"text": "a"}\n{"text": "b"}\n', "data.format: its first line is a JSON object; data.format=jsonl, or text if"),
     ("a.txt.gz", b"x" * (20 << 20), "grew over 100-fold"),
     ("b.txt.gz", b"0123456\n" * (5 << 20), "grew over 100-fold"),
-    ("a.jsonl", gzip.compress(b'{"text": "a"}\n'), r"a\.jsonl: byte 0: gzip data; UTF-8 text \(or \.gz"),
+    ("a.jsonl", gzip.compress(b'{"text": "a"}\n', mtime=0), r"a\.jsonl: byte 0: gzip data; UTF-8 text \(or \.gz"),
     ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04\x00\x41", "byte 0: zstd data"),
     ("a.csv", "a,b\n1,2\n".encode("utf-16"), "byte 0: UTF-16 data"),
 ])
