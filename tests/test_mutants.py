@@ -12,6 +12,8 @@ import test_emulate
 import test_kernel_mutants
 from mutants import CLEAN, MUTANTS
 
+from modelcenter.ops._op import available
+
 
 @pytest.fixture(scope="module")
 def fault() -> Iterator[Callable[[str], str]]:
@@ -45,6 +47,7 @@ def sometimes(name: str) -> tuple[pytest.MarkDecorator, ...]:
     return () if zlib.crc32(name.encode()) % 24 == 0 else (pytest.mark.slow,)
 
 
+@pytest.mark.skipif(not available("cpu"), reason="what the rows say of tests and errors is so where kernels were built")
 @pytest.mark.parametrize("name", [pytest.param(mutant.name, marks=sometimes(mutant.name)) for mutant in MUTANTS])
 def test_mutant(name: str, fault: Callable[[str], str]) -> None:
     assert fault(name) == ""

@@ -281,9 +281,9 @@ def test_overrides_win(tmp_path: Path) -> None:
 
 
 def test_a_home_is_found_in_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", str(tmp_path))
     recipe = load_recipe(write(tmp_path, BASE.replace("out\n", "~/runs/a\nresume: ~/runs/b\n")))
-    assert (recipe.output_dir, recipe.resume) == ("/home/somebody/runs/a", "/home/somebody/runs/b")
+    assert (recipe.output_dir, recipe.resume) == (str(tmp_path / "runs/a"), str(tmp_path / "runs/b"))
 
 
 @cache
