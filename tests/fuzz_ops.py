@@ -12,11 +12,16 @@ On CUDA, under compute-sanitizer, torch's allocator is switched off so that ever
     export PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck python tests/fuzz_ops.py --device cuda --cases 1000 --compare 0 --seed 1
     compute-sanitizer --tool racecheck python tests/fuzz_ops.py --device cuda --cases 1000 --compare 0 --seed 2
+
+A run ends by saying which case took longest, and one that is ended from outside says where it stood; --verbose says each case
+beforehand.
 """
 
 import argparse
+import faulthandler
 import math
 import random
+import signal
 import sys
 import time
 import traceback
@@ -421,21 +426,23 @@ def subjects(device: str) -> dict[str, tuple[str, Callable[[random.Random, str, 
 
 def fuzz(
     count: int, device: str, seed: int, first: int, only: Sequence[str], share: float, verbose: bool, seconds: float
-) -> tuple[Counter[str], int]:
-    """Runs until `count` cases were seen by a kernel, or for so long; how many of each there were, and how many were wrong."""
+) -> tuple[Counter[str], int, tuple[float, str]]:
+    """Runs until `count` cases were seen by a kernel, or for so long; how many of each there were, how many were wrong, and the
+    seconds of the slowest with its name."""
     known = subjects(device)
     names = [name for name in known if not only or name in only]
-    done, wrong, number, began = Counter[str](), 0, first, time.monotonic()
+    done, wrong, number, began, slowest = Counter[str](), 0, first, time.monotonic(), (0.0, "none")
     with kernels_called() as seen:
         while sum(done.values()) < count and wrong < WRONG and time.monotonic() - began < seconds:
-            name, here = names[number % len(names)], number
+            name, here, at = names[number % len(names)], number, time.monotonic()
+            this = f"--seed {seed} --first {here}: {name}"
             kernel, make = known[name]
             rng = random.Random(f"{seed} {number}")
             number += 1
             torch.manual_seed(rng.getrandbits(63))
             seen.clear()
             if verbose:
-                print(f"--seed {seed} --first {here}: {name}", file=sys.stderr, flush=True)
+                print(this, file=sys.stderr, flush=True)
             try:
                 said = make(rng, device, rng.random() < share)
                 if device == "cuda":
@@ -444,8 +451,10 @@ def fuzz(
                 continue
             except Exception:
                 wrong += 1
-                print(f"WRONG: --seed {seed} --first {here}: {name}\n{traceback.format_exc()}", flush=True)
+                print(f"WRONG: {this}\n{traceback.format_exc()}", flush=True)
                 continue
+            finally:
+                slowest = max(slowest, (time.monotonic() - at, this))
             if any(not kernel or kernel == called for called, _ in seen):
                 done[name] += 1
                 if verbose:
@@ -453,7 +462,7 @@ def fuzz(
                 if sum(done.values()) % 1000 == 0:
                     print(f"{sum(done.values())} cases in {time.monotonic() - began:.0f} s, the last --first {here}", flush=True)
             seen.clear()
-    return done, wrong
+    return done, wrong, slowest
 
 
 def main() -> int:
@@ -471,17 +480,19 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="say each case before it runs: for a process that is killed in one")
     o = parser.parse_args()
     assert _op.available(o.device), f"no kernels for {o.device}"
+    faulthandler.register(signal.SIGTERM, chain=True)
     MOST, WIDTHS = o.most, tuple(width for width in WIDTHS if width <= o.most)
     if o.large:
         SIZES = WIDTHS = LENGTHS = LARGE
         MOST = 5 * max(LARGE)
     began = time.monotonic()
-    done, wrong = fuzz(
+    done, wrong, slowest = fuzz(
         o.cases, o.device, o.seed, o.first, [n for n in o.only.split(",") if n], o.compare, o.verbose, o.seconds
     )
     each_one = ", ".join(f"{name} {n}" for name, n in sorted(done.items()))
     level = _op._C.cpu_level if o.device == "cpu" else torch.cuda.get_device_name()
     print(f"{sum(done.values())} cases on {level} in {time.monotonic() - began:.0f} s, {wrong or 'none'} wrong: {each_one}")
+    print(f"the slowest took {slowest[0]:.1f} s, {slowest[1]}")
     return int(wrong > 0 or not done)  # a run that saw no kernel proves nothing
 
 
