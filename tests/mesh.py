@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 DEVICE: Any = os.environ.get("MODELCENTER_TEST_DEVICE", "cpu")
 STAY = DEVICE != "cpu" or os.environ.get("MODELCENTER_TEST_RANKS") == "stay"
@@ -72,6 +73,12 @@ def first_error(pipes: list[Any], jobs: list[Any], folder: Path, limit: float = 
             if error is not None:
                 return str(error)
     return None
+
+
+def full(x: Any, shape: Sequence[int] | None = None) -> Tensor:
+    """What the ranks hold of `x` together, on the CPU; with a `shape`, without the rows that only pad it."""
+    whole: Tensor = (x.full_tensor() if hasattr(x, "full_tensor") else x).cpu()
+    return whole if shape is None else whole[tuple(slice(0, n) for n in shape)]
 
 
 def stacks(jobs: list[Any], folder: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mesh import DEVICE, spawn
+from mesh import DEVICE, full, spawn
 from torch import Tensor
 
 import modelcenter as mc
@@ -118,11 +118,6 @@ def train(folder: str, sizes: dict[str, Any], machine: Machine | None, ranks: Ra
         update(model, optimizer, loss, 1e-2, 0.1, scale, squares)
         losses.append(float(loss))
     return losses, {n: full(p.detach()).double() for n, p in model.named_parameters() if p.requires_grad}
-
-
-def full(x: Any) -> Tensor:
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole.cpu()
 
 
 alone: dict[str, tuple[list[float], dict[str, Tensor]]] = {}  # what one process finds, of this one's pairs

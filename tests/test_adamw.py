@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mesh import spawn
+from mesh import full, spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -413,10 +413,6 @@ def two_steps(model: nn.Module, kind: str) -> AdamW:
     return optimizer
 
 
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def shards(rank: int, kind: str, wanted: dict[str, Tensor]) -> None:
     torch.manual_seed(9)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))  # 5 rows on 2 ranks; and 1 row: one rank has nothing
@@ -424,7 +420,7 @@ def shards(rank: int, kind: str, wanted: dict[str, Tensor]) -> None:
     optimizer = two_steps(model, kind)
     for name, p in model.named_parameters():
         assert isinstance(optimizer.state[p]["exp_avg"], DTensor)
-        torch.testing.assert_close(whole(p.detach()), wanted[name], rtol=1e-5, atol=1e-6 if kind == "fp32" else 1e-3)
+        torch.testing.assert_close(full(p.detach()), wanted[name], rtol=1e-5, atol=1e-6 if kind == "fp32" else 1e-3)
 
 
 @pytest.mark.parametrize("kind", adamw.KINDS)

@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 import zoo
-from mesh import spawn
+from mesh import full, spawn
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from zoo import Case, cases, inputs, scores, theirs_only, weighted, wide
@@ -393,8 +393,8 @@ def spread(rank: int, machine: mc.Machine, folders: dict[Case, str], out: Path) 
             grads = {n: p.grad for n, p in many.named_parameters() if p.requires_grad}
             for n, p in alone.named_parameters():
                 if p.requires_grad:
-                    grad = grads[n].full_tensor() if hasattr(grads[n], "full_tensor") else grads[n]
-                    torch.testing.assert_close(grad, p.grad, rtol=1e-8, atol=1e-9, msg=lambda m, n=f"{case} {n}": f"{n}: {m}")
+                    what = f"{case} {n}"
+                    torch.testing.assert_close(full(grads[n]), p.grad, rtol=1e-8, atol=1e-9, msg=lambda m, w=what: f"{w}: {m}")
             many.save_pretrained(out / f"{case}-{name}-again")
             if rank == 0:
                 files = [(out / f"{case}-{name}{end}" / WEIGHTS).read_bytes() for end in ("", "-again")]
@@ -402,8 +402,7 @@ def spread(rank: int, machine: mc.Machine, folders: dict[Case, str], out: Path) 
             new = mc.load(folder, task=case.task, dtype="fp64", machine=machine, adapter=config, seed=4)
             one = mc.load(folder, task=case.task, dtype="fp64", adapter=config, seed=4)
             for (n, p), q in zip(new.named_parameters(), one.parameters(), strict=True):
-                whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-                torch.testing.assert_close(whole[tuple(slice(0, k) for k in q.shape)], q, rtol=1e-12, atol=0, msg=n)
+                torch.testing.assert_close(full(p, q.shape), q, rtol=1e-12, atol=0, msg=n)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
@@ -426,7 +425,7 @@ def held(rank: int, folder: str) -> None:
             for n, b in many.named_buffers():
                 assert torch.equal(b, buffers[n]), f"{n} {machine}"
             for (n, p), q in zip(many.named_parameters(), one.parameters(), strict=True):
-                assert torch.equal(p.full_tensor() if hasattr(p, "full_tensor") else p, q), f"{n} {machine}"
+                assert torch.equal(full(p), q), f"{n} {machine}"
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
@@ -447,8 +446,7 @@ def coded(rank: int, folder: str) -> None:
             machine, what = mc.Machine(device="cpu", tensor_parallel=2, **changes), f"{quantize} {name} {changes}"
             alone, many = (mc.load(folder, dtype="fp64", machine=where, adapter=config, seed=4) for where in (None, machine))
             for n, p in many.named_parameters():
-                whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-                torch.testing.assert_close(whole[tuple(slice(0, k) for k in alone.get_parameter(n).shape)], alone.get_parameter(n))
+                torch.testing.assert_close(full(p, alone.get_parameter(n).shape), alone.get_parameter(n))
             disturb(alone)
             for n, p in alone.named_parameters():
                 if n.endswith("bias"):
@@ -463,8 +461,7 @@ def coded(rank: int, folder: str) -> None:
             found.backward()
             for n, p in many.named_parameters():
                 if p.requires_grad:
-                    grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-                    other = alone.get_parameter(n).grad
+                    grad, other = full(p.grad), alone.get_parameter(n).grad
                     torch.testing.assert_close(grad, other, rtol=1e-8, atol=1e-12, msg=lambda m, n=f"{what} {n}": f"{n}: {m}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mesh import DEVICE, spawn
+from mesh import DEVICE, full, spawn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,10 +34,6 @@ STEPS, CPU = 5, torch.device("cpu")
 
 # torch warns of in-place changes to a model's output under FSDP; nothing here makes any
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
-
-
-def full(x: Tensor) -> Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
 def machine_of(**changes: Any) -> mc.Machine:

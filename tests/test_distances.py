@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from mesh import spawn
+from mesh import full, spawn
 from test_zoo import FIRST, compare
 from torch import Tensor
 from zoo import Case, inputs, pair
@@ -71,8 +71,7 @@ def cut(rank: int, folders: list[tuple[str, str]]) -> None:
         out = model(input_ids=ids, labels=ids)
         out.loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
-        return {"loss": out.loss.detach()} | {n: g[tuple(slice(0, k) for k in model.shapes[n])] for n, g in whole.items()}
+        return {"loss": out.loss.detach()} | {n: full(g, model.shapes[n]) for n, g in grads.items()}
 
     wanted = {name: trained(folder, None) for name, folder in folders}
     View.by_distance = counted  # type: ignore[method-assign]  # to see that it is taken

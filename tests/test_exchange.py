@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from mesh import DEVICE, spawn
+from mesh import DEVICE, full, spawn
 from safetensors.torch import load_file, save_file
 from test_parallel import counted
 from test_peers import Files
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from zoo import Case, cases
 
 import modelcenter as mc
@@ -29,12 +28,8 @@ CASES = [case for case in cases(all_tasks=False, all_variants=False) if case.kin
 FOUR = mc.Machine(device="cpu", fsdp=2, tensor_parallel=2)
 
 
-def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def bits(model: mc.Model) -> dict[str, Tensor]:
-    return {name: full(p.detach())[tuple(slice(0, n) for n in model.shapes[name])] for name, p in model.named_parameters()}
+    return {name: full(p.detach(), model.shapes[name]) for name, p in model.named_parameters()}
 
 
 def equal(found: mc.Model, wanted: mc.Model, what: str) -> None:

@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from mesh import DEVICE, spawn
+from mesh import DEVICE, full, spawn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from zoo import Case, cases, inputs, scores, tiny, weighted
 
 import modelcenter as mc
@@ -30,10 +29,6 @@ MESHES: dict[str, dict[str, Any]] = {
     "copies2": {"replicate": 2}, "hybrid": {"replicate": 2, "fsdp": 2, "recompute": "selective"},
     "copies2xtp2": {"replicate": 2, "tensor_parallel": 2},
 }  # fmt: skip
-
-
-def full(x: Tensor) -> Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
 @contextmanager
@@ -75,7 +70,7 @@ def work(rank: int, changes: dict[str, Any], folders: dict[Case, str], out: Path
     for case in folders:
         alone, spread = draw(case, None), draw(case, machine)
         for name in alone.shapes:
-            whole = full(spread.get_parameter(name).detach())[tuple(slice(0, n) for n in alone.shapes[name])]
+            whole = full(spread.get_parameter(name).detach(), alone.shapes[name])
             assert torch.equal(whole, alone.get_parameter(name)), f"{case} {name}: initial weights depend on the mesh"
         args = inputs(case)
         wanted, found = scores(alone(**args)), scores(spread(**there(args))).cpu()
@@ -86,7 +81,7 @@ def work(rank: int, changes: dict[str, Any], folders: dict[Case, str], out: Path
         for name in alone.shapes:
             grad, reference = spread.get_parameter(name).grad, alone.get_parameter(name).grad
             assert grad is not None, f"{case} {name}: no gradient"
-            grad = full(grad)[tuple(slice(0, n) for n in alone.shapes[name])]
+            grad = full(grad, alone.shapes[name])
             torch.testing.assert_close(grad, reference, rtol=1e-9, atol=1e-10, msg=lambda m, n=f"{case} {name}": f"{n}: {m}")
         with counted() as done:
             read = mc.load(folders[case], machine=machine)
@@ -155,7 +150,7 @@ def cut_by_rows(rank: int) -> None:
         table: Any = spread.get_input_embeddings().weight
         wanted = alone.get_input_embeddings().weight.grad
         assert table.grad.placements == table.placements and table.grad.to_local().shape == (12, 8)
-        torch.testing.assert_close(full(table.grad).cpu(), wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(full(table.grad), wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_a_table_s_gradient_is_cut_as_the_table_is() -> None:

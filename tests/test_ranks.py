@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from mesh import DEVICE, spawn
+from mesh import DEVICE, full, spawn
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from zoo import cases
 
 import modelcenter as mc
@@ -53,10 +52,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 
 def machine_of(shape: tuple[int, int]) -> mc.Machine:
     return mc.Machine(device=DEVICE, threads=1, fsdp=shape[0], tensor_parallel=shape[1])
-
-
-def full(x: Tensor) -> Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
 class Rows:
@@ -288,7 +283,7 @@ def restored(rank: int, shape: tuple[int, int], recipe: Any, path: Path) -> None
         assert table.keys() == tensors[group].keys()
         for name, tensor in table.items():
             wanted = whole(tensors[group][name])
-            found = full(tensor.detach())[tuple(slice(0, n) for n in wanted.shape)]
+            found = full(tensor.detach(), wanted.shape)
             assert torch.equal(found, wanted) and (group != "model" or wanted.any()), f"{group}: {name}"
 
 

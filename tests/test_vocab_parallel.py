@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from mesh import spawn
+from mesh import full, spawn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -65,7 +65,7 @@ def compare(rank: int, ranks: int) -> None:
                     found = loss_of(x, *shards, labels, case, vocab)  # type: ignore[arg-type]
             assert max(sent.sizes, default=0) <= max(3 * n, n * dim), f"{case}: {sent.sizes}"
             for what, a, b in zip(("loss", "x", "weight", "bias"), wanted, found, strict=False):
-                b = b.full_tensor()[tuple(slice(0, size) for size in a.shape)] if hasattr(b, "full_tensor") else b
+                b = full(b, a.shape) if hasattr(b, "full_tensor") else b
                 assert a.dtype == b.dtype and a.shape == b.shape
                 gap, size = (a - b).abs().max() if a.numel() else 0, a.abs().max() if a.numel() else 0
                 assert gap <= tolerance * max(1, float(size)), f"{case} {dtype} {low} {what}: {gap} apart of {size}"
