@@ -15,8 +15,9 @@ import torch
 import modelcenter as mc
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.optim.schedules import lr_factor
-from modelcenter.train.prepare import prepare, resolve
+from modelcenter.train.prepare import prepare
 from modelcenter.train.recipe import load_recipe
+from modelcenter.train.resolve import resolve
 
 
 def recipe_for(file: str, out: str, steps: int) -> mc.Recipe:

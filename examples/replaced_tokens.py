@@ -25,8 +25,9 @@ from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.optim.schedules import lr_factor
 from modelcenter.parallel.machine import Machine
 from modelcenter.train.evaluate import on_device
-from modelcenter.train.prepare import prepare, resolve
+from modelcenter.train.prepare import prepare
 from modelcenter.train.recipe import load_recipe
+from modelcenter.train.resolve import resolve
 from modelcenter.train.step import autocast, update
 
 

@@ -16,7 +16,7 @@ from .ops._op import NOT, reach
 from .ops.dropout import draw, dropout
 from .ops.linear import has_low_units
 from .train.environment import versions
-from .train.prepare import automatic_precision
+from .train.resolve import automatic_precision
 
 AGAIN = "pip install -v --force-reinstall --no-deps --no-cache-dir . (in the source folder; -v shows what a compiler says)"
 

@@ -19,7 +19,8 @@ from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer, train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.train.evaluate import count_targets, evaluate
-from modelcenter.train.prepare import prepare, resolve
+from modelcenter.train.prepare import prepare
+from modelcenter.train.resolve import resolve
 from modelcenter.train.step import accumulate
 
 CASE = zoo.Case("bert", "default", "embed")

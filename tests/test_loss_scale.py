@@ -21,8 +21,9 @@ from modelcenter.optim.schedules import lr_factor
 from modelcenter.train import loop, paper
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.loop import train
-from modelcenter.train.prepare import automatic_precision, prepare, resolve
+from modelcenter.train.prepare import prepare
 from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.resolve import automatic_precision, resolve
 
 HALF = {"precision": "fp16", "logging_steps": 1, "eval_steps": None, "config": {**TINY, **STILL}}
 
@@ -162,7 +163,7 @@ def test_the_precision_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("units", [True, False])
 def test_the_precision_of_a_cpu(units: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model gains little, and a test of one should not depend on the processor; of a hub's model nothing is known yet."""
-    module = importlib.import_module("modelcenter.train.prepare")
+    module = importlib.import_module("modelcenter.train.resolve")
     monkeypatch.setattr(module, "has_low_units", lambda dtype: units and dtype == torch.bfloat16)
     cpu, wide = torch.device("cpu"), "bf16" if units else "fp32"
     assert [automatic_precision(cpu, width) for width in (None, 768, 256, 255, 32)] == [wide, wide, wide, "fp32", "fp32"]

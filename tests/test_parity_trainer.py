@@ -23,8 +23,9 @@ from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.optim.optimizers import trainable
 from modelcenter.train.loop import Run, train
 from modelcenter.train.metrics import read_rows
-from modelcenter.train.prepare import prepare, resolve
+from modelcenter.train.prepare import prepare
 from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.resolve import resolve
 
 pytest.importorskip("accelerate")
 STEPS, BATCH, MANY = 30, 8, 40

@@ -29,8 +29,9 @@ from modelcenter.parallel.plan import Plan, size
 from modelcenter.parallel.rehearse import rehearse
 from modelcenter.train import fit
 from modelcenter.train.fit import Verdict, verdict, widest
-from modelcenter.train.prepare import prepare, resolve
+from modelcenter.train.prepare import prepare
 from modelcenter.train.recipe import load_recipe
+from modelcenter.train.resolve import resolve
 from modelcenter.train.step import autocast
 
 CPU = torch.device("cpu")

@@ -20,7 +20,8 @@ from modelcenter.errors import InputError
 from modelcenter.layers import output, view
 from modelcenter.layers.output import Batch, context_of
 from modelcenter.train.loop import train
-from modelcenter.train.prepare import prepare, resolve
+from modelcenter.train.prepare import prepare
+from modelcenter.train.resolve import resolve
 
 KINDS = ("gpt2", "llama", "bloom")
 GIVEN = (5, 1, 8)  # tokens of the prompts

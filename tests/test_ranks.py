@@ -38,8 +38,9 @@ from modelcenter.train import loop, session
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, read_rows
-from modelcenter.train.prepare import enter, prepare, resolve
+from modelcenter.train.prepare import enter, prepare
 from modelcenter.train.recipe import load_recipe
+from modelcenter.train.resolve import resolve
 from modelcenter.train.state import restore, weights
 from modelcenter.train.step import accumulate, update
 

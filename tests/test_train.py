@@ -37,8 +37,9 @@ from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING, claim
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
-from modelcenter.train.prepare import prepare, resolve
+from modelcenter.train.prepare import prepare
 from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.resolve import resolve
 from modelcenter.train.state import Position, restore, save
 from modelcenter.train.step import accumulate, update
 

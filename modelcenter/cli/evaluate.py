@@ -72,8 +72,9 @@ def evaluate(args: Arguments) -> Answer:
 def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, float], bool]:
     """Lines if texts are cut sooner than the recipe says, or labels leave a metric undefined, the results, and whether this is the
     process that says them."""
-    from ..train.prepare import enter, prepare, resolve
+    from ..train.prepare import enter, prepare
     from ..train.progress import Progress
+    from ..train.resolve import resolve
     from ..train.step import autocast
 
     asked, (recipe, device) = recipe.data.seq_len, resolve(recipe, machine)

@@ -74,7 +74,8 @@ def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
 def here(recipe: "Recipe", machine: "Machine") -> Answer:
     """On what is here, as `train` would do it."""
     from ..train.fit import Verdict, verdict
-    from ..train.prepare import prepare, resolve
+    from ..train.prepare import prepare
+    from ..train.resolve import resolve
     from ..train.step import autocast
 
     recipe, device = resolve(recipe, machine)

@@ -15,8 +15,8 @@ from ..parallel.machine import Machine
 from ..parallel.survey import Survey, settings, survey
 from .folder import ran
 from .paper import job_there, runnable
-from .prepare import most_of, resolve
 from .recipe import Recipe
+from .resolve import most_of, resolve
 
 CHOSEN = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")
 

@@ -21,8 +21,9 @@ from ..parallel.plan import Plan, size
 from ..registry import Model, families, skeleton
 from .calibrate import calibrated, kind_of
 from .evaluate import count_targets
-from .prepare import Setup, most_of
 from .recipe import Recipe
+from .resolve import most_of
+from .setup import Setup
 
 Compute = Callable[[], AbstractContextManager[Any]]
 

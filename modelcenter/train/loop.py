@@ -39,11 +39,12 @@ from .launch import launch, to_launch
 from .memory import Memory
 from .metrics import Metrics
 from .plot import plot_loss
-from .prepare import enter, prepare, resolve
+from .prepare import enter, prepare
 from .progress import Progress
 from .recipe import Recipe, load_recipe
 from .repeatable import repeatable
 from .report import About, Reports, check_installed
+from .resolve import resolve
 from .session import Session
 from .state import Position, restore
 from .step import autocast

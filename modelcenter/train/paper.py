@@ -20,8 +20,9 @@ from ..parallel.survey import Survey, survey
 from ..registry import presets
 from .fit import job_of, keeper
 from .launch import check_ranks
-from .prepare import automatic_precision, prepare, resolve, sizes_of
+from .prepare import prepare
 from .recipe import Recipe
+from .resolve import automatic_precision, check_length, resolve, sizes_of
 from .step import autocast
 
 MASKED = 0.15  # of the tokens are targets, in masked language modelling
@@ -106,9 +107,7 @@ def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
     model = build(recipe.model, task=find_objective(recipe.objective).task, config=recipe.config, device="meta")
     model.freeze(*recipe.freeze)
     length, pairs = recipe.data.seq_len, bool(model.encoder_decoder)
-    most = vars(model.config).get("positions")
-    if most and length > most:
-        refuse(None, "data.seq_len", str(length), f"at most {most}, the model's positions")
+    check_length(recipe, vars(model.config))
     target = (recipe.data.target_len or length) if pairs else length
 
     def batch(rows: int) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from .interrupt import Interrupt
 from .journal import Journal
 from .memory import Memory
 from .metrics import Metrics, read_rows
-from .prepare import Setup, write_model
 from .progress import Progress, peak_memory_gb
 from .recipe import Recipe
+from .setup import Setup, write_model
 from .state import Position, save
 from .step import accumulate, autocast, soon, update
 

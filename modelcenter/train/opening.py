@@ -1,0 +1,74 @@
+"""The lines with which a run begins: the model, the data, the length, one decoded sample, and what is likely to be a mistake."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..data.config import DataConfig
+from ..data.objective import find_objective
+from ..data.tokenizer import made_here
+from ..layers.adapter import adapted
+from ..ops import _op
+from ..ops.linear import has_low_units
+from ..parallel.ranks import Ranks
+from .evaluate import count_tokens
+from .recipe import Recipe
+from .setup import Setup
+
+
+def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, ended: Sequence[int]) -> list[str]:
+    """What was found and what will happen. `ended`: ids at which generated texts end from now on. All ranks ask."""
+    model, tokenizer, labels, train = setup.model, setup.tokenizer, setup.labels, setup.loader
+    held = None if setup.evaluation is None else setup.evaluation.loader
+    objective = find_objective(recipe.objective)
+    samples, batches = next(train.steps(micro_batch=recipe.micro_batch))
+    forwards = len(batches)
+    (tokens,) = ranks.sum(sum(count_tokens(batch, recipe.objective) for batch in batches))
+    weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
+    many = f"{ranks.size} x " if ranks.size > 1 else ""
+    most = vars(model.config).get("positions")
+    shorter = ", the model has no more positions" if most == recipe.data.seq_len < DataConfig.seq_len else ""
+    sample = objective.sample(batches[0], tokenizer, labels.names)
+    where = ", trained on where it stands in [[ ]]" if "[[" in sample else ""
+    lines = [
+        f"model: {recipe.model} ({weights}), {setup.parameters / 1e6:,.2f} M parameters, {setup.trained / 1e6:,.2f} M of them "
+        f"trained; {recipe.precision} on {many}{device.type}, {torch.get_num_threads()} threads",
+        f"data: {len(train):,} examples, {len(held) if held else 0:,} for evaluation; {recipe.objective}, "
+        f"at most {recipe.data.seq_len} tokens each{shorter}; tokenizer {tokenizer.name} of {len(tokenizer):,}",
+        f"steps: {setup.steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} "
+        f"forward{'s' * (forwards > 1)}, about {tokens:,} tokens each: {setup.steps * samples / len(train):.2f} epochs",
+        f"sample{where}:\n  {sample}",
+    ]
+    if model.adapter is not None:
+        layers, how = len(adapted(model)), model.adapter
+        coded = f", weights held in {how.quantize}" if how.quantize != "none" else ""
+        lines.insert(1, f"adapter: {how.name} of rank {how.rank} on {layers} layers{coded}")
+    if recipe.init == "pretrained" and recipe.tokenizer is not None and made_here(recipe.tokenizer):
+        lines.append(f"tokenizer: {recipe.tokenizer} is made of this text, and the weights have learned other ids; init=random, or "
+                     "leave tokenizer out")
+    if (warmup := recipe.schedule.of(setup.steps).warmup_steps) >= setup.steps:
+        lines.append(f"schedule: {warmup:,} steps of warm-up in a run of {setup.steps:,}: the learning rate does not come to its "
+                     "peak")
+    if labels.names is not None and labels.learned not in ((), labels.names) and not model.load_report.new:
+        lines.append(f"labels: {', '.join(labels.names)}; the weights have learned {', '.join(labels.learned)}, of which these "
+                     "take the places")
+    if ended:
+        lines.append(f"generation: ends at {tokenizer.decode(ended, special=True)}, as generation_config.json will say")
+    if held is not None and recipe.data.eval_path is None and (lack := objective.unlike(train.examples, held.examples)):
+        lines.append(f"held out: the last {len(held):,} have {lack}: data.path seems sorted by its labels; shuffle it, or "
+                     "give data.eval_path")
+    if objective.together and forwards > 1:
+        lines.append(f"negatives: those of a forward, not of the whole step of {forwards}: a larger micro_batch has more")
+    return [*lines, *(f"slow: {choice}" for choice in slow_choices(recipe, device))]
+
+
+def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:
+    """What is known to be slow here, and what to do about it."""
+    out = []
+    if not _op.WANTED:
+        out.append("MODELCENTER_KERNELS=0: the references compute; unset it")
+    elif not _op.available(device.type) and device.type in ("cpu", "cuda"):
+        out.append(f"no kernels for this {device.type}: the references compute; modelcenter doctor says what is missing")
+    if device.type == "cpu" and recipe.precision == "bf16" and not has_low_units(torch.bfloat16):
+        out.append("precision=bf16 on a CPU without units for it: products are formed in fp32; fp32 needs no casts")
+    return out

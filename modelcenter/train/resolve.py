@@ -1,0 +1,83 @@
+"""What a recipe leaves open, decided: the device, the precision, the micro-batch, the length of a sequence."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..create import build, load
+from ..data.config import DataConfig
+from ..data.objective import find_objective
+from ..errors import refuse
+from ..ops.linear import has_low_units
+from ..parallel.device import device_of
+from ..parallel.machine import Machine
+from ..registry import presets
+from .launch import check_ranks
+from .recipe import Recipe
+
+FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
+WIDE = 256  # of hidden states, from which on bf16 is what a CPU with units for it computes in
+FORWARD_CPU = 1024  # on a CPU, which is no faster with more: GPT-2 takes 5 s for these on two cores
+
+
+def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
+    """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that has it, fp16 on an
+    older GPU, and on a CPU with units for it where the model is not tiny; fp32 elsewhere. The micro-batch is the largest divisor of
+    the batch that keeps a forward within `forward_tokens`. The default of `data.seq_len` is a model's positions where they are
+    fewer."""
+    check_ranks(recipe, machine)
+    sizes = sizes_of(recipe)
+    if recipe.data.seq_len == DataConfig.seq_len and (most := sizes.get("positions")) and most < recipe.data.seq_len:
+        recipe = replace(recipe, data=replace(recipe.data, seq_len=most))
+    check_length(recipe, sizes)
+    device = device_of(machine)
+    precision = recipe.precision
+    if precision == "auto":
+        precision = automatic_precision(device, sizes.get("dim"))
+    most, micro = most_of(recipe, device), recipe.micro_batch
+    if micro is None and recipe.batch_tokens is None:
+        together = find_objective(recipe.objective).together
+        micro = recipe.batch if together else max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
+    return replace(recipe, precision=precision, micro_batch=micro, task=recipe.head), device
+
+
+def check_length(recipe: Recipe, sizes: Mapping[str, Any]) -> None:
+    """Refuse examples longer than the positions of a model of such `sizes`, where these are learned."""
+    if (most := sizes.get("positions")) is not None and recipe.data.seq_len > most:
+        refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {most}, the model's positions")
+
+
+def sizes_of(recipe: Recipe) -> dict[str, Any]:
+    """The fields of the config of the recipe's model; none where a hub id would have to be fetched to know."""
+    known, local, found = recipe.model in presets(), Path(recipe.model).expanduser().is_dir(), None
+    if recipe.init == "random" or (known and not local):
+        found = build(recipe.model, task=recipe.head, config=recipe.config, device="meta")
+    elif local:
+        found = load(recipe.model, task=recipe.head, config=recipe.config, device="meta")
+    return dict(vars(found.config)) if found is not None else {}
+
+
+def automatic_precision(device: torch.device, width: int | None = None) -> Literal["bf16", "fp16", "fp32"]:
+    """What `precision: auto` is on a device, for a model of that width (absent: a wide one). On NVIDIA's GPUs before Ampere torch
+    emulates bf16, slower than fp32. A CPU with units for bf16 (AVX512-BF16, AMX) takes half the time of fp32 from 512 wide on, 0.55
+    of it at 256, and 0.7 to 0.8 at 64, for which a model that learns in minutes is not worth rounding (steps of GPT, BERT, T5 with
+    two layers, 512 and 1,024 tokens, one thread of an EPYC, torch 2.13, 2026-11-22)."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if device.type == "cpu":
+        return "bf16" if has_low_units(torch.bfloat16) and (width is None or width >= WIDE) else "fp32"
+    able: Callable[[], bool] = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: False)
+    return "bf16" if able() else "fp32"
+
+
+def forward_tokens(device: torch.device) -> int:
+    """The most tokens of a forward, where a recipe does not say how many sequences it has."""
+    return FORWARD_CPU if device.type == "cpu" else FORWARD
+
+
+def most_of(recipe: Recipe, device: torch.device) -> int:
+    """Sequences of a forward, where they are of the greatest length."""
+    return max(1, forward_tokens(device) // recipe.data.seq_len)

@@ -1,0 +1,65 @@
+"""What a run works with, and how its model is written out with its tokenizer."""
+
+import tempfile
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.atomic import disk_errors
+from ..data.loader import Loader
+from ..data.tokenizer import Tokenizer
+from ..generate.options import FILE
+from ..registry import Model
+from .evaluate import Evaluation
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The names of the classes in the order of the model's outputs, None where the objective has none; and those that the weights
+    have learned, if they say."""
+
+    names: tuple[str, ...] | None
+    learned: tuple[str, ...]
+
+
+@dataclass
+class Setup:
+    """What a run works with; `steps` is its length, `lines` say so to the user."""
+
+    model: Model
+    tokenizer: Tokenizer
+    labels: Labels
+    loader: Loader
+    evaluation: Evaluation | None
+    steps: int
+    environment: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    foreseen: dict[str, Any] | None = None  # memory and speed, if they were
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that the model has, in whatever they are held."""
+        return sum(prod(shape) for shape in self.model.shapes.values())
+
+    @property
+    def trained(self) -> int:
+        """Those that are trained; of a model shared out among ranks, all of them."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def segmented(model: Model) -> bool:
+    """Whether the model tells the second of two texts from the first by segment ids; to others these are words, or nothing."""
+    embed: Any = model.embed
+    return embed.segments is not None
+
+
+def write_model(folder: Path, setup: Setup) -> Path:
+    """Write `folder`/model: weights and config of Hugging Face's form, or an adapter in peft's, with the run's tokenizer."""
+    with disk_errors(folder / "model"), tempfile.TemporaryDirectory() as place:
+        setup.tokenizer.save(place, segments=segmented(setup.model))
+        files = {file.name: file.read_bytes() for file in Path(place).iterdir() if file.is_file()}
+    kept = {name: data for name, data in setup.model.companions.items() if name == FILE}
+    setup.model.companions = {**kept, **files}
+    setup.model.save_pretrained(folder / "model")
+    return folder / "model"
