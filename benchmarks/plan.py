@@ -200,14 +200,14 @@ def predict(point: Point, name: str | None, out: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and name is None else "cpu")
     chip = (chip_named(name) if name is not None else chip_here(device)) or CHIPS["h200"]
     # ignored: degrees are numbers, by the names of Machine
-    job, machine = point.job, Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
+    job, machine = point.job, Machine(device=device.type, cuda_graphs=False, **point.degrees)  # type: ignore[arg-type]
     model = mc.build(job.name, task=job.task, config=job.config, device="meta")
     tokens, vocab = job.length * (2 if job.task == "seq2seq" else 1), int(model.config.vocab)
     planned = Planned(model, lambda rows: batch_of(job, rows, vocab), adamw, partial(autocast, job.precision, device), device,
                       job.precision, job.batch, tokens, 0.15 if job.task == "mlm" else 1.0, gpu=name is not None)
     e = Costs(planned, chip).exact(machine, point.rows)
     said = {"device": chip.name, "bytes": e.need - e.parts.get("fragments", 0), "fits": e.fits, "seconds": e.seconds,
-            "parts": dict(e.parts), "spent": dict(e.spent), "bottleneck": e.bottleneck, "made": now()}  # fmt: skip
+            "parts": dict(e.parts), "spent": dict(e.spent), "host": e.host, "bottleneck": e.bottleneck, "made": now()}  # fmt: skip
     (out / f"said-{point.number}.json").write_text(json.dumps(said))
 
 

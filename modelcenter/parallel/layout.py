@@ -73,6 +73,7 @@ class Estimate:
     limit: float
     seconds: float
     spent: Mapping[str, float]  # compute, memory, link, host: seconds in which nothing else was in the way
+    host: float  # seconds of all that the host does, beside the device or in its way
     flops: float  # of the model in a step on a rank, nothing counted twice
     tokens: int  # of a step, on all ranks
     peak: float  # FLOP/s of the chip
@@ -204,10 +205,11 @@ class Costs:
             beside = max(one["compute"] + one["memory"], one["host"])
             for what, seconds in self.exchanged(machine, beside, forwards).items():
                 spent[what] += seconds
+        busy = spent["host"]
         if chip.apart:  # what of the host's work the device waits for
             spent["host"] = max(0.0, spent["host"] - sum(spent[what] for what in ("compute", "memory", "link")))
         flops = forwards * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
-        return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), flops,
+        return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
                         job.rows * job.tokens, chip.rate(job.precision))
 
     def graphed(self, machine: Machine, rows: int) -> bool:
