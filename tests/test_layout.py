@@ -337,6 +337,15 @@ def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
         assert more / fast.call == pytest.approx(calls, rel=0.1) and more > 0.4 * plain.seconds
 
 
+def test_a_device_that_is_slower_than_said_leaves_its_host_as_it_is() -> None:
+    job, machine = job_of(gpt(), 8), Machine(fsdp=2)
+    said, late = (Costs(job, replace(CHIPS["h200"], slower=times)).exact(machine, 4) for times in (1.0, 1e4))
+    assert said.bottleneck == "host" and said.host == pytest.approx(said.seconds) == pytest.approx(late.host)
+    for what in ("compute", "memory", "link"):
+        assert late.spent[what] == pytest.approx(1e4 * said.spent[what], rel=0.5 if what == "link" else 1e-6)
+    assert late.spent["host"] == 0 and late.parts == said.parts and late.flops == said.flops
+
+
 def test_collectives_are_what_rings_take() -> None:
     chip = replace(CHIPS["h200"], link=100e9, wire=10e9, latency=0.0, node=8)
     costs = Costs(job_of(gpt(), 8), chip)

@@ -46,6 +46,9 @@ class Chip:
     hidden: float = field(
         default=0.3, metadata={"help": "share of a collective beside computing that costs no time", "min": 0, "max": 1}
     )
+    slower: float = field(
+        default=1.0, metadata={"help": "times as long as these rates say a step's work takes on the device", "above": 0}
+    )
     source: str = field(default="", metadata={"help": "where the numbers are from"})
 
     def rate(self, dtype: str) -> float:

@@ -181,7 +181,8 @@ class Costs:
 
         parts, spent = along(low.parts, high.parts), along(low.spent, high.spent)
         return replace(low, rows=rows, parts={kind: round(n) for kind, n in parts.items()}, spent=spent,
-                       seconds=sum(spent.values()), flops=low.flops + (high.flops - low.flops) * at)
+                       seconds=sum(spent.values()), host=low.host + (high.host - low.host) * at,
+                       flops=low.flops + (high.flops - low.flops) * at)
 
     def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Estimate:
         """The same from a rehearsal of just that micro-batch; of another number of them a step, if that is given."""
@@ -205,6 +206,7 @@ class Costs:
             beside = max(one["compute"] + one["memory"], one["host"])
             for what, seconds in self.exchanged(machine, beside, forwards).items():
                 spent[what] += seconds
+        spent = {what: seconds * (1 if what == "host" else chip.slower) for what, seconds in spent.items()}
         busy = spent["host"]
         if chip.apart:  # what of the host's work the device waits for
             spent["host"] = max(0.0, spent["host"] - sum(spent[what] for what in ("compute", "memory", "link")))

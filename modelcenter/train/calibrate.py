@@ -1,63 +1,139 @@
 """What runs took against what was foreseen of them: kept for the next prediction on the same device.
 
-$XDG_CACHE_HOME/modelcenter/plan.json (~/.cache without that variable) holds the last ratios of measured to foreseen time of
-runs of one kind: the device, the precision, one rank or several, and in which quarters a step's time goes to arithmetic, memory,
-links and host. No model, path or text is in it. MODELCENTER_CALIBRATION=0 neither reads nor writes it.
+Two things of a machine may be off: how long the device takes, beside what its rates say, and how long the host takes for a call,
+beside what was timed. A run tells of the one that it waited for. So the last runs of a device are explained together, by the
+likeliest pair of the two, and a plan made with the pair holds for other layouts and models as well.
+
+$XDG_CACHE_HOME/modelcenter/plan.json (~/.cache without that variable) holds of each run its device, its precision, whether it had
+one rank or several, and the seconds of a step: the device's and the host's as foreseen, and those that it took. No model, path or
+text is in it. MODELCENTER_CALIBRATION=0 neither reads nor writes it.
 """
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import log
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoint.atomic import atomic_write
 from ..errors import InputError
+from ..parallel.chips import Chip
 from ..parallel.layout import Estimate
 from .metrics import Row
 
-KEPT = 16  # ratios of a kind
+KEPT = 32  # runs of a device
 LEAST = 3  # rows of metrics that a measurement takes; the first, of the start, is left out
 SOUND = (0.05, 20.0)  # ratios beyond these are of a machine that was doing something else
+FULL = 0.8  # of the tokens foreseen: shorter batches cost padding and calls that no plan knows of
+# Standard deviations of logarithms: of a run, of a device whose rates are known, of a host timed by a chain of small calls.
+RUN, DEVICE, HOST = 0.04, 0.15, 0.5
+STEPS = 16  # tried between a number and its double
+
+
+class Run(NamedTuple):
+    """Seconds of a step: foreseen of the device and of the host, at their rates as they are, and measured."""
+
+    precision: str
+    several: bool
+    device: float
+    host: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Learned:
+    """How many times as long the device and a call of the host take, from so many runs."""
+
+    device: float = 1.0
+    host: float = 1.0
+    runs: int = 0
+
+    def __str__(self) -> str:
+        runs = f"as {self.runs} run{'s' * (self.runs > 1)} here took"
+        return f"{runs}: the device {self.device:.2f} times as long as its rates say, a call of the host {self.host:.2f} times"
+
+    def of(self, chip: Chip) -> Chip:
+        """The chip as it has turned out to be."""
+        return replace(chip, slower=chip.slower * self.device, call=chip.call * self.host)
+
+    def plain(self, e: Estimate) -> tuple[float, float]:
+        """Seconds of the device and of the host in an estimate for that chip, as they were without what was learned."""
+        return (e.seconds - e.spent["host"]) / self.device, e.host / self.host
+
+
+NOTHING: Learned = Learned()
 
 
 def file() -> Path | None:
-    """Where ratios are kept; None if they are not."""
+    """Where runs are kept; None if they are not."""
     if os.environ.get("MODELCENTER_CALIBRATION") == "0":
         return None
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path("~/.cache").expanduser()) / "modelcenter" / "plan.json"
 
 
-def kind_of(e: Estimate, device: str, precision: str) -> str:
-    """Which runs are alike."""
-    mix = ", ".join(f"{what} {round(4 * seconds / e.seconds)}/4" for what, seconds in e.spent.items())
-    return f"{device}, {precision}, {'one rank' if e.machine.ranks == 1 else 'several'}: {mix}"
-
-
-def read(path: Path) -> dict[str, list[float]]:
-    """The ratios by kind; none where there is no such file, or another."""
+def read(path: Path) -> dict[str, list[Run]]:
+    """The runs by device; none where there is no such file, or another."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     if not isinstance(found, dict):
         return {}
-    return {kind: [x for x in ratios if isinstance(x, float) and SOUND[0] < x < SOUND[1]]
-            for kind, ratios in found.items() if isinstance(ratios, list)}  # fmt: skip
+    return {name: [Run(*row) for row in rows if sound(row)] for name, rows in found.items() if isinstance(rows, list)}
 
 
-def calibrated(e: Estimate, kind: str) -> tuple[Estimate, int]:
-    """The estimate with its time as runs of this kind took, in the median, and how many these were."""
+def sound(row: Any) -> bool:
+    """Whether a row of the file, or what would become one, says anything."""
+    if not isinstance(row, list | tuple) or len(row) != len(Run._fields):
+        return False
+    kinds = (str, bool, float, float, float)
+    if not all(type(x) is kind for x, kind in zip(row, kinds, strict=True)) or not min(row[2:]) > 0:
+        return False
+    return bool(SOUND[0] < row[4] / max(row[2:4]) < SOUND[1])
+
+
+def learn(chip: Chip, precision: str, several: bool) -> Learned:
+    """What the runs on such a device tell of the next one."""
     path = file()
-    ratios = read(path).get(kind, []) if path is not None else []
-    if not ratios:
-        return e, 0
-    times = median(ratios)
-    return replace(e, seconds=e.seconds * times, spent={what: s * times for what, s in e.spent.items()}), len(ratios)
+    runs = read(path).get(chip.name, []) if path is not None else []
+    return explained(runs, precision, several, chip.apart)
+
+
+def explained(runs: Sequence[Run], precision: str, several: bool, apart: bool) -> Learned:
+    """The likeliest pair: one host for all runs, a device for each precision and for one rank and several. `apart`: the host runs
+    ahead of the device, and the slower counts; else one waits for the other."""
+    if not runs:
+        return NOTHING
+    kinds: dict[tuple[str, bool], list[Run]] = {(precision, several): []}
+    for run in runs:
+        kinds.setdefault((run.precision, run.several), []).append(run)
+    tries = [2 ** (k / STEPS) for k in range(-2 * STEPS, 4 * STEPS + 1)]
+    tries.sort(key=lambda x: abs(log(x)))  # the nearest to what was known, of those that are as likely
+    best = {}
+    for host in tries:
+        pairs = []
+        for mine in kinds.values():
+            costs = {device: sum(odd(run, device, host, apart) for run in mine) + unlikely(device, DEVICE) for device in tries}
+            device = min(costs, key=lambda device: costs[device])
+            pairs.append((device, costs[device]))
+        best[host] = pairs[0][0], sum(cost for _, cost in pairs) + unlikely(host, HOST)
+    host = min(best, key=lambda host: best[host][1])
+    return Learned(best[host][0], host, len(runs))
+
+
+def unlikely(ratio: float, deviation: float) -> float:
+    return (log(ratio) / deviation) ** 2 / 2
+
+
+def odd(run: Run, device: float, host: float, apart: bool) -> float:
+    """How badly a pair explains a run; one that was disturbed is odd under every pair, and moves none far."""
+    parts = run.device * device, run.host * host
+    return abs(log(run.measured / (max(parts) if apart else sum(parts)))) / RUN
 
 
 def rate(rows: Sequence[Row]) -> float | None:
@@ -67,14 +143,19 @@ def rate(rows: Sequence[Row]) -> float | None:
 
 
 def remember(foreseen: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
-    """Keep what came of a prediction. A disk that refuses is no matter."""
+    """Keep what came of a prediction, if its batches were about as long as foreseen. A disk that refuses is no matter."""
     path, measured = file(), rate(rows)
     if path is None or foreseen is None or measured is None:
         return
-    ratio = foreseen["uncalibrated"] / measured
-    if SOUND[0] < ratio < SOUND[1]:
-        known = read(path)
-        known[foreseen["kind"]] = [*known.get(foreseen["kind"], []), round(ratio, 4)][-KEPT:]
+    logged = [row for row in rows if row.get("tokens_per_second")]
+    first, last = logged[0], logged[-1]
+    tokens = (last["tokens"] - first["tokens"]) / max(1, last["step"] - first["step"])
+    full = tokens / foreseen["tokens"]
+    run = Run(foreseen["precision"], foreseen["several"], *(float(f"{x:.4g}") for x in (
+        foreseen["device"] * full, foreseen["host"], tokens / measured)))  # fmt: skip
+    if full >= FULL and sound(run):
+        known: dict[str, list[Run]] = read(path)
+        known[foreseen["chip"]] = [*known.get(foreseen["chip"], []), run][-KEPT:]
         with suppress(OSError, InputError):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, json.dumps(known, indent=1).encode())

@@ -13,6 +13,7 @@ from ..parallel.device import count_of, device_of, memory_of
 from ..parallel.layout import Costs
 from ..parallel.machine import Machine
 from ..parallel.survey import Survey, settings, survey
+from .calibrate import learn
 from .folder import ran
 from .paper import job_there, runnable
 from .recipe import Recipe
@@ -62,6 +63,7 @@ def surveyed(recipe: Recipe, machine: Machine, device: torch.device, ranks: int,
     """All layouts of a recipe on devices that are here. A GPU's step is rehearsed on the CPU: its own would take its memory."""
     gpu = device.type != "cpu"
     job, chip = job_there(recipe, machine, torch.device("cpu"), gpu), chip_of(device)
+    chip = learn(chip, recipe.precision, ranks > 1).of(chip)
     can = runnable(recipe, job.model)
     return survey(Costs(job, chip, chip.memory if gpu else chip.memory / ranks), ranks, machine, rows,
                   allowed=lambda m: can(m) and (rows is not None or recipe.batch % m.shares == 0))  # fmt: skip

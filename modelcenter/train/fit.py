@@ -19,7 +19,7 @@ from ..parallel.layout import RECOMPUTES, Costs, Estimate, Job
 from ..parallel.machine import Machine
 from ..parallel.plan import Plan, size
 from ..registry import Model, families, skeleton
-from .calibrate import calibrated, kind_of
+from .calibrate import NOTHING, Learned, learn
 from .evaluate import count_targets
 from .recipe import Recipe
 from .resolve import most_of
@@ -38,9 +38,9 @@ class Verdict:
     ways: tuple[tuple[str, int], ...] = ()
     estimate: Estimate | None = None
     ranks: int = 1
-    like: int = 0  # runs of this kind that the time was calibrated by
-    kind: str = ""
-    uncalibrated: float = 0.0  # tokens a second of all ranks, before that
+    learned: Learned = NOTHING  # from runs on such a device, of which the time takes account
+    chip: str = ""
+    precision: str = ""
 
     def __str__(self) -> str:
         advice = " or ".join(f"{setting} ({size(need)})" for setting, need in self.ways)
@@ -48,17 +48,18 @@ class Verdict:
         memory = f"memory{each}: {self.plan} (batches of {self.batch})" + (f"; set {advice}" if advice else "")
         if self.estimate is None:
             return memory
-        runs = f"; as {self.like} run{'s' * (self.like > 1)} of this kind took" if self.like else ""
-        return f"{memory}\nspeed: {speed(self.estimate)}{runs}"
+        return f"{memory}\nspeed: {speed(self.estimate)}" + (f"; {self.learned}" if self.learned.runs else "")
 
     @property
     def foreseen(self) -> dict[str, Any] | None:
         """What to compare the run with."""
         e = self.estimate
-        return None if e is None else {
-            "memory_gb": (e.need - e.parts.get("fragments", 0)) / 1e9, "seconds": e.seconds, "kind": self.kind,
-            "tokens_per_second": e.rate * e.machine.ranks, "uncalibrated": self.uncalibrated, "runs": self.like,
-        }  # fmt: skip
+        if e is None:
+            return None
+        device, host = self.learned.plain(e)
+        return {"memory_gb": (e.need - e.parts.get("fragments", 0)) / 1e9, "seconds": e.seconds, "tokens": e.tokens,
+                "tokens_per_second": e.rate * e.machine.ranks, "chip": self.chip, "precision": self.precision,
+                "several": self.ranks > 1, "device": device, "host": host, "runs": self.learned.runs}  # fmt: skip
 
 
 def speed(e: Estimate) -> str:
@@ -86,7 +87,10 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
     free, total = there
     if device.type == "cpu":
         free += sum(p.nbytes for p in setup.model.parameters() if not p.is_meta)  # in the plan, and taken already
-    chip = chip_here(device)
+    chip, learned = chip_here(device), NOTHING
+    if chip is not None:
+        learned = learn(chip, recipe.precision, machine.ranks > 1)
+        chip = learned.of(chip)
     now = recipe.micro_batch or most_of(recipe, device)
     try:
         job = job_of(recipe, device, setup, compute, machine)
@@ -102,9 +106,7 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
     batch = f"{found.rows} x {recipe.data.seq_len} tokens"
     if chip is None:
         return Verdict(plan, batch, tuple(ways), None, machine.ranks)
-    kind = kind_of(found, chip.name, recipe.precision)
-    final, runs = calibrated(found, kind)
-    return Verdict(plan, batch, tuple(ways), final, machine.ranks, runs, kind, found.rate * machine.ranks)
+    return Verdict(plan, batch, tuple(ways), found, machine.ranks, learned, chip.name, recipe.precision)
 
 
 FEWER = "an adapter (adapter.name=lora), optimizer.moments=bf16, optimizer.name=adafactor or a smaller model"

@@ -18,6 +18,7 @@ from ..parallel.layout import Costs, Job
 from ..parallel.machine import Machine
 from ..parallel.survey import Survey, survey
 from ..registry import presets
+from .calibrate import NOTHING, learn
 from .fit import job_of, keeper
 from .launch import check_ranks
 from .prepare import prepare
@@ -52,6 +53,8 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
     if recipe.precision == "auto":
         here = automatic_precision(found, sizes_of(recipe).get("dim"))
         recipe = replace(recipe, precision=here if device is None else automatic(chip))
+    learned = learn(chip, recipe.precision, ranks > 1) if device is None else NOTHING
+    chip = learned.of(chip)
     job = job_alone(recipe, found, gpu) if bare else job_there(recipe, machine, found, gpu)
     costs = Costs(job, chip)
     others = {}
@@ -66,6 +69,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
         f"{ranks} x {chip.name}",
         f"predicted, not measured; rates: {chip.source}",
         f"the host takes {chip.call * 1e6:.3g} µs for a call of torch's, {chip.host}",
+        *([str(learned)] if learned.runs else []),
     ]
     return result, lines
 
