@@ -25,7 +25,7 @@ from modelcenter.cli.plan import plan
 from modelcenter.cli.tokenize import tokenize
 from modelcenter.cli.train import train
 from modelcenter.config import COMMAND_LINE, describe
-from modelcenter.errors import LIMIT, InputError, message, nearest, printable, refuse
+from modelcenter.errors import LIMIT, InputError, message, nearest, printable, refuse, tell
 
 VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "train": train,
@@ -48,6 +48,7 @@ KEYS: dict[str, type] = {"generate": Generation, "convert": Conversion, "average
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 2 for bad input, 130 when interrupted; of ranks, the first failure's."""
     argv = sys.argv[1:] if argv is None else argv
+    open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is escaped
     try:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         if "--debug" in argv:
             raise
-        print(f"modelcenter: error: {error}", file=sys.stderr)
+        tell(f"modelcenter: error: {error}")
         return 2
     except RuntimeError as error:
         from modelcenter.train.launch import status_of
@@ -79,8 +80,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None or "--debug" in argv:
             raise
         said = message(str(error.filename), None, error.strerror or str(error), "a name that can be read or written")
-        print(f"modelcenter: error: {said}", file=sys.stderr)
+        tell(f"modelcenter: error: {said}")
         return 2
+
+
+def open_streams() -> None:
+    """Standard streams that are closed, as `2>&-` and some daemons leave them, become the null device: the next file to be opened
+    would get the number of one, and with it what is printed there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def say(text: str) -> None:
@@ -108,7 +121,7 @@ def warnings_in_a_line() -> Iterator[None]:
         text = printable(str(message))[:LIMIT]
         if text not in said:
             said.add(text)
-            print(f"modelcenter: warning: {text}", file=sys.stderr)
+            tell(f"modelcenter: warning: {text}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show

@@ -1,6 +1,8 @@
 """One way to say no: bad input is one line that names the file, the key, what was found and what is wanted."""
 
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from os import PathLike
 from typing import Any, NoReturn
@@ -35,6 +37,12 @@ def message(file: str | PathLike[str] | None, key: str | None, found: str, wante
         longest = max(range(len(parts)), key=lambda i: len(parts[i]))
         parts[longest] = parts[longest][: max(len(parts[longest]) - over - 3, 20)] + "..."
     return f"{': '.join(parts)}; {tail}"
+
+
+def tell(text: str) -> None:
+    """Print a line on stderr, if anybody reads it: a terminal or a pipe that is gone ends no run."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -224,6 +224,25 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
+CLOSED = """
+import os, sys
+from modelcenter.__main__ import main
+main(["--version"])
+assert os.open("mine", os.O_WRONLY | os.O_CREAT) > 2
+print("lost", file=sys.stderr, flush=True)
+os.system("echo lost too >&2")
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
+    """A file that is opened where standard error was would have in it what is said there."""
+    (tmp_path / "it.py").write_text(CLOSED)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run(["bash", "-c", f"{sys.executable} it.py {closed}"], cwd=tmp_path, env=env, check=True)
+    assert (tmp_path / "mine").read_text() == ""
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
 def test_an_answer_that_finds_no_room(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}

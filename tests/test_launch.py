@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +191,17 @@ def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path, capfd: An
         assert main(["evaluate", str(tmp_path / "out"), f"machine.fsdp={ranks}", "machine.device=cpu", "--json"]) == 0
         found.append(json.loads(capfd.readouterr().out))
     assert found[1] == pytest.approx(found[0], rel=1e-13) and found[0]["eval_targets"] == found[1]["eval_targets"] > 20
+
+
+def test_a_terminal_that_ends_asks_the_ranks_once() -> None:
+    """Its second SIGHUP would be a second signal to them, on which they end without saving."""
+    heard: list[int] = []
+    with launch.forwarding([SimpleNamespace(send_signal=heard.append)]):  # type: ignore[list-item]  # all that is asked of a process
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert heard == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == [signal.SIGTERM] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The training loop: gradients by tokens, exact resume, what a bad gradient may do, and transformers' own losses."""
 
 import copy
+import errno
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from modelcenter.train import plot, session
 from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING, claim
+from modelcenter.train.interrupt import Interrupt
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
 from modelcenter.train.prepare import prepare
@@ -332,7 +334,7 @@ def test_resume_after_kill_is_bitwise(tmp_path: Path, whole: Path) -> None:
     same_run(out, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_resume_goes_on(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch,
                                            number: signal.Signals) -> None:
     recipe, real = recipe_of(tmp_path), session.update
@@ -377,6 +379,41 @@ def test_a_second_signal_ends_at_once() -> None:
             run.send_signal(signal.SIGTERM)
         assert run.wait(timeout=60) == 128 + signal.SIGTERM
         assert "SIGTERM: finishing the step" in run.stderr.read()
+
+
+def test_a_terminal_that_ends_is_asked_for_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends SIGHUP more than once, and takes its screen along; under nohup it ends nothing."""
+
+    def gone(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, Interrupt() as interrupt:
+        patch.setattr(os, "write", gone)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupt
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupt
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_log_that_nobody_reads_any_more_loses_nothing(tmp_path: Path) -> None:
+    """`2>&1 | head`, then a signal: what it says about that goes nowhere, and the step is saved."""
+    recipe = recipe_of(tmp_path, max_steps=5000, logging_steps=1, eval_steps=None, save_steps=None)
+    command = [sys.executable, "-m", "modelcenter", "train", str(write_file(recipe, tmp_path / "r.yaml"))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}) as run:
+        assert run.stderr is not None
+        while not (line := run.stderr.readline()).startswith("step 1/"):
+            assert line or run.poll() is None, "it ended before the first step"
+        run.stderr.close()
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(timeout=60) == 0
+    assert len(list((tmp_path / "out").glob("step-*"))) == 1
 
 
 FETCHING = """

@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from modelcenter.checkpoint.files import read_json
-from modelcenter.errors import InputError, MissingError, message, refuse, refuse_missing
+from modelcenter.errors import InputError, MissingError, message, refuse, refuse_missing, tell
 from modelcenter.parallel.watch import beat
 
 PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
@@ -107,7 +106,7 @@ def fetch(name: str, patterns: list[str], presets: Mapping[str, str | None]) -> 
 def say(line: str) -> None:
     """One line to stderr, from the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"modelcenter: {line}", file=sys.stderr, flush=True)
+        tell(f"modelcenter: {line}")
 
 
 def pick_weights(names: Collection[str], read: Callable[[str], Any]) -> list[str]:

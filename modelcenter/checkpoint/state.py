@@ -20,7 +20,6 @@ import platform
 import re
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelcenter.checkpoint.atomic import check_space, commit_folder, disk_errors, staging, sync, write_new
 from modelcenter.checkpoint.files import parse_json, read_json
-from modelcenter.errors import InputError, printable, refuse, refuse_missing
+from modelcenter.errors import InputError, printable, refuse, refuse_missing, tell
 from modelcenter.parallel.ranks import ALONE, OtherRankError, Ranks
 from modelcenter.parallel.watch import beat
 
@@ -470,7 +469,7 @@ def _remove(path: Path) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"modelcenter: {printable(line)}", file=sys.stderr, flush=True)
+    tell(f"modelcenter: {printable(line)}")
 
 
 _sound: dict[Path, tuple[Any, ...]] = {}

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
@@ -577,7 +577,8 @@ def _guarded(file: Path, build: Callable[[], T]) -> T:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Standard error closed: Rust prints a panic's backtrace there before Python sees the exception."""
-    sys.stderr.flush()
+    with suppress(OSError):  # of a pipe that nobody reads any more
+        sys.stderr.flush()
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)

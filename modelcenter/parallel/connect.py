@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..errors import InputError, refuse
+from ..errors import InputError, refuse, tell
 from .machine import Machine
 from .ranks import named
 from .variable import variable
@@ -112,7 +111,7 @@ def verdict(store: Any, size: int, until: float, seconds: float) -> tuple[str | 
             found = f"{size}, but {named(missing)} did not come within {seconds:g} s"
             return "environment", "WORLD_SIZE", found, "start them all, with one MASTER_ADDR and one MASTER_PORT"
         if not said and time.monotonic() - began > PATIENCE:
-            print(f"modelcenter: waiting for {named(missing)} of {size}, {seconds:g} s at most", file=sys.stderr, flush=True)
+            tell(f"modelcenter: waiting for {named(missing)} of {size}, {seconds:g} s at most")
             said = True
         time.sleep(0.02 if time.monotonic() - began < PATIENCE else RETRY)
     all_of_them = [json.loads(store.get(key)) for key in keys]
@@ -200,7 +199,7 @@ def knock(host: str, port: int, rank: int, left: float, seconds: float) -> None:
             refuse("environment", "MASTER_ADDR", f"nobody answers at {host}:{port} within {seconds:g} s ({why})",
                    "the first rank's address, started, its port open")
         if not said and waited > PATIENCE:
-            print(f"modelcenter: rank {rank} waits for the first one at {host}:{port} (MASTER_ADDR, MASTER_PORT): {why}; "
-                  f"{seconds:g} s at most", file=sys.stderr, flush=True)
+            tell(f"modelcenter: rank {rank} waits for the first one at {host}:{port} (MASTER_ADDR, MASTER_PORT): {why}; "
+                 f"{seconds:g} s at most")
             said = True
         time.sleep(RETRY)

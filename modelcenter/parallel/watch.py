@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..errors import printable
+from ..errors import printable, tell
 from .ranks import Ranks
 
 STALLED = 76  # the exit status of a rank of a run that stood still
@@ -137,8 +137,7 @@ class Watch(AbstractContextManager["Watch"]):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(f"rank {rank}: {where}\n{why}\n\n{text}", encoding="utf-8")
         if "MODELCENTER_LAUNCHER" not in os.environ:  # which says it for all
-            said = f"modelcenter: error: {printable(why)}: rank {rank} {where}; {self.file} has its stacks"
-            print(said, file=sys.stderr, flush=True)
+            tell(f"modelcenter: error: {printable(why)}: rank {rank} {where}; {self.file} has its stacks")
         threading.Thread(target=self.tell, args=(why,), daemon=True).start()
         time.sleep(GRACE)
         os._exit(STALLED)

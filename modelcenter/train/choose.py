@@ -1,13 +1,12 @@
 """A machine that says how many devices, and not how they share the work, is given the layout that the plan finds fastest."""
 
 import os
-import sys
 from dataclasses import replace
 
 import torch
 
 from ..data.objective import find_objective
-from ..errors import printable, refuse
+from ..errors import printable, refuse, tell
 from ..parallel.chips import CHIPS, Chip, chip_here
 from ..parallel.device import count_of, device_of, memory_of
 from ..parallel.layout import Costs
@@ -84,4 +83,4 @@ def together(recipe: Recipe) -> bool:
 
 
 def say(text: str) -> None:
-    print(f"machine: {printable(text)}", file=sys.stderr, flush=True)
+    tell(f"machine: {printable(text)}")

@@ -1,16 +1,21 @@
-"""Asking a run to stop: the first SIGTERM or Ctrl-C lets it finish its step and save, the second ends it at once. A download, which
-may take an hour and leaves nothing to save, is not waited for."""
+"""Asking a run to stop: the first SIGTERM, Ctrl-C or end of its terminal lets it finish its step and save, a second one ends it at
+once. A download, which may take an hour and leaves nothing to save, is not waited for."""
 
 import os
 import signal
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any
 
 from ..checkpoint import hub
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def heeded() -> list[signal.Signals]:
+    """`SIGNALS`, without SIGHUP where it is ignored: nohup has said that the end of the terminal is not to end the run."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Interrupt(AbstractContextManager["Interrupt"]):
@@ -27,7 +32,7 @@ class Interrupt(AbstractContextManager["Interrupt"]):
 
     def __enter__(self) -> "Interrupt":
         if current_thread() is main_thread():
-            self.before = {number: signal.signal(number, self.hear) for number in SIGNALS}
+            self.before = {number: signal.signal(number, self.hear) for number in heeded()}
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -39,11 +44,14 @@ class Interrupt(AbstractContextManager["Interrupt"]):
         self.then = "finishing the step and saving"
 
     def hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGHUP:
+            return  # a terminal that ends sends several
         if self.asked:
             os._exit(128 + number)  # no clean-up: saves are atomic, and whoever asks twice does not want to wait
         self.asked = True
         then = "the download ends, what came whole is kept" if hub.downloading() else f"{self.then}; once more ends it now"
         # Not print: the handler may run inside a print of the main program, whose buffer refuses to be entered twice.
-        os.write(2, f"\n{signal.Signals(number).name}: {then}\n".encode())
+        with suppress(OSError):  # a log whose reader is gone, a terminal that is closed
+            os.write(2, f"\n{signal.Signals(number).name}: {then}\n".encode())
         if hub.downloading():  # by an exception, on whose way the client removes the half of a file that it has
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -24,13 +24,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ..config import dump_yaml, to_dict
-from ..errors import LIMIT, printable, refuse
+from ..errors import LIMIT, printable, refuse, tell
 from ..parallel.check import check
 from ..parallel.machine import Machine
 from ..parallel.ranks import named
 from ..parallel.variable import variable
 from ..parallel.watch import LOST, STALLED
-from .interrupt import SIGNALS
+from .interrupt import SIGNALS, heeded
 from .recipe import Recipe
 
 STORE, PARENT = "MODELCENTER_STORE", "MODELCENTER_LAUNCHER"  # where ranks find each other, and who has started them
@@ -83,7 +83,7 @@ def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, A
             except RankError as error:
                 if not left or asked or not error.passing:
                     raise
-                print(f"modelcenter: {error}; the run is started again, {left} times at most", file=sys.stderr, flush=True)
+                tell(f"modelcenter: {error}; the run is started again, {left} times at most")
             left, recipe = left - 1, replace(recipe, resume="auto")
 
 
@@ -161,8 +161,8 @@ def culprit(status: Sequence[int | None]) -> int | None:
 def fail(rank: int, status: int, said: Path) -> NoReturn:
     """Say what the rank said, if it has not the terminal, and raise how it ended."""
     how = f"rank {rank} was ended by signal {-status}" if status < 0 else f"rank {rank} ended with status {status}"
-    if said.exists():
-        sys.stderr.write(said.read_text(encoding="utf-8", errors="replace"))
+    if said.exists() and (words := said.read_text(encoding="utf-8", errors="replace").rstrip("\n")):
+        tell(words)
     raise RankError(how, 128 - status if status < 0 else status, heard=status > 0 and not said.exists())
 
 
@@ -186,6 +186,8 @@ def forwarding(ranks: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]
     asked: list[int] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
+        if asked and number == signal.SIGHUP:
+            return  # a terminal that ends sends several, and to a rank a second signal is its end
         asked.append(number)
         for process in ranks:
             process.send_signal(signal.SIGTERM)
@@ -193,7 +195,7 @@ def forwarding(ranks: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]
     if current_thread() is not main_thread():
         yield asked
         return
-    before = {number: signal.signal(number, hear) for number in SIGNALS}
+    before = {number: signal.signal(number, hear) for number in heeded()}
     try:
         yield asked
     finally:
@@ -213,9 +215,9 @@ def status_of(error: RuntimeError) -> int | None:
     """What a command exits with: `RankError`'s own, and `LOST` for a rank of `launch` that fails because another has."""
     if isinstance(error, RankError):
         if not error.heard:
-            print(f"modelcenter: error: {error}", file=sys.stderr, flush=True)
+            tell(f"modelcenter: error: {error}")
         return error.status
     if PARENT not in os.environ or WORDS.search(str(error)) is None:
         return None
-    print(f"modelcenter: another rank has ended: {printable(str(error))[:LIMIT]}", file=sys.stderr)
+    tell(f"modelcenter: another rank has ended: {printable(str(error))[:LIMIT]}")
     return LOST
