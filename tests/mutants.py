@@ -595,7 +595,7 @@ MUTANTS = (
     Mutant("one-dropout-for-all-data", "parallel/ranks.py", "return (seed + self.share * STEP) % 2**63", "return seed",
            "test_ranks.py::test_dropout_differs_between_shares_alone"),
     Mutant("a-signal-that-nobody-can-hear-of", "train/interrupt.py", "with suppress(OSError):  # a log whose", "if True:  # a log whose",
-           "test_train.py::test_a_log_that_nobody_reads_any_more_loses_nothing"),
+           "test_train.py::test_a_terminal_that_ends_is_asked_for_the_end_once", "OSError"),
     Mutant("a-terminal-ends-twice", "train/interrupt.py", "if self.asked and number == signal.SIGHUP:", "if False:",
            "test_train.py::test_a_terminal_that_ends_is_asked_for_the_end_once"),
     Mutant("a-signal-to-one-rank-alone", "train/session.py", "if asked:  # one rank", "if interrupt:  # one rank",

@@ -383,15 +383,17 @@ def test_a_second_signal_ends_at_once() -> None:
 
 def test_a_terminal_that_ends_is_asked_for_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends SIGHUP more than once, and takes its screen along; under nohup it ends nothing."""
+    ended: list[int] = []
 
     def gone(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch, Interrupt() as interrupt:
         patch.setattr(os, "write", gone)
+        patch.setattr(os, "_exit", ended.append)
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGHUP)
-            assert interrupt
+            assert interrupt and not ended
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Interrupt() as interrupt:
