@@ -139,7 +139,7 @@ def chip_here(device: Any) -> Chip | None:
 
 
 TIMED = "timed on this host"
-HOST = 2.6e-6  # seconds of `host_call` on a host whose calls in a step take the 8.5 µs of `Chip.call`: benchmarks/README.md
+HOST = 1.9e-6  # seconds of `host_call` on a host whose calls in a step take the 8.5 µs of `Chip.call`: benchmarks/README.md
 LINKS, CALLS = 25, 10  # of a chain of small calls, and of torch in each of its links
 
 

@@ -230,23 +230,27 @@ class Costs:
         grows = 1 / ratio / n if forwards == 1 else 0.0  # those of micro-batches before are there all the while
         there = (whole if machine.zero < 3 else outside) * ratio
         come = there if machine.zero < 3 else (outside + min(2 * block, whole - outside)) * ratio
-        # as they were formed and as they are sent, which is as they are summed, unless the sum is this rank's (peers.py)
+        # as they were formed and as they are sent, which is as they are summed, unless the sum is this rank's (peers.py): that is
+        # among the gradients that grow
         trained = last["gradients"] / max(1, whole)
-        sent = trained * (2 * ratio + 1 / n if self.short(machine) else ratio + 1)
+        sent = trained * (2 * ratio if self.short(machine) else ratio + 1)
         waits = trained * outside * ratio * max(0.0, 1 - grows)  # what of it is not among the gradients that grow
         if self.short(machine) and self.job.gpu:  # what ranks map of each other
             there, come = (size + max(block, outside) * ratio * (1 + 1 / n) for size in (there, come))
+
+        back = machine.zero < 3 and forwards == 1  # blocks give back what came when their backward is done
 
         def gathered(phase: str) -> float:
             """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own."""
             kind, _, of_a_block = phase.partition(" ")
             if kind in ("before", "head"):
                 return there
+            if kind == "end":  # gradients of the outermost layers wait, whole, until those of all blocks are exchanged
+                return there - ratio * (whole - outside if back else 0) + sent * outside
             if kind != "backward" or not of_a_block:
                 return come
-            left = come - (ratio * self.behind(tp, of_a_block) if machine.zero < 3 and forwards == 1 else 0.0)
-            # gradients of the outermost layers wait, whole, to be exchanged when those of all blocks are
-            return left + max(sent * block + waits, sent * outside if of_a_block == "0 first" else 0.0)
+            left = come - (ratio * self.behind(tp, of_a_block) if back else 0.0)
+            return left + sent * block + waits
 
         factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": grows}
         parts = step.peak(factors, gathered)

@@ -154,6 +154,7 @@ def rehearse(
             loss = other(**here, num_items_in_batch=1).loss
         tally.enter("backward", "temporary")
         loss.backward()
+        tally.enter("end")  # what blocks needed is gone
         del loss
         work, tally.work, calls, tally.calls = tally.work, Counter(), tally.calls, 0
         if dtype is None:
