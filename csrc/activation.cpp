@@ -120,14 +120,16 @@ template <int KIND, bool FINE>
 void gated_values(const float* gate, const float* up, float* y, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) store(y + i, activate<KIND, FINE>(load(gate + i)) * load(up + i));
 }
+// y, the activation's own result, may be null.
 template <int KIND, bool FINE>
-void gated_slopes(const float* grad, const float* gate, const float* up, float* dgate, float* dup, int64_t n) {
+void gated_slopes(const float* grad, const float* gate, const float* up, float* dgate, float* dup, float* y, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) {
-        const vf g = load(grad + i);
+        const vf g = load(grad + i), w = load(up + i);
         vf slope;
         const vf value = activate<KIND, FINE, true>(load(gate + i), slope);
-        store(dgate + i, g * slope * load(up + i));  // in this order a slope of 0 is a gradient of 0, however large the rest
+        store(dgate + i, g * slope * w);  // in this order a slope of 0 is a gradient of 0, however large the rest
         store(dup + i, g * value);
+        if (y) store(y + i, value * w);
     }
 }
 
@@ -243,20 +245,25 @@ MC_KERNEL(gated) {
 }
 
 MC_KERNEL(gated_backward) {
-    const Array grad = call.in("grad", FLOATS);
-    const Array gate = call.in("gate", grad.dtype, grad.shape);
-    const Array up = call.in("up", grad.dtype, grad.shape);
+    const Array dgate = call.inout("dgate", FLOATS);  // without gate and up they are here and in dup
+    const Array dup = call.inout("dup", dgate.dtype, dgate.shape);
+    const Array y = call.maybe_out("y", dgate.dtype, dgate.shape);  // without grad it is here
+    const Array grad = call.maybe("grad", dgate.dtype, dgate.shape);
+    const Array gate = call.maybe("gate", dgate.dtype, dgate.shape);
+    const Array up = call.maybe("up", dgate.dtype, dgate.shape);
     const int64_t kind = call.integer("kind", 0, KINDS - 1);
-    const Array dgate = call.out("dgate", grad.dtype, grad.shape);
-    const Array dup = call.out("dup", grad.dtype, grad.shape);
     call.ready();
-    void (*loop)(const float*, const float*, const float*, float*, float*, int64_t) = nullptr;
-    MC_FOR_LOOP(grad.dtype, kind, KIND, FINE, loop = gated_slopes<KIND, FINE>)
-    tiles(1, grad.shape.count(), 1, [&](int64_t, int64_t, int64_t at, int64_t n) {
-        Piece g, a, b, da, db;
-        float *one = room(dgate, at, n, da), *two = room(dup, at, n, db);
-        loop(read(grad, at, n, g), read(gate, at, n, a), read(up, at, n, b), one, two, whole(n));
+    if (gate.given != up.given) call.refuse("gate and up go together");
+    if (!grad && !y) call.refuse("grad: None, and y too");
+    const Array &from = grad ? grad : y, &first = gate ? gate : dgate, &second = up ? up : dup;
+    void (*loop)(const float*, const float*, const float*, float*, float*, float*, int64_t) = nullptr;
+    MC_FOR_LOOP(dgate.dtype, kind, KIND, FINE, loop = gated_slopes<KIND, FINE>)
+    tiles(1, dgate.shape.count(), 1, [&](int64_t, int64_t, int64_t at, int64_t n) {
+        Piece g, a, b, da, db, out;
+        float *one = room(dgate, at, n, da), *two = room(dup, at, n, db), *three = y ? room(y, at, n, out) : nullptr;
+        loop(read(from, at, n, g), read(first, at, n, a), read(second, at, n, b), one, two, three, whole(n));
         write(dgate, at, n, one);
         write(dup, at, n, two);
+        if (y) write(y, at, n, three);
     });
 }

@@ -192,9 +192,9 @@ __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ g
     }
 }
 
+// dgate, dup and y may lie where gate, up and grad do: of those nothing but a thread's own is read then. y: act(gate) * up, or null.
 template <int KIND, class T>
-__global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ grad, const T* __restrict__ gate,
-                                                          const T* __restrict__ up, T* __restrict__ dgate, T* __restrict__ dup,
+__global__ __launch_bounds__(THREADS) void gated_backward(const T* grad, const T* gate, const T* up, T* dgate, T* dup, T* y,
                                                           int64_t count) {
     if (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
@@ -209,12 +209,14 @@ __global__ __launch_bounds__(THREADS) void gated_backward(const T* __restrict__ 
 #pragma unroll
         for (int j = 0; j < SPAN<T>; j++) {
             float slope;
-            const float value = activate<KIND, fine<T>, true>(v[j], slope);
+            const float value = activate<KIND, fine<T>, true>(v[j], slope), product = value * w[j];
             v[j] = given[j] * slope * w[j];
             w[j] = given[j] * value;
+            given[j] = product;
         }
         put<false>(dgate, rounded<T>(v), place<T>(first + u * TILE<T>), count);
         put<false>(dup, rounded<T>(w), place<T>(first + u * TILE<T>), count);
+        if (y) put<false>(y, rounded<T>(given), place<T>(first + u * TILE<T>), count);
     }
 }
 
@@ -383,19 +385,24 @@ MC_KERNEL(gated) {
 }
 
 MC_KERNEL(gated_backward) {
-    const Array grad = call.in("grad", FLOATS);
-    const Array gate = call.in("gate", grad.dtype, grad.shape);
-    const Array up = call.in("up", grad.dtype, grad.shape);
+    const Array dgate = call.inout("dgate", FLOATS);  // without gate and up they are here and in dup
+    const Array dup = call.inout("dup", dgate.dtype, dgate.shape);
+    const Array y = call.maybe_out("y", dgate.dtype, dgate.shape);  // without grad it is here
+    const Array grad = call.maybe("grad", dgate.dtype, dgate.shape);
+    const Array gate = call.maybe("gate", dgate.dtype, dgate.shape);
+    const Array up = call.maybe("up", dgate.dtype, dgate.shape);
     const int64_t kind = call.integer("kind", 0, KINDS - 1);
-    const Array dgate = call.out("dgate", grad.dtype, grad.shape);
-    const Array dup = call.out("dup", grad.dtype, grad.shape);
     call.ready();
-    check_present(call, gate.dtype);
-    const int64_t count = grad.shape.count();
+    if (gate.given != up.given) call.refuse("gate and up go together");
+    if (!grad && !y) call.refuse("grad: None, and y too");
+    const Array &from = grad ? grad : y, &a = gate ? gate : dgate, &b = up ? up : dup;
+    if (!(grad && gate) && !(from.aligned() && a.aligned() && b.aligned())) call.refuse("dgate: not aligned, and read where it is written");
+    check_present(call, dgate.dtype);
+    const int64_t count = dgate.shape.count();
     if (!count) return;
     const unsigned blocks = blocks_for(count, THREADS * 8);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(grad.dtype, T, MC_FOR_KIND(kind, KIND,
+    MC_FOR_FLOAT(dgate.dtype, T, MC_FOR_KIND(kind, KIND,
         gated_backward<KIND, T><<<blocks, THREADS, 0, stream>>>(
-            grad.as<T>(), gate.as<T>(), up.as<T>(), dgate.as<T>(), dup.as<T>(), count)))
+            from.as<T>(), a.as<T>(), b.as<T>(), dgate.as<T>(), dup.as<T>(), y ? y.as<T>() : nullptr, count)))
 }

@@ -37,6 +37,8 @@ from contract import DTYPES, LAYOUTS, LOW, OPS, each, error, floating, kernel_ba
 from torch import Tensor, nn
 
 from modelcenter.ops import _norm, _op, draw, quantize
+from modelcenter.ops._op import call
+from modelcenter.ops.activation import GATED, gated_backward
 from modelcenter.ops.cross_entropy import IGNORE
 from modelcenter.ops.rotary import rotary_
 from modelcenter.optim import adamw
@@ -331,6 +333,20 @@ def of_rotary_in_place(rng: random.Random, device: str, compared: bool) -> list[
     return [*shown([x, cos, sin]), interleaved]
 
 
+def of_gated_over(rng: random.Random, device: str, compared: bool) -> list[Any]:
+    """A gated activation's gradients where its arguments were, and its result where its gradient was: to the bit those apart."""
+    name = rng.choice([*GATED])
+    gate, up = (t.contiguous() for t in each(gated(rng, device), laid_out(rng)))
+    grad = torch.randn_like(gate)
+    one, two, made = (t.clone() for t in (gate, up, grad))
+    call("gated_backward", one, two, made, None, None, None, GATED[name])
+    if compared:
+        wanted = *gated_backward(grad, gate, up, GATED[name]), OPS[name](gate, up)
+        for i, (a, b) in enumerate(zip((one, two, made), wanted, strict=True)):
+            assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)), f"{name}: result {i}"
+    return [name, *shown([gate, up])]
+
+
 def of_norm_twice(rng: random.Random, device: str, compared: bool) -> list[Any]:
     """A norm for two who read it, beside the op whose two gradients are added in a pass of their own."""
     biased = rng.random() < 0.5
@@ -420,7 +436,8 @@ def subjects(device: str) -> dict[str, tuple[str, Callable[[random.Random, str, 
     return {
         **{name: ("", bound(of_op, name)) for name in kernel_backed(device)},
         **{f"quantize_{kind}": (f"dequantize_{kind}", bound(of_quantize, kind)) for kind in ("nf4", "int8")},
-        "rotary_": ("rotary", of_rotary_in_place), "norm_twice": ("norm_backward", of_norm_twice), "adamw": ("adamw", of_adamw),
+        "rotary_": ("rotary", of_rotary_in_place), "gated_over": ("gated_backward", of_gated_over),
+        "norm_twice": ("norm_backward", of_norm_twice), "adamw": ("adamw", of_adamw),
     }  # fmt: skip
 
 

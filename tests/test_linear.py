@@ -18,9 +18,13 @@ from modelcenter import ops
 from modelcenter.layers import FFN, Attention, Batch, GatedFFN, Linear, PreNorm, RMSNorm, Rotary, Stack, View
 from modelcenter.layers.linear import rounding, together
 from modelcenter.layers.rope import PLAIN
+from modelcenter.ops import gated_linear as gated
 from modelcenter.ops import linear as module
-from modelcenter.ops._op import available
+from modelcenter.ops._op import available, rehearsal
 from modelcenter.parallel.blocks import recompute
+from modelcenter.parallel.tally import Tally
+
+KERNELS = ops.swiglu.fast(torch.zeros(1))
 
 
 @pytest.fixture(autouse=True)
@@ -309,6 +313,90 @@ def test_what_a_hook_has_seen_is_not_rotated_under_it(as_on_gpu: list[int]) -> N
     x = torch.randn(2, 8, 32)
     layer(x, *rest)
     torch.testing.assert_close(seen[0], F.linear(x, layer.k.weight, layer.k.bias))
+
+
+# ---- products of gated activations
+
+
+def of_gated(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Gate and up as products leave them, weight and bias, the gradient of the result."""
+    source, shapes = torch.Generator().manual_seed(0), ((2, 9, 40), (2, 9, 40), (24, 40), (24,), (2, 9, 24))
+    gate, up, weight, bias, grad = (torch.randn(shape, generator=source).to(dtype) for shape in shapes)
+    return [gate.requires_grad_() * 1, up.requires_grad_() * 1], [weight.requires_grad_(), bias.requires_grad_()], grad
+
+
+@pytest.mark.skipif(not KERNELS, reason="no compiled kernels")
+@pytest.mark.parametrize("act", ["geglu", "geglu_tanh", "reglu", "swiglu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_a_gated_activation(as_on_gpu: list[int], dtype: torch.dtype, act: str) -> None:
+    """The bits of the two ops; the gradients of gate and up lie where these did, but where another backward will read them."""
+    hidden, factors, grad = of_gated(dtype)
+    out = module.linear(ops.OPS[act](*hidden), *factors)
+    wanted = torch.autograd.grad(out, (*hidden, *factors), grad)
+    made = gated.gated_linear(ops.OPS[act], *hidden, *factors)
+    assert torch.equal(made, out)
+    for again in (True, True, False):
+        found = torch.autograd.grad(made, (*hidden, *factors), grad, retain_graph=again)
+        assert all(torch.equal(ours, theirs) and ours.dtype == theirs.dtype for ours, theirs in zip(found, wanted, strict=True))
+        assert all((ours.data_ptr() == at.data_ptr()) is not again for ours, at in zip(found, hidden, strict=False))
+
+
+@pytest.mark.skipif(not KERNELS, reason="no compiled kernels")
+def test_who_has_kept_what_is_written_over_is_told(as_on_gpu: list[int]) -> None:
+    (gate, up), factors, grad = of_gated()
+    square, out = gate * gate, gated.gated_linear(ops.swiglu, gate, up, *factors)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward((out, square), (grad, torch.ones_like(square)))
+
+
+def test_gate_and_up_that_cannot_be_written_over(as_on_gpu: list[int]) -> None:
+    """They lie askew, in another order, no kernel takes them; or one of them, or the weight, is frozen."""
+    (gate, up), (weight, bias), grad = of_gated()
+    askew = [torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape) for x in (gate, up)]
+    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (gate, up)]
+    given = [(*askew, weight), (*turned, weight), (gate.double(), up.double(), weight.double()), (gate, up.detach(), weight)]
+    for a, b, w in (*given, (gate, up, weight.detach())):
+        before, wants = a.clone(), [t for t in (a, b, w) if t.requires_grad]
+        results = []
+        for function in (gated.gated_linear, lambda act, gate, up, w, b: F.linear(act(gate, up), w, b)):
+            out = function(ops.swiglu, a, b, w, bias.to(w.dtype))
+            results.append([out, *torch.autograd.grad(out, wants, grad.to(out.dtype))])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert torch.equal(a, before)
+
+
+def test_a_gated_layer_keeps_two_hidden_tensors() -> None:
+    """And its backward takes room for a third."""
+    hidden, layer = 1000 * 96 * 2, GatedFFN(8, 96, ops.swiglu).to(torch.bfloat16)
+    with Tally() as tally, rehearsal(tally.kernel, gpu=True):
+        x = torch.empty(1000, 8, dtype=torch.bfloat16, requires_grad=True)
+        before = sum(tally.now.values())
+        out = layer(x).sum()
+        kept = sum(tally.now.values()) - before
+        tally.enter("backward", "temporary")
+        out.backward()
+    assert 2 * hidden <= kept < 2.2 * hidden
+    assert max(map(sum, tally.moments["backward"])) - before < 3.4 * hidden
+
+
+def test_a_gated_layer_drops_of_its_hidden_layer() -> None:
+    layer, x = GatedFFN(8, 24, ops.swiglu, dropout=1.0), torch.randn(2, 8)
+    assert not layer(x).any() and layer.eval()(x).all()
+
+
+def test_what_a_hook_has_seen_is_not_written_over(as_on_gpu: list[int]) -> None:
+    def watch(name: str) -> tuple[nn.Module, list[Tensor]]:
+        layer, seen = layer_of("ffn")[0], list[Tensor]()
+        getattr(layer, name).register_forward_hook(lambda layer, args, out: seen.extend((*args, out)))
+        return layer, seen
+
+    for name in ("gate", "up", "down"):
+        layer, seen = watch(name)
+        out = layer(torch.randn(2, 8, 32).requires_grad_())
+        before = [t.detach().clone() for t in seen]
+        out.sum().backward()
+        assert len(seen) == 2 and all(torch.equal(ours, as_it_was) for ours, as_it_was in zip(seen, before, strict=True)), name
 
 
 # ---- relu of a product

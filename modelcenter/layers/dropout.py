@@ -11,6 +11,10 @@ class Dropout(nn.Dropout):
     def __init__(self, p: float):
         super().__init__(p)
 
+    @property
+    def drops(self) -> bool:
+        return self.training and self.p > 0
+
     def forward(self, x: Tensor) -> Tensor:
         seed = self.seed(x)
         return x if seed is None else ops.dropout(x, None, seed, self.p)
@@ -22,4 +26,4 @@ class Dropout(nn.Dropout):
 
     def seed(self, x: Tensor) -> Tensor | None:
         """A new seed for dropout on `x`; None where nothing is dropped."""
-        return ops.draw(x.device) if self.training and self.p else None
+        return ops.draw(x.device) if self.drops else None

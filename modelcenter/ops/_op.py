@@ -174,6 +174,11 @@ def unseen() -> bool:
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() <= _watching
 
 
+def kept_graph() -> bool:
+    """Of a backward that runs: whether there may be another one through the same calls, which reads what they have kept."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def transformed() -> bool:
     """Whether a call must be made of torch's own functions: under vmap, forward-mode differentiation, torch.jit's tracer."""
     return (

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ._op import Kernel, Op, Raw, call, on_gpu, op, raw, wide
 
+GATED: dict[str, int] = {}  # the kind of each gated activation's act
 KINDS = {"gelu": 0, "gelu_tanh": 1, "gelu_cut": 1, "silu": 2, "relu": 3}  # csrc/activation.h; below fp64 the cut shows in no digit
 
 
@@ -100,7 +101,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    call("gated_backward", grad, gate, up, kind, dgate, dup)
+    call("gated_backward", dgate, dup, None, grad, gate, up, kind)
     return dgate, dup
 
 
@@ -129,6 +130,7 @@ def gated(name: str, act: Op) -> Op:
         return gate.dtype == up.dtype and gate.shape == up.shape
 
     kernel = named(f"{name}_forward", "(Tensor gate, Tensor up) -> Tensor", forward)
+    GATED[name] = kind
     return op(name, reference, gated_cases, Kernel(kernel, saved, backward, takes=takes, compiled=("cpu",)))
 
 

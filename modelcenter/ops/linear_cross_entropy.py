@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._op import OPS, Kernel, Op, autocast_dtype, call, fake, look, on_gpu, raw, real, unseen, without_autocast
+from ._op import OPS, Kernel, Op, autocast_dtype, call, fake, kept_graph, look, on_gpu, raw, real, unseen, without_autocast
 from .cross_entropy import IGNORE, cross_entropy, summed
 from .linear import LOW, has_low_units, multiply
 
@@ -165,7 +165,7 @@ def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
 def backward(grad: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, grads: int, of_x: torch.dtype, of_weight: torch.dtype,
              of_bias: torch.dtype | None) -> Sequence[Tensor | None]:
     def times(total: Tensor, dtype: torch.dtype) -> Tensor:
-        if unseen() and look((grad, total))[1] and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if unseen() and look((grad, total))[1] and not kept_graph():
             call("scale", total, grad)  # nobody reads it again: no second tensor of the weight's size
             return total.detach().to(dtype)
         out: Tensor = scaled(total, grad)

@@ -1,0 +1,71 @@
+"""act(gate, up) @ weight^T + bias, of which gate and up are kept, and nothing else of their size.
+
+The gradient of the weight reads act(gate, up) once more. The kernel that forms the gradients of gate and up has it in hand: it
+leaves it where its own gradient was, and those two where gate and up were. So a layer of three projections keeps two hidden tensors
+and not three, and its backward needs room for one (benchmarks/README.md has what that is of LLaMA-3B).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import linear as products
+from ._op import Op, call, fake, kept_graph, plain, transformed, unseen
+from .activation import GATED
+from .linear import formed, narrowed, summed
+
+
+def gated_linear(act: Op, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """linear(act(gate, up), weight, bias) of a gated activation. Gate and up must be of no use to anybody else: so they are if
+    matrix products have just made them, which keep their factors and not their results."""
+    factors = (weight,) if bias is None else (weight, bias)
+    fits = act.name in GATED and all(map(plain, (gate, up, *factors))) and unseen() and not transformed() and act.fast(gate)
+    low = products.trained_low(gate, factors) if fits and all(t.requires_grad for t in (gate, up, weight)) else None
+    out: Tensor
+    if act.kernel is None or low is None or not (gate.dtype == up.dtype == low and writable(gate, up)):
+        out = products.linear(act(gate, up), weight, bias)
+    else:
+        given = GATED[act.name], act.kernel.forward.direct, low
+        out = GatedLinear.apply(*given, gate, up, weight, bias)  # type: ignore[no-untyped-call]  # torch has no types there
+    return out
+
+
+def writable(gate: Tensor, up: Tensor) -> bool:
+    """Whether a kernel may leave their gradients where they lie."""
+    return gate.shape == up.shape and all(x.is_contiguous() and (fake(x) or x.data_ptr() % 16 == 0) for x in (gate, up))
+
+
+class GatedLinear(torch.autograd.Function):
+    """Of a GPU, or what is treated as one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: int, act: Any, low: torch.dtype, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.kinds = kind, weight.dtype, None if bias is None else bias.dtype
+        narrow, shift = narrowed((weight, bias), low)
+        assert narrow is not None
+        ctx.save_for_backward(gate, up, narrow)
+        with torch.autocast(gate.device.type, enabled=False):
+            return formed(act(gate, up), narrow, shift)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = (x.detach() for x in ctx.saved_tensors)
+        kind, of_weight, of_bias = ctx.kinds
+        g = grad.reshape(-1, grad.size(-1))
+        y = summed([(g, weight)], gate.dtype).view(gate.shape)  # its gradient, and then itself
+        if kept_graph():  # another backward will read gate and up
+            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+            call("gated_backward", dgate, dup, y, None, gate, up, kind)
+        else:
+            dgate, dup = gate, up
+            call("gated_backward", gate, up, y, None, None, None, kind)
+            torch.autograd.graph.increment_version((gate, up))  # who has kept them after all is told so
+        dweight, dbias = summed([(g.t(), y.view(-1, y.size(-1)))], of_weight), None
+        if ctx.needs_input_grad[6]:
+            dbias = summed([(g.new_ones(1, len(g)), g)], torch.promote_types(g.dtype, torch.float32))[0].to(of_bias)
+        return None, None, None, dgate, dup, dweight, dbias
