@@ -196,6 +196,8 @@ MUTANTS = (
     Mutant("the-gradient-taken-for-the-hidden-layer", "ops/gated_linear.py", "y = summed([(g, weight)], gate.dtype).view(gate.shape)",
            "grad = summed([(g, weight)], gate.dtype).view(gate.shape); y = grad.clone()",
            "test_linear.py::test_a_gated_layer_keeps_two_hidden_tensors"),
+    Mutant("what-is-written-over-is-not-read", "parallel/tally.py", ' or (name == "gated_backward" and args[4] is None)', "",
+           "test_linear.py::test_a_gated_layer_keeps_two_hidden_tensors"),
     Mutant("gate-written-over-under-a-hook", "layers/ffn.py", "if all(map(alone, (self.gate, self.up, self.down))) and", "if",
            "test_linear.py::test_what_a_hook_has_seen_is_not_written_over"),
     Mutant("a-hidden-layer-that-is-not-dropped", "layers/ffn.py", " and not self.dropout.drops:", ":",

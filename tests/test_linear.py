@@ -22,7 +22,7 @@ from modelcenter.ops import gated_linear as gated
 from modelcenter.ops import linear as module
 from modelcenter.ops._op import available, rehearsal
 from modelcenter.parallel.blocks import recompute
-from modelcenter.parallel.tally import Tally
+from modelcenter.parallel.tally import Tally, Work
 
 KERNELS = ops.swiglu.fast(torch.zeros(1))
 
@@ -367,7 +367,7 @@ def test_gate_and_up_that_cannot_be_written_over(as_on_gpu: list[int]) -> None:
 
 
 def test_a_gated_layer_keeps_two_hidden_tensors() -> None:
-    """And its backward takes room for a third."""
+    """And its backward takes room for a third. Its kernel reads and writes all three."""
     hidden, layer = 1000 * 96 * 2, GatedFFN(8, 96, ops.swiglu).to(torch.bfloat16)
     with Tally() as tally, rehearsal(tally.kernel, gpu=True):
         x = torch.empty(1000, 8, dtype=torch.bfloat16, requires_grad=True)
@@ -378,6 +378,7 @@ def test_a_gated_layer_keeps_two_hidden_tensors() -> None:
         out.backward()
     assert 2 * hidden <= kept < 2.2 * hidden
     assert max(map(sum, tally.moments["backward"])) - before < 3.4 * hidden
+    assert tally.work[Work("move", "", 0, 6 * hidden)] == 1
 
 
 def test_a_gated_layer_drops_of_its_hidden_layer() -> None:

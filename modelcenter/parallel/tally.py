@@ -204,7 +204,7 @@ class Tally(FakeTensorMode):
             size = 2 * size - bytes_of(args[2])
         elif name == "embedding":
             size = 2 * bytes_of(args[2])
-        elif name == "cross_entropy_both":
+        elif name == "cross_entropy_both" or (name == "gated_backward" and args[4] is None):
             size *= 2  # in place
         self.work[Work("move", "", 0, size)] += 1
 
