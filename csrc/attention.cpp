@@ -5,9 +5,13 @@
 // copies its keys and values once into fp32 tiles: then every product is one register-blocked loop, whatever the dtype, the strides
 // and the head dim. Of the probabilities only the logarithm of each row's sum is kept; the backward computes them again.
 //
+// Where a processor multiplies pairs of bf16 and adds both to a sum in fp32, twice the products of an instruction, bf16 is not widened:
+// what is summed over lies in pairs, and probabilities and their gradients are rounded to bf16 before they are multiplied.
+//
 // Element (row, key) of the dropout mask has the number row * span + key, where rows count through (b h s), keys within a sequence,
 // and span is the longest sequence's keys rounded up to 128.
 #include <cstdlib>
+#include <type_traits>
 
 #include "random.h"
 
@@ -57,28 +61,101 @@ void tile(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, f
         }
 }
 
-template <bool TURNED>
-void part(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+#if defined(__AVX512F__) && (defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 11)
+#define MC_PAIRS __attribute__((target("avx512bf16")))
+constexpr bool PAIRABLE = true;
+bool pairs_here() { return __builtin_cpu_supports("avx512bf16"); }
+
+// The same of pairs, k of them: c = sums * times, or += sums
+template <int N, bool TURNED>
+MC_PAIRS void tile_of_pairs(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add,
+                            float times) {
+    __m512 sums[DOWN][N];
+    const float* rows[DOWN];
+#pragma GCC unroll 8
+    for (int i = 0; i < DOWN; i++) {
+        rows[i] = a + i * lda;
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) sums[i][j] = _mm512_setzero_ps();
+    }
+    for (int64_t at = 0; at < k; at++, b += ldb, a += lda) {
+        __m512bh right[N];
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) right[j] = (__m512bh)_mm512_loadu_ps(b + j * WIDTH);
+#pragma GCC unroll 8
+        for (int i = 0; i < DOWN; i++) {
+            const __m512bh left = (__m512bh)_mm512_set1_ps(TURNED ? a[i] : rows[i][at]);
+#pragma GCC unroll 4
+            for (int j = 0; j < N; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], left, right[j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < DOWN; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) {
+            float* to = c + i * ldc + j * WIDTH;
+            _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), sums[i][j]) : _mm512_mul_ps(sums[i][j], _mm512_set1_ps(times)));
+        }
+}
+
+// Two rows of n floats (a multiple of 16) to pairs, one of each row
+MC_PAIRS void pair(float* to, const float* first, const float* second, int64_t n) {
+    uint16_t order[2 * LANES];
+    for (int i = 0; i < 2 * LANES; i++) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * LANES);
+    const __m512i zipped = _mm512_loadu_si512(order);
+    for (int64_t j = 0; j < n; j += LANES) {
+        const __m512bh both = _mm512_cvtne2ps_pbh(second ? _mm512_loadu_ps(second + j) : _mm512_setzero_ps(), _mm512_loadu_ps(first + j));
+        _mm512_storeu_si512(to + j, _mm512_permutexvar_epi16(zipped, (__m512i)both));
+    }
+}
+
+// A row of n floats (a multiple of 16) to pairs of neighbours, half as many
+MC_PAIRS void halve(float* to, const float* from, int64_t n) {
+    for (int64_t j = 0; j < n; j += LANES)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + j)));
+}
+#else
+constexpr bool PAIRABLE = false;  // none of these is called
+inline bool pairs_here() { return false; }
+template <int N, bool TURNED>
+void tile_of_pairs(int64_t, const float*, int64_t, const float*, int64_t, float*, int64_t, bool, float) {}
+inline void pair(float*, const float*, const float*, int64_t) {}
+inline void halve(float*, const float*, int64_t) {}
+#endif
+
+template <bool PAIRS, int N, bool TURNED>
+void either(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add, float times) {
+    if constexpr (PAIRS) tile_of_pairs<N, TURNED>(k, a, lda, b, ldb, c, ldc, add, times);
+    else tile<N, TURNED>(k, a, lda, b, ldb, c, ldc, add);
+}
+
+template <bool PAIRS, bool TURNED>
+void part(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add,
+          float times) {
     for (int64_t j = 0; j < n; j += ACROSS * WIDTH)
         for (int64_t i = 0; i < m; i += DOWN) {
             const float* from = TURNED ? a + i : a + i * lda;
             float* to = c + i * ldc + j;
             switch ((n - j) / WIDTH) {
-                case 1: tile<1, TURNED>(k, from, lda, b + j, ldb, to, ldc, add); break;
-                case 2: tile<2, TURNED>(k, from, lda, b + j, ldb, to, ldc, add); break;
-                case 3: tile<ACROSS == 4 ? 3 : 2, TURNED>(k, from, lda, b + j, ldb, to, ldc, add); break;
-                default: tile<ACROSS, TURNED>(k, from, lda, b + j, ldb, to, ldc, add);
+                case 1: either<PAIRS, 1, TURNED>(k, from, lda, b + j, ldb, to, ldc, add, times); break;
+                case 2: either<PAIRS, 2, TURNED>(k, from, lda, b + j, ldb, to, ldc, add, times); break;
+                case 3: either<PAIRS, ACROSS == 4 ? 3 : 2, TURNED>(k, from, lda, b + j, ldb, to, ldc, add, times); break;
+                default: either<PAIRS, ACROSS, TURNED>(k, from, lda, b + j, ldb, to, ldc, add, times);
             }
         }
 }
 
+// PAIRS: a and b hold pairs of what is summed over, k of them single; a product that is not added is multiplied by `times`.
 // n is a multiple of 16; of a and c there are as many rows as make m a multiple of DOWN. Sums of many are sums of sums of SUM: a number
 // that is added to a large one loses what it has below that one's last digit.
-template <bool TURNED>
-void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+template <bool PAIRS, bool TURNED>
+void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add,
+             float times = 1) {
     constexpr int64_t SUM = 64;
-    for (; k > SUM; k -= SUM, a += TURNED ? SUM * lda : SUM, b += SUM * ldb, add = true) part<TURNED>(m, n, SUM, a, lda, b, ldb, c, ldc, add);
-    part<TURNED>(m, n, k, a, lda, b, ldb, c, ldc, add);
+    if (PAIRS) return part<true, TURNED>(m, n, (k + 1) / 2, a, lda, b, ldb, c, ldc, add, times);
+    for (; k > SUM; k -= SUM, a += TURNED ? SUM * lda : SUM, b += SUM * ldb, add = true)
+        part<false, TURNED>(m, n, SUM, a, lda, b, ldb, c, ldc, add, 1);
+    part<false, TURNED>(m, n, k, a, lda, b, ldb, c, ldc, add, 1);
 }
 
 // ---- tiles: ROWS queries against up to KEYS keys; keys turned (d x keys) lie in panels of PANEL
@@ -101,6 +178,34 @@ template <class T>
 void scatter(T* to, const float* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
     for (int64_t i = 0; i < rows; i++)
         each(d, [&](int64_t c, int n) { store_n(to + i * step + c, load(from + i * wide + c) * scale, n); });
+}
+
+// The same as they are, in pairs of neighbours: rows of wide / 2.
+MC_INLINE void gather_pairs(float* to, const bf16* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
+    for (int64_t i = 0; i < rows; i++) {
+        memset(to + i * (wide / 2), 0, wide * 2);
+        memcpy(to + i * (wide / 2), from + i * step, d * 2);
+    }
+}
+
+// The same in pairs of a row and the next, of which there may be none: rows / 2 of wide.
+MC_INLINE void zip(float* to, const bf16* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
+    for (int64_t i = 0; i < rows; i += 2)
+        each(d, [&](int64_t c, int n) {
+            const vu first = float_to_bits(load_n(from + i * step + c, n));
+            const vu second = i + 1 < rows ? float_to_bits(load_n(from + (i + 1) * step + c, n)) : vu{};
+            store(to + i / 2 * wide + c, bits_to_float(first >> 16 | second));
+        });
+}
+
+// two bf16, a float to what only moves it
+struct two {
+    uint16_t half[2];
+};
+MC_INLINE vf load(const two* p) {
+    vf x;
+    memcpy(&x, p, sizeof x);
+    return x;
 }
 
 // rows of d at a distance to panels of d x PANEL, the rows past the last zero
@@ -127,6 +232,23 @@ void turn(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
             for (int i = 0; i < n; i++) store(panel + (c + i) * PANEL, x[i]);
         });
     }
+}
+
+// What products take: left, with what is summed over within a row; right, with it from row to row; turned, right and by columns.
+template <bool PAIRS, class T>
+void left(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
+    if constexpr (PAIRS) gather_pairs(to, from, rows, step, d, wide);
+    else gather(to, from, rows, step, d, wide, scale);
+}
+template <bool PAIRS, class T>
+void right(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
+    if constexpr (PAIRS) zip(to, from, rows, step, d, wide);
+    else gather(to, from, rows, step, d, wide, 1.0f);
+}
+template <bool PAIRS, class T>
+void turned(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
+    if constexpr (PAIRS) turn(to, reinterpret_cast<const two*>(from), rows, step / 2, d / 2);
+    else turn(to, from, rows, step, d);
 }
 
 // e^x where x is not above 0 by more than rounding: to 1 unit in the last place, and 0 from -104 down
@@ -251,10 +373,12 @@ MC_INLINE void clear(float* x, int64_t from, int64_t to) {  // from a multiple o
     for (; from < to; from += LANES) store(x + from, vf{});
 }
 
-// scores of `rows` queries and the keys [from, from + n) of the panels
-MC_INLINE void scores(float* x, const float* q, int64_t rows, int64_t ldq, const float* panels, int64_t d, int64_t from, int64_t n) {
+// scores of `rows` queries and the keys [from, from + n) of the panels; only those of pairs are multiplied by `times`
+template <bool PAIRS>
+void scores(float* x, const float* q, int64_t rows, int64_t wide, const float* panels, int64_t d, int64_t from, int64_t n, float times) {
     for (int64_t j = 0; j < n; j += PANEL)
-        product<false>(rows, least(PANEL, up(n - j, LANES)), d, q, ldq, panels + (from + j) * d, PANEL, x + j, LINE, false);
+        product<PAIRS, false>(rows, least(PANEL, up(n - j, LANES)), d, q, PAIRS ? wide / 2 : wide,
+                              panels + (from + j) * (PAIRS ? d / 2 : d), PANEL, x + j, LINE, false, times);
 }
 
 struct Scratch {  // floats at multiples of 64 bytes, taken one after the other out of one block
@@ -288,7 +412,7 @@ bool tasks(int64_t n, int64_t floats, F f) {
 // ---- forward
 
 // Rows [i, i + rows) of one head.
-template <class T>
+template <bool PAIRS, class T>
 void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const float* values, float* q, float* x, float* sums) {
     const Problem& p = h.p;
     const int64_t wide = p.wide;
@@ -296,11 +420,11 @@ void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const f
     int64_t begin, end;
     h.seen(i, rows, begin, end);
     for (int64_t r = 0; r < rows; r++) top[r] = -INFINITY, total[r] = 0;
-    gather(q, static_cast<const T*>(p.q) + h.queries(i), rows, p.heads * p.d, p.d, wide, p.scale);
+    left<PAIRS>(q, static_cast<const T*>(p.q) + h.queries(i), rows, p.heads * p.d, p.d, wide, p.scale);
     clear(sums, 0, ROWS * wide);
     for (int64_t from = begin; from < end; from += KEYS) {
         const int64_t keys = least(KEYS, end - from);
-        scores(x, q, rows, wide, panels, p.d, from, keys);
+        scores<PAIRS>(x, q, rows, wide, panels, p.d, from, keys, p.scale);
         for (int64_t r = 0; r < rows; r++) {
             float* row = x + r * LINE;
             const int64_t n = most(0, least(keys, h.sees(i + r) - from));
@@ -328,8 +452,9 @@ void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const f
                 for (int64_t j = 0; j < n; j += LANES) store(row + j, masked(load(row + j), random + j, p.rate.threshold));
             }
             clear(row, up(n, LANES), keys);
+            if (PAIRS) halve(row, row, up(keys, LANES));
         }
-        product<false>(rows, wide, keys, x, LINE, values + from * wide, wide, sums, wide, true);
+        product<PAIRS, false>(rows, wide, keys, x, LINE, values + (PAIRS ? from / 2 : from) * wide, wide, sums, wide, true);
     }
     for (int64_t r = 0; r < rows; r++) {
         const float part = total[r] == 0 ? 0 : (p.drop ? p.rate.scale : 1.0f) / total[r];
@@ -338,7 +463,7 @@ void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const f
     }
 }
 
-template <class T>
+template <bool PAIRS, class T>
 bool forward(const Problem& p, int64_t longest_q, int64_t longest_k) {
     // the queries of a task in parts where there are fewer tasks than would keep all threads busy; a part copies the keys again
     const int64_t blocks = (longest_q + ROWS - 1) / ROWS, whole = p.sequences * p.kv;
@@ -351,16 +476,16 @@ bool forward(const Problem& p, int64_t longest_q, int64_t longest_k) {
         const int64_t begin = part * each_part, end = least(one.s, begin + each_part);
         if (begin >= end) return;
         float* panels = scratch.take(up(one.t, PANEL) * p.d);
-        float* values = scratch.take(one.t * p.wide);
+        float* values = scratch.take(up(one.t, 2) * p.wide);
         float* q = scratch.take(ROWS * p.wide);
         float* sums = scratch.take(ROWS * p.wide);
         float* x = scratch.take(ROWS * LINE);
         clear(q, 0, ROWS * p.wide);  // rows past the last are computed and not read; what they hold must be no subnormals
-        turn(panels, static_cast<const T*>(p.k) + one.keys(), one.t, p.kv * p.d, p.d);
-        gather(values, static_cast<const T*>(p.v) + one.keys(), one.t, p.kv * p.d, p.d, p.wide, 1.0f);
+        turned<PAIRS>(panels, static_cast<const T*>(p.k) + one.keys(), one.t, p.kv * p.d, p.d);
+        right<PAIRS>(values, static_cast<const T*>(p.v) + one.keys(), one.t, p.kv * p.d, p.d, p.wide);
         for (int64_t g = 0; g < p.group(); g++) {
             const Head head(p, sequence, kv * p.group() + g);
-            for (int64_t i = begin; i < end; i += ROWS) attend<T>(head, i, least(ROWS, end - i), panels, values, q, x, sums);
+            for (int64_t i = begin; i < end; i += ROWS) attend<PAIRS, T>(head, i, least(ROWS, end - i), panels, values, q, x, sums);
         }
     });
 }
@@ -368,7 +493,7 @@ bool forward(const Problem& p, int64_t longest_q, int64_t longest_k) {
 // ---- backward: with P the probabilities, M the dropout mask over 1 - p, dP = M * (dO V^T) and D = sum(dO * O) of each row,
 // dS = P * (dP - D), dV = (M * P)^T dO, dQ = dS K scale, dK = dS^T Q scale, dmask = dS
 
-template <class T>
+template <bool PAIRS, class T>
 void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratch) {
     const Head one(p, sequence, kv * p.group());
     const int64_t s = one.s, t = one.t, d = p.d, wide = p.wide, step = p.heads * d;
@@ -378,25 +503,33 @@ void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratc
     float* k = scratch.take(t * wide);
     float* dk = scratch.take((t + 2 * LANES) * wide);
     float* dv = scratch.take((t + 2 * LANES) * wide);
-    float* q = scratch.take((s + DOWN) * wide);
+    float* q = scratch.take((s + DOWN) * wide);  // in pairs the upper half is q again, as what is right of a product; so is grad's
     float* grad = scratch.take((s + DOWN) * wide);
+    float *q_right = q, *grad_right = grad;
+    if (PAIRS) q_right += (s + DOWN) / 2 * wide, grad_right += (s + DOWN) / 2 * wide;
     float* dq = scratch.take((s + DOWN) * wide);
     float* inner = scratch.take(s);
     float* x = scratch.take(ROWS * LINE);
     float* dx = scratch.take(ROWS * LINE);
-    turn(k_panels, static_cast<const T*>(p.k) + one.keys(), t, p.kv * d, d);
-    turn(v_panels, static_cast<const T*>(p.v) + one.keys(), t, p.kv * d, d);
-    gather(k, static_cast<const T*>(p.k) + one.keys(), t, p.kv * d, d, wide, 1.0f);
+    float* pairs = PAIRS ? scratch.take(ROWS * LINE) : nullptr;  // x and dx, a row and the next
+    turned<PAIRS>(k_panels, static_cast<const T*>(p.k) + one.keys(), t, p.kv * d, d);
+    turned<PAIRS>(v_panels, static_cast<const T*>(p.v) + one.keys(), t, p.kv * d, d);
+    right<PAIRS>(k, static_cast<const T*>(p.k) + one.keys(), t, p.kv * d, d, wide);
     clear(dk, 0, t * wide);
     clear(dv, 0, t * wide);
     for (int64_t g = 0; g < p.group(); g++) {
         const Head h(p, sequence, kv * p.group() + g);
-        gather(q, static_cast<const T*>(p.q) + h.queries(0), s, step, d, wide, p.scale);
-        gather(grad, static_cast<const T*>(p.grad) + h.queries(0), s, step, d, wide, 1.0f);
+        left<PAIRS>(q, static_cast<const T*>(p.q) + h.queries(0), s, step, d, wide, p.scale);
+        left<PAIRS>(grad, static_cast<const T*>(p.grad) + h.queries(0), s, step, d, wide, 1.0f);
+        if (PAIRS) {
+            right<PAIRS>(q_right, static_cast<const T*>(p.q) + h.queries(0), s, step, d, wide);
+            right<PAIRS>(grad_right, static_cast<const T*>(p.grad) + h.queries(0), s, step, d, wide);
+        }
         clear(dq, 0, s * wide);
         for (int64_t i = 0; i < s; i++) {
+            const T *given = static_cast<const T*>(p.grad) + h.queries(i), *out = static_cast<const T*>(p.out) + h.queries(i);
             vf both = vf{};
-            each(d, [&](int64_t c, int n) { both += load(grad + i * wide + c) * load_n(static_cast<const T*>(p.out) + h.queries(i) + c, n); });
+            each(d, [&](int64_t c, int n) { both += load_n(given + c, n) * load_n(out + c, n); });
             inner[i] = sum(both);
         }
         for (int64_t from = 0; from < t; from += KEYS)
@@ -407,8 +540,9 @@ void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratc
                 begin = most(begin, from), end = least(end, from + KEYS);
                 if (begin >= end) continue;
                 const int64_t keys = end - begin, clean = least(up(keys, LANES) + LANES, LINE);
-                scores(x, q + i * wide, rows, wide, k_panels, d, begin, keys);
-                scores(dx, grad + i * wide, rows, wide, v_panels, d, begin, keys);
+                const int64_t deep = PAIRS ? wide / 2 : wide, high = PAIRS ? i / 2 : i, first_key = PAIRS ? begin / 2 : begin;
+                scores<PAIRS>(x, q + i * deep, rows, wide, k_panels, d, begin, keys, p.scale);
+                scores<PAIRS>(dx, grad + i * deep, rows, wide, v_panels, d, begin, keys, 1);
                 for (int64_t r = 0; r < rows; r++) {
                     float *row = x + r * LINE, *drow = dx + r * LINE;
                     const int64_t n = most(0, least(keys, h.sees(i + r) - begin));
@@ -436,27 +570,43 @@ void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratc
                     clear(row, up(n, LANES), clean);
                     clear(drow, up(n, LANES), clean);
                 }
-                product<true>(keys, wide, rows, x, LINE, grad + i * wide, wide, dv + begin * wide, wide, true);
-                product<true>(keys, wide, rows, dx, LINE, q + i * wide, wide, dk + begin * wide, wide, true);
-                product<false>(rows, wide, keys, dx, LINE, k + begin * wide, wide, dq + i * wide, wide, true);
+                const float *of_v = PAIRS ? pairs : x, *of_k = PAIRS ? pairs + ROWS / 2 * LINE : dx;
+                if (PAIRS) {
+                    for (int64_t r = 0; r < rows; r += 2) {
+                        pair(pairs + r / 2 * LINE, x + r * LINE, r + 1 < rows ? x + (r + 1) * LINE : nullptr, clean);
+                        pair(pairs + (ROWS + r) / 2 * LINE, dx + r * LINE, r + 1 < rows ? dx + (r + 1) * LINE : nullptr, clean);
+                    }
+                    for (int64_t r = 0; r < rows; r++) halve(dx + r * LINE, dx + r * LINE, up(keys, LANES));
+                }
+                product<PAIRS, true>(keys, wide, rows, of_v, LINE, grad_right + high * wide, wide, dv + begin * wide, wide, true);
+                product<PAIRS, true>(keys, wide, rows, of_k, LINE, q_right + high * wide, wide, dk + begin * wide, wide, true);
+                product<PAIRS, false>(rows, wide, keys, dx, LINE, k + first_key * wide, wide, dq + i * wide, wide, true);
             }
         scatter(static_cast<T*>(p.dq) + h.queries(0), dq, s, step, d, wide, p.scale);
     }
-    scatter(static_cast<T*>(p.dk) + one.keys(), dk, t, p.kv * d, d, wide, 1.0f);
+    scatter(static_cast<T*>(p.dk) + one.keys(), dk, t, p.kv * d, d, wide, PAIRS ? p.scale : 1.0f);
     scatter(static_cast<T*>(p.dv) + one.keys(), dv, t, p.kv * d, d, wide, 1.0f);
 }
 
-template <class T>
+template <bool PAIRS, class T>
 bool backward(const Problem& p, int64_t longest_q, int64_t longest_k) {
     // what shares an element of the mask's gradient is one task, in a fixed order
     const int64_t sequences = p.dmask && p.mask_b == 1 ? 1 : p.sequences, kvs = p.dmask && p.mask_h == 1 ? 1 : p.kv;
     const int64_t floats = up(longest_k, PANEL) * 2 * p.d + (3 * longest_k + 4 * LANES) * p.wide +
-                           3 * (longest_q + DOWN) * p.wide + longest_q + 2 * ROWS * LINE;
+                           3 * (longest_q + DOWN) * p.wide + longest_q + (PAIRS ? 3 : 2) * ROWS * LINE;
     return tasks(sequences * kvs, floats, [&](int64_t task, Scratch& scratch) {
         const int64_t a = task / kvs, b = task % kvs;
         for (int64_t sequence = a; sequence < p.sequences; sequence += sequences)
-            for (int64_t kv = b; kv < p.kv; kv += kvs) backward_of<T>(p, sequence, kv, scratch);
+            for (int64_t kv = b; kv < p.kv; kv += kvs) backward_of<PAIRS, T>(p, sequence, kv, scratch);
     });
+}
+
+template <bool FORTH, bool PAIRS, class T>
+bool compute(const Problem& p, int64_t longest_q, int64_t longest_k) {
+    if constexpr (PAIRABLE && !PAIRS && std::is_same_v<T, bf16>)
+        if (pairs_here() && p.d % 2 == 0) return compute<FORTH, true, T>(p, longest_q, longest_k);
+    if constexpr (FORTH) return forward<PAIRS, T>(p, longest_q, longest_k);
+    else return backward<PAIRS, T>(p, longest_q, longest_k);
 }
 
 // The arguments that both directions have.
@@ -533,7 +683,7 @@ MC_KERNEL(attention) {
     call.ready();
     if (!q.shape.count()) return;
     bool done = false;
-    MC_FOR_FLOAT(q.dtype, T, done = forward<T>(p, longest_q, longest_k))
+    MC_FOR_FLOAT(q.dtype, T, done = compute<true, false, T>(p, longest_q, longest_k))
     if (!done) call.refuse("no memory");
 }
 
@@ -552,6 +702,6 @@ MC_KERNEL(attention_backward) {
     read_rest(call, p, mask, longest_q, longest_k);
     call.ready();
     bool done = false;
-    MC_FOR_FLOAT(q.dtype, T, done = backward<T>(p, longest_q, longest_k))
+    MC_FOR_FLOAT(q.dtype, T, done = compute<false, false, T>(p, longest_q, longest_k))
     if (!done) call.refuse("no memory");
 }

@@ -32,6 +32,11 @@ def __getattr__(name: str) -> Any:
             family = getattr(import_module(f"{__name__}.models.{file.stem}"), name, None)
             if family is not None:
                 return family
+    if not name.startswith("_"):
+        theirs = import_module(f"{__name__}.theirs").MODULE
+        for beginning, ours in theirs.items():
+            if name.startswith(beginning):
+                raise AttributeError(f"module {__name__!r} has no {name}; {ours}", name=name, obj=sys.modules[__name__])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 

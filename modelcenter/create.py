@@ -37,6 +37,7 @@ from .parallel.check import check
 from .parallel.device import check_device, device_of
 from .parallel.machine import Machine, load_machine
 from .registry import Model, Preset, check_task, families, presets, resize, skeleton
+from .theirs import LOAD, arguments
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -75,6 +76,7 @@ def build(
     return model
 
 
+@arguments(LOAD)
 def load(
     name: str | PathLike[str],
     *,
@@ -130,7 +132,7 @@ def load(
             adapters = put_on(model, adapter, saved, weights, device, seed)
         if asked == "auto" and not model.bare and (drawn := model.load_report.new):  # nobody said that it is to be trained
             noise = f"not there, and drawn at random; what task={task} says is noise"
-            warnings.warn(f"{path}: {', '.join(drawn)}: {noise}", stacklevel=2)
+            warnings.warn(f"{path}: {', '.join(drawn)}: {noise}", stacklevel=3)
         if is_meta(device):
             return model.eval()
         size, begun = sum(p.nbytes for p in model.parameters()), list[Intake]()
@@ -221,7 +223,7 @@ def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int) -> d
         path = Path(folder.path)
         said = read_modules(path)
         for unread in said.unread:
-            warnings.warn(f"{path}: {unread}", stacklevel=3)
+            warnings.warn(f"{path}: {unread}", stacklevel=4)
         dense = settle(path, said, model.head, model.config.dim, next(model.parameters()).dtype)
     # tensors of the heads that the file has and this model has not
     other = [f"{row[0].replace('{}', '*')}*" for t, head in model.tasks.items() if t != model.task for row in head.rows]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -27,6 +28,7 @@ from .layers.cache import Fixed
 from .layers.initial import initial
 from .layers.output import batch_of, check_tokens, recorded, shift_right
 from .names import Names, Row, Shape
+from .theirs import FORWARD, MODEL, SAVE, arguments, refuse_argument
 
 M = TypeVar("M", bound="type[Model]")
 FAMILIES: dict[str, type["Model"]] = {}  # transformers' model_type -> class
@@ -131,13 +133,17 @@ class Model(nn.Module):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **others: Any,
     ) -> Output:
         """Run the model. b: batch, s: tokens, t: tokens including those in the cache, n: packed sequences.
 
         `input_ids` (b s), or `inputs_embeds` (b s dim). `attention_mask` (b t): 1 where a token is real. `labels` as in
         transformers: -100 is ignored, a causal model shifts them itself; the summed loss is divided by `num_items_in_batch`, or
-        else by this batch's number of targets. With labels `logits` is None in training, and so is `last_hidden_state` where the
-        head reads only some positions, because the last block then computes no others; `output_hidden_states` asks for all.
+        else by this batch's number of targets. Of question answering they are (b 2), the first and the last token of each answer,
+        or `start_positions` and `end_positions` (b). With labels `logits` is None in training, and so is `last_hidden_state` where
+        the head reads only some positions, because the last block then computes no others; `output_hidden_states` asks for all.
 
         Packed sequences come as one row with `cu_seq_lens_q` and `cu_seq_lens_k` (n + 1 cumulative lengths; in an encoder-decoder q
         counts the target, k the source); `max_length_q` and `max_length_k` are upper bounds of their lengths. `labelled` (int64
@@ -149,8 +155,13 @@ class Model(nn.Module):
         is.
 
         Errors: `InputError` for arguments that do not fit each other or the model, and for those of transformers that cannot be
-        honoured: `output_attentions`, `return_dict=False`.
+        honoured: `output_attentions`, `return_dict=False`, and what else has a value (`others`).
         """
+        for name, value in others.items():
+            if value is not None or name not in FORWARD:
+                refuse_argument("forward", name, FORWARD, signature(type(self).forward).parameters)
+        if past_key_values is not None and not isinstance(past_key_values, Cache):
+            refuse(None, "past_key_values", f"a {type(past_key_values).__name__}", "mc.Cache(), or use_cache=True for the first")
         if output_attentions:
             refuse(None, "output_attentions", "True", "leave it out: attention here keeps no weights")
         if return_dict is False:
@@ -164,6 +175,8 @@ class Model(nn.Module):
                 check_tokens(ids, name)
         if labels is not None and isinstance(self.head, LMHead):
             check_tokens(labels, "labels")
+        if start_positions is not None or end_positions is not None:
+            labels = self.span(start_positions, end_positions, labels)
         if use_cache and past_key_values is None:
             past_key_values = Cache()
         if labels is not None and self.task == "classify":
@@ -190,12 +203,21 @@ class Model(nn.Module):
             past_key_values.length = (batch.target or batch).keys
         return out
 
+    def span(self, start: Tensor | None, end: Tensor | None, labels: Tensor | None) -> Tensor:
+        """Labels (b 2) of answers that are given as two tensors (b)."""
+        if self.task != "qa" or start is None or end is None or labels is not None:
+            found = f"with the task {self.task!r}" if self.task != "qa" else "beside labels" if labels is not None else "one alone"
+            refuse(None, "start_positions, end_positions", found, "both, of a model with task='qa'; or labels (b 2)")
+        return torch.stack((start.flatten(), end.flatten()), 1)
+
     def check_sizes(self, batch: Batch) -> None:
-        """Refuse labels that are not one a token, and more tokens than a table has positions: on a GPU an index beyond it ends the
-        process. What is compiled or exported is not asked, lest its shapes become bounded."""
+        """Refuse labels that are not one a token, or two an answer, and more tokens than a table has positions: on a GPU an index
+        beyond it ends the process. What is compiled or exported is not asked, lest its shapes become bounded."""
         x, labels = (batch.target or batch).x, batch.labels
         if labels is not None and isinstance(self.head, LMHead) and labels.shape != x.shape[:2]:
             refuse(None, "labels", f"shape {list(labels.shape)}", f"{list(x.shape[:2])}, one for each token")
+        if labels is not None and self.task == "qa" and labels.shape != (x.size(0), 2):
+            refuse(None, "labels", f"shape {list(labels.shape)}", f"{[x.size(0), 2]}, an answer's first and last token")
         room = getattr(getattr(getattr(self, "embed", None), "positions", None), "num_embeddings", None)
         if room is None or batch.positions is not None or batch.packing is not None or isinstance(batch.cache, Fixed):
             return
@@ -236,6 +258,7 @@ class Model(nn.Module):
 
         return cast(Self, load(name, family=cls, **options))
 
+    @arguments(SAVE)
     def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
         """Write a folder that transformers and `from_pretrained` open: safetensors in shards of at most `max_shard_size` (bytes, or
         "5GB"), config.json, and the tokenizer that the model came with. Of a model with an adapter only the adapter is
@@ -246,6 +269,14 @@ class Model(nn.Module):
             save_model(self, Path(folder), self.table, max_shard_size)
 
     generate = generate_tokens  # type: ignore[has-type]  # mypy meets the decorated function in an import cycle
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in MODEL:
+                raise
+            raise AttributeError(f"{type(self).__name__} has no {name}; {MODEL[name]}", name=name, obj=self) from None
 
     @property
     def device(self) -> torch.device:

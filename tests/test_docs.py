@@ -1,6 +1,7 @@
 """What the pages of docs/ say of this package is there, and what they say is missing is not."""
 
 import re
+import shlex
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -12,10 +13,11 @@ import transformers
 import modelcenter as mc
 from modelcenter.__main__ import VERBS
 from modelcenter.config import describe
+from modelcenter.data.tokenizer import open_tokenizer
 from modelcenter.parallel.machine import Machine
 from modelcenter.registry import families
 from modelcenter.train.catalog import listing
-from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe
+from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe, load_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-modelcenter.md"
 SPAN = re.compile(r"`([^`]+)`")
@@ -30,10 +32,11 @@ def section(title: str) -> list[tuple[str, str]]:
 
 
 SCRIPTS = "The arguments of their scripts"
+MODELS = "Models of transformers"
 
 
 def ours() -> list[str]:
-    titles = "BMTrain", "ModelCenter", SCRIPTS, "Trainer"
+    titles = "BMTrain", "ModelCenter", SCRIPTS, MODELS, "Trainer"
     return [span for title in titles for _, text in section(title) for span in SPAN.findall(text)]
 
 
@@ -55,6 +58,28 @@ def test_commands_are_there() -> None:
     for _, verb, *rest in found:
         assert verb in VERBS
         assert verb != "train" or not rest or rest[0] in recipes
+
+
+def test_calls_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of the page is made, with what stands for its names."""
+    monkeypatch.chdir(tmp_path)
+    small = {"layers": 1, "dim": 64, "heads": 2, "vocab": 40, "positions": 32}
+    model = mc.build("gpt2", config=small)
+    model.save_pretrained("folder")
+    mc.build("bert-base-uncased", config={**small, "hidden": 128}).save_pretrained("bert-base-uncased")
+    open_tokenizer("char", ["a text"]).save("folder")
+    names = {"mc": mc, "model": model, "name": "folder", "machine": mc.Machine(threads=1), "ids": torch.arange(4)[None]}
+    found = [span for span in ours() if re.match(r"(mc|model|sum)\b.*[(.]", span) and not re.fullmatch(r"mc\.\w+", span)]
+    assert len(found) > 14
+    for span in found:
+        eval(span, dict(names))  # noqa: S307  # what a reader would paste
+
+
+def test_recipes_take_the_settings(tmp_path: Path) -> None:
+    found = [shlex.split(span)[2:] for span in ours() if span.startswith("modelcenter train ") and " " in span[18:]]
+    assert len(found) > 2
+    for recipe, *settings in found:
+        load_recipe(recipe, ["data.path=DATA", "data.eval_path=HELD", f"output_dir={tmp_path}", *settings])
 
 
 def test_keys_are_there() -> None:

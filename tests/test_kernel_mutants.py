@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from plant import Plant
 
 from modelcenter.ops import _op
@@ -26,8 +27,8 @@ class Mutant(Plant):
     error: str = "(AssertionError|assert )"
 
 
-def exact(op: str) -> str:
-    return f"test_kernels.py::test_no_less_exact_than_the_peers[torch.float32-{op}]"
+def exact(op: str, dtype: str = "float32") -> str:
+    return f"test_kernels.py::test_no_less_exact_than_the_peers[torch.{dtype}-{op}]"
 
 
 def bitwise(dtype: str, options: str, moments: str = "bf16") -> str:
@@ -80,6 +81,11 @@ MUTANTS = (
     Mutant("sum-of-earlier-keys-not-rescaled", "attention.cpp", "                total[r] *= less;\n", "", exact("attention")),
     Mutant("turned-forth-again", "rotary.cpp", "back ? -1.0f : 1.0f", "back ? 1.0f : 1.0f", exact("rotary")),
 )
+if torch.cpu._is_avx512_bf16_supported():  # elsewhere these lines do not run
+    MUTANTS += (
+        Mutant("scale-of-pairs-lost", "attention.cpp", "PAIRS ? p.scale : 1.0f", "1.0f", exact("attention", "bfloat16")),
+        Mutant("last-odd-key-lost", "attention.cpp", "n, (k + 1) / 2, a,", "n, k / 2, a,", exact("attention", "bfloat16")),
+    )
 
 pytestmark = [
     pytest.mark.slow,

@@ -42,6 +42,7 @@ from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
 from modelcenter.train.prepare import prepare
 from modelcenter.train.recipe import Recipe, load_recipe
 from modelcenter.train.resolve import resolve
+from modelcenter.train.session import Session
 from modelcenter.train.state import Position, restore, save
 from modelcenter.train.step import accumulate, update
 
@@ -383,15 +384,17 @@ def test_a_second_signal_ends_at_once() -> None:
 
 def test_a_terminal_that_ends_is_asked_for_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends SIGHUP more than once, and takes its screen along; under nohup it ends nothing."""
+    ended: list[int] = []
 
     def gone(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch, Interrupt() as interrupt:
         patch.setattr(os, "write", gone)
+        patch.setattr(os, "_exit", ended.append)
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGHUP)
-            assert interrupt
+            assert interrupt and not ended
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Interrupt() as interrupt:
@@ -553,7 +556,7 @@ def test_a_pretrained_model_goes_on_in_training_mode(tmp_path: Path, whole: Path
 @pytest.mark.parametrize(("change", "message"), [
     ({"optimizer.lr": 0.5}, r"recipe.yaml: optimizer.lr: 0.01 there, 0.5 here; the same recipe, or another"),
     ({"seed": 3}, "recipe.yaml: seed: 0 there, 3 here"),
-    ({"max_steps": 40}, "recipe.yaml: max_steps: 20 there, 40 here"),
+    ({"max_steps": 40}, "max_steps: 20 there, 40 here; the same .*; schedule.name=cosine goes by the number of steps"),
     ({"resume": "never"}, r"output_dir: holds a run already \(recipe.yaml\); resume=auto goes on"),
     ({"resume": "nowhere"}, r"resume: .*nowhere, but step-20 is here"),
 ])  # fmt: skip
@@ -571,6 +574,60 @@ def test_what_is_watched_may_change_and_a_constant_schedule_may_go_on(tmp_path: 
     longer = recipe_of(tmp_path, **{**base, "max_steps": 6, "logging_steps": 1})
     assert train(longer, MACHINE).step == 6
     assert [row["step"] for row in rows(tmp_path / "out") if "loss" in row] == [3, 4, 5, 6]
+
+
+def test_a_run_ends_where_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With as many steps as are done it is judged and written; fewer would be another run's, and are refused, in epochs too."""
+    base = {"schedule.name": "constant", "max_steps": 6, "save_steps": 3, "eval_steps": None}
+    real = Session.log
+
+    def stop(self: Session, step: Any) -> None:
+        real(self, step)
+        if self.at.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "log", stop)
+        assert train(recipe_of(tmp_path, **base), MACHINE).stopped
+    for fewer, said in ({"max_steps": 3}, "max_steps: 3 steps"), ({"num_epochs": 0.04}, "num_epochs: 0.04, which are 3 steps"):
+        with pytest.raises(InputError, match=rf"^{said}, and .*step-4 has done more; 4 steps end the run there"):
+            train(recipe_of(tmp_path, **{**base, **fewer}), MACHINE)
+    assert "max_steps: 6" in (tmp_path / "out" / "recipe.yaml").read_text()
+    for _ in range(2):  # the second time everything is there
+        run = train(recipe_of(tmp_path, **{**base, "max_steps": 4}), MACHINE)
+        assert (run.step, run.stopped) == (4, False) and (tmp_path / "out" / "model" / "model.safetensors").is_file()
+        assert "step 4 of 4, the last: no training is left to do" in capsys.readouterr().err
+        assert [row["step"] for row in rows(tmp_path / "out") if "eval_loss" in row] == [4]
+
+
+@pytest.mark.parametrize("objective", ["lm", "contrastive"])
+def test_what_memory_asks_for_may_change(tmp_path: Path, objective: str) -> None:
+    """A smaller micro-batch goes on with a run that ran out of memory; not where the loss is of the whole forward."""
+    made = {"objective": "contrastive", "data.text_key": "a", "data.pair_key": "b", "data.eval_fraction": 0.0,
+            "data.path": str(tmp_path / "pairs.jsonl")}  # fmt: skip
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"a": f"the cat {n}", "b": f"a mat {n}"}) + "\n" for n in range(16)))
+    more = {} if objective == "lm" else made
+    base = {"max_steps": 4, "save_steps": 2, "eval_steps": None, "batch": 8, "micro_batch": 8, **more}
+    recipe = recipe_of(tmp_path, **base)
+    real = session.accumulate
+
+    def full(*rest: Any) -> Any:
+        if (tmp_path / "out" / "step-2").exists():
+            raise RuntimeError("out of memory")
+        return real(*rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "accumulate", full)
+        with pytest.raises(InputError) as error:
+            train(recipe, MACHINE)
+    advice = str(error.value).partition("; ")[2].split(" or ")
+    assert advice == [*(["micro_batch=4"] if objective == "lm" else []), "machine.recompute=full"]  # no other key may change now
+    smaller = recipe_of(tmp_path, **{**base, "micro_batch": 4})
+    if objective == "lm":
+        assert train(smaller, MACHINE).step == 4
+    else:
+        with pytest.raises(InputError, match="micro_batch: 8 there, 4 here"):
+            train(smaller, MACHINE)
 
 
 def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:

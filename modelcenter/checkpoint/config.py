@@ -121,6 +121,13 @@ class Config:
         """A key of the Hugging Face config."""
         return self.to_dict().get(key, default)
 
+    def __getattr__(self, name: str) -> Any:  # asked for what is no field
+        for key, now in rows(self) if not name.startswith("_") else ():
+            if name in key.split("|"):
+                what = f"{type(self).__name__} has no {name}; config.{now}, or config.get({name!r})"
+                raise AttributeError(what, name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     @property
     def model_type(self) -> str:
         return self.hf.model_type

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import atomic_write, sweep_files
-from ..checkpoint.state import MANIFEST, find_state, lock, steps
+from ..checkpoint.state import MANIFEST, find_state, lock, step_of, steps
 from ..config import bind, dump_yaml, read_recipe, to_dict
+from ..data.objective import find_objective
 from ..errors import refuse, refuse_missing
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
@@ -15,6 +16,7 @@ from .recipe import Recipe
 
 RECIPE, MACHINE = "recipe.yaml", "machine.yaml"
 WATCHING = ("output_dir", "resume", "logging_steps", "eval_steps", "metrics", "save_steps", "save_total_limit", "report_to")
+STEPS = ("max_steps", "num_epochs")
 
 
 @contextmanager
@@ -24,7 +26,8 @@ def claim(folder: Path, recipe: Recipe, ranks: Ranks = ALONE) -> Iterator[None]:
 
     A folder that holds a run is refused with `resume: never`, and otherwise unless its recipe is this one: a recipe
     fixes the result, so the first key that differs is named. Only `WATCHING`, the keys that say what is logged and
-    kept, may change; under a schedule that is `timeless` the number of steps may too, because no step depends on it there.
+    kept, may change; under a schedule that is `timeless` the number of steps may too, because no step depends on it there; and
+    the micro-batch where the loss does not depend on it, for the memory may be another.
     """
     if not ranks.first:
         yield
@@ -71,12 +74,23 @@ def check(folder: Path, recipe: Recipe) -> None:
 
 def same_recipe(file: Path, recipe: Recipe) -> None:
     """Refuse unless the recipe in `file` gives the same result as `recipe`; names the first key that differs."""
-    free = {*WATCHING, *(("max_steps", "num_epochs") if recipe.schedule.timeless else ())}
+    free = {*WATCHING, *(STEPS if recipe.schedule.timeless else ())}
+    if not find_objective(recipe.objective).together:
+        free.add("micro_batch")
     theirs, ours = flat(to_dict(bind(Recipe, read_recipe(file), file))), flat(to_dict(recipe))
     for key in ours | theirs:
         if key.partition(".")[0] not in free and ours.get(key) != theirs.get(key):
             found = f"{theirs.get(key)!r} there, {ours.get(key)!r} here"
-            refuse(file, key, found, "the same recipe, or another output_dir")
+            why = f"; schedule.name={recipe.schedule.name} goes by the number of steps from the first on" if key in STEPS else ""
+            refuse(file, key, found, f"the same recipe, or another output_dir{why}")
+
+
+def check_steps(start: Path, recipe: Recipe, steps: int) -> None:
+    """Refuse to go on from the state `start` where it is past the end of a run of so many steps."""
+    if step_of(start) > steps:
+        key, value = ("max_steps", "") if steps == recipe.max_steps else ("num_epochs", f"{recipe.num_epochs:g}, which are ")
+        found = f"{value}{steps} steps, and {start} has done more"
+        refuse(None, key, found, f"{step_of(start)} steps end the run there")
 
 
 def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

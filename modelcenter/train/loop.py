@@ -31,7 +31,7 @@ from .background import Background
 from .choose import choose
 from .environment import check_data
 from .fit import Verdict, verdict
-from .folder import claim, find_start, flat, write_recipe
+from .folder import check_steps, claim, find_start, flat, write_recipe
 from .graphs import graphs_of
 from .interrupt import Interrupt
 from .journal import Journal
@@ -100,6 +100,8 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         session.model.train()
         interrupt.begin()
         try:
+            if session.finished and not session.judged():  # stopped at what is its last step now
+                session.evaluate()
             while not session.ended:
                 step = session.step(steps, interrupt)
                 if step is None:
@@ -131,6 +133,8 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     if start is not None and ranks.first:
         check_data(start.parent, recipe.data)
     setup = prepare(recipe, machine, device, ranks)
+    if start is not None:
+        check_steps(start, recipe, setup.steps)
     found = verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device))
     setup.lines.append(str(found))
     setup.foreseen = found.foreseen if isinstance(found, Verdict) else None
@@ -151,7 +155,8 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     for line in setup.lines:
         progress.say(line)
     if start is not None:
-        progress.say(f"resumed from {start}: step {at.step} of {setup.steps}")
+        end = ", the last: no training is left to do" if at.step == setup.steps else ""
+        progress.say(f"resumed from {start}: step {at.step} of {setup.steps}{end}")
     background = Background(ranks) if machine.async_save else None
     graphs = graphs_of(setup.model, machine, device, progress.say)
     return Session(recipe, device, setup, ranks, optimizer, ema, at, metrics, progress, journal, memory, graphs, background)

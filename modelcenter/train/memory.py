@@ -2,6 +2,7 @@
 
 import errno
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +11,7 @@ from ..create import build, check_adapter
 from ..data.objective import find_objective
 from ..errors import InputError, refuse
 from ..parallel.machine import Machine
+from .folder import check
 from .launch import check_ranks
 from .recipe import Recipe
 
@@ -87,12 +89,13 @@ def divides(recipe: Recipe, machine: Machine) -> bool:
 
 
 def accepted(recipe: Recipe, machine: Machine, *settings: str) -> bool:
-    """Whether the run could be as it is but for `settings`: advice that is then refused is none."""
+    """Whether the run could go on as it is but for `settings`: advice that is then refused is none."""
     try:
         wanted = override({**to_dict(recipe), "machine": to_dict(machine)}, settings)
         other = bind(Machine, wanted.pop("machine"), section="machine.")
         made = bind(Recipe, wanted)
         check_ranks(made, other)
+        check(Path(made.output_dir), replace(made, resume="auto"))
     except InputError:
         return False
     return True

@@ -154,6 +154,13 @@ class Session:
         self.metrics.rewind(then.step)
         return True
 
+    def judged(self) -> bool:
+        """Whether there is an evaluation of the model as it is, or no data for one."""
+        if self.setup.evaluation is None:
+            return True
+        rows = read_rows(self.folder / "metrics.jsonl") if self.ranks.first else ()
+        return bool(self.ranks.tell("yes" * any(row.get("step") == self.at.step and "eval_loss" in row for row in rows)))
+
     def evaluate(self) -> None:
         """Evaluate the model, or its average; the best so far is written out if the recipe asks for it."""
         assert self.setup.evaluation is not None

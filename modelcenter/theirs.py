@@ -1,0 +1,104 @@
+"""What transformers has by names that nothing here answers to, and what does the same: said in the error that meets such a name."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import NoReturn, ParamSpec, TypeVar
+
+from .errors import nearest, refuse
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ALWAYS = "leave it out: it is always so"
+
+FORWARD = {  # arguments of a forward
+    "cache_position": "leave it out: past_key_values knows its length",
+    "cross_attn_head_mask": "leave it out: no head is masked here",
+    "decoder_head_mask": "leave it out: no head is masked here",
+    "decoder_inputs_embeds": "decoder_input_ids",
+    "encoder_attention_mask": "attention_mask, which is the encoder's",
+    "encoder_hidden_states": "input_ids: the model runs its encoder itself",
+    "encoder_outputs": "past_key_values of the first step, which keeps the encoder's output",
+    "head_mask": "leave it out: no head is masked here",
+    "mems": "past_key_values",
+    "next_sentence_label": "leave it out: only masked words are learned here",
+    "past_key_value": "past_key_values",
+}
+LOAD = {  # arguments of from_pretrained
+    "attn_implementation": "leave it out: the fastest of those that compute the same is taken",
+    "cache_dir": "the variable HF_HOME",
+    "device_map": "device, or machine to share the model out among devices",
+    "force_download": "leave it out: what is new under that name is fetched",
+    "ignore_mismatched_sizes": "num_labels or id2label, for a classifier's head; other changes of shape are refused",
+    "label2id": "id2label",
+    "load_in_4bit": "adapter=mc.AdapterConfig(name='lora', quantize='nf4')",
+    "load_in_8bit": "adapter=mc.AdapterConfig(name='lora', quantize='int8')",
+    "low_cpu_mem_usage": ALWAYS,
+    "offload_folder": "leave it out: there is no offload yet",
+    "output_loading_info": "the model's load_report",
+    "proxies": "the variable HTTPS_PROXY",
+    "quantization_config": "adapter=mc.AdapterConfig(name='lora', quantize='nf4')",
+    "state_dict": "load_state_dict of the model",
+    "subfolder": "the path of the folder itself",
+    "token": "the variable HF_TOKEN",
+    "torch_dtype": "dtype",
+    "trust_remote_code": "leave it out: no code of a folder is run",
+    "use_auth_token": "the variable HF_TOKEN",
+    "use_safetensors": ALWAYS,
+}
+SAVE = {  # arguments of save_pretrained
+    "is_main_process": "leave it out: every process calls, and each writes its part",
+    "push_to_hub": "leave it out, and upload the folder: hf upload NAME FOLDER",
+    "safe_serialization": ALWAYS,
+    "state_dict": "leave it out: the model's own weights are written",
+    "token": "leave it out, and upload the folder: hf upload NAME FOLDER",
+    "variant": "leave it out",
+}
+MODEL = {  # attributes of a model
+    "add_adapter": "mc.add_adapter(model, mc.AdapterConfig(...))",
+    "can_generate": "model.task, which is lm or seq2seq",
+    "enable_input_require_grads": "nothing: recompute here needs no such gradient",
+    "generation_config": "options of generate(); the file's are read",
+    "get_memory_footprint": "sum(p.nbytes for p in model.parameters())",
+    "get_output_embeddings": "model.head.out",
+    "gradient_checkpointing_disable": "a model that parallelize was not told to recompute",
+    "gradient_checkpointing_enable": "mc.parallelize(model, mc.Machine(recompute='full')), or machine.recompute=full of a recipe",
+    "init_weights": "mc.build(name, seed=0), which draws them",
+    "load_adapter": "mc.load(folder of the adapter), which loads its base too",
+    "name_or_path": "model.source",
+    "num_parameters": "sum(p.numel() for p in model.parameters())",
+    "push_to_hub": "save_pretrained(folder), then: hf upload NAME FOLDER",
+    "set_input_embeddings": "resize_token_embeddings(size), or values copied into get_input_embeddings().weight",
+    "set_output_embeddings": "values copied into model.head.out.weight",
+    "tie_weights": "model.tie()",
+}
+MODULE = {  # names of the package, in the beginning of which these stand
+    "AutoConfig": "mc.load(name, device='meta').config",
+    "AutoModel": "mc.load(name), which takes any family; task= says which head",
+    "AutoTokenizer": "mc.load_tokenizer(name)",
+    "Trainer": "mc.train(recipe)",
+}
+
+
+def refuse_argument(call: str, name: str, theirs: Mapping[str, str], known: Iterable[str]) -> NoReturn:
+    """Refuse an argument that `call` does not take, by what does the same, or the nearest of those that it takes."""
+    refuse(None, f"{call}({name})", "no such argument", theirs.get(name) or nearest(name, known))
+
+
+def arguments(theirs: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function refuse so whatever it does not take."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = tuple(signature(function).parameters)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    refuse_argument(function.__name__, name, theirs, known)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
