@@ -413,6 +413,40 @@ def test_adapters_on_a_mesh_equal_one_process(mesh: str, tmp_path: Path) -> None
     spawn(machine.ranks, spread, machine, folders, tmp_path)
 
 
+def worded(rank: int, folders: dict[Case, str], out: Path) -> None:
+    """New words come with an adapter onto a mesh, whose ranks each have a part of their rows, and are trained and saved there."""
+    ids = torch.arange(100, 140).view(2, 20)
+    for case, folder in folders.items():
+        first = mc.load(folder, task=case.task)
+        first.resize_token_embeddings(141)
+        disturb(mc.add_adapter(first, lora())).save_pretrained(out / f"{case}")
+        args = {"input_ids": ids, "labels": ids, **({"decoder_input_ids": ids} if case.seq2seq else {})}
+        alone = mc.load(out / f"{case}", dtype="fp64")
+        wanted = alone(**args).loss
+        wanted.backward()
+        for where in ({"fsdp": 2}, {"tensor_parallel": 2}):
+            many, what = mc.load(out / f"{case}", dtype="fp64", machine=mc.Machine(device="cpu", **where)), f"{case} {where}"
+            found = many(**args).loss
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0, msg=lambda m, w=what: f"{w}: {m}")
+            found.backward()
+            for n, p in many.named_parameters():
+                of = alone.get_parameter(n)
+                assert p.requires_grad == of.requires_grad, f"{what} {n}"
+                if p.requires_grad:
+                    grad = full(p.grad, of.shape)
+                    torch.testing.assert_close(grad, of.grad, rtol=1e-8, atol=1e-12, msg=lambda m, n=f"{what} {n}": f"{n}: {m}")
+            again = mc.load(out / f"{case}", machine=mc.Machine(device="cpu", **where))
+            again.save_pretrained(out / f"{case}-{next(iter(where))}")
+            if rank == 0:
+                files = [(folder / WEIGHTS).read_bytes() for folder in (out / f"{case}", out / f"{case}-{next(iter(where))}")]
+                assert files[0] == files[1], f"{what}: not bit for bit"
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+def test_new_words_of_an_adapter_on_a_mesh(tmp_path: Path) -> None:
+    spawn(2, worded, {case: zoo.reference(case)[1] for case in (GPT, Case("llama", "default", "lm"), T5)}, tmp_path)
+
+
 def held(rank: int, folder: str) -> None:
     """Codes are whole on every rank, and what is trained begins as in one process. Training is among the pairs of test_pairs.py."""
     for quantize, name in (("nf4", "lora"), ("int8", "lora"), ("nf4", "dora")):
