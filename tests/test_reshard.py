@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from mesh import spawn
+from test_adapter import WIDE
 from test_ranks import Rows, full, gpt, padded
 
 import modelcenter as mc
+from modelcenter.adapter.config import AdapterConfig
 from modelcenter.checkpoint.shards import whole
 from modelcenter.checkpoint.state import flatten_optimizer, load_state
 from modelcenter.data.loader import Loader
@@ -30,11 +32,15 @@ CHAIN: tuple[dict[str, int], ...] = (
 )  # fmt: skip
 
 
-def life(rank: int, folder: Path, step: int, degrees: dict[str, int]) -> None:
-    """One step more, on such ranks, from the state before it and to the state after."""
+CODED: tuple[dict[str, int], ...] = ({"fsdp": 4}, {"fsdp": 2}, {"replicate": 2, "fsdp": 2}, {"tensor_parallel": 2})
+QLORA = AdapterConfig(name="lora", rank=2, targets=("all-linear",), quantize="nf4")
+
+
+def life(rank: int, folder: Path, step: int, degrees: dict[str, int], base: str | None = None) -> None:
+    """One step more, on such ranks, from the state before it and to the state after; of an adapter on the codes of `base`."""
     machine = mc.Machine(device="cpu", threads=1, **degrees)  # type: ignore[arg-type]
     ranks = join(machine) if machine.ranks > 1 else ALONE
-    model = gpt(machine).train()
+    model = (gpt(machine) if base is None else mc.load(base, dtype="fp64", adapter=QLORA, machine=machine, seed=3)).train()
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.1), ranks)
     if step:
         at = restore(folder / f"step-{step}", model, optimizer, None, ranks)
@@ -46,7 +52,8 @@ def life(rank: int, folder: Path, step: int, degrees: dict[str, int]) -> None:
             for name, tensor in table.items():
                 wanted = whole(tensors[group][name])
                 found = full(tensor.detach())[tuple(slice(0, n) for n in wanted.shape)]
-                assert torch.equal(found, wanted) and bool(found.any()), f"{degrees}, {group}: {name}"
+                moved = bool(found.any()) or (base is not None and step == 1)  # behind a B of zeros an A learns nothing
+                assert torch.equal(found, wanted) and moved, f"{degrees}, {group}: {name}"
     loader = Loader(Rows(padded, "lm"), padded, 8, 1, ranks.share, ranks.shares)
     _, batches = next(islice(loader.steps(), step, None))
     (targets,) = ranks.sum(sum(count_targets(b, "lm") for b in batches))
@@ -56,15 +63,20 @@ def life(rank: int, folder: Path, step: int, degrees: dict[str, int]) -> None:
     save(folder, Position(step=step + 1), model, optimizer, None, None, ranks)
 
 
-def test_ranks_change_at_every_step(tmp_path: Path) -> None:
-    for step, degrees in enumerate(CHAIN):
-        life(0, tmp_path / "alone", step, {})
+@pytest.mark.parametrize("coded", [False, True])
+def test_ranks_change_at_every_step(coded: bool, tmp_path: Path) -> None:
+    """Of a whole model, and of an adapter on weights in 4 bits, which every rank makes for itself of the same base."""
+    base, chain_of = (str(tmp_path / "base"), CODED) if coded else (None, CHAIN)
+    if base is not None:
+        mc.build("gpt2", config={**WIDE, "vocab": 131}, seed=3).save_pretrained(base)
+    for step, degrees in enumerate(chain_of):
+        life(0, tmp_path / "alone", step, {}, base)
         count = mc.Machine(**degrees).ranks  # type: ignore[arg-type]
         if count == 1:
-            life(0, tmp_path / "chain", step, degrees)
+            life(0, tmp_path / "chain", step, degrees, base)
         else:
-            spawn(count, life, tmp_path / "chain", step, degrees)
-    last = f"step-{len(CHAIN)}"
+            spawn(count, life, tmp_path / "chain", step, degrees, base)
+    last = f"step-{len(chain_of)}"
     (alone, _), (chain, _) = load_state(tmp_path / "alone" / last), load_state(tmp_path / "chain" / last)
     for group in ("model", "optimizer"):
         assert alone[group].keys() == chain[group].keys()
