@@ -104,11 +104,16 @@ __device__ __forceinline__ Moments moments(int dim, F f) {
 // is a warp's, alone in its block; what passes is then kept out of the first cache, which pays there and costs elsewhere.
 enum Way { ADDS, ALONE, WARP };
 
-template <int D, bool CENTRED, Way WAY>
-__global__ void __launch_bounds__(WAY == WARP ? 32 : WIDE, WAY != WARP && (D == BF16 || D == F16) ? 2 : 1) norm_rows(const Problem p) {
+// Blocks of a multiprocessor, at least, as ptxas may need to be told: RMSNorm in fp32 is 8 % faster in 40 registers than in 60.
+template <int D, bool CENTRED, Way WAY, int PACKS>
+constexpr int BESIDE = WAY == WARP ? (PACKS > 5 ? 28 : 1) : D == BF16 || D == F16 ? 2 : D == F32 && WAY == ALONE && !CENTRED ? 3 : 1;
+
+template <int D, bool CENTRED, Way WAY, int PACKS = SHARE<D>>
+__global__ void __launch_bounds__(WAY == WARP ? 32 : WIDE, BESIDE<D, CENTRED, WAY, PACKS>) norm_rows(const Problem p) {
     if (D == BF16 && !present<bf16>) return;
     constexpr int OWN = D == ANY ? F32 : D, GAP = gap<D>;
-    constexpr int PACKS = SHARE<D>;
+    constexpr bool HALF = D == BF16 || D == F16;
+    constexpr bool PASSING = WAY == ADDS || HALF || !CENTRED;  // LayerNorm of fp32 alone: 10 % slower if it did so too
     __shared__ Board<1, false> board;
     const int dim = static_cast<int>(p.dim);
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y, at = row * p.dim;
@@ -118,7 +123,6 @@ __global__ void __launch_bounds__(WAY == WARP ? 32 : WIDE, WAY != WARP && (D == 
         mine.set(column_of<GAP>(static_cast<int>(threadIdx.x + j * blockDim.x)), dim);
         return mine;
     };
-    constexpr bool HALF = D == BF16 || D == F16;
     Held<D, GAP> h[PACKS];
 #pragma unroll
     for (int j = 0; j < PACKS; j++) {
@@ -126,7 +130,7 @@ __global__ void __launch_bounds__(WAY == WARP ? 32 : WIDE, WAY != WARP && (D == 
         const auto mine = window(j);
         if (!mine.valid) continue;
         if constexpr (WAY == WARP) h[j].template load<true, true>(p.x, at + mine.first, mine.valid);
-        else h[j].template load<WAY == ADDS>(p.x, at + mine.first, mine.valid);  // ALONE: 10 % slower if it did so too
+        else h[j].template load<PASSING>(p.x, at + mine.first, mine.valid);
     }
     if (WAY == ADDS && p.residual.data) {
         const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
@@ -283,7 +287,7 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
     group_barrier<true>();
     const int64_t apart = p.groups * p.dim;
     int turn = 0;
-    walk<ROWS, SHIFT>(
+    walk<ROWS, SHIFT, false>(
         p, group, slots,
         [&](int64_t at, int slot, bool exists) {
             x.copy(ring, slot, at, dim, exists);
@@ -378,22 +382,32 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
         int64_t lines = INT32_MAX;
         if (!p.alike || !same || dtype == F32) return false;
         MC_FOR_BOOL(p.centred, CENTRED,
-            if (dtype == BF16) return launch<norm_shifted_rows<BF16, CENTRED, 4>>(1, 4, p, true, slots, lines, stream);
-            return launch<norm_shifted_rows<F16, CENTRED, 4>>(1, 4, p, true, slots, lines, stream);)
+            if (dtype == BF16) return launch<norm_shifted_rows<BF16, CENTRED, 4>>(1, 4, p, true, false, slots, lines, stream);
+            return launch<norm_shifted_rows<F16, CENTRED, 4>>(1, 4, p, true, false, slots, lines, stream);)
     }
-    const bool known = same && (p.weight.dtype == dtype || p.weight.dtype == F32);
-    const int64_t side = 256 * (known && dtype != F32 ? SHARE<BF16> : SHARE<F32>);  // columns of a warp
-    const int64_t threads = (p.dim + side - 1) / side * 32;
-    const bool alone = threads == 32 && !p.residual.data && known && dtype != F32;
+    const bool known = same && (p.weight.dtype == dtype || p.weight.dtype == F32), half = known && dtype != F32, adds = p.residual.data;
+    const auto warps = [&](int packs) { return static_cast<int>((p.dim + 256 * packs - 1) / (256 * packs)); };  // of a row
+    // A row that a warp can hold is one's: in two or three a third of their columns would be none.
+    const int packs = !half ? SHARE<F32> : adds || p.dim > 1792 || warps(SHARE<BF16>) == 1 ? SHARE<BF16> : warps(5) == 1 ? 5 : 7;
+    const int threads = warps(packs) * 32;
+    const bool alone = threads == 32 && !adds && half;
     const int together = threads == 32 && !alone ? 2 : 1;
     const int64_t blocks = (p.rows + together - 1) / together;
     if (threads > WIDE || blocks > INT32_MAX) return false;
     const dim3 block(static_cast<unsigned>(threads), together);
     const auto run = [&](auto kernel) { kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(p); };
     MC_FOR_BOOL(p.centred, CENTRED,
-        if (known && dtype == BF16) run(alone ? norm_rows<BF16, CENTRED, WARP> : norm_rows<BF16, CENTRED, ADDS>);
-        else if (known && dtype == F16) run(alone ? norm_rows<F16, CENTRED, WARP> : norm_rows<F16, CENTRED, ADDS>);
-        else if (known) run(p.residual.data ? norm_rows<F32, CENTRED, ADDS> : norm_rows<F32, CENTRED, CENTRED ? ALONE : ADDS>);
+        const auto halves = [&](auto d) {
+            constexpr int D = d.value;
+            if (adds) run(norm_rows<D, CENTRED, ADDS>);
+            else if (!alone) run(norm_rows<D, CENTRED, ALONE>);
+            else if (packs == 5) run(norm_rows<D, CENTRED, WARP, 5>);
+            else if (packs == 7) run(norm_rows<D, CENTRED, WARP, 7>);
+            else run(norm_rows<D, CENTRED, WARP>);
+        };
+        if (known && dtype == BF16) halves(std::integral_constant<int, BF16>{});
+        else if (known && dtype == F16) halves(std::integral_constant<int, F16>{});
+        else if (known) run(adds ? norm_rows<F32, CENTRED, ADDS> : norm_rows<F32, CENTRED, ALONE>);
         else run(norm_rows<ANY, CENTRED, ADDS>);)
     return true;
 }

@@ -13,7 +13,8 @@ namespace {
 template <int D, bool SHIFT>
 constexpr bool TWO = !SHIFT && D != ANY;
 
-template <int D, bool CENTRED, bool SHIFT, int PACKS, int ROWS>
+// JOINT: all groups of a block go together, and need not be whole warps.
+template <int D, bool CENTRED, bool SHIFT, bool JOINT, int PACKS, int ROWS>
 __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
     if (D == BF16 && !present<bf16>) return;
     constexpr int SUMS = CENTRED ? 2 : 1;
@@ -46,14 +47,20 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
         w[j] = mine[j].read(p.weight);
     }
     int turn = 0;
-    // lane l has statistic l / ROWS of row l % ROWS
+    // lane l, or of eight lanes the l-th where groups share a warp, has statistic l / ROWS of row l % ROWS
+    constexpr int KNOWN = (!CENTRED ? 1 : JOINT ? 2 : 3) * ROWS;  // halves need two
+    static_assert(!JOINT || (HALF && KNOWN <= 8));
+    const auto thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x), place = JOINT ? thread % 8 : lane();
+    const int here = static_cast<int>(blockDim.x * blockDim.y) - thread / 32 * 32;  // lanes of this warp
+    const uint32_t lanes = JOINT && here < 32 ? (1u << here) - 1 : 0xFFFFFFFFu;
+    const auto from = [&](float x, int which) { return JOINT ? from_eight(x, which, lanes) : from_lane(x, which); };
     const auto read_stats = [&](int64_t row) {
-        const int64_t mine = row + lane() % ROWS * p.groups;
-        return lane() < (CENTRED ? 3 : 1) * ROWS && mine < p.rows ? p.stats[lane() / ROWS * p.rows + mine] : 0.0f;
+        const int64_t mine = row + place % ROWS * p.groups;
+        return place < KNOWN && mine < p.rows ? p.stats[place / ROWS * p.rows + mine] : 0.0f;
     };
     const auto stats = [&](float held, int r) {
-        const float rstd = from_lane(held, (CENTRED ? ROWS : 0) + r);
-        return CENTRED ? Stats{from_lane(held, r), rstd, HALF ? 0.0f : from_lane(held, 2 * ROWS + r)} : Stats{0.0f, rstd, 0.0f};
+        const float rstd = from(held, (CENTRED ? ROWS : 0) + r);
+        return CENTRED ? Stats{from(held, r), rstd, HALF ? 0.0f : from(held, 2 * ROWS + r)} : Stats{0.0f, rstd, 0.0f};
     };
     // What the halves' own steps leave hides how a difference from the mean is rounded.
     const auto normal = [](const Stats& s, float x) {
@@ -70,7 +77,7 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
     const int64_t apart = p.groups * p.dim;
     float next = read_stats(group);
     if (SHIFT) group_barrier<true>();
-    walk<ROWS, SHIFT>(
+    walk<ROWS, SHIFT, JOINT>(
         p, group, slots,
         [&](int64_t at, int slot, bool exists) {
             grad.copy(ring, slot, at, dim, exists);
@@ -100,14 +107,16 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
                 sums[r] = skewed;
                 if (CENTRED) sums[(SUMS - 1) * ROWS + r] = level;
             }
-            const float found = group_sums(sums, board, turn) * share;
+            float found;
+            if constexpr (JOINT) found = joint_sums(sums, board, turn, lanes) * share;
+            else found = group_sums(sums, board, turn) * share;
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 const int64_t at = start + r * apart;
                 const Stats s = stats(held, r);
-                const float skewed = from_lane(found, r), level = CENTRED ? from_lane(found, (SUMS - 1) * ROWS + r) : 0.0f;
+                const float skewed = from(found, r), level = CENTRED ? from(found, (SUMS - 1) * ROWS + r) : 0.0f;
                 const float slope = s.rstd * s.rstd * skewed, offset = s.rstd * (s.mean * s.rstd * skewed - level);
-                if (ROWS > 1 && row + r * p.groups >= p.rows) continue;
+                if ((ROWS > 1 || JOINT) && row + r * p.groups >= p.rows) continue;
 #pragma unroll
                 for (int j = 0; j < PACKS; j++) {
                     Eight d = given(slot + r * slots, j, mine[j].valid);  // again, rather than in registers meanwhile
@@ -224,19 +233,20 @@ bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cu
     const bool same = p.x.dtype == dtype && (!p.out.data || p.out.dtype == dtype);
     if (p.also.data && (shift || !same || p.residual.data)) return false;
     MC_FOR_BOOL(p.centred, CENTRED,
-        if (shift && same && dtype == BF16) return launch<norm_rows_backward<BF16, CENTRED, true, 1, 4>>(1, 4, p, true, slots, lines, stream);
-        if (shift && same && dtype == F16) return launch<norm_rows_backward<F16, CENTRED, true, 1, 4>>(1, 4, p, true, slots, lines, stream);
+        if (shift && same && dtype == BF16) return launch<norm_rows_backward<BF16, CENTRED, true, false, 1, 4>>(1, 4, p, true, false, slots, lines, stream);
+        if (shift && same && dtype == F16) return launch<norm_rows_backward<F16, CENTRED, true, false, 1, 4>>(1, 4, p, true, false, slots, lines, stream);
         if (shift) return false;
         const auto halves = [&](auto d) {
             constexpr int D = d.value;
-            return launch<norm_rows_backward<D, CENTRED, false, 1, 4>>(1, 4, p, false, slots, lines, stream) ||
-                   launch<norm_rows_backward<D, CENTRED, false, 1, 2>>(1, 2, p, false, slots, lines, stream) ||
-                   launch<norm_rows_backward<D, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream);
+            return launch<norm_rows_backward<D, CENTRED, false, true, 1, 4>>(1, 4, p, false, true, slots, lines, stream) ||
+                   launch<norm_rows_backward<D, CENTRED, false, false, 1, 4>>(1, 4, p, false, false, slots, lines, stream) ||
+                   launch<norm_rows_backward<D, CENTRED, false, false, 1, 2>>(1, 2, p, false, false, slots, lines, stream) ||
+                   launch<norm_rows_backward<D, CENTRED, false, false, 2, 1>>(2, 1, p, false, false, slots, lines, stream);
         };
         if (same && dtype == BF16 && halves(std::integral_constant<int, BF16>{})) return true;
         if (same && dtype == F16 && halves(std::integral_constant<int, F16>{})) return true;
-        if (same && dtype == F32 && launch<norm_rows_backward<F32, CENTRED, false, 1, 1>>(1, 1, p, false, slots, lines, stream)) return true;
-        return !p.also.data && launch<norm_rows_backward<ANY, CENTRED, false, 2, 1>>(2, 1, p, false, slots, lines, stream);)
+        if (same && dtype == F32 && launch<norm_rows_backward<F32, CENTRED, false, false, 1, 1>>(1, 1, p, false, false, slots, lines, stream)) return true;
+        return !p.also.data && launch<norm_rows_backward<ANY, CENTRED, false, false, 2, 1>>(2, 1, p, false, false, slots, lines, stream);)
 }
 
 // How many lines of `partial` there are.

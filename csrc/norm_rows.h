@@ -115,6 +115,8 @@ __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32
 __device__ __forceinline__ int warps() { return static_cast<int>(blockDim.x / 32); }
 __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x / 32); }
 __device__ __forceinline__ float from_lane(float x, int which) { return __shfl_sync(0xFFFFFFFFu, x, which); }
+// the same of the eight lanes that this one is of; `lanes`: those of the warp that there are
+__device__ __forceinline__ float from_eight(float x, int which, uint32_t lanes) { return __shfl_sync(lanes, x, which, 8); }
 
 // The threads of a group wait for each other; other groups of the block go on. A block that may be of several groups (SHARED) takes
 // all named barriers, of which a multiprocessor has enough for four such blocks only.
@@ -133,17 +135,22 @@ __device__ __forceinline__ float across(float x) {
     return x;
 }
 
-// N sums over a warp at once: lane l gets that of x[l % N]. Each step passes on half of what is left: fewer steps than N trees.
+// N sums over N lanes at once: lane l gets that of x[l % N]. Each step passes on half of what is left: fewer steps than N trees.
 template <int N>
-__device__ __forceinline__ float warp_sums(float (&x)[N]) {
+__device__ __forceinline__ float few_sums(float (&x)[N], uint32_t lanes = 0xFFFFFFFFu) {
 #pragma unroll
     for (int half = N / 2; half; half /= 2) {
         const bool upper = threadIdx.x & half;
 #pragma unroll
         for (int i = 0; i < half; i++)
-            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(0xFFFFFFFFu, upper ? x[i] : x[i + half], half);
+            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(lanes, upper ? x[i] : x[i + half], half);
     }
-    return across<N>(x[0]);
+    return x[0];
+}
+// the same over a warp
+template <int N>
+__device__ __forceinline__ float warp_sums(float (&x)[N]) {
+    return across<N>(few_sums(x));
 }
 
 // What the warps of a block tell each other; in turns, so that one barrier is enough.
@@ -164,6 +171,29 @@ __device__ __forceinline__ float group_sums(float (&x)[N], Board<ROWS, SHARED>& 
     for (int i = lane() / N; i < warps(); i += 32 / N) whole += board.said[turn][first + i][lane() % N];
     turn ^= 1;
     return across<N>(whole);
+}
+
+// The same for all groups of a block together, of 32 or more threads, a multiple of eight: two may share a warp. Lane l gets that of
+// x[l % N] of its own group.
+template <int N, int ROWS, bool SHARED>
+__device__ __forceinline__ float joint_sums(float (&x)[N], Board<ROWS, SHARED>& board, int& turn, uint32_t lanes) {
+    static_assert(N == 4 || N == 8);
+    const auto own = static_cast<int>(threadIdx.y), size = static_cast<int>(blockDim.x), t = own * size + static_cast<int>(threadIdx.x);
+    float sum = few_sums(x, lanes);
+    if (N < 8) sum += __shfl_xor_sync(lanes, sum, 4);
+#pragma unroll
+    for (int hop = 8; hop < 32; hop *= 2) {  // so the first eight lanes get all of their group's, and the last
+        const float other = __shfl_xor_sync(lanes, sum, hop);
+        const int whose = (t ^ hop) - own * size;
+        if (whose >= 0 && whose < size) sum += other;
+    }
+    const int first = t / 32 * 32;  // of the warp
+    if (t % 32 < N || (t % 32 >= 24 && t % 32 < 24 + N && first < own * size)) board.said[turn][t / 32 + own][t % 8] = sum;
+    __syncthreads();
+    float whole = 0.0f;
+    for (int i = own * size / 32; i <= (own * size + size - 1) / 32; i++) whole += board.said[turn][i + own][t % N];
+    turn ^= 1;
+    return whole;
 }
 
 // ---- eights

@@ -63,6 +63,8 @@ MUTANTS = (
            "at >= N && at + 2 * N <= count", "at >= N && at + N <= count", "swiglu", BOUNDS),
     Mutant("second-gradient-not-brought", "norm_backward.cu", "if (adds || two) other.copy(", "if (adds) other.copy(",
            "norm_twice", f"{WRONG}|{ORDER}"),
+    Mutant("what-a-group-has-of-its-last-warp-lost", "norm_rows.h", "whole += board.said[turn][i + own][t % N];",
+           "whole += i == own * size / 32 && own ? 0.0f : board.said[turn][i + own][t % N];", "layer_norm", WRONG, 6_000),
     Mutant("a-four-beyond-the-row", "norm_rows.h",
            "(at + GAP < dim ? 0xF0 : 0)", "(at < dim ? 0xF0 : 0)", "layer_norm", f"{BOUNDS}|{WRONG}"),
     Mutant("a-four-copied-from-beyond-the-row", "norm_ring.h", "GAP == 4 || first(j) + GAP < dim", "true", "rms_norm", BOUNDS),

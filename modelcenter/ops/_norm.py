@@ -69,7 +69,7 @@ def lines(total: Tensor, rows: int) -> int:
     """Room for how many partial sums the backward has: a matter of the sizes and the chip alone, so that results repeat."""
     if not total.is_cuda or not total.numel():
         return min(max(rows // ROWS, 1), CHUNKS)
-    beside = max(20 // -(-total.size(-1) // 256), 1)  # groups of threads that csrc/norm.cu has on a multiprocessor, at most
+    beside = max(640 // max(-(-total.size(-1) // 64) * 8, 32), 1)  # groups on a multiprocessor, at most: csrc/norm_ring.h
     return max(min(multiprocessors(total.device) * beside, rows), 1)
 
 

@@ -79,8 +79,9 @@ inline void __syncwarp(uint32_t lanes = emulate::WHOLE, const char* file = __bui
     emulate::exchange(nullptr, 0, lanes, file, line);
 }
 template <class T>
-T __shfl_sync(uint32_t lanes, T mine, int from, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-    return emulate::exchange(&mine, sizeof mine, lanes, file, line).template of<T>(from);
+T __shfl_sync(uint32_t lanes, T mine, int from, int width = 32, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    const uint32_t part = width - 1;
+    return emulate::exchange(&mine, sizeof mine, lanes, file, line).template of<T>((emulate::lane() & ~part) | (from & part));
 }
 template <class T>
 T __shfl_xor_sync(uint32_t lanes, T mine, int hop, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
