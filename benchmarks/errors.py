@@ -4,11 +4,14 @@
 
 Every op that has a kernel for the device, on what benchmarks/ops.py times on a CPU, or on the largest of the op's own cases; the
 peers of benchmarks/ops.py, as far as they are installed, on the same numbers of the same dtype. An error is the root of the mean
-square over that of the truth. A cell is our error over the least of the eager peers', and of all of them with torch.compile; of the
-result or gradient for which it is most; where both are below a quarter of a rounding of the result's dtype, 1.
+square over that of the truth; a loss is one number, of which chance alone would say who comes nearer, and is drawn several times.
+A cell is our error over the least of the eager peers', and of all of them with torch.compile; of the result or gradient for which
+it is most; where both are below a quarter of a rounding of the result's dtype, 1.
 """
 
 import argparse
+import math
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +28,7 @@ from modelcenter.ops import OPS, Op, _op
 from modelcenter.ops.relative_attention import spread
 
 HALVES = ("forward", "backward")
+DRAWS = {"cuda": 48, "cpu": 6}  # of what has one number as its result
 ALIKE = 1.02  # errors that are so near count as one: another order of a sum
 
 
@@ -93,33 +97,52 @@ def error(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).square().mean().sqrt() / size) if size else float(found.double().abs().max())
 
 
-def row(bench: Bench, dtype: torch.dtype, notes: list[str]) -> dict[str, Any] | None:
-    """The errors of one line by contender: forward, and backward of each gradient."""
+def drawn(
+    bench: Bench, functions: dict[str, Callable[..., Any]], said: Callable[[str, Exception], None]
+) -> tuple[dict[str, list[list[float]]], list[list[Tensor]]]:
+    """The errors by contender on arguments of one draw, values' and gradients'; and what is ours."""
     op, args = OPS[bench.op], bench.args()
-    if not taken(op, args):
-        return None
     ours = run(op, learning(args))
     exact = run(op.reference, learning(args, torch.float64), ours[0])
+    found = {"ours": ours}
+    for name, function in list(functions.items()):
+        try:
+            theirs = run(function, learning(args), ours[0])
+        except Exception as failed:
+            said(name, failed)
+            del functions[name]  # it would fail again
+            continue
+        if [t.shape for t in (*theirs[0], *theirs[1])] == [t.shape for t in (*ours[0], *ours[1])]:
+            found[name] = theirs
+    return {
+        name: [[error(a, t) for a, t in zip(half, truth, strict=True)] for half, truth in zip(both, exact, strict=True)]
+        for name, both in found.items()
+    }, list(ours)
+
+
+def row(bench: Bench, dtype: torch.dtype, notes: list[str]) -> dict[str, Any] | None:
+    """The errors of one line by contender: forward, and backward of each gradient."""
+    op = OPS[bench.op]
+    if not taken(op, bench.args()):
+        return None
+
+    def said(name: str, failed: Exception) -> None:
+        if not isinstance(failed, Absent):
+            notes.append(f"{bench.op} {bench.size} {dtype}: {name}: {type(failed).__name__}: {' '.join(str(failed).split())[:120]}")
+
     functions: dict[str, Callable[..., Any]] = {"reference": op.reference}
     if bench.reference is not None:
         functions["whole"] = bench.reference
     functions["compile"] = torch.compile(op.reference, dynamic=False)
     functions |= {name: peer for name, peer in bench.peers.items() if "p=0.1" not in bench.size}
-    found = {"ours": ours}
-    for name, function in functions.items():
-        try:
-            theirs = run(function, learning(args), ours[0])
-        except Absent:
-            continue
-        except Exception as failed:
-            notes.append(f"{bench.op} {bench.size} {dtype}: {name}: {type(failed).__name__}: {' '.join(str(failed).split())[:120]}")
-            continue
-        if [t.shape for t in (*theirs[0], *theirs[1])] == [t.shape for t in (*ours[0], *ours[1])]:
-            found[name] = theirs
+    first, ours = drawn(bench, functions, said)
+    single = all(out.dim() == 0 for out in ours[0])
+    draws = [first, *(drawn(bench, functions, said)[0] for _ in range(DRAWS[ours[0][0].device.type] - 1 if single else 0))]
     every = {
-        name: [[error(a, t) for a, t in zip(half, truth, strict=True)] for half, truth in zip(both, exact, strict=True)]
-        for name, both in found.items()
-    }
+        name: [[math.sqrt(statistics.fmean(e * e for e in each)) for each in zip(*halves, strict=True)]
+               for halves in zip(*(draw[name] for draw in draws), strict=True)]
+        for name in first if all(name in draw for draw in draws)
+    }  # fmt: skip
     eps = [[torch.finfo(t.dtype).eps / 4 for t in half] for half in ours]
     def worst(half: int, without: Sequence[str]) -> tuple[float, float, float, str]:
         """The ratio, our error, the least of the peers', and whose; of the result for which the ratio is most."""

@@ -208,9 +208,10 @@ __global__ __launch_bounds__(THREADS) void gated_backward(const T* grad, const T
         spread(g[u], given), spread(a[u], v), spread(b[u], w);
 #pragma unroll
         for (int j = 0; j < SPAN<T>; j++) {
-            float slope;
-            const float value = activate<KIND, fine<T>, true>(v[j], slope), product = value * w[j];
-            v[j] = given[j] * slope * w[j];
+            float slope, below;
+            const float x = v[j], value = activate<KIND, fine<T>, true>(x, slope, below), both = given[j] * w[j], product = value * w[j];
+            const float once = fmaf(-both, below, both);  // both * slope for x >= 0, which is so rounded twice and not three times
+            v[j] = fine<T> && KIND != RELU && x >= 0.0f && once - once == 0.0f ? once : given[j] * slope * w[j];
             w[j] = given[j] * value;
             given[j] = product;
         }

@@ -41,16 +41,17 @@ MC_MATH V ratio(V t) {
     return (sum * t + 0.319381530f) * t;
 }
 
-// The value at x and, where it is asked for, the slope.
+// The value at x and, where it is asked for, the slope, and `below`: that at -|x|, which with the slope at |x| makes 1.
 template <int KIND, bool FINE, bool SLOPE, class V>
-MC_MATH V activate(V x, V& slope) {
+MC_MATH V activate(V x, V& slope, V& below) {
     const V zero{}, positive = most(0.0f, x);
+    below = zero;
     if (KIND == RELU) {
         if (SLOPE) slope = x <= zero ? zero : zero + 1.0f;
         return positive;
     }
     const V a = least(100.0f, magnitude(x)), u = a * a;  // there all is decided, and no power of it overflows
-    V small, below = zero;  // below: the slope at -a, which with that at a makes 1
+    V small;
     if (KIND == GELU) {
         V bell = zero;  // phi(a)
         if (FINE && SLOPE) bell = halving(u * -0.7213475204444817f - 1.3257480647361593f);
@@ -67,6 +68,11 @@ MC_MATH V activate(V x, V& slope) {
     return positive - a * small;
 }
 
+template <int KIND, bool FINE, bool SLOPE, class V>
+MC_MATH V activate(V x, V& slope) {
+    V below;
+    return activate<KIND, FINE, SLOPE>(x, slope, below);
+}
 template <int KIND, bool FINE, class V>
 MC_MATH V activate(V x) {
     V none;

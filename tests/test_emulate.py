@@ -59,6 +59,8 @@ MUTANTS = (
     Mutant("shared-memory-too-small", "norm_backward.cu",
            "__shared__ float sums[16][33], rests", "__shared__ float sums[15][33], rests", "rms_norm", BOUNDS),
     Mutant("one-pack-of-two", "activation.cu", "next = from[shift ? 1 : 0]", "next = from[0]", "swiglu", WRONG),
+    Mutant("what-a-slope-lacks-added", "activation.cu", "fmaf(-both, below, both)", "fmaf(both, below, both)", "geglu",
+           WRONG),
     Mutant("a-pack-beyond-the-end", "activation.cu",
            "at >= N && at + 2 * N <= count", "at >= N && at + N <= count", "swiglu", BOUNDS),
     Mutant("second-gradient-not-brought", "norm_backward.cu", "if (adds || two) other.copy(", "if (adds) other.copy(",

@@ -50,7 +50,7 @@ def test_an_activation_errs_by_about_a_rounding(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", ["geglu", "geglu_tanh", "swiglu"])
 def test_so_does_a_gated_one(name: str, device: str) -> None:
     value, gate, up = errors(name, normal(device, (1024, 256), (1024, 256)))
-    assert max(value, gate, up) < 6e-8, (value, gate, up)
+    assert max(value, up) < 6e-8 and gate < 5.4e-8, (value, gate, up)  # the gate's 5.6e-8 on a GPU where its slope was rounded too
 
 
 @each_device
