@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import modelcenter as mc
-from modelcenter.checkpoint.state import flatten_optimizer, restore_optimizer
+from modelcenter.checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.ema import EMA

@@ -16,8 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import modelcenter as mc
 from modelcenter.checkpoint.load import put
+from modelcenter.checkpoint.optimizer import flatten_optimizer
 from modelcenter.checkpoint.shards import whole
-from modelcenter.checkpoint.state import flatten_optimizer, load_state
+from modelcenter.checkpoint.state import load_state
 from modelcenter.data.loader import Loader
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig

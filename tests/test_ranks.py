@@ -25,8 +25,9 @@ from zoo import cases
 import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.checkpoint import state
+from modelcenter.checkpoint.optimizer import flatten_optimizer
 from modelcenter.checkpoint.shards import whole
-from modelcenter.checkpoint.state import flatten_optimizer, load_state
+from modelcenter.checkpoint.state import load_state
 from modelcenter.data.collate import pack, pad
 from modelcenter.data.loader import Loader
 from modelcenter.optim.config import OptimizerConfig

@@ -13,8 +13,9 @@ from test_ranks import Rows, full, gpt, padded
 
 import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
+from modelcenter.checkpoint.optimizer import flatten_optimizer
 from modelcenter.checkpoint.shards import whole
-from modelcenter.checkpoint.state import flatten_optimizer, load_state
+from modelcenter.checkpoint.state import load_state
 from modelcenter.data.loader import Loader
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from modelcenter.checkpoint import atomic, state
+from modelcenter.checkpoint.lock import lock
+from modelcenter.checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from modelcenter.checkpoint.state import (
     SaveError,
     find_state,
-    flatten_optimizer,
     load_state,
-    lock,
-    restore_optimizer,
     save_state,
     steps,
     sweep,

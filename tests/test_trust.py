@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
 from modelcenter.__main__ import main
-from modelcenter.checkpoint.state import lock
+from modelcenter.checkpoint.lock import lock
 from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine

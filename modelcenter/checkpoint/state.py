@@ -1,6 +1,6 @@
 """Training state on disk: folders `step-N` that are whole or not there, and the newest valid one wins.
 
-    output_dir/.lock                          held by the live run
+    output_dir/.lock                          held by the live run (lock.py)
     output_dir/step-N/<group>.safetensors     "model", "optimizer", ...: flat tables of tensors
     output_dir/step-N/<group>-00001-of-00004.safetensors     of several ranks each writes a file with its parts of them
     output_dir/step-N/state.json              step, tokens, data position, RNGs, best metric, ...
@@ -20,9 +20,8 @@ import platform
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -36,8 +35,7 @@ from modelcenter.parallel.ranks import ALONE, OtherRankError, Ranks
 from modelcenter.parallel.watch import beat
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch import Tensor
 
     from modelcenter.checkpoint.shards import Piece, Spread
 
@@ -171,61 +169,6 @@ def load_state(path: str | os.PathLike[str],
                        Spread(parts[0].whole, parts[0].tensor.dtype, parts) for key, parts in table.items()}
                for group, table in found.items()}  # fmt: skip
     return tensors, read_json(path / STATE, MANIFEST_LIMIT)
-
-
-@contextmanager
-def lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold `output_dir` for this run, or refuse and name the run that holds it; one process a run takes it.
-
-    The kernel releases it however the process ends, and forked children do not inherit it. On entry the temporary
-    folders that dead processes left are removed.
-    """
-    folder = Path(output_dir)
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    _held.add(held)
-    try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(held, 100, 0).decode(errors="replace").strip() or "unknown"
-            refuse(folder, None, f"in use by a live run ({owner})", "stop it, wait for it or give another output_dir")
-        except OSError as error:  # some network file systems have none: then a name must do, as far as it can
-            owner = os.pread(held, 100, 0).decode(errors="replace").strip()
-            if _lives(owner):
-                refuse(folder, None, f"in use by a live run ({owner})", f"stop it or, if it is not one, remove {folder / '.lock'}")
-            last = f"; the last one did not end by itself: {owner}" if owner else ""
-            _say(f"{folder}: this file system has no locks ({error.strerror}); see to it that no second run writes here{last}")
-        with suppress(OSError):  # on a full disk the lock still holds, only nameless
-            os.ftruncate(held, 0)
-            os.pwrite(held, f"{_me()} since {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode(), 0)
-        sweep(folder)
-        yield
-        with suppress(OSError):
-            os.ftruncate(held, 0)
-    finally:
-        if held in _held:
-            _held.discard(held)
-            os.close(held)
-
-
-def _me(process: int | None = None) -> str:
-    return f"process {os.getpid() if process is None else process} on {platform.node()}"
-
-
-def _lives(owner: str) -> bool:
-    """Whether the process that a lock file names runs on this machine; of another machine nobody can tell."""
-    found = re.match(r"process ([1-9][0-9]{0,9}) on ", owner)
-    if found is None or not owner.startswith(_me(int(found[1])) + " since ") or int(found[1]) == os.getpid():
-        return False
-    try:
-        os.kill(int(found[1]), 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        pass
-    return True
 
 
 def step_of(path: Path) -> int:
@@ -473,125 +416,3 @@ def _say(line: str) -> None:
 
 
 _sound: dict[Path, tuple[Any, ...]] = {}
-_held: set[int] = set()
-
-
-def _let_go() -> None:
-    """In a forked child: close the parent's lock, else a loader's worker that outlives a killed run would hold it."""
-    for fd in _held:
-        os.close(fd)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-# ---- the optimizer by name ---------------------------------------------------------------------------------------
-
-
-def flatten_optimizer(optimizer: "Optimizer", model: "nn.Module") -> "tuple[dict[str, Tensor], dict[str, Any]]":
-    """The optimizer's state as tensors `<slot>/<parameter>` and JSON for the rest, by parameter name.
-
-    torch's own state_dict counts parameters, so that freezing one or splitting a group silently shifts every moment.
-    """
-    import torch
-
-    names = _names(optimizer, model)
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    for parameter, slots in optimizer.state.items():
-        for slot, value in slots.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{slot}/{names[parameter]}"] = value
-            else:
-                scalars.setdefault(names[parameter], {})[slot] = value
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        row: dict[str, Any] = {"params": [names[p] for p in group["params"]]}
-        for key, value in group.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"group {index}/{key}"] = value
-            elif key != "params":
-                row[key] = value
-        groups.append(row)
-    shapes = {names[p]: list(_shape(model, names[p], p)) for group in optimizer.param_groups for p in group["params"]}
-    return tensors, {"class": type(optimizer).__name__, "shapes": shapes, "groups": groups, "scalars": scalars}
-
-
-def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapping[str, Tensor | Spread]",
-                      content: Mapping[str, Any]) -> None:
-    """Put back, bit for bit, what `flatten_optimizer` gave; tensors are copied to their parameter's device.
-
-    Groups must hold the same parameters, in any order, and say the same but for the rate. Nothing changes unless all fits. Not
-    through `load_state_dict`: that casts the moments to the parameter's dtype, and fp32 moments of bf16 weights would be lost.
-    Errors: `InputError` naming the first parameter that differs.
-    """
-    import torch
-
-    from modelcenter.checkpoint.shards import spread_like, whole
-
-    same = "the same trainable parameters, split alike into groups, are wanted"
-    names = _names(optimizer, model)
-    if content.get("class") != type(optimizer).__name__:
-        refuse("optimizer state", "class", f"{content.get('class')!r}", f"this run uses {type(optimizer).__name__!r}")
-    saved = {frozenset(row["params"]): (index, row) for index, row in enumerate(content["groups"])}
-    matched = []
-    for group in optimizer.param_groups:
-        mine = frozenset(names[p] for p in group["params"])
-        if mine not in saved:
-            closest = max(saved, key=lambda other: len(other & mine), default=frozenset())
-            refuse("optimizer state", min(mine ^ closest, default=None), "in another group, or in one run only", same)
-        matched.append((group, *saved.pop(mine)))
-    for left in saved:
-        refuse("optimizer state", min(left, default=None), "saved, but not trained in this run", same)
-
-    for group, _, row in matched:
-        for key in sorted(row.keys() & group.keys() - {"params", "lr"}):  # the rate is the schedule's
-            was, now = (list(value) if isinstance(value, tuple) else value for value in (row[key], group[key]))
-            if was != now:
-                refuse("optimizer state", key, f"saved with {was!r}, this run has {now!r}", "the same, or a run that begins")
-    by_name = {name: parameter for parameter, name in names.items()}
-    for name, shape in content["shapes"].items():
-        if shape != (own := list(_shape(model, name, by_name[name]))):
-            refuse("optimizer state", name, f"saved with shape {shape}", f"this run has {own}")
-
-    state: dict[Tensor, dict[str, Any]] = {}
-    uncut = getattr(optimizer, "whole", ())  # what each rank has all of
-    on_device = {p for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
-    for key, value in tensors.items():
-        slot, _, name = key.partition("/")
-        if slot.startswith("group "):
-            continue
-        if name not in content["shapes"]:
-            refuse("optimizer state", name, "not among the saved parameters", same)
-        parameter = by_name[name]
-        home = torch.device("cpu") if slot == "step" and parameter not in on_device else parameter.device
-        cut = type(parameter.data) is not torch.Tensor and len(value.shape) == parameter.dim() and slot not in uncut
-        state.setdefault(parameter, {})[slot] = spread_like(parameter, value) if cut else whole(value).to(home, copy=True)
-    for name, slots in content["scalars"].items():
-        state.setdefault(by_name[name], {}).update(slots)
-
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, index, row in matched:
-        for key, value in row.items():
-            if key != "params":
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-        for key, value in tensors.items():
-            if key.startswith(f"group {index}/"):
-                group[key.partition("/")[2]] = whole(value).clone()
-
-
-def _shape(model: "nn.Module", name: str, parameter: "Tensor") -> tuple[int, ...]:
-    """Of a parameter without the rows that only pad it: such rows depend on the number of ranks."""
-    shapes: dict[str, tuple[int, ...]] = getattr(model, "shapes", {})
-    return shapes.get(name, tuple(parameter.shape))
-
-
-def _names(optimizer: "Optimizer", model: "nn.Module") -> "dict[Tensor, str]":
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise ValueError(f"the optimizer's parameter of shape {list(parameter.shape)} is not in the model")
-    return names

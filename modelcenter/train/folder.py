@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import atomic_write, sweep_files
-from ..checkpoint.state import MANIFEST, find_state, lock, step_of, steps
+from ..checkpoint.lock import lock
+from ..checkpoint.state import MANIFEST, find_state, step_of, steps
 from ..config import bind, dump_yaml, read_recipe, to_dict
 from ..data.objective import find_objective
 from ..errors import refuse, refuse_missing

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.load import put
+from ..checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from ..checkpoint.shards import Piece, Spread, pieces, whole
-from ..checkpoint.state import flatten_optimizer, load_state, restore_optimizer, save_state
+from ..checkpoint.state import load_state, save_state
 from ..config import bind
 from ..errors import refuse
 from ..layers.adapter import adapted
