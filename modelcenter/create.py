@@ -36,7 +36,7 @@ from .parallel.blocks import fit_blocks
 from .parallel.check import check
 from .parallel.device import check_device, device_of
 from .parallel.machine import Machine, load_machine
-from .registry import Model, Preset, check_task, families, presets, resize, skeleton
+from .registry import Model, Preset, check_task, families, hubs, presets, resize, skeleton
 from .theirs import LOAD, arguments
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -184,8 +184,7 @@ class Source:
 
 def find(name: str | PathLike[str], revision: str | None, local_files_only: bool, adapter: AdapterConfig | None) -> Source:
     """Resolve a name, and the name of its base where that is a folder with an adapter; `adapter` is what the caller asked for."""
-    known = {n: preset for n, (_, preset) in presets().items()}
-    resolve = partial(hub.resolve, local_files_only=local_files_only, presets={n: preset.hub for n, preset in known.items()})
+    resolve = partial(hub.resolve, local_files_only=local_files_only, presets=hubs())
     path, saved = resolve(name, revision=revision), None
     if adapter is not None and not isinstance(adapter, AdapterConfig):
         refuse(None, "adapter", repr(adapter), "mc.AdapterConfig(name='lora', ...)")
@@ -195,7 +194,7 @@ def find(name: str | PathLike[str], revision: str | None, local_files_only: bool
             refuse(path, "adapter", "the folder holds one", "merge it first (modelcenter merge), or load it as it is")
         name, revision = saved.base, saved.revision
         path = resolve(name, revision=revision)
-    return Source(name, path, revision, known.get(str(name)), saved)
+    return Source(name, path, revision, presets().get(str(name), (None, None))[1], saved)
 
 
 def described(cls: type[Model], folder: Folder, source: Source, task: str, config: Mapping[str, Any] | None,

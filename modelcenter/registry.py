@@ -343,6 +343,11 @@ def presets() -> dict[str, tuple[type[Model], Preset]]:
     return {name: (family, preset) for family in families().values() for name, preset in family.presets.items()}
 
 
+def hubs() -> dict[str, str | None]:
+    """Preset -> its hub id; None where nobody has published weights."""
+    return {name: preset.hub for name, (_, preset) in presets().items()}
+
+
 class Undrawn(TorchFunctionMode):
     """torch.nn's initial weights are not drawn: the skeleton has no storage, `fill` gives it values, and `normal_` on a meta tensor
     imports torch's compiler first, for seconds."""

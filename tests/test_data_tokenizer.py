@@ -74,6 +74,23 @@ def gpt2_folder(folder: Path) -> Path:
     return folder
 
 
+def test_a_preset_s_name_is_known_as_it_is_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever asks: only a process that writes token files, which has a hub id by then, asks for no presets."""
+    folder, asked = gpt2_folder(tmp_path), []
+
+    def fetch(name: str, files: Any, presets: dict[str, str | None]) -> Path:
+        asked.append(presets.get(name, name))
+        return folder
+
+    monkeypatch.setattr("modelcenter.data.tokenizer.fetch", fetch)
+    monkeypatch.chdir(tmp_path)
+    for spec in ("gpt2-13b", "somebody/words"):
+        load_tokenizer(spec)
+        open_tokenizer(spec, [])
+    load_tokenizer("gpt2-13b", {})
+    assert asked == ["cerebras/Cerebras-GPT-13B"] * 2 + ["somebody/words"] * 2 + ["gpt2-13b"]
+
+
 @pytest.mark.parametrize("config", [
     {}, {"do_lower_case": False}, {"tokenizer_class": "BertTokenizer", "strip_accents": False},
     {"tokenize_chinese_chars": False, "mask_token": "fox"}])

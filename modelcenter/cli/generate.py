@@ -74,10 +74,10 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
     from ..data.chat import Template
     from ..data.tokenizer import load_tokenizer
     from ..generate.run import beside
-    from ..registry import presets
+    from ..registry import hubs
     from ..train.write import Spoken, write
 
-    folder = resolve(asked.model, presets={name: preset.hub for name, (_, preset) in presets().items()})
+    folder = resolve(asked.model, presets=hubs())
     tokenizer, model = load_tokenizer(folder), load(folder, dtype=asked.dtype, device=asked.device)
     options = {key: getattr(asked, key) for key in given if key in {f.name for f in fields(Options)}}
     chats = any(talk is not None for talk in talks)

@@ -18,10 +18,9 @@ def tokenize(args: Arguments) -> Answer:
 
     asked = settings(Tokenization, args, ["path", "out"])
     if not os.path.isdir(os.path.expanduser(asked.tokenizer)):
-        from ..registry import presets
+        from ..registry import hubs
 
-        preset = presets().get(asked.tokenizer)
-        asked = replace(asked, tokenizer=(preset[1].hub if preset else None) or asked.tokenizer)
+        asked = replace(asked, tokenizer=hubs().get(asked.tokenizer) or asked.tokenizer)
     said = write(asked)
     done = "" if said["made"] else ", which are there already"
     return Answer(f"{asked.out}.bin: {said['tokens']:,} tokens of {said['documents']:,} documents{done}", said)

@@ -70,7 +70,7 @@ class Journal:
 def tokenize(asked: Tokenization) -> dict[str, Any]:
     """Write OUT.bin, OUT.idx and OUT.json; what OUT.json says. `tokenizer` is a folder or a hub id by now."""
     out = Path(asked.out.removesuffix(".bin")).expanduser()
-    records, tokenizer = read_records(asked.path, asked.format, "path"), load_tokenizer(asked.tokenizer)
+    records, tokenizer = read_records(asked.path, asked.format, "path"), load_tokenizer(asked.tokenizer, {})
     if not len(records):
         refuse(asked.path, "path", "no record", "text is wanted")
     dtype, name = dtype_of(tokenizer.vocab_size), tokenizer.name
@@ -286,7 +286,7 @@ def start(tokenizer: str, objective: str, text_key: str, dtype: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=follow, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    read = Reader(load_tokenizer(tokenizer), None)
+    read = Reader(load_tokenizer(tokenizer, {}), None)  # to ask for the presets is to import torch, in every process
     WORK.update(read=read, frame=find_objective(objective).frame(read), key=text_key, dtype=dtype)
 
 

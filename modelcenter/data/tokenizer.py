@@ -351,8 +351,8 @@ class ForeignTokenizer(Tokenizer):
 
 
 def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `roberta:8000`, `span:8000`, `fim:8000`, made of `texts`; a folder or a
-    hub id."""
+    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `roberta:8000`, `span:8000`, `fim:8000`, made of `texts`; a folder,
+    a preset or a hub id."""
     kind, _, size = spec.partition(":")
     if spec == "char":
         return CharTokenizer.train(texts)
@@ -391,9 +391,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") ->
     return Tokenizer(raw, special, f"{kind}:{vocab_size}")
 
 
-def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | None] = MappingProxyType({})) -> Tokenizer:
-    """Load the tokenizer of a folder or of a hub id, of which only the tokenizer's files are downloaded. `presets`: names that
-    stand for hub ids. Errors: `InputError`."""
+def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | None] | None = None) -> Tokenizer:
+    """Load the tokenizer of a folder, a preset or a hub id, of which only the tokenizer's files are downloaded. `presets`: names
+    that stand for hub ids; absent, those of the families. Errors: `InputError`."""
     folder = Path(name).expanduser()  # which wins over a preset of its name, as for the weights
     if not folder.is_dir():
         folder = _fetch(str(name), presets)
@@ -496,12 +496,16 @@ def _from_transformers(folder: Path) -> Tokenizer:
     return Tokenizer(found.backend_tokenizer, special, str(folder))
 
 
-def _fetch(name: str, presets: Mapping[str, str | None]) -> Path:
+def _fetch(name: str, presets: Mapping[str, str | None] | None) -> Path:
     """The folder of a hub id's tokenizer files."""
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         if presets:  # it is the model's
             refuse_missing(name, "model", "no such folder", "an existing folder, a preset or a hub id is wanted")
         refuse_missing(name, "tokenizer", "no such folder", "a folder, a hub id, char or bpe:8000 is wanted")
+    if presets is None:
+        from ..registry import hubs  # every family, and torch
+
+        presets = hubs()
     return fetch(name, FILES, presets)
 
 

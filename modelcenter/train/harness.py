@@ -22,7 +22,7 @@ from ..create import load
 from ..data.table import first_line
 from ..data.tokenizer import load_tokenizer
 from ..errors import nearest, refuse
-from ..registry import presets
+from ..registry import hubs
 from .write import Spelled
 
 POSITIONS = 2048  # tokens at most of a model whose positions have no end, as lm-eval has it
@@ -38,7 +38,7 @@ class Harness(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def __init__(self, pretrained: str, batch_size: int | str = 8, device: str | None = None, dtype: str = "auto") -> None:
         super().__init__()
-        folder = resolve(pretrained, presets={name: preset.hub for name, (_, preset) in presets().items()})
+        folder = resolve(pretrained, presets=hubs())
         self.name, self.words, self.model = pretrained, load_tokenizer(folder), load(folder, dtype=dtype, device=device).eval()
         self.backend = "seq2seq" if self.model.encoder_decoder else "causal"
         self.rows, self._device = int(batch_size), next(self.model.parameters()).device

@@ -37,7 +37,7 @@ from ..layers.head import last_token
 from ..metrics.table import of_texts
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
-from ..registry import Model, presets
+from ..registry import Model, hubs, presets
 from .evaluate import Evaluation, stream_bytes
 from .launch import follow
 from .opening import opening
@@ -94,7 +94,7 @@ def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:
     """The recipe's own, or else the model's."""
     if recipe.tokenizer is not None:
         return open_tokenizer(recipe.tokenizer, texts_of(recipe.objective, records, recipe.data))
-    return load_tokenizer(recipe.model, {name: preset.hub for name, (_, preset) in presets().items()})
+    return load_tokenizer(recipe.model, hubs())
 
 
 def find_labels(recipe: Recipe, records: Part, judged: bool) -> Labels:
@@ -161,7 +161,7 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
 
 def absent(model: str) -> bool:
     """Whether it is a preset that would have to be fetched: of one the shapes are known."""
-    known = {name: preset.hub for name, (_, preset) in presets().items()}
+    known = hubs()
     if model not in known or Path(model).expanduser().is_dir():
         return False
     try:

@@ -46,7 +46,7 @@ class Recipe:
     objective: Name = field(default="lm", metadata=_is("what the model learns to do"))
     task: Task = field(default="auto", metadata=_is("the model's head; auto: the objective's"))
     tokenizer: str | None = field(
-        default=None, metadata=_is("a folder, a hub id, char, or bpe, roberta, span or fim:SIZE; absent: the model's", min=1)
+        default=None, metadata=_is("a folder, preset, hub id, char, or bpe, roberta, span or fim:SIZE; absent: the model's", min=1)
     )
     data: DataConfig = field(default_factory=DataConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
