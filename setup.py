@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,15 @@ class BuildExtension(build_ext):
                 note(f"the CPU's kernels alone, for CUDA's were not built: {error}")
                 self.build(target, None)
         except (OSError, ValueError, ImportError, subprocess.SubprocessError) as error:
+            gone(target)
             note(f"no compiled kernels, the references will do the work: {error}")
+
+    def copy_extensions_to_source(self) -> None:
+        for ext in self.extensions:
+            name = self.get_ext_filename(ext.name)
+            if not Path(self.build_lib, name).exists():
+                gone(ROOT / name)
+        super().copy_extensions_to_source()
 
     def build(self, target: Path, nvcc: str | None) -> None:
         import pybind11
@@ -218,6 +227,12 @@ class Wheel(bdist_wheel):
         for file in Path(self.bdist_dir).rglob("*") if "SOURCE_DATE_EPOCH" in os.environ else ():
             if file.is_file():
                 file.chmod(0o755 if file.suffix == ".so" else 0o644)
+
+
+def gone(target: Path) -> None:
+    """What an earlier build, perhaps of other sources, has left would be taken for that of one that has failed."""
+    with suppress(OSError):
+        target.unlink(missing_ok=True)
 
 
 def compile_one(source: Path, command: list[str], made: Path) -> None:

@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,15 @@ def test_an_object_is_made_once(setup: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/g++", "false"])
 def test_without_a_compiler(compiler: str, tmp_path: Path) -> None:
-    """None, or one that does not work: an installation with the references, which says so once."""
+    """None, or one that does not work: an installation with the references, which says so once, and not with what an earlier build
+    has left, which may have been one of other sources."""
     folder = copy(tmp_path / "a")
-    done = build(folder, CXX=compiler)
+    for left in (folder / "modelcenter", folder / "lib" / "modelcenter"):
+        left.mkdir(parents=True, exist_ok=True)
+        (left / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
+    done = build(folder, "build_ext", "--inplace", "--build-lib", "lib", CXX=compiler)
     assert done.returncode == 0, done.stderr
-    assert "the references will do the work" in done.stderr and not list((folder / "modelcenter").glob("_C*"))
+    assert "the references will do the work" in done.stderr and not list(folder.rglob("_C.*"))
     if compiler == "false":  # what is there is the same
         found = smoke(folder)
         assert str(found["extension"]).startswith("not built") and found["advice"]
