@@ -298,6 +298,34 @@ struct Diagonals {
     }
 };
 
+// The same of a warpgroup's 64 x 64: it has as many diagonals as threads but one, and the next tile half of them again. Each belongs to one
+// thread, whose sum of it stays in a register for two tiles, and goes to the vector once.
+template <class L>
+struct Running {
+    float* const vector;
+    const int32_t first;  // distance
+    float before = 0.0f, sum = 0.0f;
+
+    // Of the tile that begins `along` further on; the first one `begins`, the last one `ends`.
+    __device__ __forceinline__ void add(const Problem& p, const float* folds, int32_t along, bool begins, bool ends) {
+        const int own = (static_cast<int>(threadIdx.x) - along) & 127, of_warp = own & ~31;
+        const int32_t distance = first + along + own;
+        const bool there = static_cast<uint32_t>(distance) < static_cast<uint32_t>(p.distances);
+        if (own >= 64 || begins) sum = 0.0f, before = there ? vector[distance] : 0.0f;
+        float sums[4] = {};
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            if (w < 2 ? of_warp == 0 : of_warp == 96) continue;  // none of this warp's is one of that one's
+            const auto at = static_cast<uint32_t>(own - 16 * (3 - w));
+            const float* const fold = folds + w * 8 * L::FOLD + (at < 79 ? at : 79);  // there are zeros
+#pragma unroll
+            for (int r = 0; r < 8; r++) sums[w] += fold[r * L::FOLD - r];
+        }
+        sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        if ((own < 64 || ends) && there) vector[distance] = before + sum;
+    }
+};
+
 // D of the warp's 16 M rows from `first` on, to each lane those of its own rows; also for `of_keys`, to `to`. Some lanes a row.
 template <class S, int M, class T>
 __device__ __forceinline__ void inner_of(float (&inner)[2 * M], float* to, const T* out, const T* grad, const Sequence& of, int32_t first) {
@@ -348,6 +376,12 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                 commit();
             };
 
+            Running<L> running{vector, static_cast<int32_t>(p.longest_k - of.t + of.s - L::ROWS) - i0};
+            const auto diagonals = [&](int32_t step, bool ends) {
+                const float* const found = folds + step % L::FOLDS * L::FOLDED;
+                if constexpr (S::GROUP) running.add(p, found, step * L::ACROSS, step == 0, ends);
+                else Diagonals<L>(vector, p, of, i0, step * L::ACROSS).add(found);
+            };
             const int32_t mixed = of.mixed_keys(p, i0);
             float dq[M][S::TILES][4] = {}, lse[2 * M], inner[2 * M];
 #pragma unroll
@@ -368,7 +402,7 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                 S::template rows_by_rows<T>(x, qs, ks + at);
                 S::template rows_by_rows<T>(y, grads, vs + at);
                 if (step + 1 < steps) load(step + 1);
-                if (vector && step) Diagonals<L>(vector, p, of, i0, j0 - L::ACROSS).add(folds + (step - 1) % L::FOLDS * L::FOLDED);
+                if (vector && step) diagonals(step - 1, false);
                 const bool some = padded<L::ACROSS>(p, of, j0);
                 S::finish(x, y);
                 score<false, L::ROWS>(x, p, of, i0, j0, j0 < mixed, p.bias ? strips + step % 2 * L::STRIP : nullptr,
@@ -388,8 +422,7 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
             }
             wait(0);
             __syncthreads();  // as in the forward
-            if (vector && steps)
-                Diagonals<L>(vector, p, of, i0, (steps - 1) * L::ACROSS).add(folds + (steps - 1) % L::FOLDS * L::FOLDED);
+            if (vector && steps) diagonals(steps - 1, true);
             const float scale = p.scale / LOG2E;
             const Sequence there = of.beside(to.beside);
             put_rows<S, M>(there.queries(static_cast<T*>(to.dq)), qs, dq, there, i0, of.s, [&](int) { return scale; });
