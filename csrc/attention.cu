@@ -166,9 +166,10 @@ constexpr int32_t LONGEST = 4096;  // keys, for which a bias fits in shared memo
 template <class T, bool BIASED>
 struct Pairs {
     static constexpr int GROUPS = 2, THREADS = 128 * GROUPS, BLOCKS = 2, ROWS = 64 * GROUPS, STAGES = 4, AHEAD = STAGES - 2;
+    static constexpr int32_t STRIP = LONGEST / 2 + ROWS;  // numbers of one of two short strips, in whose place is a long one
     using Keys = Ring<T, STAGES, THREADS / 32>;
     static constexpr size_t BYTES = 1024 - 16 + sizeof(T) * Keys::TILE * GROUPS + Keys::BYTES + 2 * sizeof(Barrier) +
-                                    sizeof(float) * (BIASED ? LONGEST + ROWS : 0);
+                                    sizeof(float) * (BIASED ? 2 * STRIP : 0);
 };
 
 // Scores to powers, rounded, that are relative to `top`: not a number before the first one. It is raised, or found, only where a lane's
@@ -219,100 +220,147 @@ struct Powers : Totals<1> {
     }
 };
 
+// 64 rows of a warpgroup, times a number each, from registers: four lanes have of a row's 32 channels 16 bytes each when they have turned
+// what they hold.
+template <class T>
+__device__ __forceinline__ void put_turned(T* to, const float (&sums)[1][8][4], const float (&part)[2], const Sequence& of, int32_t first) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int32_t i = first + 8 * r + g();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t a[4], b[2];
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                a[n] = pack2<T>(sums[0][4 * half + n][2 * r] * part[r], sums[0][4 * half + n][2 * r + 1] * part[r]);
+            const bool odd = c() % 2, late = c() / 2;
+            const uint32_t x = __shfl_xor_sync(0xFFFFFFFFu, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(0xFFFFFFFFu, odd ? a[2] : a[3], 1);
+            a[0] = odd ? x : a[0], a[1] = odd ? a[1] : x, a[2] = odd ? y : a[2], a[3] = odd ? a[3] : y;
+            b[0] = __shfl_xor_sync(0xFFFFFFFFu, late ? a[0] : a[2], 2), b[1] = __shfl_xor_sync(0xFFFFFFFFu, late ? a[1] : a[3], 2);
+            const int channel = 32 * half + 8 * c();
+            if (i < of.s && channel < of.dim)
+                *reinterpret_cast<uint4*>(to + i * of.step + channel) =
+                    late ? make_uint4(b[0], b[1], a[2], a[3]) : make_uint4(a[0], a[1], b[0], b[1]);
+        }
+    }
+}
+
 template <class T, bool BIASED>
-__device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem& p, T* out, float* lse, uint32_t block, uint32_t tiles_of_one) {
+__device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem& p, T* out, float* lse, uint32_t items, uint32_t tiles_of_one) {
     using L = Pairs<T, BIASED>;
     using S = Groups<64>;
     extern __shared__ uint4 memory[];
     T* const q = reinterpret_cast<T*>(aligned<S::ALIGN>(memory));
     typename L::Keys keys(q + S::elements(L::ROWS));
-    Barrier* const own = keys.empty + L::STAGES;
-    auto* const strip = reinterpret_cast<float*>(own + 2);
+    Barrier *const own = keys.empty + L::STAGES, *const taken = own + 1;
+    auto* const strips = reinterpret_cast<float*>(own + 2);
     const bool leads = threadIdx.x == 0;
-    if (leads) keys.begin_all(), begin(own, 1), begun();
+    if (leads) keys.begin_all(), begin(own, 1), begin(taken, L::THREADS / 32), begun();
     __syncthreads();
 
-    const Sequence of(p, block / tiles_of_one);
     const int group = static_cast<int>(threadIdx.x / 128);
     uint32_t turn = 0;
-    for (int64_t tile = tiles_of_one - 1 - block % tiles_of_one; tile * L::ROWS < of.s; tile += tiles_of_one, turn++) {
-        const auto i0 = static_cast<int32_t>(tile * L::ROWS), last = i0 + L::ROWS < of.s ? i0 + L::ROWS : of.s;
-        const int32_t first = i0 + 64 * group, own_last = first + 64 < of.s ? first + 64 : of.s;
-        int32_t end = of.limit(last - 1);
-        if (BIASED && end > LONGEST) end = LONGEST;  // lengths that are not as was said
-        const int32_t steps = end > 0 ? (end + 63) / 64 : 1;  // one at least, whatever is there
-        const auto ask = [&](int32_t step) {
-            if (leads && step < steps) keys.ask(maps.k, maps.v, of.head, static_cast<int32_t>(of.k0) + 64 * step);
-            __syncwarp();
-        };
-        if (leads) {
-            expect(own, sizeof(T) * S::elements(L::ROWS));
-            for (int i = 0; i < L::GROUPS; i++) copy_tile(q + S::elements(64 * i), maps.q, own, of.head, static_cast<int32_t>(of.q0) + i0 + 64 * i);
-        }
-        for (int32_t step = 0; step < L::AHEAD; step++) ask(step);
-        if (BIASED) {
-            lay_out<L::THREADS>(strip, p, of, i0, L::ROWS, 0, 64 * steps);
-            __syncthreads();
-        }
-        wait_until(own, turn % 2);
-        typename S::Rows left;
-        S::template take<T>(left, q + S::elements(64 * group));
-
-        float sums[1][S::TILES][4] = {}, x[1][8][4];
-        Powers<T> rows;
-        const auto next = [&](int32_t step) {  // its scores are asked for
-            T* const k = keys.next();
-            if (64 * step + 64 > of.t) clear<S>(k + S::elements(64), of.t - 64 * step, group);
-            S::template rows_by_rows<T>(x, left, k);
-        };
-        const int32_t seen = first < of.s ? of.limit(own_last - 1) : 0;  // keys that one of the group's queries sees are before this one
-        S::hold(sums);
-        next(0);
-        S::finish(x);
-        ask(L::AHEAD);
-        for (int32_t step = 0;;) {
-            const int32_t j0 = 64 * step;
-            typename S::Left weights;
-            if (j0 < seen) {
-                float times = p.scale;
-                if (BIASED) {
-                    const float* const at = strip + j0 + L::ROWS - 1 - (warp() * 16 + g() - 2 * c());
-                    each<1, 8>([&](int m, int n, int e) { x[m][n][e] = fmaf(x[m][n][e], p.scale, at[8 * n + e % 2 - e / 2 * 8]); });
-                    times = 1.0f;
-                }
-                if (j0 + 64 > of.limit(first)) {
-                    if (!BIASED) each<1, 8>([&](int m, int n, int e) { x[m][n][e] *= p.scale; });
-                    hide<false>(x, p, of, i0 + warp() * 16, j0);
-                    times = 1.0f;
-                }
-                rows.add(weights, x, times, sums);
-            } else {
-#pragma unroll
-                for (int k = 0; k < 16; k++) weights[k / 4][k % 4] = 0;
+    bool asked = false;  // for what a tile begins with, while the one before it was done
+    for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
+        const Sequence of(p, item / tiles_of_one);
+        for (int64_t tile = tiles_of_one - 1 - item % tiles_of_one; tile * L::ROWS < of.s; tile += tiles_of_one, turn++) {
+            const auto i0 = static_cast<int32_t>(tile * L::ROWS), last = i0 + L::ROWS < of.s ? i0 + L::ROWS : of.s;
+            const int32_t first = i0 + 64 * group, own_last = first + 64 < of.s ? first + 64 : of.s;
+            int32_t end = of.limit(last - 1);
+            if (BIASED && end > LONGEST) end = LONGEST;  // lengths that are not as was said
+            const int32_t steps = end > 0 ? (end + 63) / 64 : 1;  // one at least, whatever is there
+            const auto ask = [&](int32_t step) {
+                if (leads && step < steps) keys.ask(maps.k, maps.v, of.head, static_cast<int32_t>(of.k0) + 64 * step);
+                __syncwarp();
+            };
+            // What a tile begins with, `rows` of queries from i on.
+            const auto ask_first = [&](const Sequence& of, int32_t i) {
+                if (turn) wait_until(taken, (turn - 1) % 2);
+                expect(own, sizeof(T) * S::elements(L::ROWS));
+                for (int k = 0; k < L::GROUPS; k++) copy_tile(q + S::elements(64 * k), maps.q, own, of.head, static_cast<int32_t>(of.q0) + i + 64 * k);
+                for (int32_t step = 0; step < L::AHEAD && step < steps; step++)
+                    keys.ask(maps.k, maps.v, of.head, static_cast<int32_t>(of.k0) + 64 * step);
+            };
+            float* const strip = strips + (asked && turn % 2 ? L::STRIP : 0);
+            if (!asked) {
+                if (leads) ask_first(of, i0);
+                __syncwarp();
+                if (BIASED) lay_out<L::THREADS>(strip, p, of, i0, L::ROWS, 0, 64 * steps);
             }
-            S::template left_by_rows<T>(sums, weights, keys.last() + S::elements(64));
-            if (++step == steps) break;
-            next(step);
-            S::finish(sums, x);
-            keys.leave();
-            ask(step + L::AHEAD);
-        }
-        S::finish(sums);
-        keys.leave();
+            if (BIASED) __syncthreads();
+            wait_until(own, turn % 2);
+            typename S::Rows left;
+            S::template take<T>(left, q + S::elements(64 * group));
+            __syncwarp();
+            if (lane() == 0) arrive(taken);
 
-        float part[2];
-        rows.finish(part, p.kept, lse + of.row, i0 + warp() * 16, of.s);
-        put_rows<S, 1>(of.queries(out), q, sums, of, i0, of.s, [&](int r) { return part[r]; });
-        S::arrived();
-        __syncthreads();  // the next queries, and the next bias, may come
+            float sums[1][S::TILES][4] = {}, x[1][8][4];
+            Powers<T> rows;
+            const auto next = [&](int32_t step) {  // its scores are asked for
+                T* const k = keys.next();
+                if (64 * step + 64 > of.t) clear<S>(k + S::elements(64), of.t - 64 * step, group);
+                S::template rows_by_rows<T>(x, left, k);
+            };
+            const int32_t seen = first < of.s ? of.limit(own_last - 1) : 0;  // keys that one of the group's queries sees are before this one
+            S::hold(sums);
+            next(0);
+            S::finish(x);
+            ask(L::AHEAD);
+            for (int32_t step = 0;;) {
+                const int32_t j0 = 64 * step;
+                typename S::Left weights;
+                if (j0 < seen) {
+                    float times = p.scale;
+                    if (BIASED) {
+                        const float* const at = strip + j0 + L::ROWS - 1 - (warp() * 16 + g() - 2 * c());
+                        each<1, 8>([&](int m, int n, int e) { x[m][n][e] = fmaf(x[m][n][e], p.scale, at[8 * n + e % 2 - e / 2 * 8]); });
+                        times = 1.0f;
+                    }
+                    if (j0 + 64 > of.limit(first)) {
+                        if (!BIASED) each<1, 8>([&](int m, int n, int e) { x[m][n][e] *= p.scale; });
+                        hide<false>(x, p, of, i0 + warp() * 16, j0);
+                        times = 1.0f;
+                    }
+                    rows.add(weights, x, times, sums);
+                } else {
+#pragma unroll
+                    for (int k = 0; k < 16; k++) weights[k / 4][k % 4] = 0;
+                }
+                S::template left_by_rows<T>(sums, weights, keys.last() + S::elements(64));
+                if (++step == steps) break;
+                next(step);
+                S::finish(sums, x);
+                keys.leave();
+                ask(step + L::AHEAD);
+            }
+            // The next tile's, if it is known to be like this one, before this one's result.
+            const uint32_t after = item + gridDim.x;
+            asked = after < items && !p.causal && !p.ends_q && (!BIASED || 64 * steps + L::ROWS <= L::STRIP);
+            if (asked) {
+                const Sequence next(p, after / tiles_of_one);
+                const auto i = static_cast<int32_t>(tiles_of_one - 1 - after % tiles_of_one) * L::ROWS;
+                turn++;
+                if (leads) ask_first(next, i);
+                __syncwarp();
+                if (BIASED) lay_out<L::THREADS>(strips + (turn % 2 ? L::STRIP : 0), p, next, i, L::ROWS, 0, 64 * steps);
+                turn--;
+            }
+            S::finish(sums);
+            keys.leave();
+
+            float part[2];
+            rows.finish(part, p.kept, lse + of.row, i0 + warp() * 16, of.s);
+            put_turned<T>(of.queries(out), sums, part, of, i0 + warp() * 16);
+            if (BIASED && !asked) __syncthreads();  // the next bias may come
+        }
     }
 }
 
 template <class T, bool BIASED>
 __global__ __launch_bounds__(Pairs<T, BIASED>::THREADS, Pairs<T, BIASED>::BLOCKS) void forward_in_pairs(
-    const __grid_constant__ Maps maps, const Problem p, T* out, float* lse, uint32_t tiles_of_one) {
+    const __grid_constant__ Maps maps, const Problem p, T* out, float* lse, uint32_t items, uint32_t tiles_of_one) {
 #if defined(MC_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    attend_in_pairs<T, BIASED>(maps, p, out, lse, blockIdx.x, tiles_of_one);
+    attend_in_pairs<T, BIASED>(maps, p, out, lse, items, tiles_of_one);
 #endif
 }
 
@@ -322,7 +370,9 @@ inline bool in_pairs(Call& call, int chip, const Problem& p, Dtype dtype, void* 
     Maps maps;
     if (blocks < multiprocessors() || (p.bias && p.longest_k > LONGEST) || !described(maps, chip, p)) return false;
     MC_FOR_HALF(dtype, T, MC_FOR_BOOL(p.bias != nullptr, BIASED, {
-        launch<Pairs<T, BIASED>>(call, forward_in_pairs<T, BIASED>, blocks, maps, p, static_cast<T*>(out), lse, each);
+        const int64_t at_once = int64_t{multiprocessors()} * Pairs<T, BIASED>::BLOCKS;
+        const bool alike = !p.causal && !p.ends_q && blocks > at_once && blocks <= INT32_MAX;  // else who has done its first takes what is left
+        launch<Pairs<T, BIASED>>(call, forward_in_pairs<T, BIASED>, alike ? at_once : blocks, maps, p, static_cast<T*>(out), lse, blocks, each);
     }))
     return true;
 }
