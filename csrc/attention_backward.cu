@@ -721,13 +721,13 @@ __global__ __launch_bounds__(Whole<T>::THREADS, 1) void of_heads(const __grid_co
     find_numbers<T>(m.numbers, to, Item().of(p), warp(), L::THREADS / 32);
     __syncthreads();
     if (warp() < 8) {
-        more_registers<200>();
+        more_registers<208>();
         keys_of_heads<T>(p, to, m);
     } else if (warp() < 12) {
         fewer_registers<64>();
         queries_of_heads<T>(p, to, m);
     } else {
-        fewer_registers<48>();
+        fewer_registers<32>();
         if (threadIdx.x == 384) tiles_of_heads<T>(maps, p, m);
         if (warp() > 12) numbers_of_heads<T>(p, to, m);
     }
