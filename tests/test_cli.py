@@ -80,6 +80,8 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "finetune", *DATA, "learning_rate=1", "optimizer.lr=1"), "command line: learning_rate: given, and so "),
     (("train", "finetune", *DATA, "--machine", "cpuu"), "cpuu: no such machine profile; did you mean 'cpu'?"),
     (("train", "finetune", *DATA, "machine.fsdp=0"), "command line: machine.fsdp: 0; an integer at least 1"),
+    (("train", "finetune", *DATA, "machine.timeout=1e7"), "command line: machine.timeout: 10000000.0; a number at least 1 and "),
+    (("train", "finetune", *DATA, "batch_tokens=600000000"), "command line: batch_tokens: 600000000; at most 1048576 sequences "),
     (("train", "finetune", *DATA, "machine.thread=2"), "command line: machine.thread: unknown key; "),
     (("train", "bad.yaml"), "bad.yaml: line 2: the anchor &x; "),
     (("train", "twice.yaml"), "twice.yaml: model: given on line 1 and on line 2; "),

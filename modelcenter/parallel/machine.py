@@ -66,7 +66,7 @@ class Machine:
         default=False, metadata={"help": "write training states in the background, from a copy in the host's memory"}
     )
     timeout: float = field(
-        default=600, metadata={"min": 1, "help": "seconds without progress after which ranks end and print their stacks, three "
+        default=600, metadata={"min": 1, "max": 1e6, "help": "seconds without progress after which ranks end and print their stacks, three "
                                "times as long before the first step; also how long ranks wait for each other at the start"}
     )  # fmt: skip
     check_steps: int | None = field(

@@ -145,6 +145,8 @@ class Recipe:
             refuse(None, "output_dir", f"{self.output_dir}, the root of all files", "a folder for this run alone")
         if self.batch > MOST:
             refuse(None, "batch", str(self.batch), f"at most {MOST} sequences")
+        if self.batch_tokens is not None and self.batch_tokens > MOST * self.data.seq_len:
+            refuse(None, "batch_tokens", str(self.batch_tokens), f"at most {MOST} sequences of data.seq_len tokens")
         if self.batch_tokens is None and self.micro_batch is not None and self.batch % self.micro_batch:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
         if self.adapter.name != "none" and self.freeze:
