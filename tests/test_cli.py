@@ -226,6 +226,34 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
+SMALL = """
+import resource, sys
+from modelcenter.__main__ import main
+from modelcenter.cli.arguments import new_file
+from modelcenter.errors import InputError
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+assert main(["copy", "finetune"]) == 2
+assert main(["launch", "finetune", "--slurm", "data.path=a.txt"]) == 2
+try:
+    with new_file("texts.jsonl") as out:
+        for n in range(10, 50):
+            print(f"line {n}", file=out)
+except InputError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+def test_a_small_disk_takes_whole_lines_and_no_half_a_file(tmp_path: Path) -> None:
+    """Every file may have 100 bytes: what there is of a list is kept, a recipe or a job is there as a whole or not at all."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", SMALL], cwd=tmp_path, env=env, check=True, capture_output=True, text=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]
+    assert (tmp_path / "texts.jsonl").read_text().splitlines() == [f"line {n}" for n in range(10, 22)]
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3 and all("File too large; " in line for line in lines)
+    assert lines[2] == "texts.jsonl: File too large; a place with room; it holds what came before"
+
+
 CLOSED = """
 import os, sys
 from modelcenter.__main__ import main

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from modelcenter.errors import InputError
+from modelcenter.train.metrics import Metrics
 from modelcenter.train.report import SERVICES, About, Reports, check_installed
 
 ROWS = [{"step": 2, "loss": 3.5, "grad_norm": math.nan, "lr": 1e-3, "skipped": 0}, {"step": 4, "loss": None, "lr": 5e-4},
@@ -134,8 +135,26 @@ def test_tensorboard_forgets_what_comes_after_the_state(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     said: list[str] = []
+    report("tensorboard", tmp_path, said, [{"step": step, "loss": -1.0} for step in (2, 4)])  # killed before it had a state
     report("tensorboard", tmp_path, said, [{"step": step, "loss": float(step)} for step in (2, 4, 6)])
     report("tensorboard", tmp_path, said, [{"step": step, "loss": 10.0 * step} for step in (4, 6)], step=2)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(2, 2.0), (4, 40.0), (6, 60.0)] and not said
+
+
+def test_tensorboard_forgets_what_a_run_goes_back_from(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    said: list[str] = []
+    metrics = Metrics(tmp_path, {}, 0, Reports(["tensorboard"], About(tmp_path, "abcd1234", 0, {}), said.append), said.append)
+    for step in (2, 4, 6):
+        metrics.write({"step": step, "loss": float(step)})
+    metrics.rewind(3)
+    for step in (4, 6):
+        metrics.write({"step": step, "loss": 10.0 * step})
+    metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(2, 2.0), (4, 40.0), (6, 60.0)] and not said

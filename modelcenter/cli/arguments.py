@@ -1,8 +1,9 @@
 """A command line taken apart, and an answer: what every verb gets and gives. Torch-free."""
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
@@ -101,19 +102,25 @@ def check_model(name: str) -> None:
 
 @contextmanager
 def new_file(path: str) -> Iterator[TextIO]:
-    """A file to write that was not there: opened before the work whose results it takes, and gone again if it took none."""
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(path, "x", encoding="utf-8"))
-        except FileExistsError:
-            refuse(path, None, "exists", "a new file")
-        except OSError as error:
-            refuse(path, None, error.strerror or str(error), "a new file, in a folder that can be written")
-        try:
+    """A file to write that was not there: opened before the work whose results it takes, and gone again if it took none. A disk
+    that runs full leaves the lines that came whole."""
+    try:
+        file = open(path, "x", encoding="utf-8")  # noqa: SIM115  # closed below, where its faults are told from those of the work
+    except FileExistsError:
+        refuse(path, None, "exists", "a new file")
+    except OSError as error:
+        refuse(path, None, error.strerror or str(error), "a new file, in a folder that can be written")
+    try:
+        with file:
             yield file
-        finally:
-            if not os.fstat(file.fileno()).st_size:
-                os.unlink(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) or error.filename is not None:
+            raise
+        os.truncate(path, Path(path).read_bytes().rfind(b"\n") + 1)
+        refuse(path, None, error.strerror or str(error), "a place with room; it holds what came before")
+    finally:
+        if not os.path.getsize(path):
+            os.unlink(path)
 
 
 def check_new(out: Path) -> None:

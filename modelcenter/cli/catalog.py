@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.atomic import atomic_write
 from ..config import COMMAND_LINE, describe, find, names, packaged
 from ..errors import nearest, refuse
 from .arguments import Answer, Arguments, take
@@ -67,11 +68,7 @@ def copy(args: Arguments) -> Answer:
     (name,) = take(args, ["RECIPE"])
     text = commented(name)
     target = Path(Path(name).name if Path(name).suffix else f"{name.replace('/', '-')}.yaml")
-    try:
-        with open(target, "x", encoding="utf-8") as f:
-            f.write(text)
-    except FileExistsError:
+    if target.exists():
         refuse(target, None, "exists", "move it away, or go to another folder")
-    except OSError as error:
-        refuse(target, None, error.strerror or str(error), "a folder that can be written")
+    atomic_write(target, text.encode())
     return Answer(f"{target}: now modelcenter train {target}", {"file": str(target)})

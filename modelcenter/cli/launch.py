@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+from ..checkpoint.atomic import atomic_write
 from ..config import COMMAND_LINE, bind, override
 from ..errors import refuse
 from .arguments import Answer, Arguments
@@ -32,13 +33,9 @@ def launch(args: Arguments) -> Answer:
     words = ["-m", "modelcenter", "train", args.names[0], *(["--machine", args.machine] if args.machine is not None else []), *rest]
     text = slurm(job, machine, [sys.executable, *words], os.getcwd()) if job.slurm else kubernetes(job, machine, ["python", *words])
     file = Path(job.out or f"{job.name}.{'sbatch' if job.slurm else 'yaml'}")
-    try:
-        with file.open("x", encoding="utf-8") as f:
-            f.write(text)
-    except FileExistsError:
+    if file.exists():
         refuse(file, None, "exists", "move it away, or out=ANOTHER")
-    except OSError as error:
-        refuse(file, None, error.strerror or str(error), "a folder that can be written")
+    atomic_write(file, text.encode())
     command = ["sbatch", str(file)] if job.slurm else ["kubectl", "apply", "-f", str(file)]
     if not job.submit:
         return Answer(f"{file}: now {shlex.join(command)}", {"file": str(file), "submit": command})

@@ -66,8 +66,9 @@ class Machine:
         default=False, metadata={"help": "write training states in the background, from a copy in the host's memory"}
     )
     timeout: float = field(
-        default=600, metadata={"min": 1, "max": 1e6, "help": "seconds without progress after which ranks end and print their stacks, three "
-                               "times as long before the first step; also how long ranks wait for each other at the start"}
+        default=600,
+        metadata={"min": 1, "max": 1e6, "help": "seconds without progress after which ranks end and print their stacks, three "
+                  "times as long before the first step; also how long ranks wait for each other at the start"},
     )  # fmt: skip
     check_steps: int | None = field(
         default=100, metadata={"min": 1, "help": "steps between checks that copies of weights are equal, bit for bit; null: never"}

@@ -61,6 +61,8 @@ class Metrics:
             size = sum(len(to_line(row)) for row in upto(self.path, step))
             os.ftruncate(self.file, size)
             self.size = size
+        if self.reports is not None:
+            self.reports.rewind(step)
 
     def sync(self) -> None:
         """Every row so far is on the disk when this returns: called before a training state is."""

@@ -39,19 +39,30 @@ class Service(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def rewind(self, step: int) -> None: ...
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Events in `folder`/tensorboard, those past the step of the beginning forgotten."""
+    """Events in `folder`/tensorboard, those past the step of the beginning forgotten: of a process that was killed before its first
+    state too."""
 
     def __init__(self, about: About) -> None:
+        self.folder = about.folder / "tensorboard"
+        self.begin(about.step)
+
+    def begin(self, step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self.writer: Any = SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1 if about.step else None)
+        self.writer: Any = SummaryWriter(str(self.folder), purge_step=step + 1)
         self.flush, self.close = self.writer.flush, self.writer.close
+
+    def rewind(self, step: int) -> None:
+        self.close()
+        self.begin(step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
@@ -69,6 +80,9 @@ class WandB:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
+
+    def rewind(self, step: int) -> None:
+        """What it has it keeps."""
 
     def flush(self) -> None:
         """It writes by itself."""
@@ -100,6 +114,9 @@ class MLflow:
         now = time.time_ns() // 10**6
         self.client.log_batch(self.run, metrics=[self.metric(key, value, now, step) for key, value in values.items()])
 
+    def rewind(self, step: int) -> None:
+        """What it has it keeps."""
+
     def flush(self) -> None:
         """Each call is a request that was answered."""
 
@@ -118,6 +135,9 @@ class Trackio:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
+
+    def rewind(self, step: int) -> None:
+        """What it has it keeps."""
 
     def flush(self) -> None:
         """It writes by itself."""
@@ -155,6 +175,11 @@ class Reports:
                   if key != "step" and isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
         for name, service in list(self.open.items()):
             self.attempt(name, partial(service.write, row["step"], values))
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`."""
+        for name, service in list(self.open.items()):
+            self.attempt(name, partial(service.rewind, step))
 
     def flush(self) -> None:
         for name, service in list(self.open.items()):
