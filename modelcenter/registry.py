@@ -59,7 +59,11 @@ class Task:
 
 
 class Model(nn.Module):
-    """A family: what a model file declares. Everything else is derived from these."""
+    """A family: what a model file declares. Everything else is derived from these.
+
+    A model comes from `from_pretrained`, `modelcenter.load` or `modelcenter.build`, is called as those of transformers are
+    (`forward`), and is written by `save_pretrained`; `load_report` says what became of each tensor of the files.
+    """
 
     Config: ClassVar[type[Config]]
     presets: ClassVar[Mapping[str, Preset]]
@@ -289,6 +293,7 @@ class Model(nn.Module):
         return self.get_input_embeddings().weight.dtype
 
     def get_input_embeddings(self) -> nn.Embedding:
+        """The table of tokens: weight (vocab dim), on several ranks with rows that only pad it."""
         return self.get_submodule("embed.tokens")  # type: ignore[return-value]  # an embedding
 
     def resize_token_embeddings(self, vocab: int, pad_to_multiple_of: int | None = None, *, seed: int = 0) -> nn.Embedding:

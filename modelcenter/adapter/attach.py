@@ -190,7 +190,8 @@ def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], grou
 
 
 def merge_adapter(model: "Model") -> "Model":
-    """Put every adapter into the weights beneath it, in place and in their dtype; quantised layers become plain ones first."""
+    """Put every adapter into the weights beneath it, in place and in their dtype; quantised layers become plain ones first.
+    Returns `model`. Errors: `InputError` for a model that is sharded."""
     if any(type(p) not in PLAIN for p in model.parameters()):
         refuse(None, "adapter", "merged where the model is sharded", "merge in one process")
     for name, layer in adapted(model).items():

@@ -9,7 +9,7 @@
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Run:
     output_dir: Path
     step: int
     metrics: dict[str, Any]
-    model: nn.Module | None
+    model: nn.Module | None = field(repr=False)  # whose text is pages long
     stopped: bool
 
 
