@@ -35,20 +35,46 @@ __device__ __forceinline__ float quick_inverse_root(float x) {
 #endif
 }
 
-// 16 bytes of what passes through: they stay in the second cache longer than what is written, which so leaves it in longer runs (2 to
-// 4 % of a row norm's time). ALONE: they are left out of the first cache, which others need.
-template <bool ALONE = false>
+// 16 bytes of what passes through: they stay in the second cache longer than what is written, which so leaves it in longer runs (1 to
+// 4 % of a pass). ALONE: they are left out of the first cache, which others need. WRITTEN: this kernel may write there afterwards.
+template <bool ALONE = false, bool WRITTEN = false>
 __device__ __forceinline__ uint4 read_passing(const uint4* from) {
 #if !defined(MC_EMULATED) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     uint64_t last;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
     uint4 to;
-    if (ALONE)
+    if (WRITTEN)
+        asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                     : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(from), "l"(last) : "memory");
+    else if (ALONE)
         asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                      : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(from), "l"(last));
     else
         asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                      : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(from), "l"(last));
+    return to;
+#else
+    return *from;
+#endif
+}
+// 4 and 8 bytes, as above
+__device__ __forceinline__ float read_passing(const float* from) {
+#if !defined(MC_EMULATED) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint64_t last;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
+    float to;
+    asm volatile("ld.global.nc.L2::cache_hint.f32 %0, [%1], %2;" : "=f"(to) : "l"(from), "l"(last));
+    return to;
+#else
+    return *from;
+#endif
+}
+__device__ __forceinline__ uint2 read_passing(const uint2* from) {
+#if !defined(MC_EMULATED) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint64_t last;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
+    uint2 to;
+    asm volatile("ld.global.nc.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;" : "=r"(to.x), "=r"(to.y) : "l"(from), "l"(last));
     return to;
 #else
     return *from;

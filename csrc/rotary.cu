@@ -4,6 +4,7 @@
 // rotation is in place: every pair is read before it is written, by the thread that writes it. A thread takes the same pairs
 // of several heads of a token, so that it reads their angles once.
 #include "cuda.h"
+#include "ptx.h"
 
 namespace {
 
@@ -11,7 +12,7 @@ constexpr int THREADS = 128;
 // Heads of a thread: eight packs are on their way, of which a pair has one, or two where its halves lie apart. In fp32 the angles are no
 // wider than what they turn, and fewer packs are sooner done.
 template <class T, bool INTERLEAVED>
-constexpr int HEADS = INTERLEAVED ? (sizeof(T) == 4 ? 4 : 8) : sizeof(T) == 4 ? 1 : 4;
+constexpr int HEADS = INTERLEAVED ? (sizeof(T) == 4 ? 2 : 8) : sizeof(T) == 4 ? 1 : 4;
 // Pairs of a thread.
 template <class T, bool INTERLEAVED>
 constexpr int PAIRS = SPAN<T> / (INTERLEAVED ? 2 : 1);
@@ -21,6 +22,18 @@ struct Sizes {
     int64_t packs, rests, groups;               // of a head: packs of pairs, packs of channels that pass; groups of heads
     float way;                                  // 1, or -1: back
 };
+
+// Angles, which stay in the second cache until the next sequence wants them.
+template <bool VECTOR, int N>
+__device__ __forceinline__ Pack<float, N> load_angles(const float* p, int count) {
+    if (!VECTOR || count != N) return load<VECTOR, N>(p, count);
+    using Word = std::conditional_t<N == 2, uint2, uint4>;
+    Pack<float, N> pack;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); i++)
+        reinterpret_cast<Word*>(&pack)[i] = read_passing(reinterpret_cast<const Word*>(p) + i);
+    return pack;
+}
 
 template <class T, bool INTERLEAVED, bool VECTOR>
 __global__ __launch_bounds__(THREADS) void rotate(const T* x, T* y, const float* cos, const float* sin, Sizes z) {
@@ -42,7 +55,7 @@ __global__ __launch_bounds__(THREADS) void rotate(const T* x, T* y, const float*
     }
     const int count = some<P, VECTOR>(pack * P, z.pairs);
     const int64_t angle = remainder(token, z.period) * z.pairs + pack * P;
-    const Pack<float, P> c = load<VECTOR, P>(cos + angle, count), s = load<VECTOR, P>(sin + angle, count);
+    const Pack<float, P> c = load_angles<VECTOR, P>(cos + angle, count), s = load_angles<VECTOR, P>(sin + angle, count);
     const int64_t at = row + pack * N;  // of the first of each pair, or of both, which are neighbours
     const int many = INTERLEAVED ? 2 * count : count;
     Pack<T, N> in[MANY][APART];

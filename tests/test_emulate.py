@@ -58,15 +58,13 @@ MUTANTS = (
            f"{ORDER}|{WRONG}", LONG_ENOUGH),
     Mutant("shared-memory-too-small", "norm_backward.cu",
            "__shared__ float sums[16][33], rests", "__shared__ float sums[15][33], rests", "rms_norm", BOUNDS),
-    Mutant("one-pack-of-two", "activation.cu", "next = from[shift ? 1 : 0]", "next = from[0]", "swiglu", WRONG),
+    Mutant("one-pack-of-two", "activation.cu", "bring<PASSING>(from + (shift ? 1 : 0))", "bring<PASSING>(from)", "swiglu", WRONG),
     Mutant("what-a-slope-lacks-added", "activation.cu", "fmaf(-both, below, both)", "fmaf(both, below, both)", "geglu",
            WRONG),
     Mutant("a-pack-beyond-the-end", "activation.cu",
            "at >= N && at + 2 * N <= count", "at >= N && at + N <= count", "swiglu", BOUNDS),
     Mutant("second-gradient-not-brought", "norm_backward.cu", "if (adds || two) other.copy(", "if (adds) other.copy(",
            "norm_twice", f"{WRONG}|{ORDER}"),
-    Mutant("what-a-group-has-of-its-last-warp-lost", "norm_rows.h", "whole += board.said[turn][i + own][t % N];",
-           "whole += i == own * size / 32 && own ? 0.0f : board.said[turn][i + own][t % N];", "layer_norm", WRONG, 6_000),
     Mutant("a-four-beyond-the-row", "norm_rows.h",
            "(at + GAP < dim ? 0xF0 : 0)", "(at < dim ? 0xF0 : 0)", "layer_norm", f"{BOUNDS}|{WRONG}"),
     Mutant("a-four-copied-from-beyond-the-row", "norm_ring.h", "GAP == 4 || first(j) + GAP < dim", "true", "rms_norm", BOUNDS),
@@ -198,7 +196,8 @@ def test_attention_over_several_tiles(tmp_path: Path) -> None:
 @slow
 def test_the_contract(checked: Path) -> None:
     done = python(made(checked), "-m", "pytest", "-q", "-p", "emulate.pretend", "-p", "no:cacheprovider", "tests/test_kernels.py",
-                  "-k", "no_less_exact or wanted_alone or strange_gradients", loaded=preload())  # fmt: skip
+                  "-k", "no_less_exact or wanted_alone or strange_gradients or (layout and misaligned and lu)",
+                  loaded=preload())  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
