@@ -33,7 +33,7 @@ BOUNDS = "AddressSanitizer|runtime error: index"
 MUTANTS = (
     Mutant("sums-read-before-all-are-written", "activation.cu",
            "[column(j)] = sums[j];\n    __syncthreads();", "[column(j)] = sums[j];", "silu", ORDER),
-    Mutant("one-board-for-all-sums", "norm_rows.h", "    turn ^= 1;\n", "", "layer_norm", ORDER),
+    Mutant("one-board-for-all-sums", "norm_rows.h", "    turn ^= 1;\n    return across", "    return across", "layer_norm", ORDER),
     Mutant("a-row-used-while-it-is-on-its-way", "norm_ring.h",
            "wait(p.stages - 2);", "wait(p.stages - 1);", "rms_norm", f"{ORDER}|{WRONG}"),
     Mutant("a-barrier-for-one-lane", "cross_entropy.cu", "    if (t % 32 == 0) parts[t / 32] = row;\n    __syncthreads();",
@@ -123,11 +123,37 @@ for n, vocab, dim, pad in ((300, 1, 33, None), (513, 2, 520, None), (1500, 5, 40
 """
 
 
+SHARED = """
+from emulate.pretend import pretend
+pretend()
+import torch
+from modelcenter.ops import _norm
+torch.manual_seed(0)
+for rows, dim in ((1, 1600), (2, 1600), (23, 1600), (14, 1288), (14, 1704)):
+    for centred in (True, False):
+        grad, x = (torch.randn(rows, dim).bfloat16() for _ in range(2))
+        weight = torch.rand(dim) + 0.5
+        bias = torch.rand(dim) if centred else None
+        stats = _norm.forward(x, None, weight, bias, 1e-5, None, 0.0, None)[2]
+        dx, _, dweight, dbias = _norm.norm_backward(grad, None, x, None, weight, stats, centred, None, 0.0, None)
+        x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+        mean = x.mean(-1, keepdim=True) if centred else 0
+        h = (x - mean) / ((x - mean).square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        wanted = torch.autograd.grad(h * weight, (x, weight), grad.double())
+        torch.testing.assert_close(dx.double(), wanted[0], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(dweight.double(), wanted[1], rtol=1e-3, atol=1e-3)
+        if centred:
+            torch.testing.assert_close(dbias.double(), grad.double().sum(0), rtol=1e-3, atol=1e-3)
+"""
+
+
 def test_norms_and_embeddings(tmp_path: Path) -> None:
     """What takes a few seconds to build and waits for other threads in every way there is; and rows of frequent words."""
     kernels = build(tmp_path, CSRC, ("-O0",), ("norm", "norm_backward", "embedding"))
     done = fuzzed(kernels, "layer_norm,add_rms_norm,norm_twice,embedding", 40)
     assert done.returncode == 0 and "none wrong" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    done = python(kernels, "-c", SHARED)  # groups of threads that share warps
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     done = python(kernels, "-c", FREQUENT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
