@@ -157,7 +157,7 @@ def test_eval_path_wins(tmp_path: Path) -> None:
     ("a.jsonl", b"\n\n", "no record"),
     ("a.jsonl", b'{"text": "a"}\n{"text": }\n', r"a.jsonl: line 2: not JSON \(Expecting value\)"),
     ("a.jsonl", b"[" * 100_000, "line 1: not JSON .nested too deeply"),
-    ("a.jsonl", b'["a"]', "line 1: a JSON list; one JSON object a line"),
+    ("a.jsonl", b'["a"]', "line 1: a JSON list; one JSON object a line is wanted; data.format=json reads a list"),
     ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "line 1: not JSON"),
     ("a.csv", b"a,b\n1\n", "line 2: 1 fields where the header has 2"),
     ("a.csv", b'a,b\n1,"2\n3', "not CSV"),

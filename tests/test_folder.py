@@ -351,6 +351,13 @@ def test_folder_refused(tmp_path):
         Folder(tmp_path)
 
 
+def test_a_training_state_is_no_model(tmp_path):
+    write(tmp_path, "single", {"w": torch.ones(1)})
+    (tmp_path / "manifest.json").write_text("{}")
+    with Folder(tmp_path) as folder, pytest.raises(MissingError, match=r": a training state, and no model; its run's model/"):
+        folder.config  # noqa: B018
+
+
 def test_the_folder_of_a_run_says_where_its_model_is(tmp_path):
     for name in ("config.json", "adapter_config.json"):
         run = tmp_path / f"run-{name}"

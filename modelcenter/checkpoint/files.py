@@ -251,6 +251,9 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of config.json; code from elsewhere and quantised saves are refused by name."""
     path = Path(folder) / "config.json"
+    if not os.path.lexists(path) and (path.parent / "manifest.json").is_file():
+        wanted = "its run's model/, written when the run ends: the same command goes on with it"
+        refuse_missing(folder, None, "a training state, and no model", wanted)
     check_inside(path)
     config = read_json(path)
     if not isinstance(config, dict):

@@ -259,7 +259,8 @@ class JsonLines(Lines):
         number, line = self.line(index)
         fields = parse(line, self.source.file, f"line {number}", "one JSON object a line is wanted")
         if not isinstance(fields, dict):
-            refuse(self.source.file, f"line {number}", f"a JSON {type(fields).__name__}", "one JSON object a line is wanted")
+            more = "; data.format=json reads a list of them" if isinstance(fields, list) and number == 1 else ""
+            refuse(self.source.file, f"line {number}", f"a JSON {type(fields).__name__}", f"one JSON object a line is wanted{more}")
         return Record(fields, str(self.source.file), number)
 
 
