@@ -252,7 +252,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of config.json; code from elsewhere and quantised saves are refused by name."""
     path = Path(folder) / "config.json"
     if not os.path.lexists(path) and (path.parent / "manifest.json").is_file():
-        wanted = "its run's model/, written when the run ends: the same command goes on with it"
+        wanted = f"modelcenter convert {folder} OUT makes one of it; the run's own, model/, is written when it ends"
         refuse_missing(folder, None, "a training state, and no model", wanted)
     check_inside(path)
     config = read_json(path)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..checkpoint.files import ADAPTER
+from ..checkpoint.state import MANIFEST
 from ..errors import refuse
 from .arguments import Answer, Arguments, check_model, check_new, settings, take
 
@@ -13,7 +14,7 @@ from .arguments import Answer, Arguments, check_model, check_new, settings, take
 class Conversion:
     """What `convert` takes."""
 
-    source: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
+    source: str = field(metadata={"help": "a folder, a preset or a hub id, or a run's step-N", "min": 1})
     out: str = field(metadata={"help": "the folder to write", "min": 1})
     dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: as stored"})
     max_shard_size: str = field(default="5GB", metadata={"help": "the size at which the weights are split"})
@@ -25,15 +26,29 @@ def convert(args: Arguments) -> Answer:
     """Convert a checkpoint to sharded safetensors, with its tokenizer beside it.
 
     modelcenter convert SOURCE OUT [--dtype bf16] [--max-shard-size 5GB] [task=...] [revision=...]
+    modelcenter convert RUN/step-500 OUT        # the model as the run had it then; from where the run was begun: its data are read
     """
     asked = settings(Conversion, args, ["source", "out"])
     check_new(Path(asked.out))
+    if (Path(asked.source) / MANIFEST).is_file():
+        return of_state(asked)
     check_model(asked.source)
     from ..create import load
 
     model = load(asked.source, dtype=asked.dtype, task=asked.task, revision=asked.revision)
     model.save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
     return Answer(f"{asked.out}: {model.load_report}", {"out": asked.out, "report": str(model.load_report)})
+
+
+def of_state(asked: Conversion) -> Answer:
+    """The model of a run's training state."""
+    for key, value, plain in (("task", asked.task, "auto"), ("revision", asked.revision, None)):
+        if value != plain:
+            refuse(None, key, repr(value), "leave it out: a run's model has one head, and no other version")
+    from ..train.export import export
+
+    export(asked.source, asked.out, asked.dtype, max_shard_size=asked.max_shard_size)
+    return Answer(f"{asked.out}: the model of {asked.source}", {"out": asked.out, "state": asked.source})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,7 +173,7 @@ class Session:
             before = at.best, at.best_step
             if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and self.recipe.best is not None:
                 try:
-                    write_model(self.folder, self.setup)
+                    write_model(self.folder / "model", self.setup)
                 except InputError as error:
                     at.best, at.best_step = before  # model/ is of that one still
                     self.journal.tell(f"step {at.step}: the best model is not written: {error}")
@@ -232,7 +232,7 @@ class Session:
             if self.ema is not None:
                 self.ema.swap()
             which = " (averaged weights)" if self.ema is not None else ""
-            self.progress.say(f"model{which}: {write_model(self.folder, self.setup)}")
+            self.progress.say(f"model{which}: {write_model(self.folder / 'model', self.setup)}")
         rows = list(read_rows(self.folder / "metrics.jsonl"))
         if self.ranks.first:
             remember(self.setup.foreseen, rows)

@@ -54,12 +54,13 @@ def segmented(model: Model) -> bool:
     return embed.segments is not None
 
 
-def write_model(folder: Path, setup: Setup) -> Path:
-    """Write `folder`/model: weights and config of Hugging Face's form, or an adapter in peft's, with the run's tokenizer."""
-    with disk_errors(folder / "model"), tempfile.TemporaryDirectory() as place:
+def write_model(folder: Path, setup: Setup, **how: Any) -> Path:
+    """Write `folder`: weights and config of Hugging Face's form, or an adapter in peft's, with the run's tokenizer. `how`: as
+    `save_pretrained` takes it."""
+    with disk_errors(folder), tempfile.TemporaryDirectory() as place:
         setup.tokenizer.save(place, segments=segmented(setup.model))
         files = {file.name: file.read_bytes() for file in Path(place).iterdir() if file.is_file()}
     kept = {name: data for name, data in setup.model.companions.items() if name == FILE}
     setup.model.companions = {**kept, **files}
-    setup.model.save_pretrained(folder / "model")
-    return folder / "model"
+    setup.model.save_pretrained(folder, **how)
+    return folder

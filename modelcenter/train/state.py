@@ -107,6 +107,16 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None 
     """Put a step-N folder back into `model`, `optimizer`, the averages and the random generators. On another mesh than wrote it
     each rank draws on from (its seed, the step). Errors: `InputError`."""
     tensors, state = load_state(path, ranks)
+    put_weights(path, tensors, model, ema)
+    restore_optimizer(optimizer, model, tensors["optimizer"], state["optimizer"])
+    at = bind(Position, state["position"], path / "state.json", "position.")
+    restore_random(tensors["random"], state, at.step, ranks)
+    return at
+
+
+def put_weights(path: Path, tensors: Mapping[str, Mapping[str, Tensor | Spread]], model: nn.Module, ema: EMA | None) -> None:
+    """Put what a state in `path` holds of the model, and of the averages, where it belongs. Errors: `InputError`, where these are
+    no weights of this model."""
     mine, theirs = dict(weights(model)), tensors["model"]
     shapes: Mapping[str, Shape] = getattr(model, "shapes", {})
     for group, these in (("model", mine), *((("ema", ema.averages),) if ema is not None else ())):
@@ -119,10 +129,6 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None 
     if ema is not None:
         for name, average in ema.averages.items():
             put(average, tensors["ema"][name])
-    restore_optimizer(optimizer, model, tensors["optimizer"], state["optimizer"])
-    at = bind(Position, state["position"], path / "state.json", "position.")
-    restore_random(tensors["random"], state, at.step, ranks)
-    return at
 
 
 def restore_random(states: Mapping[str, Tensor | Spread], state: Mapping[str, Any], step: int, ranks: Ranks) -> None:

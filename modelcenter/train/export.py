@@ -1,0 +1,41 @@
+"""The model of a training state, written out as the end of its run would have written it."""
+
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.state import load_state, verify
+from ..config import bind, read_recipe
+from ..create import as_dtype
+from ..errors import refuse_missing
+from ..optim.ema import EMA
+from ..parallel.machine import Machine
+from .folder import RECIPE
+from .prepare import prepare
+from .recipe import Recipe
+from .resolve import resolve
+from .setup import write_model
+from .state import put_weights
+
+
+def export(state: str | Path, out: str | Path, dtype: str = "auto", **how: Any) -> None:
+    """Write the model of `state`, a run's folder step-N, into the folder `out`, with the run's tokenizer: the averaged weights
+    where the run keeps them, the adapter where one is trained. On the CPU, from a state that any number of ranks wrote. `how`:
+    as `save_pretrained` takes it.
+
+    The run's data are read once more, for what is made of them: a tokenizer, the names of labels. Errors: `InputError`, for a
+    state that is broken or has no recipe beside it, before they are."""
+    state, machine = Path(state), Machine(device="cpu")
+    file = state.parent / RECIPE
+    verify(state)
+    if not file.is_file():
+        refuse_missing(file, None, "missing", f"the recipe of the run that wrote {state.name}")
+    kind = None if dtype == "auto" else as_dtype(dtype)
+    recipe, device = resolve(bind(Recipe, read_recipe(file), file), machine)
+    setup = prepare(recipe, machine, device)
+    ema = EMA(setup.model, recipe.ema) if recipe.ema is not None else None
+    put_weights(state, load_state(state)[0], setup.model, ema)
+    if ema is not None:
+        ema.swap()
+    if kind is not None:
+        setup.model.to(kind)
+    write_model(Path(out), setup, **how)

@@ -1,0 +1,67 @@
+"""A training state written out as a model: what the run would have written, had it ended there."""
+
+from pathlib import Path
+
+import pytest
+
+from modelcenter.__main__ import main
+
+SMALL = ["config.layers=1", "config.dim=16", "config.heads=2", "config.positions=16"]
+DATA = ["data.path=a.txt", "data.seq_len=16", "batch=4"]
+LONG = ["schedule.name=constant", "schedule.warmup_steps=0", "save_steps=2", "save_total_limit=null", "precision=fp32"]
+HERE = ["--machine", "cpu", "machine.threads=1"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 60)
+    return tmp_path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("more", [[], ["ema=0.9"]], ids=["weights", "averages"])
+def test_a_state_is_the_model_of_a_run_that_ends_there(here: Path, more: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    pretrain = ["train", "pretrain", "tokenizer=bpe:300", *SMALL, *DATA, *LONG, *HERE, *more]
+    for steps in (2, 4):
+        assert main([*pretrain, f"max_steps={steps}", "--output-dir", f"run{steps}"]) == 0
+    for state, same in (("run4/step-2", "run2/model"), ("run4/step-4", "run4/model")):
+        assert main(["convert", state, state.replace("/", "-")]) == 0
+        assert files(here / state.replace("/", "-")) == files(here / same)
+    assert files(here / "run2/model")["model.safetensors"] != files(here / "run4/model")["model.safetensors"]
+    assert main(["convert", "run4/step-2", "half", "--dtype", "bf16", "--max-shard-size", "8KB"]) == 0
+    assert len(list((here / "half").glob("model-*.safetensors"))) > 1
+    assert main(["generate", "half", "the cat", "max_new_tokens=2"]) == 0
+
+
+def test_the_state_of_an_adapter(here: Path) -> None:
+    assert main(["train", "pretrain", "tokenizer=char", *SMALL, *DATA, *HERE, "max_steps=1", "--output-dir", "base"]) == 0
+    lora = ["train", "lora", "model=base/model", *DATA, *LONG, *HERE]
+    assert main([*lora, "max_steps=2", "--output-dir", "run"]) == 0
+    assert main(["convert", "run/step-2", "out"]) == 0
+    assert files(here / "out") == files(here / "run/model") and "adapter_model.safetensors" in files(here / "out")
+
+
+def test_what_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pretrain = ["train", "pretrain", "tokenizer=char", *SMALL, *DATA, *HERE, *LONG]
+    assert main([*pretrain, "max_steps=2", "--output-dir", "run"]) == 0
+    capfd.readouterr()
+
+    def said(*args: str) -> str:
+        assert main(["convert", *args]) == 2
+        assert not (here / "out").exists()
+        return capfd.readouterr().err
+
+    assert "task: 'mlm'; leave it out" in said("run/step-2", "out", "task=mlm")
+    assert "revision: 'main'; leave it out" in said("run/step-2", "out", "revision=main")
+    assert "dtype: 'fp12'" in said("run/step-2", "out", "dtype=fp12")
+    (here / "a.txt").rename(here / "b.txt")
+    assert "data.path" in said("run/step-2", "out")
+    (here / "run/recipe.yaml").unlink()
+    assert "run/recipe.yaml: missing; the recipe of the run that wrote step-2" in said("run/step-2", "out")
+    state = next((here / "run/step-2").glob("model*.safetensors"))
+    state.write_bytes(state.read_bytes()[:-1] + b"!")
+    assert "run/step-2" in said("run/step-2", "out")
