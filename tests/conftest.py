@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,14 @@ def unrehearsed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         return "memory: not asked"
 
     monkeypatch.setattr("modelcenter.train.loop.verdict", asked)
+
+
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """SIGHUP as a process has it that was not started by nohup, whose tests ignore it as it does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)

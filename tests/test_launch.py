@@ -193,6 +193,7 @@ def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path, capfd: An
     assert found[1] == pytest.approx(found[0], rel=1e-13) and found[0]["eval_targets"] == found[1]["eval_targets"] > 20
 
 
+@pytest.mark.usefixtures("terminal")
 def test_a_terminal_that_ends_asks_the_ranks_once() -> None:
     """Its second SIGHUP would be a second signal to them, on which they end without saving."""
     heard: list[int] = []

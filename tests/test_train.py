@@ -335,6 +335,7 @@ def test_resume_after_kill_is_bitwise(tmp_path: Path, whole: Path) -> None:
     same_run(out, whole)
 
 
+@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_resume_goes_on(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch,
                                            number: signal.Signals) -> None:
@@ -382,6 +383,7 @@ def test_a_second_signal_ends_at_once() -> None:
         assert "SIGTERM: finishing the step" in run.stderr.read()
 
 
+@pytest.mark.usefixtures("terminal")
 def test_a_terminal_that_ends_is_asked_for_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends SIGHUP more than once, and takes its screen along; under nohup it ends nothing."""
     ended: list[int] = []
