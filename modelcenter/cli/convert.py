@@ -30,7 +30,7 @@ def convert(args: Arguments) -> Answer:
     """
     asked = settings(Conversion, args, ["source", "out"])
     check_new(Path(asked.out))
-    if (Path(asked.source) / MANIFEST).is_file():
+    if os.path.isfile(Path(asked.source) / MANIFEST):
         return of_state(asked)
     check_model(asked.source)
     from ..create import load
