@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from modelcenter import __version__
-from modelcenter.cli.arguments import Answer, Arguments, take_apart
-from modelcenter.cli.catalog import copy, list_
-from modelcenter.cli.convert import Averaging, Conversion, average, convert, merge
-from modelcenter.cli.evaluate import evaluate
-from modelcenter.cli.generate import Generation, generate
-from modelcenter.cli.launch import launch
-from modelcenter.cli.look import compare, doctor
-from modelcenter.cli.plan import plan
-from modelcenter.cli.tokenize import tokenize
-from modelcenter.cli.train import train
-from modelcenter.config import COMMAND_LINE, describe
-from modelcenter.errors import LIMIT, InputError, message, nearest, printable, refuse, tell
+from . import __version__
+from .cli.arguments import Answer, Arguments, take_apart
+from .cli.catalog import copy, list_
+from .cli.convert import Averaging, Conversion, average, convert, merge
+from .cli.evaluate import evaluate
+from .cli.generate import Generation, generate
+from .cli.launch import launch
+from .cli.look import compare, doctor
+from .cli.plan import plan
+from .cli.tokenize import tokenize
+from .cli.train import train
+from .config import COMMAND_LINE, describe
+from .errors import LIMIT, InputError, message, nearest, printable, refuse, tell
 
 VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "train": train,
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell(f"modelcenter: error: {error}")
         return 2
     except RuntimeError as error:
-        from modelcenter.train.launch import status_of
+        from .train.launch import status_of
 
         status = status_of(error)
         if status is None or "--debug" in argv:

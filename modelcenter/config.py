@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args,
 
 import yaml
 
-from modelcenter.errors import InputError, message, nearest, refuse, refuse_missing
+from .errors import InputError, message, nearest, refuse, refuse_missing
 
 SIZE = 256 * 1024  # bytes of a recipe
 DEPTH = 32  # levels of nesting; libyaml overflows the stack far beyond, Python's recursion somewhat before

@@ -81,6 +81,15 @@ def test_imports_go_down_only(file: Path) -> None:
             assert FLOOR[theirs] <= FLOOR[mine], f"{name_of(file)} imports {dotted}, which stands above it"
 
 
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_the_package_imports_itself_by_dots(file: Path) -> None:
+    """So that every line of imports says which are ours, and how far away they stand."""
+    nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
+    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    found += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    assert not [name for name in found if name.split(".")[0] == "modelcenter"], "from ..errors import refuse"
+
+
 @pytest.mark.parametrize("file", [f for f in FILES if f.parent.name == "layers"], ids=name_of)
 def test_layers_know_no_ranks(file: Path) -> None:
     assert not [d for d in imports_of(file) if d.startswith("torch.distributed")]

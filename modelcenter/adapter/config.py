@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from modelcenter.config import documented
-from modelcenter.errors import refuse
+from ..config import documented
+from ..errors import refuse
 
 ALL = "all-linear"
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from modelcenter.errors import InputError, refuse
-from modelcenter.parallel.watch import beat
+from ..errors import InputError, refuse
+from ..parallel.watch import beat
 
 Bytes = bytes | memoryview
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2): two names swap in one step

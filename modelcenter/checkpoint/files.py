@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from modelcenter.errors import InputError, refuse, refuse_missing
+from ..errors import InputError, refuse, refuse_missing
 
 JSON_LIMIT = 16 * 2**20  # bytes of a JSON file or of a safetensors header
 DEPTH_LIMIT = 32

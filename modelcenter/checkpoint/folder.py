@@ -20,7 +20,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from modelcenter.checkpoint.files import (
+from ..errors import InputError, refuse
+from .files import (
     TENSOR_LIMIT,
     Entry,
     check_name,
@@ -31,7 +32,6 @@ from modelcenter.checkpoint.files import (
     read_index,
     refuse_kind,
 )
-from modelcenter.errors import InputError, refuse
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,

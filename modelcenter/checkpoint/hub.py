@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from modelcenter.checkpoint.files import read_json
-from modelcenter.errors import InputError, MissingError, message, refuse, refuse_missing, tell
-from modelcenter.parallel.watch import beat
+from ..errors import InputError, MissingError, message, refuse, refuse_missing, tell
+from ..parallel.watch import beat
+from .files import read_json
 
 PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 COMPANIONS = re.compile(

@@ -28,16 +28,16 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from modelcenter.checkpoint.atomic import check_space, commit_folder, disk_errors, staging, sync, write_new
-from modelcenter.checkpoint.files import parse_json, read_json
-from modelcenter.errors import InputError, printable, refuse, refuse_missing, tell
-from modelcenter.parallel.ranks import ALONE, OtherRankError, Ranks
-from modelcenter.parallel.watch import beat
+from ..errors import InputError, printable, refuse, refuse_missing, tell
+from ..parallel.ranks import ALONE, OtherRankError, Ranks
+from ..parallel.watch import beat
+from .atomic import check_space, commit_folder, disk_errors, staging, sync, write_new
+from .files import parse_json, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelcenter.checkpoint.shards import Piece, Spread
+    from .shards import Piece, Spread
 
 FORMAT = 1  # of manifest.json; a reader refuses what is newer than itself
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -150,7 +150,7 @@ def load_state(path: str | os.PathLike[str],
     """
     from safetensors.torch import load_file
 
-    from modelcenter.checkpoint.shards import Piece, Spread
+    from .shards import Piece, Spread
 
     path = Path(path)
     if ranks.first and not _is_sound(path):
@@ -273,7 +273,7 @@ def make_way(final: Path) -> None:
 
 def write_group(folder: Path, group: str, table: "Mapping[str, Tensor | Piece]", ranks: Ranks = ALONE) -> Files:
     """Write `<group>.safetensors`, or this rank's, as safetensors would, hashing on the way; the file's row of the manifest."""
-    from modelcenter.checkpoint.write import DTYPE_NAMES, DTYPE_ORDER, Item, shard_header, tensor_bytes
+    from .write import DTYPE_NAMES, DTYPE_ORDER, Item, shard_header, tensor_bytes
 
     whole = {name: _tensor(entry) for name, entry in table.items()}
     items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in whole.items()]  # type: ignore[misc]  # t is bound

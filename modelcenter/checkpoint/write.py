@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modelcenter.checkpoint.atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
-from modelcenter.checkpoint.files import BITS, RANK_LIMIT, TENSOR_LIMIT, check_name
-from modelcenter.checkpoint.folder import DTYPES, raw
-from modelcenter.errors import refuse
+from ..errors import refuse
+from .atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
+from .files import BITS, RANK_LIMIT, TENSOR_LIMIT, check_name
+from .folder import DTYPES, raw
 
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}} | {
     f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from modelcenter.data.record import Record
-from modelcenter.errors import InputError, refuse
+from ..errors import InputError, refuse
+from .record import Record
 
 if TYPE_CHECKING:
-    from modelcenter.data.tokenizer import Tokenizer
+    from .tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]  # of characters

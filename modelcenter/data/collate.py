@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelcenter.data.tokenizer import Tokenizer
+    from .tokenizer import Tokenizer
 
 IGNORED = -100  # the label of a token that is not trained on, as in transformers
 SHOWN = 600  # characters of the sample that is shown before training

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
-from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import Tokenizer, UnknownCharacter
-from modelcenter.errors import refuse
+from ..errors import refuse
+from .record import Record
+from .tokenizer import Tokenizer, UnknownCharacter
 
 Row = TypeVar("Row", tuple[Record, str], tuple[Record, str, str | None])
 PORTION = 1 << 20  # characters that are encoded at a time: enough for all cores, little beside what a process holds anyway

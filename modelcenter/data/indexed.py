@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from modelcenter.data.ragged import Ids
-from modelcenter.data.record import Part, Record
-from modelcenter.data.source import CHUNK, Source
-from modelcenter.errors import refuse, refuse_missing
+from ..errors import refuse, refuse_missing
+from .ragged import Ids
+from .record import Part, Record
+from .source import CHUNK, Source
 
 if TYPE_CHECKING:
-    from modelcenter.data.tokenizer import Tokenizer
+    from .tokenizer import Tokenizer
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEAD = struct.Struct("<9sQBQQ")

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from modelcenter.data.collate import IGNORED, Batch
-from modelcenter.data.order import Order, Shuffled, Straight
+from .collate import IGNORED, Batch
+from .order import Order, Shuffled, Straight
 
 MOST = 2**20  # samples of a step: its micro-batches are all made before the first is computed
 

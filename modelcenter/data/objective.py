@@ -13,22 +13,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
-from modelcenter.data.collate import Batch, describe_sample
-from modelcenter.data.config import DataConfig
-from modelcenter.data.indexed import Tokens
-from modelcenter.data.packing import Packable, Packed, Unpadded
-from modelcenter.data.record import Mixture, Record
-from modelcenter.errors import nearest, refuse
-from modelcenter.metrics.table import Of
+from ..errors import nearest, refuse
+from ..metrics.table import Of
+from .collate import Batch, describe_sample
+from .config import DataConfig
+from .indexed import Tokens
+from .packing import Packable, Packed, Unpadded
+from .record import Mixture, Record
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.loader import Examples
-    from modelcenter.data.tokenizer import Tokenizer
+    from .encode import Reader
+    from .loader import Examples
+    from .tokenizer import Tokenizer
 
 Names = tuple[str, ...]
 Frame = tuple[list[int], list[int]]  # the ids before and behind a document
@@ -131,7 +131,7 @@ def register(cls: T) -> T:
 
 def objectives() -> dict[str, Objective]:
     """Every objective by name, in the order of the names: each file of `objectives/` is imported, and registers its own."""
-    from modelcenter.data import objectives as folder
+    from . import objectives as folder
 
     for module in pkgutil.iter_modules(folder.__path__):
         importlib.import_module(f"{folder.__name__}.{module.name}")
@@ -155,8 +155,8 @@ def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", 
     `records`), `segments` whether the model has any. Without `train` they stand as they come and padded, and the blocks of a
     stream do not move from epoch to epoch.
     """
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.loader import Chain
+    from .encode import Reader
+    from .loader import Chain
 
     objective = find_objective(name)
     objective.verify(data)

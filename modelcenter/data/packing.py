@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from modelcenter.data.collate import Batch
-from modelcenter.data.ragged import Ragged
+from .collate import Batch
+from .ragged import Ragged
 
 WINDOW = 1 << 20  # sequences that are packed at a time: two seconds, and a bound on the memory
 FULL = 0.99  # of the bins: what is wanted

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from modelcenter.data.source import scratch
+from .source import scratch
 
 Ids = NDArray[np.int32]
 HELD = 64 << 20  # ids in memory; what is beyond waits in a temporary file

@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from modelcenter.data.config import DataConfig, Format
-from modelcenter.data.indexed import TokenFile, Tokens
-from modelcenter.data.record import Few, Mixture, Part, Record, Records
-from modelcenter.data.source import LONGEST_LINE, Source
-from modelcenter.data.table import PREFIX, Parquet, is_saved, read_named, read_saved
-from modelcenter.errors import refuse, refuse_missing
+from ..errors import refuse, refuse_missing
+from .config import DataConfig, Format
+from .indexed import TokenFile, Tokens
+from .record import Few, Mixture, Part, Record, Records
+from .source import LONGEST_LINE, Source
+from .table import PREFIX, Parquet, is_saved, read_named, read_saved
 
 DOCUMENT = 4 << 20  # bytes: a tokenizer takes some hundred times as much memory for a text
 ENDINGS: dict[str, Format] = {

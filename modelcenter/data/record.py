@@ -9,7 +9,7 @@ from typing import Any, NoReturn, overload
 
 import numpy as np
 
-from modelcenter.errors import nearest, refuse
+from ..errors import nearest, refuse
 
 FIELD = re.compile(r"\{([^{}]+)\}")
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from modelcenter.data.collate import Batch, pack, pad
-from modelcenter.data.config import DataConfig
-from modelcenter.data.indexed import Tokens
-from modelcenter.data.objective import Frame
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
-from modelcenter.errors import refuse
+from ..errors import refuse
+from .collate import Batch, pack, pad
+from .config import DataConfig
+from .indexed import Tokens
+from .objective import Frame
+from .ragged import Ids, Ragged
+from .record import Record
 
 if TYPE_CHECKING:
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.tokenizer import Tokenizer
+    from .encode import Reader
+    from .tokenizer import Tokenizer
 
 Lengths = NDArray[np.int64]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from modelcenter.errors import refuse, refuse_missing
+from ..errors import refuse, refuse_missing
 
 CHUNK = 4 << 20  # bytes read at once where a file is gone through
 LONGEST_LINE = 16 << 20  # bytes; beyond it a file is binary or hostile

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.record import Part, Record, class_names
-from modelcenter.errors import nearest, refuse, refuse_missing
+from ..errors import nearest, refuse, refuse_missing
+from .record import Part, Record, class_names
 
 PREFIX = "datasets:"
 

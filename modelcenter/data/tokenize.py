@@ -27,17 +27,17 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from modelcenter.checkpoint.atomic import atomic_write, disk_errors, sync, write_new
-from modelcenter.data.config import Format
-from modelcenter.data.encode import Reader
-from modelcenter.data.indexed import TokenFile, dtype_of, index_head
-from modelcenter.data.objective import find_objective
-from modelcenter.data.read import find_files, format_of, read_records
-from modelcenter.data.record import Part, Record
-from modelcenter.data.source import CHUNK
-from modelcenter.data.table import PREFIX, is_saved
-from modelcenter.data.tokenizer import load_tokenizer
-from modelcenter.errors import InputError, refuse
+from ..checkpoint.atomic import atomic_write, disk_errors, sync, write_new
+from ..errors import InputError, refuse
+from .config import Format
+from .encode import Reader
+from .indexed import TokenFile, dtype_of, index_head
+from .objective import find_objective
+from .read import find_files, format_of, read_records
+from .record import Part, Record
+from .source import CHUNK
+from .table import PREFIX, is_saved
+from .tokenizer import load_tokenizer
 
 PART = 8 << 20  # bytes of text that are encoded at a time, about
 ROWS = 4096  # records of a part, where their size is not known

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from modelcenter.checkpoint.files import read_json
-from modelcenter.checkpoint.hub import fetch
-from modelcenter.errors import InputError, message, nearest, refuse, refuse_missing
+from ..checkpoint.files import read_json
+from ..checkpoint.hub import fetch
+from ..errors import InputError, message, nearest, refuse, refuse_missing
 
 T = TypeVar("T")
 ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modelcenter.errors import nearest, refuse, refuse_missing
+from ..errors import nearest, refuse, refuse_missing
 
 SUITES: dict[str, dict[str, tuple[str, ...]]] = {
     "glue": {

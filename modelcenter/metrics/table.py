@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from modelcenter.errors import nearest, refuse
-
+from ..errors import nearest, refuse
 from . import labels, texts
 
 Of = Literal["loss", "classes", "values", "sets", "tags", "texts", "answers", "questions"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from modelcenter.errors import refuse_missing
+from ..errors import refuse_missing
 
 Texts = Sequence[str]
 

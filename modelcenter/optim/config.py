@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from typing import Any, Literal
 
-from modelcenter.errors import refuse
+from ..errors import refuse
 
 TIMELESS = ("constant", "noam", "inverse_sqrt", "exponential")  # schedules in which no step depends on how many there are
 

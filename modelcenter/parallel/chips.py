@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelcenter.config import bind, read_recipe
-from modelcenter.errors import nearest, refuse_missing
+from ..config import bind, read_recipe
+from ..errors import nearest, refuse_missing
 
 GB, TB, TERA = 10**9, 10**12, 10**12
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from modelcenter.config import bind, documented, find, packaged, read_recipe
-from modelcenter.errors import refuse
-
+from ..config import bind, documented, find, packaged, read_recipe
+from ..errors import refuse
 from .variable import variable
 
 if TYPE_CHECKING:

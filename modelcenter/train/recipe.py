@@ -12,14 +12,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from modelcenter.adapter.config import AdapterConfig
-from modelcenter.config import COMMAND_LINE, assignments, bind, convert, find, merge, names, packaged, read_recipe
-from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import COMMON, find_objective, objectives
-from modelcenter.errors import nearest, refuse, refuse_missing
-from modelcenter.generate.options import Options
-from modelcenter.metrics.table import check
-from modelcenter.optim.config import LossConfig, OptimizerConfig, ScheduleConfig, refuse_changed
+from ..adapter.config import AdapterConfig
+from ..config import COMMAND_LINE, assignments, bind, convert, find, merge, names, packaged, read_recipe
+from ..data.config import DataConfig
+from ..data.objective import COMMON, find_objective, objectives
+from ..errors import nearest, refuse, refuse_missing
+from ..generate.options import Options
+from ..metrics.table import check
+from ..optim.config import LossConfig, OptimizerConfig, ScheduleConfig, refuse_changed
 
 LARGE = ("lm", "mlm", "seq2seq")  # heads over the vocabulary
 MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed

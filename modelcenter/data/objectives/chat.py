@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelcenter.data.chat import NAMED, Template
-from modelcenter.data.collate import IGNORED
-from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import Names, register
-from modelcenter.data.objectives.lm import Causal
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
-from modelcenter.data.sequence import Sequences, filler
-from modelcenter.errors import nearest, refuse
+from ...errors import nearest, refuse
+from ..chat import NAMED, Template
+from ..collate import IGNORED
+from ..config import DataConfig
+from ..objective import Names, register
+from ..ragged import Ids, Ragged
+from ..record import Record
+from ..sequence import Sequences, filler
+from .lm import Causal
 
 if TYPE_CHECKING:
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.tokenizer import Tokenizer
+    from ..encode import Reader
+    from ..tokenizer import Tokenizer
 
 KEYS = ("messages", "conversations")  # where conversations are looked for, if no key is given
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",

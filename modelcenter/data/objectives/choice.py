@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import Asked, Names, Objective, register
-from modelcenter.data.objectives.classify import Labelled
-from modelcenter.data.record import Record
+from ..config import DataConfig
+from ..objective import Asked, Names, Objective, register
+from ..record import Record
+from .classify import Labelled
 
 if TYPE_CHECKING:
-    from modelcenter.data.encode import Reader
+    from ..encode import Reader
 
 PLACE = "@placeholder"
 

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelcenter.data.collate import IGNORED, Batch, join, nth, pack, shortened, stack, stack_mask, tensor
-from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import Names, Objective, register
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record, declared
-from modelcenter.data.sequence import filler
-from modelcenter.errors import nearest, refuse
+from ...errors import nearest, refuse
+from ..collate import IGNORED, Batch, join, nth, pack, shortened, stack, stack_mask, tensor
+from ..config import DataConfig
+from ..objective import Names, Objective, register
+from ..ragged import Ids, Ragged
+from ..record import Record, declared
+from ..sequence import filler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.loader import Examples
-    from modelcenter.data.tokenizer import Tokenizer
+    from ..encode import Reader
+    from ..loader import Examples
+    from ..tokenizer import Tokenizer
 
 CHANCE = 0.01  # below which a class is not absent by chance
 

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import Names, register
-from modelcenter.data.objectives.classify import Classify, Labelled
-from modelcenter.data.record import Record
+from ..config import DataConfig
+from ..objective import Names, register
+from ..record import Record
+from .classify import Classify, Labelled
 
 if TYPE_CHECKING:
-    from modelcenter.data.encode import Reader
+    from ..encode import Reader
 
 MARKS = {"span1": "*", "span2": "#"}
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from modelcenter.data.collate import Batch, nth, pack, shortened, stack, stack_mask, tensor
-from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import Names, Objective, register
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
-from modelcenter.data.sequence import filler
-from modelcenter.errors import refuse
+from ...errors import refuse
+from ..collate import Batch, nth, pack, shortened, stack, stack_mask, tensor
+from ..config import DataConfig
+from ..objective import Names, Objective, register
+from ..ragged import Ids, Ragged
+from ..record import Record
+from ..sequence import filler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.tokenizer import Tokenizer
+    from ..encode import Reader
+    from ..tokenizer import Tokenizer
 
 
 class Embed(Objective):

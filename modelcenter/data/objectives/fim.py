@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from modelcenter.data.config import DataConfig
-from modelcenter.data.indexed import Tokens
-from modelcenter.data.objective import Names, register
-from modelcenter.data.objectives.lm import Blocks, Causal, Documents
-from modelcenter.data.ragged import Ragged
-from modelcenter.data.record import Record
-from modelcenter.data.sequence import Sequences
-from modelcenter.errors import refuse
+from ...errors import refuse
+from ..config import DataConfig
+from ..indexed import Tokens
+from ..objective import Names, register
+from ..ragged import Ragged
+from ..record import Record
+from ..sequence import Sequences
+from .lm import Blocks, Causal, Documents
 
 if TYPE_CHECKING:
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.tokenizer import Tokenizer
+    from ..encode import Reader
+    from ..tokenizer import Tokenizer
 
 MARKS = (  # before the prefix, the suffix, the middle
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # StarCoder, SantaCoder

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from modelcenter.data.collate import IGNORED, Batch, stack
-from modelcenter.data.config import DataConfig
-from modelcenter.data.indexed import Tokens
-from modelcenter.data.objective import Names, Objective, register
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
-from modelcenter.data.sequence import Sequences, behind, documents, filler, pieces
-from modelcenter.errors import refuse
+from ...errors import refuse
+from ..collate import IGNORED, Batch, stack
+from ..config import DataConfig
+from ..indexed import Tokens
+from ..objective import Names, Objective, register
+from ..ragged import Ids, Ragged
+from ..record import Record
+from ..sequence import Sequences, behind, documents, filler, pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelcenter.data.encode import Reader
+    from ..encode import Reader
 
 
 class Causal(Objective):

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from modelcenter.data.collate import IGNORED
-from modelcenter.data.config import DataConfig
-from modelcenter.data.indexed import Tokens
-from modelcenter.data.objective import Frame, Names, Objective, register
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
-from modelcenter.data.sequence import Sequences, behind, documents, filler, pieces
-from modelcenter.errors import refuse
+from ...errors import refuse
+from ..collate import IGNORED
+from ..config import DataConfig
+from ..indexed import Tokens
+from ..objective import Frame, Names, Objective, register
+from ..ragged import Ids, Ragged
+from ..record import Record
+from ..sequence import Sequences, behind, documents, filler, pieces
 
 if TYPE_CHECKING:
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.tokenizer import Tokenizer
+    from ..encode import Reader
+    from ..tokenizer import Tokenizer
 
 
 CJK = {  # U+3000 to U+9FFF at a token's beginning: as it is, or by its first byte as the byte-level alphabet writes it

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelcenter.data.collate import IGNORED
-from modelcenter.data.config import DataConfig
-from modelcenter.data.indexed import Tokens
-from modelcenter.data.objective import Names, register
-from modelcenter.data.objectives.lm import LM, Documents, Rows
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
-from modelcenter.data.sequence import Sequences, documents
+from ..collate import IGNORED
+from ..config import DataConfig
+from ..indexed import Tokens
+from ..objective import Names, register
+from ..ragged import Ids, Ragged
+from ..record import Record
+from ..sequence import Sequences, documents
+from .lm import LM, Documents, Rows
 
 if TYPE_CHECKING:
-    from modelcenter.data.encode import Reader
+    from ..encode import Reader
 
 
 @register

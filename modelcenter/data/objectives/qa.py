@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from modelcenter.data.collate import Batch, nth, runs, stack, stack_mask, tensor
-from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import Asked, Names, Objective, register
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
-from modelcenter.data.sequence import filler
+from ..collate import Batch, nth, runs, stack, stack_mask, tensor
+from ..config import DataConfig
+from ..objective import Asked, Names, Objective, register
+from ..ragged import Ids, Ragged
+from ..record import Record
+from ..sequence import filler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.tokenizer import Tokenizer
+    from ..encode import Reader
+    from ..tokenizer import Tokenizer
 
 BEST = 20  # starts and ends of a window that are tried with one another, as in transformers' example
 LONGEST = 30  # tokens of an answer

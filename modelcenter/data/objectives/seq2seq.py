@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import Names, Objective, register
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record
-from modelcenter.data.sequence import Sequences, filler
-from modelcenter.errors import refuse
+from ...errors import refuse
+from ..config import DataConfig
+from ..objective import Names, Objective, register
+from ..ragged import Ids, Ragged
+from ..record import Record
+from ..sequence import Sequences, filler
 
 if TYPE_CHECKING:
-    from modelcenter.data.encode import Reader
+    from ..encode import Reader
 
 
 @register

@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelcenter.data.collate import IGNORED, Batch, nth, shortened
-from modelcenter.data.config import DataConfig
-from modelcenter.data.objective import Names, Objective, register
-from modelcenter.data.objectives.classify import among
-from modelcenter.data.ragged import Ids, Ragged
-from modelcenter.data.record import Record, declared
-from modelcenter.data.sequence import Sequences, filler
-from modelcenter.errors import nearest, refuse
+from ...errors import nearest, refuse
+from ..collate import IGNORED, Batch, nth, shortened
+from ..config import DataConfig
+from ..objective import Names, Objective, register
+from ..ragged import Ids, Ragged
+from ..record import Record, declared
+from ..sequence import Sequences, filler
+from .classify import among
 
 if TYPE_CHECKING:
-    from modelcenter.data.encode import Reader
-    from modelcenter.data.tokenizer import Tokenizer
+    from ..encode import Reader
+    from ..tokenizer import Tokenizer
 
 
 @register
