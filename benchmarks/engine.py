@@ -6,7 +6,8 @@
 Both hold fp32 weights and moments in parts, compute in bf16, exchange weights in bf16 and gradients in fp32 (ours in bf16, summed
 in fp32, where ranks reach each other), without dropout, on random ids; a step is forward, backward, clip and update. `ours compile`
 compiles our blocks too, `ours moments` keeps moments in bf16, `hf eager` compiles no block, `selective` and `full` recompute;
-`hf@16` is theirs with 16 sequences a rank, whatever --batch says.
+`hf@16` is theirs with 16 sequences a rank, whatever --batch says. Memory that does not suffice ends the run, and loses the
+contenders behind it: name them by what they need.
 FLOPs and the product that they are a share of: step.py. One more step is traced: `exposed` is the share of it in which the stream
 that computes stands still while another one sends or waits for a rank, `idle` that in which nothing runs. `retries`: how often
 memory was so full that the allocator gave back what it kept, for which the device stands still.
@@ -178,34 +179,34 @@ def main() -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     first = dist.get_rank() == 0
     top = ceiling(device) if device.type == "cuda" else float("nan")
-    rows = []
     for kind in options.contenders.split(","):
         late = torch.tensor(float(time.monotonic() - began > options.limit))
         dist.all_reduce(late)  # all go on, or none
         if late:
             print(f"{kind}: no time left", file=sys.stderr, flush=True)
             continue
+        if first:
+            print(f"{kind}: begun after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         try:
             row = run(kind, options, device) | {"ceiling": top, **stamp(device.type)}
         except torch.OutOfMemoryError as error:
             print(f"{kind}: {str(error)[:200]}", file=sys.stderr, flush=True)
-            continue
+            os._exit(1)  # the others wait for this rank in the middle of a step, for ever: the launcher ends them
         finally:
             gc.collect()
             torch._dynamo.reset()  # another batch is compiled anew, not for any batch
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        rows.append(row)
+        if first and options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            with (options.out / "engine.jsonl").open("a") as out:
+                out.write(json.dumps(row) + "\n")
         if first:
             print(f"{row['contender']}, {row['batch']} x {row['length']}: {row['tokens']:.0f} tok/s a GPU, "
                   f"{row['flops'] / 1e12:.0f} TFLOP/s, {row['flops'] / top:.0%} of {top / 1e12:.0f}, peak {row['peak']:.1f} GiB "
                   f"({row['retries']} retries), steps {min(row['seconds']):.3f} to "
                   f"{max(row['seconds']):.3f} s, exposed {row['exposed']:.1%}, idle {row['idle']:.1%}, "
                   f"loss {row['loss']:.3f}", flush=True)  # fmt: skip
-    if first and options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        with (options.out / "engine.jsonl").open("a") as out:
-            out.writelines(json.dumps(row) + "\n" for row in rows)
     dist.destroy_process_group()
     return 0
 
