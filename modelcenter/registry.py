@@ -28,6 +28,7 @@ from .layers.cache import Fixed
 from .layers.initial import initial
 from .layers.output import batch_of, check_tokens, recorded, shift_right
 from .names import Names, Row, Shape
+from .parallel.ranks import settle
 from .theirs import FORWARD, MODEL, SAVE, arguments, refuse_argument
 
 M = TypeVar("M", bound="type[Model]")
@@ -267,6 +268,7 @@ class Model(nn.Module):
         """Write a folder that transformers and `from_pretrained` open: safetensors in shards of at most `max_shard_size` (bytes, or
         "5GB"), config.json, and the tokenizer that the model came with. Of a model with an adapter only the adapter is
         written, in peft's format. Errors: `InputError`; the folder appears complete or not at all."""
+        settle(self)
         if self.adapter is not None:
             save_adapter(self, Path(folder))
         else:

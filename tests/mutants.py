@@ -638,6 +638,8 @@ MUTANTS = (
            "set_reshard_after_backward(last)", "test_apply.py::test_what_is_whole_and_for_how_long"),
     Mutant("weights-whole-after-an-evaluation", "parallel/apply.py", "        model.register_forward_hook(release)\n", "        pass\n",
            "test_apply.py::test_what_is_whole_and_for_how_long"),
+    Mutant("rounded-weights-saved", "registry.py", "        settle(self)\n", "", "test_apply.py::test_a_forward_without_its_backward_rounds_no_weights"),
+    Mutant("rounded-weights-trained", "optim/optimizers.py", "    settle(model)\n", "", "test_apply.py::test_a_forward_without_its_backward_rounds_no_weights"),
     Mutant("stream-begins-in-low-precision", "layers/embedding.py", "return out if autocast_dtype(out.device) is None else wide(out)",
            "return out", "test_apply.py::test_the_precision_of_the_stream"),
     Mutant("stream-in-fp16", "layers/norm.py", "return low if low == torch.bfloat16 else None", "return low",

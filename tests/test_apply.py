@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,6 +225,32 @@ def holds(rank: int) -> None:
 def test_what_is_whole_and_for_how_long() -> None:
     """Weights between micro-batches up to stage 2; nothing once a step or an evaluation has ended."""
     spawn(2, holds)
+
+
+def left_alone(rank: int, folder: str) -> None:
+    for zero in (1, 2, 3):
+        model = model_of(GPT2, machine_of(fsdp=2, zero=zero), torch.float32, "bf16")
+        batch = batches_of(GPT2, 0, 1, 8)[0]
+        for what in ("saved", "trained"):
+            with autocast("bf16", CPU):
+                loss = model(**batch).loss
+            if what == "saved":
+                model.save_pretrained(f"{folder}/{zero}")
+            else:
+                build_optimizer(model, OptimizerConfig())
+            parts = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) or p.dtype != torch.float32]
+            assert not parts, f"zero {zero}, {what}: {parts}"
+        loss.backward()  # which may come still
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_forward_without_its_backward_rounds_no_weights(tmp_path: Path) -> None:
+    """What others have sent for it, in low precision, is neither saved nor trained."""
+    spawn(2, left_alone, str(tmp_path))
+    want = dict(model_of(GPT2, None, torch.float32).named_parameters())
+    for zero in (1, 2, 3):
+        found = dict(mc.load(tmp_path / str(zero)).named_parameters())
+        assert want.keys() == found.keys() and all(torch.equal(found[name], want[name]) for name in want), f"zero {zero}"
 
 
 def test_stages_of_nothing_are_refused() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import nearest, refuse
 from ..layers import Block
 from ..layers.position import RelativeBias
-from ..parallel.ranks import ALONE, Ranks
+from ..parallel.ranks import ALONE, Ranks, settle
 from .adafactor import Adafactor
 from .adamw import BLOCK, AdamW
 from .clipped import Clipped, Lion
@@ -26,6 +26,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, ranks: Ranks = AL
     do together is what one process does. Refuses a model in which nothing trains."""
     if config.name not in NAMES:
         refuse(None, "optimizer.name", repr(config.name), nearest(config.name, NAMES))
+    settle(model)
     parameters = list(trainable(model))
     if not parameters:
         refuse(None, "model", "every parameter is frozen", "leave requires_grad on where the training is to happen")

@@ -23,7 +23,7 @@ from .check import check
 from .connect import start
 from .device import LOW, device_of
 from .machine import Machine, load_machine
-from .ranks import ALONE, Ranks
+from .ranks import ALONE, Ranks, settle
 from .sequence import sequence_parallel
 
 if TYPE_CHECKING:
@@ -213,6 +213,4 @@ def release(model: nn.Module, args: Any, out: Any) -> None:
     """After a forward that no backward follows weights would stay whole: who changes or saves them then would find these and not
     the shards."""
     if not torch.is_grad_enabled():
-        for module in (model, *blocks(model)):
-            sharded: Any = module
-            sharded.reshard()
+        settle(model)

@@ -236,6 +236,15 @@ class Ranks:
 ALONE = Ranks()
 
 
+def settle(model: "nn.Module") -> None:
+    """Have every parameter be this rank's part of it, as FSDP2 keeps it. After a forward whose backward has not come, or never
+    comes, weights that others have sent stand in its place, whole and perhaps in low precision: to save those would round them."""
+    for module in model.modules():
+        sharded: Any = module
+        if hasattr(sharded, "reshard"):  # FSDP's class would have to be imported, for a second
+            sharded.reshard()
+
+
 def named(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0, 2, 5`; of many the first eight."""
     shown = ", ".join(map(str, ranks[:8]))
