@@ -111,14 +111,14 @@ class Parts:
     def ours(self) -> None:
         """Those of loading."""
         from modelcenter import create
-        from modelcenter.checkpoint import exchange
+        from modelcenter.checkpoint import exchange, group, intake
         from modelcenter.parallel import apply, peers
 
         for owner, name in ((create, "skeleton"), (create, "match"), (create, "place"), (create, "fill_all"),
-                            (exchange, "planned"), (exchange.Group, "regions"), (exchange.Group, "trade"),
-                            (exchange.Group, "collect"), (exchange, "reach"),
-                            (exchange.Intake, "next"), (create, "set_out"), (exchange.Intake, "fetch"), (exchange, "begin"),
-                            (exchange.Buffer, "take"), (exchange.Reading, "wait"), (exchange.Intake, "__exit__"),
+                            (exchange, "planned"), (group.Group, "regions"), (group.Group, "trade"),
+                            (group.Group, "collect"), (exchange, "reach"),
+                            (intake.Intake, "next"), (create, "set_out"), (intake.Intake, "fetch"), (intake, "begin"),
+                            (intake.Buffer, "take"), (intake.Reading, "wait"), (intake.Intake, "__exit__"),
                             (create, "open_roads"), (peers, "ways"), (apply, "shard")):  # fmt: skip
             self.see(owner, name)
 

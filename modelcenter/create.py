@@ -21,9 +21,11 @@ from .adapter.config import AdapterConfig
 from .adapter.folder import Saved, is_adapter, read_adapter
 from .checkpoint import hub
 from .checkpoint.config import changed, told
-from .checkpoint.exchange import Group, Intake, neighbours, open_roads, set_out
+from .checkpoint.exchange import open_roads, set_out
 from .checkpoint.files import no_collection
 from .checkpoint.folder import Folder
+from .checkpoint.group import Group, neighbours
+from .checkpoint.intake import Intake
 from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
 from .checkpoint.save import companions
 from .checkpoint.sentence import read_modules, settle

@@ -20,7 +20,7 @@ from zoo import Case, cases
 
 import modelcenter as mc
 from modelcenter import create
-from modelcenter.checkpoint import exchange, write
+from modelcenter.checkpoint import exchange, intake, write
 from modelcenter.checkpoint.folder import FileSlice
 from modelcenter.errors import InputError, refuse
 
@@ -42,11 +42,11 @@ def read(rank: int, folders: dict[Case, str]) -> None:
     for case, folder in folders.items():
         wanted = mc.load(folder)
         for least in (2**20, 600):
-            exchange.LEAST = least
+            intake.LEAST = least
             equal(mc.load(folder, machine=FOUR), wanted, f"{case}, buffers of {least}")
-        usual, exchange.PACE["cpu"] = exchange.PACE["cpu"], exchange.PACE["cuda"]
+        usual, intake.PACE["cpu"] = intake.PACE["cpu"], intake.PACE["cuda"]
         equal(mc.load(folder, machine=FOUR), wanted, f"{case}, several turns at once")
-        exchange.PACE["cpu"] = usual
+        intake.PACE["cpu"] = usual
         equal(mc.load(folder, machine=FOUR, dtype="bf16"), mc.load(folder, dtype="bf16"), f"{case} in bf16")
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         with counted() as done:
@@ -158,7 +158,7 @@ def reached(rank: int, folders: dict[Case, str], place: Path) -> None:
     for case, folder in folders.items():
         wanted = mc.load(folder)
         for machine, least in ((FOUR, 600), (FOUR, 2**20), (mc.Machine(device="cpu", replicate=2, fsdp=2), 600)):
-            exchange.LEAST = least
+            intake.LEAST = least
             equal(mc.load(folder, machine=machine), wanted, f"{case}, {machine}, buffers of {least}")
             assert found[-1].barriers >= 2 and found[-1].barriers % 2 == 0
     assert len(found) == 3 * len(folders) and found[0].barriers > 4, "several turns"
@@ -183,7 +183,7 @@ def there(rank: int, folders: dict[Case, str]) -> None:
             wanted = mc.load(folder, device=alone)
             for degrees in ({"fsdp": 2}, {"tensor_parallel": 2}, {"replicate": 2}):
                 for least in (600, 2**20):
-                    patch.setattr(exchange, "LEAST", least)
+                    patch.setattr(intake, "LEAST", least)
                     what = f"{case}, {degrees}, buffers of {least}"
                     equal(mc.load(folder, machine=mc.Machine(device=DEVICE, **degrees)), wanted, what)
     able = DEVICE == "cuda" and torch.cuda.can_device_access_peer(rank, 1 - rank)
@@ -213,15 +213,15 @@ def test_threads_that_read_hand_on_what_is_wrong() -> None:
         part[:] = bytes(range(start, stop))
 
     for error in (OSError("no"), InputError("no"), RuntimeError("no")):
-        errors, told = [error], exchange.Told()
-        with exchange.Readers(3) as threads:
+        errors, told = [error], intake.Told()
+        with intake.Readers(3) as threads:
             for start in range(4):
                 threads.pieces.put((piece, start, start + 1, memoryview(into)[start : start + 1], told))
             if isinstance(error, RuntimeError):
                 with pytest.raises(RuntimeError, match="no"):
-                    exchange.Reading(4, told).wait()
+                    intake.Reading(4, told).wait()
             else:
-                assert exchange.Reading(4, told).wait() is error
+                assert intake.Reading(4, told).wait() is error
         assert into == bytes([0, 1, 0, 3]) and not any(thread.is_alive() for thread in threads.threads)
 
 
@@ -232,7 +232,7 @@ def test_one_process_reads_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> N
         held = load_file(Path(folder) / "model.safetensors")
         for theirs, _, make in wanted.table.save({n: lambda p=p: p.detach() for n, p in wanted.named_parameters()}, wanted.shapes):
             assert torch.equal(make(), held[theirs]), f"{case}: {theirs}"
-        monkeypatch.setattr(exchange, "LEAST", 600)
+        monkeypatch.setattr(intake, "LEAST", 600)
         equal(mc.load(folder), wanted, f"{case}")
         monkeypatch.undo()
 
@@ -261,7 +261,7 @@ def test_an_accelerator_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_p
     for case in CASES:
         folder = zoo.reference(case)[1]
         for least in (2**20, 600):
-            monkeypatch.setattr(exchange, "LEAST", least)
+            monkeypatch.setattr(intake, "LEAST", least)
             for dtype in ("auto", "bf16"):
                 found = mc.load(folder, machine=mc.Machine(device="cuda"), dtype=dtype)
                 assert all(p.device.type == "cuda" for p in found.parameters())
@@ -278,7 +278,7 @@ WAYS = [(case, "20KB", 600) for case in CASES] + [(CASES[0], "5GB", 2**20)]  # m
 def written(rank: int, folders: dict[Case, str], place: Path, meshes: list[mc.Machine]) -> None:
     for mesh in meshes:
         for case, size, least in WAYS:
-            exchange.LEAST = least
+            intake.LEAST = least
             out = place / f"{case}-{size}"
             mc.load(folders[case], machine=mesh).save_pretrained(out, max_shard_size=size)
             if rank == 0:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..checkpoint.exchange import Group, Intake
+from ..checkpoint.group import Group
+from ..checkpoint.intake import Intake
 from ..checkpoint.load import fill, put
 from ..errors import nearest, refuse
 from ..layers.adapter import Adapted, adapted, current_names

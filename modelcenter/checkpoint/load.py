@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from ..errors import refuse
 from ..names import Lazy, Names, Region, Shape, everything
 from ..parallel.watch import beat
-from .exchange import Group, Intake, read, stored
+from .exchange import read, stored
 from .folder import BinSlice, Folder
+from .group import Group
+from .intake import Intake
 
 ROWS = 4096  # rows compared at a time
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..errors import InputError, refuse
 from ..names import Names
 from .atomic import disk_errors, write_new
-from .exchange import Group, Slot, write
+from .exchange import Slot, write
+from .group import Group
 from .load import local
 from .sentence import files_of
 from .write import Item, arranged, layout, save_folder
