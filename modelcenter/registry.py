@@ -156,8 +156,8 @@ class Model(nn.Module):
         them.
 
         `past_key_values` holds the tokens seen so far; `use_cache` creates one for the next forward. Where config.json says
-        `"prefix_lm": true`, what stands before the first label is read in both directions; without labels and a cache, everything
-        is.
+        `"prefix_lm": true`, what stands before the first word to be predicted is read in both directions; without such labels and a
+        cache, everything is.
 
         Errors: `InputError` for arguments that do not fit each other or the model, and for those of transformers that cannot be
         honoured: `output_attentions`, `return_dict=False`, and what else has a value (`others`).
@@ -191,8 +191,10 @@ class Model(nn.Module):
         batch = batch_of(
             input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, token_type_ids, labels,
             decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, past_key_values,
-            self.encoder_decoder, self.config.file.get("prefix_lm") is True,
+            self.encoder_decoder,
         )  # fmt: skip
+        if self.config.file.get("prefix_lm") is True and not self.encoder_decoder:
+            batch = batch.prefixed(labels if isinstance(self.head, LMHead) else None)
         if self.task == "classify":
             batch = replace(batch, pad=self.config.file.get("pad_token_id"))
         self.check_sizes(batch)

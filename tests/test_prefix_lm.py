@@ -28,8 +28,8 @@ GIVEN = (5, 1, 8)  # tokens of the prompts
 REAL = (11, 9, 11)  # tokens of the rows
 
 
-def flagged(kind: str) -> tuple[Any, Any]:
-    theirs, ours = zoo.pair(zoo.Case(kind, "default", "lm"))
+def flagged(kind: str, task: str = "lm") -> tuple[Any, Any]:
+    theirs, ours = zoo.pair(zoo.Case(kind, "default", task))
     ours.config = replace(ours.config, file={**ours.config.file, "prefix_lm": True})
     return theirs, ours
 
@@ -89,6 +89,23 @@ def test_what_a_token_depends_on(kind: str) -> None:
         one = labels.clone()
         one[:, 1:] = ids[:, 1:]
         assert torch.equal(ours(ids, labels=one).logits, plain(ids, labels=one).logits)
+
+
+LABELS = {"classify": torch.tensor([1, 0, 2]), "tag": rows()[1] % 3, "qa": torch.tensor([[1, 2], [0, 3], [4, 8]]),
+          "embed": torch.tensor([0])}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", LABELS)
+def test_labels_that_are_no_words_leave_both_directions(task: str) -> None:
+    """A head put on what was pretrained so reads in training what it reads afterwards."""
+    _, ours = flagged("gpt2", task)
+    ids, _, real = rows()
+    x = ours.get_input_embeddings()(ids).detach().requires_grad_()
+    out = ours(inputs_embeds=x, attention_mask=real, labels=LABELS[task], output_hidden_states=True)
+    (grad,) = torch.autograd.grad(out.hidden_states[-1][0, 0].square().sum(), x)
+    assert out.loss.isfinite() and (grad[0, : REAL[0]].abs().amax(-1) > 0).all()
+    plain = ours(ids, real, output_hidden_states=True)
+    assert torch.equal(out.hidden_states[-1], plain.hidden_states[-1])
 
 
 def judged(ours: Any, packed: bool, device: str = "cpu") -> list[torch.Tensor]:

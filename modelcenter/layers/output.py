@@ -51,6 +51,14 @@ class Batch:
     prompt: int = 0  # positions before the text, of which the cache's length says nothing
     pad: int | None = None  # the id that pads, for a classifier of texts without a mask
 
+    def prefixed(self, words: Tensor | None) -> "Batch":
+        """As a prefix LM reads it: in both directions what stands before the first of the `words` to be predicted (b s), all where
+        there are none. What follows a cache is read as ever."""
+        if self.cache is not None and self.cache.length:
+            return self
+        words = torch.full(self.x.shape[:2], IGNORE, device=self.x.device) if words is None else words
+        return replace(self, context=context_of(words, None if self.packing is None else self.packing.q.there))
+
     @property
     def past(self) -> int:
         return self.cache.length + self.prompt if self.cache is not None and self.cache.length else 0
@@ -201,7 +209,6 @@ def batch_of(
     longest_k: int | None,
     cache: Cache | None,
     encoder_decoder: bool,
-    prefix_lm: bool = False,
 ) -> Batch:
     """A model's arguments as a `Batch`; see `Model.forward`."""
     if lengths_q is None and lengths_k is not None:
@@ -221,12 +228,8 @@ def batch_of(
         side = Batch(target, mask_of_target, packing=None if q is None else Packing(q, q), cache=cache)
         cache = None  # the decoder's alone
     x = torch.empty(0, 0) if x is None else x
-    context = None
-    if prefix_lm and (cache is None or not cache.length):
-        labels_ = torch.full(x.shape[:2], IGNORE, device=x.device) if labels is None else labels
-        context = context_of(labels_, None if q is None else q.there)
     real = boolean(mask, read, 0 if cache is None else cache.length, "attention_mask")
-    return Batch(x, real, positions, segments, packing, cache, labels, side, context)
+    return Batch(x, real, positions, segments, packing, cache, labels, side)
 
 
 def context_of(labels: Tensor, ends: Tensor | None = None) -> Tensor:
