@@ -331,7 +331,7 @@ struct Head {
     }
     bool any(int64_t i, int64_t rows, int64_t key, int n) const {  // does the mask show any of these keys to any of these rows?
         for (int64_t at = 0; at < (p.mask_s == 1 ? 1 : rows); at++) {
-            const vi seen = first(bias(hidden(i + at) + key, n), n, -INFINITY) > all(-INFINITY);
+            const vi seen = first(bias(hidden(i + at) + key, n), n, -INFINITY) != all(-INFINITY);  // NaN is: it must show
             for (int l = 0; l < LANES; l++)
                 if (seen[l]) return true;
         }

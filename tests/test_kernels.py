@@ -32,6 +32,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from modelcenter.ops import OPS, _op
+from modelcenter.ops.cross_entropy import IGNORE
 
 KERNELS = kernel_backed("cpu")
 SMALL = 1500  # elements of a case where size does not matter
@@ -108,6 +109,25 @@ def test_nothing_and_one(name: str) -> None:
     tried = [args for dtype in DTYPES for args in cases(name, "cpu", dtype)]
     assert any(a.numel() == 0 for args in tried for a in args if isinstance(a, Tensor)), "an empty case"
     assert any(a.numel() == 1 for args in tried for a in floating(args)), "a case of one element"
+
+
+@each_op
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_nan_is_lost(name: str, dtype: torch.dtype) -> None:
+    """Of one argument one number or all are NaN: a result of which the reference says so has one."""
+    for args in cases(name, "cpu", dtype, most=SMALL, least=2):
+        if name in ("cross_entropy", "linear_cross_entropy") and IGNORE in args[1 if name == "cross_entropy" else 3]:
+            continue  # what has no label is not read
+        for i, a in enumerate(args):
+            if not isinstance(a, Tensor) or not a.is_floating_point() or not a.numel():
+                continue
+            for at in (slice(None), 0, -1):
+                given = leaves(args)
+                given[i].data.view(-1)[at] = float("nan")
+                ours, theirs = run(OPS[name], given), run(OPS[name].reference, leaves(given))
+                for j, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
+                    kept = found.isnan().any() or not wanted.isnan().any()
+                    assert kept, f"{name} {shown(args)}: argument {i} at {at}: result {j}"
 
 
 @each_op
