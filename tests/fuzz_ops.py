@@ -40,6 +40,7 @@ from modelcenter.ops import _norm, _op, draw, quantize
 from modelcenter.ops._op import call
 from modelcenter.ops.activation import GATED, gated_backward
 from modelcenter.ops.cross_entropy import IGNORE
+from modelcenter.ops.gated_linear import gated_linear
 from modelcenter.ops.rotary import rotary_
 from modelcenter.optim import adamw
 
@@ -60,9 +61,9 @@ class Unfit(Exception):
 # ---- what arguments are made of
 
 
-def numbers(rng: random.Random, device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+def numbers(rng: random.Random, device: str, dtype: torch.dtype, *shape: int, most: float = 0) -> Tensor:
     """Normal numbers of some size; now and then one that is none, or of the largest."""
-    if math.prod(shape) > MOST:
+    if math.prod(shape) > (most or MOST):
         raise Unfit
     x = torch.randn(shape, device=device) * rng.choice((1, 1, 1, 1, 0, 1e-3, 30))
     if x.numel() and rng.random() < 0.02:
@@ -229,6 +230,28 @@ def of_relative_attention(rng: random.Random, device: str) -> tuple[Any, ...]:
     return q, k, v, bias, seen, *lengths, context, longest_q, longest_k, prompt, 1 / math.sqrt(d), rng.random() < 0.5, seed, p
 
 
+def of_attention_in_crowds(rng: random.Random, device: str) -> tuple[Any, ...]:
+    """What Hopper has kernels of its own for where there is a block for every multiprocessor: forward a block takes 128 queries,
+    backward a head of 320 queries and more, without a bias."""
+    crowd = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 3  # 3 at most, emulated
+    dtype, h, d = rng.choice(LOW), rng.choice((1, 2, 3)), rng.choice((8, 8, 16, 40, 64))
+    if heads := rng.random() < 0.5:
+        s, t, n = rng.choice((321, 330, 384, 400, 512)), rng.choice((128, 129, 140, 200, 256)), -(-crowd // h)
+    else:
+        s, t = rng.choice(SIZES[1:20]), rng.choice((*SIZES[1:20], *(2100, 4096) * (rng.random() < 0.1)))
+        n = -(-crowd * rng.choice((1, 1, 2)) // (h * -(-s // 128))) + rng.choice((0, 1))
+    biased, causal = not heads and rng.random() < 0.5, not heads and rng.random() < 0.5
+    context = torch.randint(t + 2, (n, 1), dtype=torch.int32, device=device) if causal and rng.random() < 0.3 else None
+    b, ends, wide, long = n, (None, None), s, t
+    if rng.random() < 0.3:  # the first sequence is the longest
+        lengths = [[m, *(rng.choice((0, 1, m // 2, m)) for _ in range(n - 1))] for m in (s, t)]
+        b, (s, t), context = 1, (sum(part) for part in lengths), None
+        ends = tuple(torch.tensor([0, *accumulate(part)], dtype=torch.int32, device=device) for part in lengths)
+    q, k, v = (numbers(rng, device, dtype, b, m, h, d, most=math.inf) for m in (s, t, t))
+    bias = numbers(rng, device, torch.float32, h, wide + long - 1, most=math.inf) if biased else None
+    return q, k, v, bias, None, *ends, context, wide, long, 0, 1 / math.sqrt(d), causal, None, 0.0
+
+
 def linear(kind: str) -> Maker:
     def make(rng: random.Random, device: str) -> tuple[Any, ...]:
         cols, dtype = rng.choice(WIDTHS[1:]), rng.choice(DTYPES)
@@ -277,11 +300,11 @@ def compare(name: str, args: tuple[Any, ...], found: list[Tensor], seed: int) ->
         assert error(ours, truth) <= bound, f"result {i}: {error(ours, truth):.1e} beside {error(theirs, truth):.1e} of {most:.1e}"
 
 
-def of_op(name: str, rng: random.Random, device: str, compared: bool) -> list[Any]:
+def of_op(name: str, rng: random.Random, device: str, compared: bool, make: Maker | None = None) -> list[Any]:
     """One call of an op, forward and backward. Returns the arguments, as `shown`."""
     op, lay = OPS[name], laid_out(rng)
     wants = [rng.random() < 0.8 for _ in range(12)]
-    args = each(MAKERS[name](rng, device), lay)
+    args = each((make or MAKERS[name])(rng, device), lay)
     args = tuple(a.requires_grad_(w) if isinstance(a, Tensor) and a.is_floating_point() else a
                  for a, w in zip(args, cycle(wants), strict=False))  # fmt: skip
     assert op.kernel is not None
@@ -334,17 +357,47 @@ def of_rotary_in_place(rng: random.Random, device: str, compared: bool) -> list[
 
 
 def of_gated_over(rng: random.Random, device: str, compared: bool) -> list[Any]:
-    """A gated activation's gradients where its arguments were, and its result where its gradient was: to the bit those apart."""
-    name = rng.choice([*GATED])
-    gate, up = (t.contiguous() for t in each(gated(rng, device), laid_out(rng)))
-    grad = torch.randn_like(gate)
+    """A gated activation's gradients where its arguments were, its result where its gradient was: to the bit those apart."""
+    name, (over, whole) = rng.choice([*GATED]), rng.choice(((True, True), (True, False), (False, True)))
+    gate, up = (t.clone(memory_format=torch.contiguous_format) for t in each(gated(rng, device), laid_out(rng)))
+    grad, lay = torch.randn_like(gate), laid_out(rng, ways=APART)
     one, two, made = (t.clone() for t in (gate, up, grad))
-    call("gated_backward", one, two, made, None, None, None, GATED[name])
+    if not over:
+        one, two = (lay(torch.randn_like(gate)).contiguous() for _ in range(2))
+    given = (None, None) if over else (gate, up)
+    call("gated_backward", one, two, made if whole else None, None if whole else grad, *given, GATED[name])
     if compared:
-        wanted = *gated_backward(grad, gate, up, GATED[name]), OPS[name](gate, up)
+        wanted = *gated_backward(grad, gate, up, GATED[name]), OPS[name](gate, up) if whole else grad
         for i, (a, b) in enumerate(zip((one, two, made), wanted, strict=True)):
             assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)), f"{name}: result {i}"
-    return [name, *shown([gate, up])]
+    return [name, over, whole, *shown([gate, up])]
+
+
+def of_gated_linear(rng: random.Random, device: str, compared: bool) -> list[Any]:
+    """A gated activation and the projection behind it, backward over gate and up, or twice, before which these are wanted still."""
+    name, low = rng.choice([*GATED]), rng.choice(LOW)
+    dim, rows, outs = rng.choice((8, 16, 33, 64, 130)), rng.choice(SIZES[:17]), rng.choice((8, 9, 16, 32))
+    gate, up, grad = (torch.randn(rows, n, device=device, dtype=low) for n in (dim, dim, outs))
+    weight = (torch.randn(outs, dim, device=device) / dim**0.5).to(rng.choice((low, torch.float32)))
+    bias = torch.randn(outs, device=device, dtype=weight.dtype) if rng.random() < 0.5 else None
+    leaves = [t.requires_grad_() for t in (gate, up, weight, bias) if t is not None]
+    found = []
+    for again in (True, False):
+        one, two = gate * 1, up * 1  # of no use to anybody else
+        with torch.autocast(device, low):
+            out = gated_linear(OPS[name], one, two, weight, bias)
+        if again:
+            torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    if compared:
+        for i, (a, b) in enumerate(zip(*found, strict=True)):
+            assert torch.equal(a, b), f"{name}: result {i} depends on whether there is another backward"
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        wide = torch.nn.functional.linear(OPS[name].reference(exact[0], exact[1]), exact[2], *exact[3:])
+        for i, (a, b) in enumerate(zip(found[0], (wide.detach(), *torch.autograd.grad(wide, exact, grad.double())), strict=True)):
+            most = float(b.abs().max()) if b.numel() else 0.0
+            assert error(a, b) <= 8 * torch.finfo(low).eps * (1 + most), f"{name}: result {i}"
+    return [name, *shown([gate, up, weight, bias])]
 
 
 def of_norm_twice(rng: random.Random, device: str, compared: bool) -> list[Any]:
@@ -433,11 +486,16 @@ def subjects(device: str) -> dict[str, tuple[str, Callable[[random.Random, str, 
     def bound(function: Callable[..., list[Any]], name: str) -> Callable[[random.Random, str, bool], list[Any]]:
         return lambda *rest: function(name, *rest)
 
+    def in_crowds(rng: random.Random, device: str, compared: bool) -> list[Any]:
+        return of_op("relative_attention", rng, device, compared, of_attention_in_crowds)
+
     return {
         **{name: ("", bound(of_op, name)) for name in kernel_backed(device)},
         **{f"quantize_{kind}": (f"dequantize_{kind}", bound(of_quantize, kind)) for kind in ("nf4", "int8")},
         "rotary_": ("rotary", of_rotary_in_place), "gated_over": ("gated_backward", of_gated_over),
         "norm_twice": ("norm_backward", of_norm_twice), "adamw": ("adamw", of_adamw),
+        **({"relative_attention_in_crowds": ("relative_attention", in_crowds), "gated_linear": ("gated_backward", of_gated_linear)}
+           if "relative_attention" in kernel_backed(device) else {}),
     }  # fmt: skip
 
 

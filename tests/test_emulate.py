@@ -23,6 +23,7 @@ class Mutant(Plant):
     only: str
     error: str
     most: int = 600  # elements of a tensor
+    cases: int = 100
 
 
 ORDER = "depends on the order of threads"
@@ -72,6 +73,13 @@ MUTANTS = (
            "add_layer_norm", WRONG),
     Mutant("eight-columns-in-a-row", "norm_rows.h", "first + k + (k < 4 ? 0 : GAP - 4)", "first + k", "rms_norm",
            f"{ORDER}|{WRONG}"),
+    Mutant("a-result-beyond-its-gradient's-end", "activation.cu",
+           "put<false>(y, rounded<T>(given), place<T>(first + u * TILE<T>), count);",
+           "put<false>(y, rounded<T>(given), place<T>(first + u * TILE<T>), count + 1);", "gated_over", BOUNDS),
+    Mutant("dS-written-before-it-was-read", "attention_backward.cu", "if (stored) wait_until(m.empty + group, (stored - 1) % 2);",
+           "", "relative_attention_in_crowds", f"{ORDER}|{WRONG}", cases=6),
+    Mutant("the-next-tile-from-the-other-end", "attention.cu", "tiles_of_one - 1 - after % tiles_of_one", "after % tiles_of_one",
+           "relative_attention_in_crowds", f"{ORDER}|{WRONG}", cases=6),
     Mutant("the-first-of-a-pair-twice", "rotary.cu", "found[APART - 1][INTERLEAVED", "found[0][INTERLEAVED", "rotary", WRONG),
 )
 
@@ -234,6 +242,6 @@ def test_mutant(mutant: Mutant, checked: Path, tmp_path: Path) -> None:
     shutil.copytree(CSRC, source)
     shutil.copytree(checked, folder)
     mutant.into(source)
-    done = fuzzed(build(folder, source, CHECKED), mutant.only, 100, preload(), most=mutant.most)
+    done = fuzzed(build(folder, source, CHECKED), mutant.only, mutant.cases, preload(), most=mutant.most)
     said = done.stdout + done.stderr
     assert done.returncode != 0 and re.search(mutant.error, said), said[-3000:]

@@ -32,7 +32,8 @@ def pretend() -> None:
 
     assert _op._C is not None, "MODELCENTER_KERNELS names no extension that can be loaded"
     _op._C = Emulated(_op._C)
-    importlib.import_module("modelcenter.ops.linear_cross_entropy").multiply = multiply  # type: ignore[attr-defined]
+    for name in ("linear", "linear_cross_entropy"):
+        importlib.import_module(f"modelcenter.ops.{name}").multiply = multiply  # type: ignore[attr-defined]
 
     import contract
 
@@ -40,8 +41,8 @@ def pretend() -> None:
     contract.kernel_backed = lambda device: backed("cuda")
 
 
-def multiply(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
-    """ops/linear_cross_entropy.py's: torch has a product into a wider dtype on GPUs alone."""
+def multiply(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float = 1.0) -> None:
+    """ops/linear.py's: torch has a product into a wider dtype on GPUs alone."""
     whole = a.float() @ b.float() * alpha
     out.copy_(whole if beta == 0 else out * beta + whole)
 
