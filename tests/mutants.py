@@ -107,6 +107,8 @@ MUTANTS = (
            "test_bloom.py::test_what_is_hidden_between_tokens_is_no_distance[False]"),
     Mutant("alibi-steps-count-what-is-hidden", "layers/position.py", "(real is None or (queries > 1 and not gaps(real)))", "True",
            "test_bloom.py::test_what_is_hidden_between_tokens_is_no_distance[True]"),
+    Mutant("a-key-that-nobody-reads", "models/bloom.py", 'fixed={"apply_residual_connection_post_layernorm": False}', "fixed={}",
+           "test_fields.py::test_what_a_key_changes_it_changes_here_or_is_refused[bloom-default-lm]"),
     Mutant("sizes-by-one-name", "models/gpt.py", '"n_head|num_attention_heads": "heads"', '"n_head": "heads"',
            "test_gpt.py::test_the_names_that_other_families_give_the_sizes", "InputError"),
     Mutant("an-embedding-alone", "adapter/folder.py", "if not self.repeats(model, alias)]\n", "if False]\n",
