@@ -44,6 +44,7 @@ from .theirs import LOAD, arguments
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
+@arguments(LOAD)
 def build(
     name: str,
     *,
@@ -53,6 +54,7 @@ def build(
     device: str | torch.device | None = None,
     machine: str | Machine | None = None,
     precision: str | None = None,
+    num_labels: int | None = None,
     id2label: Mapping[int, str] | None = None,
     seed: int = 0,
 ) -> Model:
@@ -66,9 +68,10 @@ def build(
         refuse(None, "model", repr(name), f"a preset; {nearest(name, known)}")
     family, preset = known[name]
     full = changed(replace(family.Config(), **preset.changes), config or {})
-    if id2label is not None:
-        full = replace(full, labels=labels_of(None, id2label))
+    if id2label is not None or num_labels is not None:
+        full = replace(full, labels=labels_of(num_labels, id2label))
     task = (preset.task or family.default_task or next(iter(family.tasks))) if task == "auto" else task
+    check_labels(family, task, num_labels, id2label)
     model = skeleton(family, full, task, as_dtype(dtype))
     if is_meta(device):
         return model
@@ -123,6 +126,7 @@ def load(
         full, task = described(cls, folder, source, task, config, num_labels, id2label)
         asked, task = task, task_of(cls, folder) if task == "auto" else task
         check_task(cls, task)
+        check_labels(cls, task, num_labels, id2label)
         full, untied = untie(cls, full, folder, task)
         kind = dtype_of(folder, cls.ignored) if dtype == "auto" else as_dtype(dtype)
         with told(path / "config.json"):
@@ -418,11 +422,20 @@ def dtype_of(folder: Folder, ignored: Sequence[str]) -> torch.dtype:
     return max(floating, key=lambda k: (k.itemsize, k == torch.bfloat16), default=torch.float32)
 
 
+def check_labels(family: type[Model], task: str, count: int | None, names: Mapping[int, str] | None) -> None:
+    """Refuse labels for a head that has none."""
+    if (count, names) == (None, None) or task in (labelled := ("classify", "tag")):
+        return
+    key, wanted = "num_labels" if count is not None else "id2label", [name for name in labelled if name in family.tasks]
+    refuse(None, key, f"given with the task {task!r}, which has no labels", f"task={' or task='.join(wanted) or 'another'}")
+
+
 def labels_of(count: int | None, names: Mapping[int, str] | None) -> tuple[str, ...]:
     if count is not None and (type(count) is not int or count < 1):
         refuse(None, "num_labels", repr(count), "a whole number from 1 on")
     if names is None:
         return tuple(f"LABEL_{i}" for i in range(count or 0))
-    if sorted(names) != list(range(len(names))) or count not in (None, len(names)):
-        refuse(None, "id2label", f"keys {sorted(names)[:5]}", "a name for each of 0 to num_labels - 1")
+    names = {int(key) if isinstance(key, str) and key.isdecimal() else key: name for key, name in names.items()}  # as in a file
+    if {*names} != {*range(len(names))} or count not in (None, len(names)):
+        refuse(None, "id2label", f"keys {list(names)[:5]}", "a name for each of 0 to num_labels - 1")
     return tuple(names[i] for i in range(len(names)))

@@ -50,6 +50,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
+def size(count: int) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.{1 if count < 100 * unit else 0}f} {name}"
+    return f"{count} B"
+
+
 def nearest(word: Any, known: Iterable[str]) -> str:
     """`did you mean X?`, or the list of what is known."""
     names = [str(k) for k in known]

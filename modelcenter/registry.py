@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .adapter.config import AdapterConfig
 from .adapter.folder import save_adapter
-from .checkpoint.config import Config, changed
+from .checkpoint.config import Config, changed, unchanging
 from .checkpoint.load import LoadReport
 from .checkpoint.save import save_model
 from .errors import nearest, refuse
@@ -180,6 +180,8 @@ class Model(nn.Module):
                 check_tokens(ids, name)
         if labels is not None and isinstance(self.head, LMHead):
             check_tokens(labels, "labels")
+        elif labels is not None and not isinstance(labels, Tensor):
+            refuse(None, "labels", f"a {type(labels).__name__}", "a tensor")
         if start_positions is not None or end_positions is not None:
             labels = self.span(start_positions, end_positions, labels)
         if use_cache and past_key_values is None:
@@ -218,13 +220,12 @@ class Model(nn.Module):
         return torch.stack((start.flatten(), end.flatten()), 1)
 
     def check_sizes(self, batch: Batch) -> None:
-        """Refuse labels that are not one a token, or two an answer, and more tokens than a table has positions: on a GPU an index
+        """Refuse labels that the head's loss has no use for, and more tokens than a table has positions: on a GPU an index
         beyond it ends the process. What is compiled or exported is not asked, lest its shapes become bounded."""
-        x, labels = (batch.target or batch).x, batch.labels
-        if labels is not None and isinstance(self.head, LMHead) and labels.shape != x.shape[:2]:
-            refuse(None, "labels", f"shape {list(labels.shape)}", f"{list(x.shape[:2])}, one for each token")
-        if labels is not None and self.task == "qa" and labels.shape != (x.size(0), 2):
-            refuse(None, "labels", f"shape {list(labels.shape)}", f"{[x.size(0), 2]}, an answer's first and last token")
+        if batch.labels is not None and self.task == "backbone" and not self.encoder_decoder:  # there they make the decoder's ids
+            refuse(None, "labels", "with the task 'backbone', which has no loss", f"another task: {', '.join(self.tasks)}")
+        if batch.labels is not None:
+            self.head.check(batch.labels, batch)
         room = getattr(getattr(getattr(self, "embed", None), "positions", None), "num_embeddings", None)
         if room is None or batch.positions is not None or batch.packing is not None or isinstance(batch.cache, Fixed):
             return
@@ -277,6 +278,15 @@ class Model(nn.Module):
             save_model(self, Path(folder), self.table, max_shard_size)
 
     generate = generate_tokens  # type: ignore[has-type]  # mypy meets the decorated function in an import cycle
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module; weights by transformers' names are refused in a line, where torch would name each of them."""
+        if strict and not state_dict.keys() & self.shapes.keys():
+            theirs = {entry.theirs for entry in self.table.entries(self.shapes, bare=self.bare)} & state_dict.keys()
+            if theirs:
+                found = f"{min(theirs)}: transformers' names, where ours are {next(iter(self.shapes))} ..."
+                refuse(None, "state_dict", found, "save_pretrained of that model into a folder, and mc.load of it")
+        return super().load_state_dict(state_dict, strict, assign)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -335,6 +345,7 @@ class Model(nn.Module):
 def register(cls: M) -> M:
     """Make a family known under its model_type."""
     FAMILIES[cls.Config.hf.model_type] = cls
+    cls.Config.__setattr__ = unchanging  # type: ignore[assignment]  # dataclass gives each class its own, which says less
     return cls
 
 

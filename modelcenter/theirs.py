@@ -11,6 +11,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ALWAYS = "leave it out: it is always so"
+OURS = "parts have names of ours: list(model.state_dict()), print(model)"
 
 FORWARD = {  # arguments of a forward
     "cache_position": "leave it out: past_key_values knows its length",
@@ -57,14 +58,18 @@ SAVE = {  # arguments of save_pretrained
 }
 MODEL = {  # attributes of a model
     "add_adapter": "mc.add_adapter(model, mc.AdapterConfig(...))",
+    "base_model": f"mc.load(name, task='backbone'); {OURS}",
     "can_generate": "model.task, which is lm or seq2seq",
     "enable_input_require_grads": "nothing: recompute here needs no such gradient",
     "generation_config": "options of generate(); the file's are read",
+    "get_decoder": "model.decoder, or mc.load(name, task='backbone') for hidden states",
+    "get_encoder": "model.encoder, or mc.load(name, task='embed') for vectors of texts",
     "get_memory_footprint": "sum(p.nbytes for p in model.parameters())",
     "get_output_embeddings": "model.head.out",
     "gradient_checkpointing_disable": "a model that parallelize was not told to recompute",
     "gradient_checkpointing_enable": "mc.parallelize(model, mc.Machine(recompute='full')), or machine.recompute=full of a recipe",
     "init_weights": "mc.build(name, seed=0), which draws them",
+    "lm_head": "model.head.out",
     "load_adapter": "mc.load(folder of the adapter), which loads its base too",
     "name_or_path": "model.source",
     "num_parameters": "sum(p.numel() for p in model.parameters())",
@@ -72,6 +77,48 @@ MODEL = {  # attributes of a model
     "set_input_embeddings": "resize_token_embeddings(size), or values copied into get_input_embeddings().weight",
     "set_output_embeddings": "values copied into model.head.out.weight",
     "tie_weights": "model.tie()",
+}
+GENERATE = {  # arguments of generate
+    "assistant_model": "leave it out: nothing is guessed ahead here",
+    "cache_position": "leave it out: the cache knows its length",
+    "custom_generate": "leave it out: no code of a folder is run",
+    "decoder_attention_mask": "leave it out: a target begins with decoder_start_token_id",
+    "decoder_input_ids": "decoder_start_token_id, or prefix_allowed_tokens_fn, which can force the first tokens",
+    "encoder_outputs": "input_ids: the model runs its encoder itself",
+    "inputs": "input_ids, or the ids without a name",
+    "inputs_embeds": "input_ids",
+    "labels": "leave it out: only a forward has a loss",
+    "logits_processor": "prefix_allowed_tokens_fn, bad_words_ids, suppress_tokens, or a loop over model(ids).logits",
+    "logits_warper": "temperature, top_k, top_p, min_p",
+    "negative_prompt_attention_mask": "leave it out: there is no guidance here",
+    "negative_prompt_ids": "leave it out: there is no guidance here",
+    "past_key_values": "leave it out: every call begins with the prompt",
+    "position_ids": "leave it out: attention_mask says where each row begins",
+    "stopping_criteria": "eos_token_id, stop_strings, max_new_tokens, or a streamer that looks on",
+    "synced_gpus": "leave it out: ranks of one model write the same text",
+    "token_type_ids": "leave it out: return_token_type_ids=False of the tokenizer",
+}
+TOKENIZER = {  # attributes of a tokenizer
+    "__call__": "encode(text), and torch.tensor([ids]); batches with masks by transformers.AutoTokenizer, of the same folder",
+    "apply_chat_template": "transformers.AutoTokenizer of the same folder; modelcenter generate MODEL PROMPT chat=true does it",
+    "batch_decode": "[tokenizer.decode(ids) for ids in rows]",
+    "batch_encode_plus": "encode_all(texts), or transformers.AutoTokenizer of the same folder",
+    "bos_token": "tokenizer.special['bos']",
+    "bos_token_id": "bos_id",
+    "convert_ids_to_tokens": "tokenizer.raw.id_to_token(id)",
+    "convert_tokens_to_ids": "token_to_id(token)",
+    "encode_plus": "encode(text)",
+    "eos_token": "tokenizer.special['eos']",
+    "eos_token_id": "eos_id",
+    "get_vocab": "tokenizer.vocabulary",
+    "mask_token_id": "mask_id",
+    "pad": "transformers.AutoTokenizer of the same folder",
+    "pad_token": "tokenizer.special['pad']",
+    "pad_token_id": "pad_id",
+    "padding_side": "transformers.AutoTokenizer of the same folder, which pads",
+    "save_pretrained": "save(folder)",
+    "tokenize": "[tokenizer.raw.id_to_token(id) for id in tokenizer.encode(text)]",
+    "unk_token_id": "unk_id",
 }
 MODULE = {  # names of the package, in the beginning of which these stand
     "AutoConfig": "mc.load(name, device='meta').config",

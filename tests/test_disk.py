@@ -217,7 +217,7 @@ def fill(place: Path, size: int, clean: Path, capsys: Any) -> str:
             end = "ended"
         except InputError as error:
             end = str(error)
-            assert "\n" not in end and ("No space left on device" in end or "GB free, " in end)
+            assert "\n" not in end and ("No space left on device" in end or " free, " in end)
         out = place / "disk" / "out"
         for path in steps(out):
             verify(path)

@@ -1,5 +1,7 @@
 """A training state written out as a model: what the run would have written, had it ended there."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,26 @@ def test_the_state_of_an_adapter(here: Path) -> None:
     assert main([*lora, "max_steps=2", "--output-dir", "run"]) == 0
     assert main(["convert", "run/step-2", "out"]) == 0
     assert files(here / "out") == files(here / "run/model") and "adapter_model.safetensors" in files(here / "out")
+
+
+def test_a_run_that_has_not_ended_is_judged_by_its_states(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pretrain = ["train", "pretrain", "tokenizer=char", *SMALL, *DATA, *LONG, *HERE, "data.eval_fraction=0.2", "eval_steps=2"]
+    assert main([*pretrain, "max_steps=4", "--output-dir", "run"]) == 0
+    rows = [json.loads(line) for line in (here / "run/metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    for step, loss in losses.items():
+        capfd.readouterr()
+        assert main(["evaluate", f"run/step-{step}", *HERE, "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert losses[2] != losses[4]
+    shutil.rmtree(here / "run/model")
+    go_on = "run/model: not there: the run has not ended; the command that began it goes on; modelcenter convert run/step-4 OUT"
+    convert, average = ["convert", "run/model", "out"], ["average", "run", "run", "out"]
+    for asked in (["evaluate", "run"], ["generate", "run/model", "the"], average, convert):
+        assert main(asked) == 2 and go_on in capfd.readouterr().err
+    for state in (here / "run").glob("step-*"):
+        shutil.rmtree(state)
+    assert main(["evaluate", "run"]) == 2 and capfd.readouterr().err.endswith("the command that began it goes on\n")
 
 
 def test_what_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.checkpoint.load import LoadReport
-from modelcenter.errors import InputError
+from modelcenter.errors import InputError, size
 from modelcenter.ops._op import available
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
@@ -25,7 +25,7 @@ from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.blocks import recompute as recompute_blocks
 from modelcenter.parallel.deep import Deep
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.plan import Plan, size
+from modelcenter.parallel.plan import Plan
 from modelcenter.parallel.rehearse import rehearse
 from modelcenter.train import fit
 from modelcenter.train.fit import Verdict, verdict, widest

@@ -138,7 +138,7 @@ def test_refused_before_anything_is_written(tmp_path: Path) -> None:
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 2**20})())
-    with pytest.raises(SaveError, match=r"step 2 not saved.*GB free"):
+    with pytest.raises(SaveError, match=r"step 2 not saved.*: 1\.0 MB free, 1\.1 MB needed"):
         put(tmp_path, 2)
     assert os.listdir(tmp_path) == ["step-1"]
 

@@ -1,7 +1,9 @@
 """What transformers has and we have not is refused by name, with what does the same."""
 
+import copy
 import inspect
 import re
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import zoo
 
 import modelcenter as mc
 from modelcenter import theirs
+from modelcenter.data.tokenizer import CharTokenizer
+from modelcenter.generate.options import Options
 
 SIZES = {"layers": 2, "dim": 32, "heads": 2, "vocab": 50, "positions": 32}
 BERT = {**SIZES, "hidden": 64}
@@ -35,20 +39,36 @@ def test_every_name_is_theirs_and_not_ours() -> None:
     gone = {"ignore_mismatched_sizes", "label2id", "load_in_4bit", "load_in_8bit", "low_cpu_mem_usage", "proxies", "subfolder",
             "use_auth_token", "safe_serialization"}  # said elsewhere than in that file, or in older releases
     assert all(name in source or name in gone for name in {**theirs.LOAD, **theirs.SAVE})
+    arguments, ours = inspect.signature(transformers.GenerationMixin.generate).parameters, [f.name for f in fields(Options)]
+    models = (transformers.T5ForConditionalGeneration, transformers.GPT2LMHeadModel)
+    forwards = {name for model in models for name in inspect.signature(model.forward).parameters}
+    prepared = {"cache_position", "decoder_attention_mask", "decoder_input_ids", "logits_warper", "token_type_ids", "inputs_embeds"}
+    for name in theirs.GENERATE:
+        assert name not in ours and (name in arguments or name in forwards or name in prepared), name
+    tokenizer = CharTokenizer.train(["abc"])
+    gone = {"batch_encode_plus", "encode_plus", "padding_side"}  # of older releases, or made with the object
+    for name in theirs.TOKENIZER.keys() - {"__call__"}:
+        there = hasattr(transformers.PreTrainedTokenizerFast, name) or re.fullmatch(r"[a-z]+_token(_id)?", name)
+        assert not hasattr(tokenizer, name) and (there or name in gone), name
     for name in theirs.MODULE:
         assert hasattr(transformers, name) and not hasattr(mc, name)
 
 
 def test_what_is_advised_is_there() -> None:
-    tables = theirs.FORWARD, theirs.LOAD, theirs.SAVE, theirs.MODEL, theirs.MODULE
+    tables = theirs.FORWARD, theirs.GENERATE, theirs.LOAD, theirs.SAVE, theirs.MODEL, theirs.MODULE
     advice = [text for table in tables for text in table.values()]
     for text in advice:
         for name in re.findall(r"\bmc\.(\w+)", text):
             assert hasattr(mc, name), text
     model = gpt()
+    t5 = mc.build("t5-small", config={"layers": 1, "decoder_layers": 1, "dim": 32, "heads": 2, "head_dim": 16, "vocab": 50})
+    tokenizer = CharTokenizer.train(["abc"])
+    for text in theirs.TOKENIZER.values():
+        for path in re.findall(r"^(\w+)\(|tokenizer\.(\w+)", text):
+            assert hasattr(tokenizer, "".join(path)), text
     for text in theirs.MODEL.values():
         for path in re.findall(r"\bmodel\.([\w.]+)", text):
-            part: Any = model
+            part: Any = t5 if path == "encoder" else model
             for leaf in path.split("."):
                 part = getattr(part, leaf)
     assert mc.Machine(recompute="full").recompute == "full"
@@ -69,6 +89,98 @@ def test_what_is_advised_is_there() -> None:
 def test_a_forward_refuses(asked: dict[str, Any], line: str) -> None:
     with pytest.raises(mc.InputError, match=line):
         gpt()(torch.ones(1, 3, dtype=torch.long), **asked)
+
+
+@pytest.mark.parametrize(("asked", "line"), [
+    ({"stopping_criteria": [1]}, r"^generate\(stopping_criteria\): no such argument; eos_token_id, stop_strings, max_new_tokens"),
+    ({"token_type_ids": torch.ones(1, 3)}, r"^generate\(token_type_ids\): no such argument; leave it out: return_token_type_ids"),
+    ({"max_lenght": 5}, r"^generate\(max_lenght\): no such argument; did you mean 'max_length'\?$"),
+    ({"inputs_embeds": torch.ones(1, 3, 4), "input_ids": None}, r"^input_ids: inputs_embeds in its place; the prompt's ids"),
+    ({"input_ids": None}, r"^input_ids: missing; the prompt's ids \(batch, tokens\)$"),
+    ({"streamer": 1}, r"^streamer: a int; an object with a method put, as transformers' have$"),
+    ({"tokenizer": "gpt2"}, r"^tokenizer: a str; an object with a method decode"),
+], ids=["criteria", "segments", "typo", "embeds", "missing", "streamer", "tokenizer"])
+def test_generate_refuses(asked: dict[str, Any], line: str) -> None:
+    with pytest.raises(mc.InputError, match=line):
+        gpt().generate(**{"input_ids": torch.ones(1, 3, dtype=torch.long), **asked})
+
+
+def test_generate_takes_none_for_an_argument_of_theirs() -> None:
+    ids = torch.ones(1, 3, dtype=torch.long)
+    assert gpt().generate(ids, past_key_values=None, stopping_criteria=None, max_new_tokens=1).shape == (1, 4)
+
+
+def test_a_config_says_how_it_is_changed() -> None:
+    config = gpt().config
+    for name, said in {
+        "dropout": "GPTConfig.dropout: a config does not change; give it where the model is made: mc.load(name, config={",
+        "n_layer": "config={'layers': 7})", "pad_token_id": "generate(ids, pad_token_id=...)", "labels": "num_labels or id2label",
+        "use_cache": "model(ids, use_cache=True)", "nothing": "no field of it",
+    }.items():  # fmt: skip
+        with pytest.raises(FrozenInstanceError, match=re.escape(said)):
+            setattr(config, name, 7)
+    with pytest.raises(AttributeError, match=re.escape("GPTConfig has no eos_token_id; config.get('eos_token_id')")):
+        _ = config.eos_token_id
+    assert copy.deepcopy(config) == config
+
+
+def test_weights_by_their_names_are_refused_in_a_line() -> None:
+    reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=32))
+    line = r"^state_dict: transformer\.h\.0\.attn\.c_attn\.bias: transformers' names, where ours are embed\..* mc.load of it$"
+    with pytest.raises(mc.InputError, match=line):
+        gpt().load_state_dict(reference.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        gpt().load_state_dict({"nobody": torch.ones(1)})
+    gpt().load_state_dict(gpt().state_dict())
+
+
+def test_a_tokenizer_says_what_does_the_same() -> None:
+    tokenizer = CharTokenizer.train(["abc"])
+    assert repr(tokenizer) == "CharTokenizer('char', 3 tokens, special {})"
+    with pytest.raises(TypeError, match=r"^a tokenizer is not called; encode\(text\), and torch.tensor"):
+        tokenizer("abc", return_tensors="pt")
+    for name, advice in theirs.TOKENIZER.items():
+        if name != "__call__":
+            with pytest.raises(AttributeError, match=re.escape(f"CharTokenizer has no {name}; {advice}")):
+                getattr(tokenizer, name)
+    with pytest.raises(AttributeError, match=r"CharTokenizer has no nothing$"):
+        _ = tokenizer.nothing
+
+
+def test_an_output_has_no_attribute_of_another_name() -> None:
+    out = gpt().eval()(torch.ones(1, 3, dtype=torch.long))
+    assert out.loss is None and out.pooler_output is None and out.logits.shape == (1, 3, 50)
+    with pytest.raises(AttributeError, match=r"^Output has no last_hidden_states; did you mean 'last_hidden_state'\?$"):
+        _ = out.last_hidden_states
+
+
+@pytest.mark.parametrize(("task", "count", "labels", "line"), [
+    ("classify", 3, [0], r"shape \[1\]; \[2\], one for each sequence"),
+    ("classify", 3, [[0, 1], [1, 0]], r"shape \[2, 2\]; \[2\], one for each sequence"),
+    ("classify", 3, [0.1, 0.2], r"numbers of shape \[2\]; \[2, 3\], each 0 or 1; or classes \(int64\)"),
+    ("classify", 3, [True, False], r"of bool; classes, of int64 \(labels.long\(\)\), one for each sequence"),
+    ("classify", 1, [0.1, 0.2, 0.3], r"numbers of shape \[3\]; \[2\]"),
+    ("tag", 3, [[0] * 3] * 2, r"shape \[2, 3\]; \[2, 4\], one for each token"),
+    ("tag", 3, [[0.5] * 4] * 2, r"of float32; classes, of int64"),
+    ("embed", None, [0, 1], r"shape \[2\] of 2 texts; one for each pair"),
+    ("backbone", None, [0, 1], r"with the task 'backbone', which has no loss; another task: "),
+], ids=str)
+def test_labels_that_do_not_fit_are_refused(task: str, count: int | None, labels: list[Any], line: str) -> None:
+    model = mc.build("bert-base-uncased", config=BERT, task=task, num_labels=count)
+    for training in (True, False):
+        with pytest.raises(mc.InputError, match=f"^labels: {line}"):
+            model.train(training)(torch.ones(2, 4, dtype=torch.long), labels=torch.tensor(labels))
+    with pytest.raises(mc.InputError, match=r"^labels: a list; a tensor$"):
+        model(torch.ones(2, 4, dtype=torch.long), labels=labels)
+
+
+def test_labels_for_a_head_without_any() -> None:
+    for given in ({"num_labels": 3}, {"id2label": {0: "a"}}):
+        line = rf"^{next(iter(given))}: given with the task 'mlm', which has no labels; task=classify or task=tag$"
+        with pytest.raises(mc.InputError, match=line):
+            mc.build("bert-base-uncased", config=BERT, **given)  # type: ignore[arg-type]  # one of the two
+    model = mc.build("bert-base-uncased", config=BERT, task="classify", id2label={"0": "no", "1": "yes"})  # type: ignore[dict-item]  # as in a file
+    assert model.config.labels == ("no", "yes")
 
 
 def test_none_is_no_argument() -> None:

@@ -247,7 +247,7 @@ REFUSED = {
     "extra path": (None, {"extra_files": {"../x": b""}}, "'../x': the name of an extra file"),
     "extra dots": (None, {"extra_files": {"..": b""}}, "'..': the name of an extra file"),
     "extra weight": (None, {"extra_files": {"model.safetensors": b""}}, "'model.safetensors': the name of an extra"),
-    "space": (None, {"tensors": [("w", (10**15,), torch.float32, None)]}, "4000000.00 GB needed; free space or"),
+    "space": (None, {"tensors": [("w", (10**15,), torch.float32, None)]}, "4000000 GB needed; free space or"),
     "too long": (None, {"path": "x" * 300}, "...: File name too long; nothing was changed"),
 }  # fmt: skip
 
@@ -489,5 +489,5 @@ def test_atomic_write(tmp_path, monkeypatch):
 
 def test_check_space(tmp_path):
     check_space(tmp_path / "not/yet/there", 1)
-    with pytest.raises(InputError, match=r"there: .* GB free, 1000000000.00 GB needed"):
+    with pytest.raises(InputError, match=r"there: .*B free, 1000000000 GB needed"):
         check_space(tmp_path / "there", 10**18)

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import InputError, refuse
+from ..errors import size as in_words
 from ..parallel.watch import beat
 
 Bytes = bytes | memoryview
@@ -145,7 +146,7 @@ def check_space(folder: str | os.PathLike[str], size: int) -> None:
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < size:
-        refuse(folder, None, f"{free / 1e9:.2f} GB free, {size / 1e9:.2f} GB needed", "free space or another disk")
+        refuse(folder, None, f"{in_words(free)} free, {in_words(size)} needed", "free space or another disk")
 
 
 def sync(path: str | os.PathLike[str]) -> None:

@@ -7,14 +7,24 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import InputError, nearest, refuse
+from ..errors import LIMIT, InputError, nearest, refuse
 
 C = TypeVar("C", bound="Config")
 BIGGEST = 2**31 - 1  # a size beyond this is a mistake or an attack; refused before anything is allocated
 DEEPEST = 1024  # layers, each of which is made, if only on the meta device; the deepest published model has 126
+TRANSFORMERS = {  # keys without a field that scripts set on a config of transformers', and what does the same
+    "bos_token_id": "leave it out: a prompt is what it is; the tokenizer puts one before a text",
+    "eos_token_id": "give it to generate: generate(ids, eos_token_id=...)",
+    "pad_token_id": "give it to generate: generate(ids, pad_token_id=...); elsewhere attention_mask says what pads",
+    "use_cache": "give it to a forward: model(ids, use_cache=True); generate always has one",
+    "output_hidden_states": "give it to a forward: model(ids, output_hidden_states=True)",
+    "output_attentions": "leave it out: attention here keeps no weights",
+    "gradient_checkpointing": "mc.parallelize(model, mc.Machine(recompute='full'))",
+    "problem_type": "leave it out: labels that are numbers are a regression or several labels, whole numbers are classes",
+}  # fmt: skip
 LABELS = 2**20  # each has a name
 
 
@@ -104,7 +114,8 @@ class Config:
         if kind not in (None, "single_label_classification"):
             refuse("config.json", "problem_type", repr(kind), "only single_label_classification is trained here")
         if kind is None and self.num_labels == 1:
-            refuse("config.json", "num_labels", "1, which means a regression", "two at least: only classes are trained here")
+            wanted = "labels that are numbers (labels.float()), or num_labels from 2"
+            refuse("config.json", "num_labels", "1, which means a regression", wanted)
 
     def numbers(self) -> None:
         """Refuse to train a classifier on labels that are numbers where transformers would compute another loss of them."""
@@ -122,10 +133,10 @@ class Config:
         return self.to_dict().get(key, default)
 
     def __getattr__(self, name: str) -> Any:  # asked for what is no field
-        for key, now in rows(self) if not name.startswith("_") else ():
-            if name in key.split("|"):
-                what = f"{type(self).__name__} has no {name}; config.{now}, or config.get({name!r})"
-                raise AttributeError(what, name=name, obj=self)
+        if not name.startswith("_"):
+            ours = next((f"config.{now}, or " for key, now in rows(self) if name in key.split("|")), "")
+            if ours or name in TRANSFORMERS or name in vars(self).get("file", ()):
+                raise AttributeError(f"{type(self).__name__} has no {name}; {ours}config.get({name!r})", name=name, obj=self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     @property
@@ -140,6 +151,18 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any], file: Any = "config.json") -> Self:
         """From a Hugging Face config; `file` is named in errors."""
         return read(cls, values, file)
+
+
+def unchanging(config: Config, name: str, value: Any) -> NoReturn:
+    """What a config does where a field, or a key of config.json, is set: dataclasses' own error says nothing of what to do."""
+    known = dict(rows(config))
+    field = next((now for key, now in known.items() if name in key.split("|")), name)
+    how = TRANSFORMERS.get(name, f"give it where the model is made: mc.load(name, config={{{field!r}: {value!r}}})")
+    if field in ("labels", "num_labels"):
+        how = "give num_labels or id2label where the model is made: mc.load(name, task='classify', num_labels=3)"
+    elif name not in TRANSFORMERS and field not in {f.name for f in fields(config)}:
+        how = "no field of it; fields, and what they are: help(model.config)"
+    raise FrozenInstanceError(f"{type(config).__name__}.{name}: a config does not change; {how}"[:LIMIT])
 
 
 def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:

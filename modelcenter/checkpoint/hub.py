@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import InputError, MissingError, message, refuse, refuse_missing, tell
+from ..errors import size as in_words
 from ..parallel.watch import beat
 from .files import read_json
 
@@ -169,12 +170,12 @@ def _online(name: str, repo: str, revision: str | None) -> Path:
     left, lies = _left_over(folder)
     count = _parameters(info, read_json(folder / "config.json"), heavy)
     say(f"{where}\n"
-        f"  download: {_gb(volume)} in {len(todo)} files to {constants.HF_HUB_CACHE} (disk free: {_gb(free)})\n"
-        f"  memory: {_gb(heavy)} to load; {_gb(16 * count)} to fine-tune with AdamW in fp32 "
+        f"  download: {in_words(volume)} in {len(todo)} files to {constants.HF_HUB_CACHE} (disk free: {in_words(free)})\n"
+        f"  memory: {in_words(heavy)} to load; {in_words(16 * count)} to fine-tune with AdamW in fp32 "
         f"(16 bytes x {count / 1e6:,.1f} M parameters)"
-        + (f"\n  downloads that were killed left {_gb(left)}, which nothing reads: {lies} may be removed" if left else ""))
+        + (f"\n  downloads that were killed left {in_words(left)}, which nothing reads: {lies} may be removed" if left else ""))
     if volume > free:
-        refuse(name, None, f"{_gb(volume)} to download, {_gb(free)} free in {constants.HF_HUB_CACHE}",
+        refuse(name, None, f"{in_words(volume)} to download, {in_words(free)} free in {constants.HF_HUB_CACHE}",
                "make room, or point HF_HOME at a larger disk")
     with _download():
         for file in todo:
@@ -271,10 +272,6 @@ def _parameters(info: Any, config: Any, heavy: int) -> int:
         return total
     kind = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return heavy // WIDTHS.get(kind, 4)
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
 def _check_id(name: str, presets: Mapping[str, str | None]) -> None:

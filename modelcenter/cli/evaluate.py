@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..adapter.config import AdapterConfig
+from ..checkpoint.state import MANIFEST
 from ..config import COMMAND_LINE, bind, names, packaged
 from ..errors import refuse, refuse_missing
 from ..parallel.variable import variable
@@ -21,15 +23,16 @@ def evaluate(args: Arguments) -> Answer:
     """Evaluate a model with the metrics that its task is usually judged by.
 
     modelcenter evaluate RUN [metrics=[...]] [key=value ...]
+    modelcenter evaluate RUN/step-500 [metrics=[...]] [key=value ...]
     modelcenter evaluate MODEL data.path=FILE [objective=...] [metrics=[...]] [key=value ...]
     modelcenter evaluate RECIPE model=FOLDER [key=value ...]
     modelcenter evaluate FOLDER --suite glue|superglue
     modelcenter evaluate MODEL --lm-eval TASK,TASK... [few_shot=N] [limit=N] [lm_eval_path=FOLDER] [key=value ...]
 
-    RUN is the output folder of a run: its recipe, its trained model, its evaluation data. MODEL is a folder that transformers,
-    peft or this package has saved. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the
-    files in lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the same
-    numbers. Nothing is written.
+    RUN is the output folder of a run: its recipe, its trained model, or that of a training state, its evaluation data. MODEL is a
+    folder that transformers, peft or this package has saved. FOLDER holds a run for each task of the benchmark. TASK is one of
+    lm-eval's, or of the files in lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of
+    --machine M, with the same numbers. Nothing is written.
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
@@ -44,16 +47,31 @@ def evaluate(args: Arguments) -> Answer:
         lack = f" (the mean of what is there; missing: {', '.join(found['missing'])})" if found["missing"] else ""
         return Answer(f"{suite[0]} {found['score']:.1f}{lack}: {', '.join(lines)}", found)
     folder = Path(args.names[0]) if args.names else None
+    if folder is not None and (folder / MANIFEST).is_file():
+        from ..train.export import export
+
+        with TemporaryDirectory() as place:  # the model as it was then, for as long as it is judged
+            export(str(folder), f"{place}/model", "auto")
+            return judged(*of_run(folder.parent, Path(place) / "model", args))
     if folder is not None and (folder / "recipe.yaml").is_file():
-        recipe, machine = run_of(replace(args, names=[str(folder / "recipe.yaml"), *args.names[1:]]))
-        recipe = replace(recipe, model=str(folder / "model"), tokenizer=None, init="pretrained", config={},
-                         adapter=AdapterConfig())
+        recipe, machine = of_run(folder, folder / "model", args)
     elif folder is not None and any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         recipe, machine = recipe_of(folder, args)
     else:
         if folder is not None and not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
             refuse_missing(folder, None, "no such folder, and no recipe", "a run's output_dir, a model's folder, or a recipe")
         recipe, machine = run_of(args)
+    return judged(recipe, machine)
+
+
+def of_run(run: Path, model: Path, args: Arguments) -> "tuple[Recipe, Machine]":
+    """The recipe of the run in a folder, for the model that it has trained, and the machine."""
+    recipe, machine = run_of(replace(args, names=[str(run / "recipe.yaml"), *args.names[1:]]))
+    return replace(recipe, model=str(model), tokenizer=None, init="pretrained", config={}, adapter=AdapterConfig()), machine
+
+
+def judged(recipe: "Recipe", machine: "Machine") -> Answer:
+    """The metrics of the recipe's model on its evaluation data."""
     if recipe.data.eval_path is None and not recipe.data.eval_fraction:
         refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")
     if recipe.init == "pretrained":

@@ -1,7 +1,8 @@
 """The recipe and the machine that a command line names. Torch-free."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,18 @@ if TYPE_CHECKING:
 
 def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe and the machine that a command line names, `machine.key=value` put over the latter."""
-    from ..train.recipe import load_recipe
+    from ..train.recipe import Recipe, load_recipe
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
     if whole := [setting for setting in args.settings if setting.startswith("machine=")]:
         refuse(COMMAND_LINE, whole[0], "a machine is no part of a recipe", f"--machine {whole[0].partition('=')[2]}")
     if data := [name for name in args.names[1:] if Path(name).exists()]:
         refuse(COMMAND_LINE, data[0], "a file without its key", f"data.path={data[0]}")
+    known = [field.name for field in fields(Recipe)]
+    for setting in args.settings:
+        section, _, rest = setting.partition("=")[0].partition(".")
+        if rest and section != "machine" and get_close_matches(section, ["machine", *known], n=1) == ["machine"]:
+            refuse(COMMAND_LINE, f"{section}.{rest}", "unknown key", f"did you mean 'machine.{rest}'?")
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
     recipe = load_recipe(name, [setting for setting in args.settings if setting not in own])
     return recipe, machine_of(args, own)

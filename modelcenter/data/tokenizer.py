@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -24,6 +24,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from ..checkpoint.files import read_json
 from ..checkpoint.hub import fetch
 from ..errors import InputError, message, nearest, refuse, refuse_missing
+from ..theirs import TOKENIZER
 
 T = TypeVar("T")
 ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
@@ -56,7 +57,14 @@ Window = tuple[list[int], list[int], list[int], list[int]]  # ids, segments, and
 
 
 class Tokenizer:
-    """A tokenizers.Tokenizer with the ids of its special tokens (`eos_id` and so on), None where absent."""
+    """A tokenizers.Tokenizer (`raw`) with the ids of its special tokens (`eos_id` and so on), None where absent.
+
+        ids = torch.tensor([tokenizer.encode("Hello")])
+        text = tokenizer.decode(model.generate(ids)[0])
+
+    `encode` one text, `encode_pair` two, `encode_all` many; `decode` ids; `save` a folder. It does not pad: what goes on in batches
+    through a model of one's own loop takes transformers.AutoTokenizer of the same folder, whose ids are the same.
+    """
 
     chat_template: str | None = None  # jinja2's text
     habits: Mapping[str, Any] = MappingProxyType({})  # what of `HABITS` the folder said
@@ -72,6 +80,17 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return self.vocab_size
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {len(self):,} tokens, special {self.special})"
+
+    def __call__(self, *texts: Any, **options: Any) -> NoReturn:
+        """Refused: what transformers' tokenizers do when they are called is `encode` here."""
+        raise TypeError(f"a tokenizer is not called; {TOKENIZER['__call__']}")
+
+    def __getattr__(self, name: str) -> Any:
+        advice = f"; {TOKENIZER[name]}" if name in TOKENIZER else ""
+        raise AttributeError(f"{type(self).__name__} has no {name}{advice}", name=name, obj=self)
 
     @property
     def vocab_size(self) -> int:

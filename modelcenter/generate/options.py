@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ..config import bind
-from ..errors import nearest, refuse
+from ..errors import refuse
+from ..theirs import GENERATE, refuse_argument
 
 FILE = "generation_config.json"
 
@@ -134,8 +135,8 @@ def read(given: Mapping[str, Any], options: Mapping[str, Any], config: Mapping[s
     """
     known = [f.name for f in fields(Options)]
     for name in options:
-        if name not in (*known, *UNSUPPORTED, *WITHOUT_EFFECT):
-            refuse(None, name, "unknown option of generate", nearest(name, known))
+        if name not in (*known, *UNSUPPORTED, *WITHOUT_EFFECT) and (options[name] is not None or name not in GENERATE):
+            refuse_argument("generate", name, GENERATE, known)
     base, over = chosen(given, known, file), chosen(options, known, None)
     if "max_length" in over:
         base.pop("max_new_tokens", None)

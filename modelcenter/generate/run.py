@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def generate(
     model: "Model",
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     generation_config: Any = None,
     streamer: Any = None,
@@ -48,7 +48,13 @@ def generate(
     """
     if not isinstance(model.head, LMHead) or not (model.head.shift or model.encoder_decoder):
         refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")
+    if input_ids is None:
+        instead = next((name for name in ("inputs", "inputs_embeds") if options.get(name) is not None), None)
+        refuse(None, "input_ids", f"{instead} in its place" if instead else "missing", "the prompt's ids (batch, tokens)")
     check_prompt(model, input_ids, attention_mask)
+    for what, thing, method in (("streamer", streamer, "put"), ("tokenizer", tokenizer, "decode")):
+        if thing is not None and not hasattr(thing, method):
+            refuse(None, what, f"a {type(thing).__name__}", f"an object with a method {method}, as transformers' have")
     o = settings(model, generation_config, options)
     if o.pad >= model.config.vocab:  # the model is given it where a row has ended, though nothing is made of the answer
         if options.get("pad_token_id") is not None:

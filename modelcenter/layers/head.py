@@ -4,6 +4,7 @@ A head takes hidden states (b s dim), the batch and `items`, the number of targe
 this batch, so that the loss is a mean), and returns an `Output`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..errors import refuse
 from ..ops._op import plain as has_memory
 from ..ops._op import without_autocast
 from ..ops.cross_entropy import IGNORE
@@ -46,6 +48,9 @@ class Head(nn.Module):
         """`batch` with what the head has to wait for the device to know, asked for before the body is at work there, and, in
         training with labels, the places that are `wanted`, if the head reads no others: the last block then makes no more."""
         return batch
+
+    def check(self, labels: Tensor, batch: Batch) -> None:
+        """Refuse labels that the loss would stumble over: of another shape, or numbers where it wants classes."""
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         return Output(last_hidden_state=x)
@@ -106,6 +111,9 @@ class LMHead(Head):
         logits = self.logits(x)
         total = ops.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return Output(loss=mean(total, labels, items), logits=logits, last_hidden_state=x)
+
+    def check(self, labels: Tensor, batch: Batch) -> None:
+        classes(labels, (batch.target or batch).x.shape[:2], "one for each token")
 
     def logits(self, x: Tensor) -> Tensor:
         if self.transform is not None:
@@ -177,6 +185,15 @@ class ClassifyHead(Head):
         self.pooler = Linear(dim, dim) if pooler else None
         self.dropout = Dropout(dropout)
         self.out = Linear(dim, labels, bias=bias)
+        self.labels = labels
+
+    def check(self, labels: Tensor, batch: Batch) -> None:
+        rows, several = sequences(batch), self.labels > 1
+        if not labels.is_floating_point():
+            classes(labels, (rows,), "one for each sequence")
+        elif labels.numel() != (rows * self.labels if several else rows):
+            wanted = f"{[rows, self.labels]}, each 0 or 1; or classes (int64), one for each sequence" if several else f"{[rows]}"
+            refuse(None, "labels", f"numbers of shape {list(labels.shape)}", wanted)
 
     def prepared(self, batch: Batch) -> Batch:
         trains = self.training and batch.labels is not None
@@ -211,6 +228,9 @@ class TagHead(Head):
         self.dropout = Dropout(dropout)
         self.out = Linear(dim, labels)
 
+    def check(self, labels: Tensor, batch: Batch) -> None:
+        classes(labels, batch.x.shape[:2], "one for each token")
+
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         logits = self.out(self.dropout(x))
         if batch.labels is None:
@@ -225,6 +245,10 @@ class SpanHead(Head):
     def __init__(self, dim: int):
         super().__init__()
         self.out = Linear(dim, 2)
+
+    def check(self, labels: Tensor, batch: Batch) -> None:
+        if labels.shape != (wanted := (batch.x.size(0), 2)):
+            refuse(None, "labels", f"shape {list(labels.shape)}", f"{list(wanted)}, an answer's first and last token")
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         logits = self.out(x)
@@ -293,6 +317,12 @@ class EmbedHead(Head):
         self.pick, self.pooler = pick, pooler
         self.dense: nn.Sequential | None = None
 
+    def check(self, labels: Tensor, batch: Batch) -> None:
+        n, rows = labels.numel(), sequences(batch)
+        if labels.dim() != 1 or not n or rows < 2 * n or rows % n:
+            wanted = "one for each pair: the rows are the first texts of all pairs, then the second ones"
+            refuse(None, "labels", f"shape {list(labels.shape)} of {rows} texts", wanted)
+
     def prepared(self, batch: Batch) -> Batch:
         trains = self.training and batch.labels is not None and self.pooler is None  # which would read the first token
         return replace(batch, wanted=places(self.pick, batch)) if trains else batch
@@ -326,6 +356,19 @@ class EmbedHead(Head):
         if self.symmetric:
             loss = (loss + ops.cross_entropy(e[n : 2 * n] @ every[:, 0].T * self.scale, labels)) / 2
         return loss, scores
+
+
+def sequences(batch: Batch) -> int:
+    """How many there are: rows, or those that are packed in one."""
+    return batch.x.size(0) if batch.packing is None else batch.packing.q.there.numel() - 1
+
+
+def classes(labels: Tensor, shape: Sequence[int], each: str) -> None:
+    """Refuse labels that are not whole numbers (int64), or not so many."""
+    if labels.dtype not in (torch.int64, torch.uint8):
+        refuse(None, "labels", f"of {str(labels.dtype).removeprefix('torch.')}", f"classes, of int64 (labels.long()), {each}")
+    if labels.numel() != math.prod(shape) or (len(shape) > 1 and labels.shape != tuple(shape)):
+        refuse(None, "labels", f"shape {list(labels.shape)}", f"{list(shape)}, {each}")
 
 
 def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoothing: float) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..errors import refuse
+from ..errors import nearest, refuse
 from ..ops import _graph
 from ..ops.cross_entropy import IGNORE
 from .block import Block, pair
@@ -165,15 +165,20 @@ class Batch:
         return View(packing=packing, memory=memory, cache=self.cache, seen=source.mask, masked=Once(lambda: view))
 
 
+KEYS = ("loss", "logits", "last_hidden_state", "hidden_states", "past_key_values", "pooler_output", "embeddings", "start_logits",
+        "end_logits")  # fmt: skip
+
+
 class Output(dict[Any, Any]):
     """A mapping that also has its keys as attributes and, like transformers' outputs, indexes as the tuple of what is not None.
 
-    Keys: loss, logits, last_hidden_state, hidden_states, past_key_values, and what a head adds. Absent ones are None.
+    Keys: loss, logits, last_hidden_state, hidden_states, past_key_values, and what a head adds: pooler_output, embeddings,
+    start_logits, end_logits. Absent ones are None; an attribute of another name is an `AttributeError`.
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name not in KEYS and name not in self:
+            raise AttributeError(f"Output has no {name}; {nearest(name, KEYS)}", name=name, obj=self)
         return self.get(name)
 
     def __getitem__(self, key: Any) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..errors import size
 from .tally import KINDS, LASTING, Kind
 
 
@@ -40,11 +41,3 @@ class Plan:
     def __str__(self) -> str:
         there = f"{size(self.free)} of {size(self.total)}" if self.free < self.total else size(self.total)
         return f"about {size(self.need)} at the peak, {there} there: {'fits' if self.fits else 'does not fit'}"
-
-
-def size(count: int) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.{1 if count < 100 * unit else 0}f} {name}"
-    return f"{count} B"

@@ -6,10 +6,9 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from ..errors import refuse
+from ..errors import refuse, size
 from .layout import RECOMPUTES, Costs, Estimate, best_of, layouts
 from .machine import Machine
-from .plan import size
 from .tally import KINDS
 
 HEAD = ("", "tensor x fsdp x copies", "zero", "recompute", "micro-batch", "a rank", "s/step", "tok/s/device", "of peak", "bound by")

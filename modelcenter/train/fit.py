@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..adapter.attach import choose, insert
-from ..errors import printable, refuse
+from ..errors import printable, refuse, size
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
 from ..parallel.chips import CHIPS, chip_here
 from ..parallel.device import memory_of
 from ..parallel.layout import RECOMPUTES, Costs, Estimate, Job
 from ..parallel.machine import Machine
-from ..parallel.plan import Plan, size
+from ..parallel.plan import Plan
 from ..registry import Model, families, skeleton
 from .calibrate import NOTHING, Learned, learn
 from .evaluate import count_targets
