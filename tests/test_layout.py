@@ -24,9 +24,9 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel import chips, host
 from modelcenter.parallel.apply import join
-from modelcenter.parallel.chips import CHIPS, Chip, chip_named
+from modelcenter.parallel.chips import CHIPS, Chip, chip_named, together
 from modelcenter.parallel.deep import Deep, rehearse_deep
-from modelcenter.parallel.layout import GRAPHED, Costs, Job, layouts
+from modelcenter.parallel.layout import GRAPHED, POINT, Costs, Job, layouts
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.rehearse import rehearse
 from modelcenter.parallel.survey import survey
@@ -299,7 +299,7 @@ def test_one_process_has_its_update_from_the_rehearsal_of_its_step(change: dict[
     for times, spent in ((1, costs.update(Machine())), (4 // rows, costs.timed(step, 1))):
         wanted = {what: wanted.get(what, 0.0) + times * seconds for what, seconds in spent.items()}
     wanted["host"] += costs.called(host.updated(costs.job.model, Machine()))
-    assert found.seconds == pytest.approx(max(wanted["compute"] + wanted["memory"], wanted["host"]), rel=0.01)
+    assert found.seconds == pytest.approx(together(wanted["compute"] + wanted["memory"], wanted["host"], True), rel=0.01)
 
 
 def test_a_graph_leaves_little_to_the_host() -> None:
@@ -311,7 +311,7 @@ def test_a_graph_leaves_little_to_the_host() -> None:
     least = costs.timed(step, 1, update=True)["host"] + costs.called(host.updated(gpt(), Machine()))
     assert graph.seconds < 0.4 * calls.seconds and graph.parts == calls.parts
     busy = sum(graph.spent[what] for what in ("compute", "memory"))
-    assert graph.seconds == pytest.approx(max(busy, least + 2 * GRAPHED * costs.timed(step, 1)["host"]), rel=0.01)
+    assert graph.seconds == pytest.approx(together(busy, least + 2 * GRAPHED * costs.timed(step, 1)["host"], True), rel=0.01)
     packed = replace(job, batch=lambda rows: {**job.batch(rows), "cu_seq_lens_q": torch.tensor([0, 1])})
     assert costs.graphed(Machine(), 2) and not costs.graphed(Machine(fsdp=2), 2) and not costs.graphed(Machine(compile=True), 2)
     assert Costs(packed, CHIPS["h200"]).graphed(Machine(), 2)
@@ -329,21 +329,44 @@ def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
     plain = costs[0].exact(Machine(cuda_graphs=False), 8)
     for machine in (Machine(fsdp=2), Machine(tensor_parallel=2)):
         quick, late, alone = (one.exact(machine, 8 // machine.shares) for one in costs)
-        assert quick.bottleneck == "host" and late.spent["host"] == 0
-        assert alone.spent["host"] == pytest.approx(quick.seconds, rel=1e-6)
+        assert quick.bottleneck == "host" and late.spent["host"] < 1e-6 * late.seconds
+        assert alone.spent["host"] == pytest.approx(quick.host, rel=1e-6)
         calls = host.hooked(gpt(), machine, 1) + host.cut(gpt(), machine)
         calls += host.updated(gpt(), machine) - host.updated(gpt(), Machine())
         more = quick.seconds - plain.seconds
         assert more / fast.call == pytest.approx(calls, rel=0.1) and more > 0.4 * plain.seconds
 
 
+def test_a_host_and_a_device_with_as_much_to_do_are_in_each_others_way() -> None:
+    """By a fifth; not by a hundredth where one has three times as much."""
+    assert together(2.0, 2.0, True) == pytest.approx(2 * 1.19, rel=1e-2) and together(0.0, 0.0, True) == 0
+    for a, b in ((3.0, 1.0), (1.0, 3.0), (3e-200, 1e-200)):
+        assert max(a, b) < together(a, b, True) < 1.01 * max(a, b) and together(a, b, False) == a + b
+
+
+def test_what_a_step_waits_for_is_no_straight_line_over_its_rows() -> None:
+    """Its device's work and its host's are."""
+    costs = Costs(job_of(gpt(), 4096), CHIPS["h200"])
+    plain, tokens = costs.exact(Machine(fsdp=2), 1, 1), POINT // LENGTH
+
+    def exact(machine: Machine, rows: int, forwards: int | None = None) -> Any:
+        busy = {"compute": 2.0 * rows / tokens, "memory": 0.0, "link": 0.0}
+        return replace(plain, spent=costs.waited(busy, 3.0 + rows / tokens), host=3.0 + rows / tokens)
+
+    costs.exact = exact  # type: ignore[method-assign]  # lines that are known
+    for times, host_ in ((1, 4.0), (2, 5.0), (3, 6.0), (20, 23.0)):
+        drawn = costs.estimate(Machine(fsdp=2), times * tokens)
+        assert drawn.seconds == pytest.approx(together(2.0 * times, host_, True)) and drawn.host == pytest.approx(host_)
+
+
 def test_a_device_that_is_slower_than_said_leaves_its_host_as_it_is() -> None:
     job, machine = job_of(gpt(), 8), Machine(fsdp=2)
     said, late = (Costs(job, replace(CHIPS["h200"], slower=times)).exact(machine, 4) for times in (1.0, 1e4))
-    assert said.bottleneck == "host" and said.host == pytest.approx(said.seconds) == pytest.approx(late.host)
+    assert said.bottleneck == "host" and said.host == pytest.approx(said.seconds, rel=1e-3)
+    assert said.host == pytest.approx(late.host)
     for what in ("compute", "memory", "link"):
         assert late.spent[what] == pytest.approx(1e4 * said.spent[what], rel=0.5 if what == "link" else 1e-6)
-    assert late.spent["host"] == 0 and late.parts == said.parts and late.flops == said.flops
+    assert late.spent["host"] < 1e-6 * late.seconds and late.parts == said.parts and late.flops == said.flops
 
 
 def test_collectives_are_what_rings_take() -> None:

@@ -7,7 +7,8 @@ way) and in their backward one block's gradients, in the low precision and as th
 2 keep all that came until the step ends, and ZeRO 1 its gradients, if there are several micro-batches.
 
 Time. Every call takes the longer of its arithmetic and its bytes at the chip's rates; the host's calls are summed over a step
-beside that, those of FSDP and DTensor among them (`host.py`), and the slower of the two counts, for a host runs ahead.
+beside that, those of FSDP and DTensor among them (`host.py`), and the slower of the two counts most, for a host runs ahead
+(`chips.py: together`).
 Collectives of weights and gradients cost what of them is not hidden behind computing, sums over tensor-parallel ranks, which
 nothing can hide, all; a collective of B bytes takes (n - 1) / n B / bus, and twice that if it is all-reduce. The update reads and
 writes this rank's part.
@@ -27,7 +28,7 @@ from ..errors import refuse
 from ..layers import Attention, Stack
 from . import host
 from .blocks import blocks
-from .chips import Chip
+from .chips import Chip, together
 from .deep import Deep, rehearse_deep
 from .machine import Machine, Recompute
 from .rehearse import Arguments, Build, Compute, rehearse, rehearse_update
@@ -179,10 +180,15 @@ class Costs:
             keys = (*a, *(key for key in b if key not in a))
             return {key: max(0.0, a.get(key, 0) + (b.get(key, 0) - a.get(key, 0)) * at) for key in keys}
 
-        parts, spent = along(low.parts, high.parts), along(low.spent, high.spent)
+        parts, busy = along(low.parts, high.parts), max(0.0, low.host + (high.host - low.host) * at)
+        spent = self.waited(along(low.spent, high.spent), busy)
         return replace(low, rows=rows, parts={kind: round(n) for kind, n in parts.items()}, spent=spent,
-                       seconds=sum(spent.values()), host=low.host + (high.host - low.host) * at,
-                       flops=low.flops + (high.flops - low.flops) * at)
+                       seconds=sum(spent.values()), host=busy, flops=low.flops + (high.flops - low.flops) * at)
+
+    def waited(self, spent: dict[str, float], busy: float) -> dict[str, float]:
+        """The same with the seconds for which a device waits for a host that is `busy` for so many."""
+        device = sum(seconds for what, seconds in spent.items() if what != "host")
+        return spent | {"host": together(device, busy, self.chip.apart) - device}
 
     def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Estimate:
         """The same from a rehearsal of just that micro-batch; of another number of them a step, if that is given."""
@@ -208,8 +214,7 @@ class Costs:
                 spent[what] += seconds
         spent = {what: seconds * (1 if what == "host" else chip.slower) for what, seconds in spent.items()}
         busy = spent["host"]
-        if chip.apart:  # what of the host's work the device waits for
-            spent["host"] = max(0.0, spent["host"] - sum(spent[what] for what in ("compute", "memory", "link")))
+        spent = self.waited(spent, busy)
         flops = forwards * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
         return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
                         job.rows * job.tokens, chip.rate(job.precision))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.atomic import atomic_write
 from ..errors import InputError
-from ..parallel.chips import Chip
+from ..parallel.chips import Chip, together
 from ..parallel.layout import Estimate
 from .metrics import Row
 
@@ -106,7 +106,7 @@ def learn(chip: Chip, precision: str, several: bool) -> Learned:
 
 def explained(runs: Sequence[Run], precision: str, several: bool, apart: bool) -> Learned:
     """The likeliest pair: one host for all runs, a device for each precision and for one rank and several. `apart`: the host runs
-    ahead of the device, and the slower counts; else one waits for the other."""
+    ahead of the device, and the slower counts most; else one waits for the other."""
     if not runs:
         return NOTHING
     kinds: dict[tuple[str, bool], list[Run]] = {(precision, several): []}
@@ -132,8 +132,7 @@ def unlikely(ratio: float, deviation: float) -> float:
 
 def odd(run: Run, device: float, host: float, apart: bool) -> float:
     """How badly a pair explains a run; one that was disturbed is odd under every pair, and moves none far."""
-    parts = run.device * device, run.host * host
-    return abs(log(run.measured / (max(parts) if apart else sum(parts)))) / RUN
+    return abs(log(run.measured / together(run.device * device, run.host * host, apart))) / RUN
 
 
 def rate(rows: Sequence[Row]) -> float | None:
