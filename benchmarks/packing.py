@@ -27,7 +27,7 @@ from modelcenter.data.objective import make_examples
 from modelcenter.data.order import Grouped
 from modelcenter.data.read import read_records
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.train.evaluate import count_tokens
 from modelcenter.train.step import accumulate, autocast
 

@@ -5,7 +5,7 @@ from .adapter.attach import merge_adapter as merge_adapter
 from .adapter.config import AdapterConfig as AdapterConfig
 from .create import build as build
 from .create import load as load
-from .data.tokenizer import load_tokenizer as load_tokenizer
+from .data.tokenizer_open import load_tokenizer as load_tokenizer
 from .errors import InputError as InputError
 from .layers import Cache as Cache
 from .layers import Output as Output

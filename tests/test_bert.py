@@ -14,7 +14,7 @@ from test_zoo import close
 from zoo import Case
 
 import modelcenter as mc
-from modelcenter.data.tokenizer import load_tokenizer
+from modelcenter.data.tokenizer_open import load_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.layers.head import SpanHead
 from modelcenter.layers.output import Batch

@@ -14,7 +14,8 @@ from modelcenter.data.objective import find_objective, make_examples, texts_of
 from modelcenter.data.objectives.qa import Questions
 from modelcenter.data.read import read_records
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import Tokenizer, open_tokenizer
+from modelcenter.data.tokenizer import Tokenizer
+from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
 
 CONTEXT = "The cat sat on the mat in Paris. A dog ran to Rome, and then it slept. The bird flew from Oslo to Bergen."

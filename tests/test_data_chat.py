@@ -20,7 +20,9 @@ from modelcenter.data.loader import Loader
 from modelcenter.data.objective import find_objective, make_examples, texts_of
 from modelcenter.data.objectives.chat import conversation
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer, train_tokenizer
+from modelcenter.data.tokenizer import Tokenizer
+from modelcenter.data.tokenizer_open import load_tokenizer, open_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.generate.options import several
 from modelcenter.train.prepare import end_at

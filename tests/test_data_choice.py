@@ -16,7 +16,8 @@ from modelcenter.data.objectives.choice import Choices
 from modelcenter.data.objectives.coreference import Marked
 from modelcenter.data.read import read_records
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import Tokenizer, open_tokenizer
+from modelcenter.data.tokenizer import Tokenizer
+from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.layers.output import Output
 from modelcenter.metrics import labels, texts

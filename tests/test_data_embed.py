@@ -16,7 +16,8 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, make_examples, texts_of
 from modelcenter.data.packing import Packed
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import Tokenizer, train_tokenizer
+from modelcenter.data.tokenizer import Tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.train.evaluate import count_targets, evaluate
 from modelcenter.train.prepare import prepare

@@ -15,7 +15,9 @@ from modelcenter.data.indexed import Tokens
 from modelcenter.data.objective import make_examples
 from modelcenter.data.objectives.fim import MARKS, rearranged
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
+from modelcenter.data.tokenizer import Tokenizer
+from modelcenter.data.tokenizer_open import open_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 
 TEXT = "def f(x):\n    return x + 1  # naïve 中文 🙂\n" * 4

@@ -12,7 +12,7 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.indexed import TokenFile, Tokens
 from modelcenter.data.objective import make_examples
 from modelcenter.data.read import find_files, read_records, read_split
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError, MissingError
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12, 4]]

@@ -28,7 +28,9 @@ from modelcenter.data.objectives.tag import tag_names
 from modelcenter.data.packing import Packed
 from modelcenter.data.read import read_records
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from modelcenter.data.tokenizer import CharTokenizer, Tokenizer
+from modelcenter.data.tokenizer_open import load_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.train.evaluate import evaluate
 

@@ -21,7 +21,9 @@ from modelcenter.data.objective import find_objective, make_examples
 from modelcenter.data.packing import Packed, any_number, best_fit, exact_fit, fill
 from modelcenter.data.ragged import Ragged
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from modelcenter.data.tokenizer import Tokenizer
+from modelcenter.data.tokenizer_open import load_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.registry import Model, families, skeleton
 from modelcenter.train.evaluate import count_targets, count_tokens
 

@@ -14,7 +14,7 @@ from modelcenter.data.objectives.lm import Blocks
 from modelcenter.data.read import DOCUMENT, find_files, read_records, read_split, split
 from modelcenter.data.record import Record, Records
 from modelcenter.data.source import CHUNK, LONGEST_LINE
-from modelcenter.data.tokenizer import open_tokenizer
+from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError, MissingError
 
 ROWS = [{"text": "one, two\t3", "label": "a"}, {"text": 'say "hé"', "label": "b"}]

@@ -10,7 +10,8 @@ from modelcenter.data.objective import make_examples
 from modelcenter.data.objectives.mlm import continuing
 from modelcenter.data.objectives.span import corrupt, longest, span_mask, spans_of
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import load_tokenizer, open_tokenizer, train_tokenizer
+from modelcenter.data.tokenizer_open import load_tokenizer, open_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 
 WORDS = ["Thank", "you", "for", "inviting", "me", "to", "your", "party", "last", "week", "."]

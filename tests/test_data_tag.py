@@ -9,7 +9,7 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, make_examples, texts_of
 from modelcenter.data.objectives.tag import tag_names
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import open_tokenizer
+from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
 
 SENTENCES = [(["Angela", "Merkel", "visited", "Paris", "."], ["B-PER", "I-PER", "O", "B-LOC", "O"]), (["No", "names"], ["O", "O"])]

@@ -20,7 +20,7 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import make_examples
 from modelcenter.data.read import read_records
 from modelcenter.data.tokenize import Tokenization, tokenize
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.train.loop import train
 from modelcenter.train.recipe import load_recipe

@@ -11,15 +11,9 @@ import pytest
 import tokenizers
 from tokenizers import models, processors
 
-from modelcenter.data.tokenizer import (
-    ROLES,
-    CharTokenizer,
-    ForeignTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    open_tokenizer,
-    train_tokenizer,
-)
+from modelcenter.data.tokenizer import ROLES, CharTokenizer, ForeignTokenizer, Tokenizer
+from modelcenter.data.tokenizer_open import load_tokenizer, open_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError, MissingError
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Was it, though?\n\n\tIt's 3.50€; naïve café 中文 🙂\r\n",
@@ -82,7 +76,7 @@ def test_a_preset_s_name_is_known_as_it_is_for_the_weights(tmp_path: Path, monke
         asked.append(presets.get(name, name))
         return folder
 
-    monkeypatch.setattr("modelcenter.data.tokenizer.fetch", fetch)
+    monkeypatch.setattr("modelcenter.data.tokenizer_open.fetch", fetch)
     monkeypatch.chdir(tmp_path)
     for spec in ("gpt2-13b", "somebody/words"):
         load_tokenizer(spec)

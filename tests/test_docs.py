@@ -13,7 +13,7 @@ import transformers
 import modelcenter as mc
 from modelcenter.__main__ import VERBS
 from modelcenter.config import describe
-from modelcenter.data.tokenizer import open_tokenizer
+from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.parallel.machine import Machine
 from modelcenter.registry import families
 from modelcenter.train.catalog import listing

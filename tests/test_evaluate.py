@@ -15,7 +15,7 @@ from test_train import MACHINE, TINY, recipe_of, rows
 import modelcenter as mc
 from modelcenter.__main__ import main
 from modelcenter.data.objective import objectives
-from modelcenter.data.tokenizer import open_tokenizer
+from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.metrics.table import METRICS
 from modelcenter.train import evaluate

@@ -13,7 +13,7 @@ import transformers
 from zoo import loud
 
 import modelcenter as mc
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 
 Weights = dict[str, torch.Tensor]

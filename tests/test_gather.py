@@ -14,7 +14,7 @@ import modelcenter as mc
 from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Loader
 from modelcenter.data.objective import make_examples
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join

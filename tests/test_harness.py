@@ -8,7 +8,7 @@ import pytest
 
 import modelcenter as mc
 from modelcenter.__main__ import main
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 
 pytest.importorskip("lm_eval", reason="lm-eval is an extra: pip install modelcenter[lm-eval]")

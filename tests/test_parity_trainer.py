@@ -19,7 +19,7 @@ import zoo
 from test_train import MACHINE, TINY
 
 import modelcenter as mc
-from modelcenter.data.tokenizer import open_tokenizer
+from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.optim.optimizers import trainable
 from modelcenter.train.loop import Run, train
 from modelcenter.train.metrics import read_rows

@@ -15,7 +15,7 @@ from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import make_examples
 from modelcenter.data.record import Record
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.layers import output, view
 from modelcenter.layers.output import Batch, context_of

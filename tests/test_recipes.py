@@ -15,7 +15,7 @@ from test_graphs import Played
 import modelcenter as mc
 from modelcenter.config import names, packaged
 from modelcenter.data.objective import find_objective
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.metrics.suites import SUITES, average
 from modelcenter.parallel.machine import Machine, load_machine
 from modelcenter.train import graphs, loop

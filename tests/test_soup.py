@@ -9,7 +9,7 @@ import torch
 import modelcenter as mc
 from modelcenter.__main__ import main
 from modelcenter.adapter.config import AdapterConfig
-from modelcenter.data.tokenizer import train_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.optim.soup import soup
 

@@ -27,7 +27,7 @@ import modelcenter as mc
 from modelcenter import create
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, objectives
-from modelcenter.data.tokenizer import open_tokenizer
+from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer

@@ -72,7 +72,7 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
     from ..checkpoint.hub import resolve
     from ..create import load
     from ..data.chat import Template
-    from ..data.tokenizer import load_tokenizer
+    from ..data.tokenizer_open import load_tokenizer
     from ..generate.run import beside
     from ..registry import hubs
     from ..train.write import Spoken, write

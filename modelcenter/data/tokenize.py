@@ -37,7 +37,7 @@ from .read import find_files, format_of, read_records
 from .record import Part, Record
 from .source import CHUNK
 from .table import PREFIX, is_saved
-from .tokenizer import load_tokenizer
+from .tokenizer_open import load_tokenizer
 
 PART = 8 << 20  # bytes of text that are encoded at a time, about
 ROWS = 4096  # records of a part, where their size is not known

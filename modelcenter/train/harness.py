@@ -20,7 +20,7 @@ from torch import Tensor
 from ..checkpoint.hub import resolve
 from ..create import load
 from ..data.table import first_line
-from ..data.tokenizer import load_tokenizer
+from ..data.tokenizer_open import load_tokenizer
 from ..errors import nearest, refuse
 from ..registry import hubs
 from .write import Spelled

@@ -6,7 +6,7 @@ import torch
 
 from ..data.config import DataConfig
 from ..data.objective import find_objective
-from ..data.tokenizer import made_here
+from ..data.tokenizer_train import made_here
 from ..layers.adapter import adapted
 from ..ops import _op
 from ..ops.linear import has_low_units

@@ -28,7 +28,8 @@ from ..data.order import Blended, Grouped, Order
 from ..data.read import read_split
 from ..data.record import Mixture, Part, Record
 from ..data.sequence import filler
-from ..data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from ..data.tokenizer import Tokenizer
+from ..data.tokenizer_open import load_tokenizer, open_tokenizer
 from ..errors import MissingError, refuse
 from ..generate.options import FILE, several
 from ..generate.run import beside

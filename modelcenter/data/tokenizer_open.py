@@ -1,0 +1,244 @@
+"""Tokenizers of Hugging Face folders.
+
+tokenizer.json is read by the tokenizers library; vocab.txt (BERT) and vocab.json with merges.txt (GPT-2) are built on it; what is
+left (sentencepiece, CPM-Ant) goes through transformers, imported there.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from ..checkpoint.files import read_json
+from ..checkpoint.hub import fetch
+from ..errors import InputError, refuse, refuse_missing
+from .tokenizer import HABITS, ROLES, CharTokenizer, ForeignTokenizer, Tokenizer
+from .tokenizer_train import SPECIAL, byte_level, made_here, train_tokenizer
+
+T = TypeVar("T")
+# Old folders name no special tokens: transformers' classes know them by heart. Among the special tokens of a file these
+# spellings have one meaning in every family.
+USUAL = {
+    "bos": ("<s>", "<|begin_of_text|>", "<|endoftext|>"), "eos": ("</s>", "<|end_of_text|>", "<|endoftext|>"),
+    "pad": ("[PAD]", "<pad>"), "unk": ("[UNK]", "<unk>", "<|endoftext|>"), "cls": ("[CLS]",), "sep": ("[SEP]",),
+    "mask": ("[MASK]", "<mask>"),
+}  # fmt: skip
+BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
+GPT2_CLASSES = ("GPT2Tokenizer",)
+JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
+FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model",
+         "chat_template.jinja", "config.json"]
+
+
+def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
+    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `roberta:8000`, `span:8000`, `fim:8000`, made of `texts`; a folder,
+    a preset or a hub id."""
+    kind, _, size = spec.partition(":")
+    if spec == "char":
+        return CharTokenizer.train(texts)
+    if made_here(spec):
+        if not (size.isascii() and size.isdigit() and len(size) < 10):
+            refuse(None, "tokenizer", repr(spec), f"a size is wanted: {kind}:8000")
+        return train_tokenizer(texts, int(size), kind)
+    return load_tokenizer(spec)
+
+
+def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | None] | None = None) -> Tokenizer:
+    """Load the tokenizer of a folder, a preset or a hub id, of which only the tokenizer's files are downloaded. `presets`: names
+    that stand for hub ids; absent, those of the families. Errors: `InputError`."""
+    folder = Path(name).expanduser()  # which wins over a preset of its name, as for the weights
+    if not folder.is_dir():
+        folder = _fetch(str(name), presets)
+    config = _optional(folder / "tokenizer_config.json")
+    found = _found(folder, config)
+    found.chat_template = _chat_template(folder, config)
+    found.habits = {key: config[key] for key in HABITS if key in config}
+    return found
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The chat template of a folder: a file of its own, which wins, or the one called default of those in tokenizer_config.json."""
+    if (folder / "chat_template.jinja").is_file():
+        return "\n".join(_lines(folder / "chat_template.jinja"))
+    said = config.get("chat_template")
+    if isinstance(said, list):
+        said = {one.get("name"): one.get("template") for one in said if isinstance(one, dict)}.get("default")
+    return said if isinstance(said, str) else None
+
+
+def _found(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a folder, by what files there are."""
+    if (folder / "tokenizer.json").is_file():
+        return _from_json(folder, config)
+    kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    if (folder / "vocab.txt").is_file() and kind in ("", *BERT_CLASSES):
+        vocab = {t: i for i, t in enumerate(_lines(folder / "vocab.txt"))}
+        if {"[UNK]", "[CLS]", "[SEP]"} <= set(vocab):
+            return _from_wordpiece(folder, config, vocab)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file() and kind in ("", *GPT2_CLASSES):
+        vocab = read_json(folder / "vocab.json", JSON_SIZE)
+        if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
+            refuse(folder / "vocab.json", None, "not a vocabulary", "an object of tokens and their ids is wanted")
+        if "<|endoftext|>" in vocab:
+            return _from_bpe(folder, config, vocab)
+    return _from_transformers(folder)
+
+
+def _from_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    content = read_json(file, JSON_SIZE)
+    raw = _guarded(file, lambda: _tried(tokenizers.Tokenizer.from_str(json.dumps(content))))
+    special = _special(folder, config, raw)  # the config's add_bos_token counts for less than the file's template
+    by_character = raw.pre_tokenizer is not None and content["model"].get("type") == "WordLevel" and not special
+    if by_character and all(len(token) == 1 for token in raw.get_vocab()):
+        return CharTokenizer(raw, special, str(file))
+    return Tokenizer(raw, special, str(file))
+
+
+def _from_wordpiece(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
+    file = folder / "vocab.txt"
+    raw = _guarded(file, lambda: tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]")))
+    raw.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
+        strip_accents=config.get("strip_accents"), lowercase=bool(config.get("do_lower_case", True)))
+    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    raw.decoder = decoders.WordPiece(prefix="##")
+    raw.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")])
+    special = {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
+    return Tokenizer(raw, special | _named(folder, config), str(file))
+
+
+def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
+    file = folder / "merges.txt"
+    lines = [line for line in _lines(file) if line and not line.startswith("#version")]
+    if bad := [line for line in lines if line.count(" ") != 1]:
+        refuse(file, None, repr(bad[0]), "two tokens a line are wanted")
+    pairs = [(first, second) for first, _, second in (line.partition(" ") for line in lines)]
+    raw = _guarded(file, lambda: byte_level(models.BPE(vocab, pairs), bool(config.get("add_prefix_space"))))
+    added = _optional(folder / "added_tokens.json")
+    raw.add_tokens(sorted(added, key=lambda token: added[token]))
+    special = SPECIAL["bpe"] | _named(folder, config)
+    if config.get("add_bos_token"):
+        bos = special["bos"]
+        raw.add_special_tokens([AddedToken(bos, special=True)])
+        raw.post_processor = processors.TemplateProcessing(
+            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, raw.token_to_id(bos))])
+    return Tokenizer(raw, special, str(folder / "vocab.json"))
+
+
+def _from_transformers(folder: Path) -> Tokenizer:
+    if not any(f.is_file() and fnmatchcase(f.name, kind) for f in folder.iterdir() for kind in FILES[:-1]):
+        refuse_missing(folder, None, "no tokenizer file in it", "a folder with tokenizer.json is wanted")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        refuse_missing(folder, None, "no tokenizer.json", "transformers, which reads other kinds, must be installed")
+    try:
+        with _quiet():  # it says on standard error what it will then raise
+            found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as e:  # every kind of error reaches us: a missing package, a broken file, an unknown class
+        said = str(e).strip().split("\n")[0] or type(e).__name__
+        refuse(folder, "tokenizer", f"transformers cannot read it ({said})", "a folder with tokenizer.json is wanted")
+    if not hasattr(found, "backend_tokenizer"):
+        return ForeignTokenizer(found, str(folder))
+    named = {role: getattr(found, f"{role}_token", None) for role in ROLES}
+    special = {role: str(token) for role, token in named.items() if token is not None}
+    return Tokenizer(found.backend_tokenizer, special, str(folder))
+
+
+def _fetch(name: str, presets: Mapping[str, str | None] | None) -> Path:
+    """The folder of a hub id's tokenizer files."""
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        if presets:  # it is the model's
+            refuse_missing(name, "model", "no such folder", "an existing folder, a preset or a hub id is wanted")
+        refuse_missing(name, "tokenizer", "no such folder", "a folder, a hub id, char or bpe:8000 is wanted")
+    if presets is None:
+        from ..registry import hubs  # every family, and torch
+
+        presets = hubs()
+    return fetch(name, FILES, presets)
+
+
+def _special(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> dict[str, str]:
+    """The special tokens by role: as the files name them, else by their usual spelling in tokenizer.json."""
+    if named := _named(folder, config):
+        return named
+    present = {token.content for token in raw.get_added_tokens_decoder().values() if token.special}
+    found = {role: next((t for t in usual if t in present), None) for role, usual in USUAL.items()}
+    return {role: token for role, token in found.items() if token is not None}
+
+
+def _named(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Roles that tokenizer_config.json or special_tokens_map.json name; the former wins."""
+    named = {}
+    for source in (_optional(folder / "special_tokens_map.json"), config):
+        for key, token in source.items():  # in the file's order, which numbers the tokens that the vocabulary lacks
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and key.removesuffix("_token") in ROLES:
+                named[key.removesuffix("_token")] = token
+    return named
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    """A JSON object that need not be there."""
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    if not isinstance(content, dict):
+        refuse(file, None, f"a JSON {type(content).__name__}", "an object is wanted")
+    return content
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a vocabulary; only the newline ends one, since other separators are tokens of BERT's."""
+    try:
+        text = file.read_bytes().decode()
+    except UnicodeDecodeError as e:
+        refuse(file, f"byte {e.start}", "not UTF-8", "a UTF-8 vocabulary is wanted")
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
+def _tried(raw: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """`raw` after it has encoded and decoded: some broken files are only found out then."""
+    for arguments in (("a",), ("a", "b")):
+        try:
+            raw.decode(raw.encode(*arguments).ids)
+        except Exception as e:  # a tokenizer without <unk> may well refuse the letter a
+            if "unk" not in str(e).lower():
+                raise
+    return raw
+
+
+def _guarded(file: Path, build: Callable[[], T]) -> T:
+    """`build()`, with whatever the Rust library throws at a broken file turned into a refusal."""
+    try:
+        with _quiet():
+            return build()
+    except (KeyboardInterrupt, SystemExit, InputError):
+        raise
+    except BaseException as e:  # a Rust panic is a BaseException
+        refuse(file, None, f"not a tokenizer ({str(e).strip()})", "a file that tokenizers can read is wanted")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Standard error closed: Rust prints a panic's backtrace there before Python sees the exception."""
+    with suppress(OSError):  # of a pipe that nobody reads any more
+        sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
