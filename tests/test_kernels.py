@@ -257,6 +257,50 @@ def test_transforms_go_to_the_reference(name: str, transform: str) -> None:
     same(results(transformed(OPS[name], args)), results(wanted), name)
 
 
+class Sub(Tensor):
+    """Known to torch's functions alone."""
+
+
+class SubParameter(torch.nn.Parameter):
+    """The same, as quantised weights and lazy ones of other libraries are."""
+
+
+@each_op
+def test_a_subclass_is_left_to_the_reference(name: str) -> None:
+    """A tensor that may not have the memory a kernel would look for, whichever argument it is."""
+    for args in some(cases(name, "cpu", torch.float32, SMALL, 2), 3):
+        wanted = results(OPS[name].reference(*args))
+        for i, a in enumerate(args):
+            for kind in (Sub, SubParameter) if isinstance(a, Tensor) and a.is_floating_point() else (Sub,) * isinstance(a, Tensor):
+                given = (*args[:i], a.detach().as_subclass(kind), *args[i + 1 :])
+                with kernels_called() as seen:
+                    found = results(OPS[name](*given))
+                for x, y in zip(found, wanted, strict=True):
+                    torch.testing.assert_close(x.as_subclass(Tensor), y)
+                assert name.startswith("linear_") or not seen, (name, i)  # some references are made of other ops
+
+
+@pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "attention", "relative_attention"])
+@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
+def test_a_share_that_is_none_is_refused(name: str, p: float) -> None:
+    def seeds(args: tuple[Any, ...]) -> list[int]:
+        return [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.int64 and a.shape == (1,)]
+
+    args = next(args for args in OPS[name].cases("cpu", torch.float32) if seeds(args))
+    at = seeds(args)[-1] + 1
+    with pytest.raises(ValueError, match=f"dropout of {p}: wanted 0 to 1"):
+        OPS[name](*args[:at], p, *args[at + 1 :])
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.5])
+def test_a_smoothing_that_is_none_is_refused(smoothing: float) -> None:
+    x, weight, labels = torch.randn(3, 5), torch.randn(7, 5), torch.tensor([1, 2, 3])
+    for loss in (lambda: OPS["cross_entropy"](x, labels, smoothing, 0.0),
+                 lambda: OPS["linear_cross_entropy"](x, weight, None, labels, 1.0, smoothing)):  # fmt: skip
+        with pytest.raises(ValueError, match=f"label smoothing of {smoothing}: wanted 0 to 1"):
+            loss()
+
+
 @each_op
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_mixed_precision(name: str, low: torch.dtype) -> None:
@@ -272,6 +316,9 @@ def test_mixed_precision(name: str, low: torch.dtype) -> None:
             for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
                 assert a.dtype == b.dtype, f"{name} {shown(mixed)}: result {i}: {a.dtype} and not {b.dtype}"
                 assert (a.double() - b.double()).abs().max() <= 2 * torch.finfo(low).eps * max(1.0, float(b.abs().max()))
+            if name != "linear_cross_entropy":  # whose arguments autocast brings into one dtype
+                outside = results(OPS[name](*leaves(mixed)))
+                assert [a.dtype for a in found[: len(outside)]] == [a.dtype for a in outside], "autocast changes no result's dtype"
 
 
 @each_op

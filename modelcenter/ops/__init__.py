@@ -1,4 +1,8 @@
-"""What the kernels mean: one file an op."""
+"""What the kernels mean: one file an op.
+
+A result has the dtype that its op states (most often that of its first argument; a loss fp32), under autocast too, which chooses
+only what products are formed in: torch's own attention would round what it is given, and its norms would answer in fp32 on a GPU.
+"""
 
 from ._op import OPS, Op, op, wide
 from .activation import geglu, geglu_tanh, gelu, gelu_cut, gelu_tanh, reglu, relu, silu, swiglu

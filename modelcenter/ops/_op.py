@@ -3,8 +3,8 @@
 A layer calls the op and never asks what runs. The kernel does, where there is one for the device and the dtypes: in eager through
 a plain autograd.Function (the cheapest road: benchmarks/README.md has the figures), and through an operator registered with
 torch.library under torch.compile and under a dispatch mode (selective recompute, fake tensors). The reference does everything
-else: float64, other devices, functorch's transforms, an installation without compiled kernels. On DTensors an op is done by each
-process on its own shards (_shard.py).
+else: float64, other devices, functorch's transforms, subclasses of Tensor that only torch's functions know, an installation without
+compiled kernels. On DTensors an op is done by each process on its own shards (_shard.py).
 
 MODELCENTER_KERNELS=0 leaves the kernels out, and a file there is loaded in place of the installed ones; MODELCENTER_CPU=base or
 avx2 keeps those for the CPU to an older instruction set. Anything else there is an InputError.
@@ -265,6 +265,8 @@ class Op:
         if not plain and sharded(args):
             out = on_shards(self.name, args, partial(Op.__call__, self))
             return self.reference(*args) if out is NotImplemented else out
+        if not plain and any(map(unknown, args)):
+            return self.reference(*args)
         there = (device in kernel.devices and available(device, index)) or (_as_gpu and "cuda" in kernel.devices)
         fits = known and there and not transformed()
         if not fits or (kernel.takes is not None and not kernel.takes(*args)):
@@ -288,6 +290,12 @@ def sharded(args: Sequence[Any]) -> bool:
     """Whether one of them is a DTensor. Who has any has imported its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(a, module.DTensor) for a in args)
+
+
+def unknown(a: object) -> bool:
+    """Whether `a` is of a subclass that only torch's functions know: the dispatcher would pass it on to a kernel as it is."""
+    kind = type(a)
+    return kind not in PLAIN and isinstance(a, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def op(name: str, reference: Callable[..., Any], cases: Cases, kernel: Kernel | None = None) -> Op:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._op import Kernel, call, op, raw, wide
-from .dropout import draw, factor, kept
+from .dropout import draw, factor, kept, share
 
 Lengths = Tensor | None
 
@@ -110,7 +110,7 @@ def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
 def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> bool:
     if mask is not None and (mask.dim() != 4 or mask.shape[3] == 1 != k.shape[1]):
         return False  # the kernel does not spread one key's mask over all
-    return q.dtype == k.dtype == v.dtype
+    return q.dtype == k.dtype == v.dtype and share(rest[-1])
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

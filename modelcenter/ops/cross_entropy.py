@@ -19,6 +19,8 @@ IGNORE = -100  # as torch and transformers
 
 
 def reference(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> Tensor:
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label smoothing of {smoothing}: wanted 0 to 1")
     logits = wide(logits)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
     if z:
@@ -60,7 +62,8 @@ def backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, smoothin
 
 def takes(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> bool:
     """Whatever else torch's takes goes there, and so does what it refuses."""
-    return labels.dtype == torch.int64 and logits.dim() == 2 and labels.shape == logits.shape[:1] and logits.size(1) > 0
+    fits = logits.dim() == 2 and labels.shape == logits.shape[:1] and logits.size(1) > 0
+    return fits and labels.dtype == torch.int64 and 0 <= smoothing <= 1
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

@@ -46,8 +46,15 @@ def kept(shape: torch.Size, seed: Tensor, p: float) -> Tensor:
     return bits(shape.numel(), seed).view(shape) >= threshold(p)
 
 
+def share(p: float) -> bool:
+    """Whether `p` is a probability: kernels take no other, and `threshold` refuses it."""
+    return 0 <= p <= 1
+
+
 def threshold(p: float) -> int:
     """How many of 65536 values are dropped."""
+    if not share(p):
+        raise ValueError(f"dropout of {p}: wanted 0 to 1")
     return int(p * 65536 + 0.5)
 
 
@@ -85,6 +92,10 @@ def backward(grad: Tensor, seed: Tensor, p: float, dtype: torch.dtype, residual:
     return dropout_forward(grad, None, seed, p).to(dtype), grad if residual else None, None, None
 
 
+def takes(x: Tensor, residual: Tensor | None, seed: Tensor, p: float) -> bool:
+    return share(p)
+
+
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for shape in ((1, 1), (0, 3), (3, 7), (2, 5, 64), (4, 4096)):
         x, residual = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
@@ -93,4 +104,4 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield x, None, draw(x.device), p
 
 
-dropout = op("dropout", reference, cases, Kernel(dropout_forward, saved, backward))
+dropout = op("dropout", reference, cases, Kernel(dropout_forward, saved, backward, takes=takes))

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import _norm
 from ._norm import Forward
 from ._op import Kernel, op, raw, wide
+from .dropout import share
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -77,7 +78,7 @@ def add_takes(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float,
     dtype: torch.dtype | None = None,
 ) -> bool:  # fmt: skip
-    return bias is not None and _norm.takes(x, residual, weight, bias, dtype)
+    return bias is not None and share(p) and _norm.takes(x, residual, weight, bias, dtype)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

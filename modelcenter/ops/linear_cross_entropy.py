@@ -184,7 +184,8 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale:
     """Whatever else torch's would take goes there, and so does what it refuses."""
     same = dtype is not None or (x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype))
     shaped = x.dim() == weight.dim() == 2 and x.size(1) == weight.size(1) and labels.shape == x.shape[:1] and weight.size(0) > 0
-    return same and shaped and labels.dtype == torch.int64 and (bias is None or bias.shape == weight.shape[:1])
+    fits = same and shaped and 0 <= smoothing <= 1
+    return fits and labels.dtype == torch.int64 and (bias is None or bias.shape == weight.shape[:1])
 
 
 class LinearCrossEntropy(Op):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ._op import Kernel, call, fake, hopper, modern, op, raw, unseen, wide
 from .attention import one
-from .dropout import draw, kept
+from .dropout import draw, kept, share
 
 Lengths = Tensor | None
 PARTS = 256  # vectors that a head's bias gradient is first added up in: of as many blocks, however many queries there are
@@ -145,7 +145,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> b
         return False
     d = q.shape[3]
     fits = modern(q.get_device()) or (q.dtype == torch.float16 and d <= TURING)
-    return bool(d) and d % 8 == 0 and d <= 128 and q.shape[2] == k.shape[2] and fits
+    return bool(d) and d % 8 == 0 and d <= 128 and q.shape[2] == k.shape[2] and fits and share(rest[-1] if rest else 0.0)
 
 
 def covers(q: Tensor) -> bool:

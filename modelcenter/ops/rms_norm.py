@@ -12,6 +12,7 @@ from torch import Tensor
 from . import _norm
 from ._norm import Forward
 from ._op import Kernel, op, raw, wide
+from .dropout import share
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -70,7 +71,7 @@ def add_backward(
 def add_takes(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, seed: Tensor | None, p: float, dtype: torch.dtype | None = None
 ) -> bool:
-    return _norm.takes(x, residual, weight, None, dtype)
+    return share(p) and _norm.takes(x, residual, weight, None, dtype)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
