@@ -20,6 +20,7 @@ beforehand.
 import argparse
 import faulthandler
 import math
+import os
 import random
 import signal
 import sys
@@ -233,7 +234,8 @@ def of_relative_attention(rng: random.Random, device: str) -> tuple[Any, ...]:
 def of_attention_in_crowds(rng: random.Random, device: str) -> tuple[Any, ...]:
     """What Hopper has kernels of its own for where there is a block for every multiprocessor: forward a block takes 128 queries,
     backward a head of 320 queries and more, without a bias."""
-    crowd = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 3  # 3 at most, emulated
+    emulated = os.environ.get("MODELCENTER_EMULATE", "3")  # tests/emulate/runtime.cpp
+    crowd = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else int(emulated.split()[0])
     dtype, h, d = rng.choice(LOW), rng.choice((1, 2, 3)), rng.choice((8, 8, 16, 40, 64))
     if heads := rng.random() < 0.5:
         s, t, n = rng.choice((321, 330, 384, 400, 512)), rng.choice((128, 129, 140, 200, 256)), -(-crowd // h)

@@ -294,8 +294,7 @@ def sharded(args: Sequence[Any]) -> bool:
 
 def unknown(a: object) -> bool:
     """Whether `a` is of a subclass that only torch's functions know: the dispatcher would pass it on to a kernel as it is."""
-    kind = type(a)
-    return kind not in PLAIN and isinstance(a, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return isinstance(a, Tensor) and type(a) not in PLAIN and type(a).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def op(name: str, reference: Callable[..., Any], cases: Cases, kernel: Kernel | None = None) -> Op:
