@@ -136,17 +136,17 @@ def build_config(case: Case, layers: int | None) -> dict[str, Any]:
 
 
 def flops(model: Any, case: Case, batch: Batch) -> float:
-    """Of a step of the model on this batch: of the last block of masked words, behind its attention, those of labelled tokens."""
+    """Of a step of the model on this batch: of the last block of masked words, but for keys and values, of labelled ones."""
     sizes, tokens = model.config, batch["input_ids"].numel()
     matrices = sum(p.numel() for m in model.modules() if isinstance(m, Block) for p in m.parameters() if p.dim() == 2)
     labelled = int((batch["labels"] != -100).sum()) / tokens if case.task == "mlm" else 1.0
     last = [m for m in model.modules() if isinstance(m, Block)][-1]
-    behind = sum(p.numel() for part in (last.attn.o, last.ffn) for p in part.parameters() if p.dim() == 2)
+    behind = sum(p.numel() for part in (last.attn.q, last.attn.o, last.ffn) for p in part.parameters() if p.dim() == 2)
     matrices -= (1 - labelled) * behind
     width = sizes.heads * (getattr(sizes, "head_dim", None) or sizes.dim // sizes.heads)
     # of an encoder, of a decoder on itself and on the other
     seen = 2.5 if case.task == "seq2seq" else 0.5 if case.task == "lm" else 1.0
-    attention = 12 * sizes.layers * width * batch["input_ids"].size(1) * seen
+    attention = 12 * (sizes.layers - (1 - labelled)) * width * batch["input_ids"].size(1) * seen
     return tokens * (6 * (matrices + labelled * sizes.vocab * sizes.dim) + attention)
 
 

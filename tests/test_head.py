@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import modelcenter as mc
 from modelcenter import ops
 from modelcenter.layers import Batch, Linear, LMHead
+from modelcenter.layers.view import View
 from modelcenter.ops import linear_cross_entropy as op
 from modelcenter.ops._op import available
 from modelcenter.ops.cross_entropy import IGNORE
@@ -318,10 +319,17 @@ READ = (("bert-base-uncased", "mlm"), ("bert-base-uncased", "classify"), ("gpt2"
         ("bloom-560m", "embed"))  # fmt: skip
 
 
+@pytest.mark.parametrize("served", [False, True])
 @pytest.mark.parametrize("how", ["dense", "padded", "packed"])
 @pytest.mark.parametrize(("preset", "task"), READ)
-def test_the_last_block_works_for_what_the_head_reads(preset: str, task: str, how: str) -> None:
-    """Behind its attention: for those positions alone, with the loss and the gradients of all of them."""
+def test_the_last_block_works_for_what_the_head_reads(
+    preset: str, task: str, how: str, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind its attention, and where a kernel takes packed queries and these see all of a sequence, from its queries on: for those
+    positions alone, with the loss and the gradients of all of them."""
+    asked, by_lengths = list[int](), View.by_lengths
+    monkeypatch.setattr("modelcenter.layers.view.covers", lambda q: served and bool(q.size(3)))
+    monkeypatch.setattr(View, "by_lengths", lambda view, to, q, *rest: asked.append(q.size(2)) or by_lengths(view, to, q, *rest))
     sizes = {"layers": 2, "dim": 16, "heads": 2, "vocab": 50} | ({"kv_heads": 1, "head_dim": 8} if "llama" in preset else {})
     model = mc.build(preset, task=task, dtype=torch.float64, config=sizes).train()
     for module in model.modules():
@@ -354,6 +362,7 @@ def test_the_last_block_works_for_what_the_head_reads(preset: str, task: str, ho
 
     (few, of_few), (every, of_every) = found(), found(output_hidden_states=True)
     assert rows == [read, 24] and read < 12
+    assert asked == ([read] if served and preset.startswith("bert") else [])
     assert few.last_hidden_state is None and every.last_hidden_state.shape == every.hidden_states[-1].shape
     torch.testing.assert_close(few.loss, every.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(of_few, of_every, rtol=1e-10, atol=1e-12)

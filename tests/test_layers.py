@@ -1,5 +1,8 @@
 """Layers that no family uses yet, against transformers' own."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 import transformers
 from zoo import loud
@@ -7,6 +10,7 @@ from zoo import loud
 from modelcenter import ops
 from modelcenter.layers import FFN, Attention, Batch, LayerNorm, Parallel, Rotary, Stack
 from modelcenter.layers.rope import PLAIN
+from modelcenter.layers.view import Packing, View
 
 
 def test_parallel_block_with_partial_interleaved_rotary_is_gptj() -> None:
@@ -38,3 +42,63 @@ def test_a_parallel_block_makes_what_is_wanted_alone() -> None:
     view = Batch(x).view(causal=True)
     torch.testing.assert_close(stack(x, view, wanted=wanted), stack(x, view).flatten(0, 1)[wanted][None], rtol=0, atol=1e-14)
     assert torch.equal(stack(x, view, wanted=torch.arange(10)), stack(x, view)), "all of them are no copy"
+
+
+@pytest.mark.parametrize("kv", [2, 1])
+@pytest.mark.parametrize("how", ["whole", "padded", "seen", "packed"])
+def test_attention_is_asked_by_wanted_queries_alone(how: str, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences of which several places are wanted, one, none and all, and an empty one whose head wants the token before it."""
+    torch.manual_seed(0)
+    attn, asked, by_lengths = Attention(16, 2, kv_heads=kv).double(), list[int](), View.by_lengths
+    x, wanted = torch.randn(4, 5, 16, dtype=torch.float64), torch.tensor([0, 3, 8, 15, 16, 17, 18, 19])
+    mask = torch.arange(5) >= torch.tensor([[0], [4], [2], [1]])
+    if how == "packed":
+        ends = [0, 7, 7, 8, 20, 20]
+        x, wanted, packing = x.view(1, 20, 16), torch.cat((wanted, wanted[-1:])), Packing.of(ends, ends, x.device)
+        view = Batch(x, packing=packing).view()
+    else:
+        monkeypatch.setattr("modelcenter.layers.output.repeats", lambda x: how == "seen")
+        view = Batch(x, None if how == "whole" else mask).view()
+    every = attn(x, view).flatten(0, 1)[wanted][None]
+    monkeypatch.setattr(View, "by_lengths", lambda view, to, q, *rest: asked.append(q.size(2)) or by_lengths(view, to, q, *rest))
+    monkeypatch.setattr("modelcenter.layers.view.covers", lambda q: q.dtype == torch.float64 and q.shape[3] == 8)
+    torch.testing.assert_close(attn(x, replace(view, wanted=wanted)), every, rtol=0, atol=1e-14)
+    assert asked == [len(wanted)]
+    placed = Batch(x).view(causal=True), View(torch.randn(1, 1, 1, x.size(1)).to(x)), View(mask.new_ones(1, 1, *x.shape[1:2] * 2))
+    assert all(attn.asked(x, replace(other, wanted=wanted)) is None for other in placed) and attn.asked(x, view) is None
+    attn.k.register_forward_hook(lambda layer, args, out: None)
+    assert attn.asked(x, replace(view, wanted=wanted)) is None, "who has a hook on the queries is shown all of them"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("how", ["whole", "padded", "packed"])
+def test_wanted_queries_on_a_gpu(how: str, p: float) -> None:
+    """By the kernel: as near to fp64 as attention of all queries, so its gradients, and with the same bits again."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 300, 128, device="cuda")
+    mask = torch.arange(300, device="cuda") < torch.tensor([[300], [1], [130], [299], [128], [7]], device="cuda")
+    batch = Batch(x, None if how == "whole" else mask)
+    if how == "packed":
+        ends = [0, 700, 700, 701, 1500, 1800, 1800]
+        x = x.view(1, 1800, 128)
+        batch = Batch(x, packing=Packing.of(ends, ends, x.device))
+    chosen = torch.rand(1800, device="cuda") < 0.15
+    chosen[:300] = True
+    wanted = torch.cat((chosen.nonzero().squeeze(1), *([chosen.new_full((1,), 1799, dtype=torch.long)] * (how == "packed"))))
+    attn, g = Attention(128, 2, dropout=p).cuda(), torch.randn(1, len(wanted), 128, device="cuda")
+
+    def found(dtype: torch.dtype, alone: bool) -> list[torch.Tensor]:
+        attn.to(dtype)
+        given = x.to(dtype).requires_grad_()
+        torch.manual_seed(3)
+        out = attn(given, replace(batch.view(), wanted=wanted)) if alone else attn(given, batch.view()).flatten(0, 1)[wanted][None]
+        return [t.double() for t in (out, *torch.autograd.grad(out, (given, *attn.parameters()), g.to(dtype)))]
+
+    assert attn.bfloat16().asked(x.bfloat16(), replace(batch.view(), wanted=wanted)) is not None
+    first, again = found(torch.bfloat16, True), found(torch.bfloat16, True)
+    assert all(map(torch.equal, first, again))
+    attn.dropout = 0.0
+    whole, exact = found(torch.bfloat16, False), found(torch.float64, False)
+    for few, every, true in zip(found(torch.bfloat16, True), whole, exact, strict=True):
+        assert (few - true).norm() <= 2 * (every - true).norm() + 1e-3 * true.norm()

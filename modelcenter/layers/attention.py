@@ -5,6 +5,7 @@ Head counts are read off the tensors, never stored, so a tensor-parallel shard n
 
 from torch import Tensor, nn
 
+from ..ops._op import autocast_dtype
 from .linear import Linear, alone, together
 from .position import Angles
 from .view import View
@@ -37,10 +38,21 @@ class Attention(nn.Module):
         self.o = Linear(heads * self.head_dim, dim, bias=bias if out_bias is None else out_bias)
 
     def forward(self, x: Tensor, view: View) -> Tensor:
-        q, k, v = self.project(x, view)
-        out = view.attend(q, k, v, self.scale, self.dropout if self.training else 0.0)
-        merged: Tensor = self.o(view.chosen(out.transpose(1, 2).flatten(2)))  # b h s d -> b s (h d)
-        return merged
+        asked = self.asked(x, view)
+        if asked is None:
+            q, k, v = self.project(x, view)
+        else:
+            (q,), (k, v) = self.heads(view.chosen(x), None, self.q), self.heads(x.flatten(0, 1)[None], None, self.k, self.v)
+        out = (asked or view).attend(q, k, v, self.scale, self.dropout if self.training else 0.0)
+        merged = out.transpose(1, 2).flatten(2)  # b h s d -> b s (h d)
+        made: Tensor = self.o(view.chosen(merged) if asked is None else merged)
+        return made
+
+    def asked(self, x: Tensor, view: View) -> View | None:
+        """What the queries that are wanted see, where none but those need be made."""
+        if view.wanted is None or view.memory is not None or not all(map(alone, (self.q, self.k, self.v))):
+            return None
+        return view.asked(x, autocast_dtype(x.device) or x.dtype, self.head_dim)
 
     def project(self, x: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (b h s d), keys and values (b h t d): of x after what the cache holds, or of the memory, projected once."""

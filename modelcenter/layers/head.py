@@ -89,7 +89,8 @@ class LMHead(Head):
         step = max(64, -(-labels.numel() // 32))  # a CUDA graph is of a number that comes again; a few rows more cost little
         more = min(-(-len(known) // step) * step, labels.numel()) - len(known)
         none = (labels.flatten() == IGNORE).nonzero().squeeze(1)
-        return torch.cat((known, none[:more]))  # each place once: a GPU would add up the gradients of one place one by one
+        found = torch.cat((known, none[:more]))  # each place once: a GPU would add up the gradients of one place one by one
+        return found.sort().values
 
     def prepared(self, batch: Batch) -> Batch:
         """Where few positions have a label the others are left out, though a GPU must be waited for to know them if nobody has said

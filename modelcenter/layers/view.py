@@ -106,6 +106,27 @@ class View:
     masked: Once | None = None  # the same with a mask, where no kernel takes the context as it is
     wanted: Tensor | None = None  # n: the places of b s, counted through, that are read of what the block makes; None: all
 
+    def asked(self, x: Tensor, dtype: torch.dtype, head_dim: int) -> "View | None":
+        """Attention to x (b s dim, laid end to end as 1 (b s) dim) that only the `wanted` of its places ask, n in order: packed
+        queries, each sequence's its own. None where that is not to be had: nothing is wanted, what a query sees depends on its
+        place, or no kernel takes heads of these."""
+        seen, placed = self.seen, self.causal or self.distances is not None or self.angles is not None or self.cache is not None
+        if self.wanted is None or placed or not covers(x.new_empty((0, 1, 0, head_dim), dtype=dtype)):
+            return None
+        if self.mask is not None:
+            if not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool or self.mask.shape[1:3] != (1, 1):
+                return None
+            seen = self.mask[:, 0, 0]
+        b, s = x.shape[:2]
+        if self.packing is None:
+            keys, most = Ends(torch.arange(0, b * s + 1, s, dtype=torch.int32, device=x.device), s), s
+        else:  # of an empty sequence a head may want the token before it, which is another's
+            keys = self.packing.k
+            most = keys.longest + len(keys.there)
+        ends = torch.searchsorted(self.wanted.contiguous(), keys.there.long(), out_int32=True)
+        packing = Packing(Ends(ends, min(most, len(self.wanted))), keys)
+        return View(packing=packing, seen=None if seen is None else seen.reshape(1, -1), masked=Once(lambda: self))
+
     def chosen(self, x: Tensor) -> Tensor:
         """Of x (b s dim), which stands behind attention, what is wanted (1 n dim): no token sees another from there on."""
         return x if self.wanted is None else x.flatten(0, 1).index_select(0, self.wanted)[None]
