@@ -1,14 +1,13 @@
 """GPT-2's files as they are found: what transformers' own round trip never shows."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from zoo import Case
 
@@ -16,21 +15,6 @@ import modelcenter as mc
 from modelcenter.checkpoint.config import changed
 
 CASE = Case("gpt2", "default", "lm")
-
-
-def rewritten(
-    where: Path, change: Callable[[dict[str, Tensor]], Any], config: Callable[[dict[str, Any]], Any] | None = None
-) -> Path:
-    """The reference folder with its tensors and its config changed."""
-    source = Path(zoo.reference(CASE)[1])
-    tensors, values = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
-    change(tensors)
-    if config is not None:
-        config(values)
-    where.mkdir(exist_ok=True)
-    save_file(tensors, where / "model.safetensors", metadata={"format": "pt"})
-    (where / "config.json").write_text(json.dumps(values))
-    return where
 
 
 def same_logits(folder: Path) -> mc.Model:
@@ -49,22 +33,22 @@ def test_a_file_without_the_prefix_and_with_masks(tmp_path: Path) -> None:
             t[f"h.{i}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
             t[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
 
-    ours = same_logits(rewritten(tmp_path / "bare", change, lambda c: c.update(architectures=["GPT2Model"])))
+    ours = same_logits(zoo.rewritten(CASE, tmp_path / "bare", change, architectures=["GPT2Model"]))
     assert ours.task == "lm" and len(ours.load_report.ignored) == 4 and not ours.load_report.new
 
 
 def test_a_tied_head_may_be_there_equal(tmp_path: Path) -> None:
-    folder = rewritten(tmp_path / "twice", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()}))
+    folder = zoo.rewritten(CASE, tmp_path / "twice", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()}))
     ours = same_logits(folder)
     assert ours.load_report.aliased == ["lm_head.weight"] and ours.config.tie
 
 
 def test_a_tied_head_may_stand_alone(tmp_path: Path) -> None:
-    same_logits(rewritten(tmp_path / "alone", lambda t: t.update({"lm_head.weight": t.pop("transformer.wte.weight")})))
+    same_logits(zoo.rewritten(CASE, tmp_path / "alone", lambda t: t.update({"lm_head.weight": t.pop("transformer.wte.weight")})))
 
 
 def test_a_head_that_differs_is_not_tied(tmp_path: Path) -> None:
-    folder = rewritten(tmp_path / "other", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] * 2}))
+    folder = zoo.rewritten(CASE, tmp_path / "other", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] * 2}))
     ours = mc.load(folder)
     assert ours.load_report.untied == ["lm_head.weight"] and not ours.config.tie
     assert torch.equal(ours.head.out.weight, ours.embed.tokens.weight * 2)
@@ -86,12 +70,8 @@ def test_old_bin_shards_with_a_layer_cut_in_two(tmp_path: Path) -> None:
 
 
 def test_optional_keys_may_be_absent(tmp_path: Path) -> None:
-    def bare(values: dict[str, Any]) -> None:
-        for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings", "classifier_dropout", "dtype"):
-            values.pop(name, None)
-        values["torch_dtype"] = "float32"
-
-    folder = rewritten(tmp_path / "old", lambda t: None, bare)
+    absent = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings", "classifier_dropout", "dtype")
+    folder = zoo.rewritten(CASE, tmp_path / "old", **dict.fromkeys(absent), torch_dtype="float32")
     ours = same_logits(folder)
     ours.to(torch.float32).save_pretrained(tmp_path / "again")
     after = json.loads((tmp_path / "again" / "config.json").read_text())
@@ -112,7 +92,7 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_by_name(name: str, tmp_path: Path) -> None:
     change, wanted = REFUSED[name]
     with pytest.raises(mc.InputError, match=wanted):
-        mc.load(rewritten(tmp_path / "x", change))
+        mc.load(zoo.rewritten(CASE, tmp_path / "x", change))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +113,7 @@ def test_what_does_not_fit_is_refused_by_name(name: str, tmp_path: Path) -> None
 )
 def test_a_config_that_means_something_else_is_refused(values: dict[str, Any], wanted: str, tmp_path: Path) -> None:
     with pytest.raises(mc.InputError, match=wanted) as refusal:
-        mc.load(rewritten(tmp_path / "x", lambda t: None, lambda c: c.update(values)))
+        mc.load(zoo.rewritten(CASE, tmp_path / "x", **values))
     assert "config.json" in str(refusal.value)
 
 
@@ -143,7 +123,7 @@ def test_pretrained_weights_keep_their_shape() -> None:
 
 
 def test_a_bare_backbone_gets_a_new_classifier(tmp_path: Path) -> None:
-    folder = rewritten(tmp_path / "x", lambda t: None)
+    folder = zoo.rewritten(CASE, tmp_path / "x")
     first, second = (mc.load(folder, task="classify", num_labels=3, seed=s) for s in (1, 2))
     assert first.load_report.new == ["head.out.weight"] and first.config.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     assert not torch.equal(first.head.out.weight, second.head.out.weight)
@@ -181,7 +161,7 @@ def test_sampling_is_a_function_of_the_seed() -> None:
 def test_the_generation_config_beside_the_weights_counts(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
-    folder = rewritten(tmp_path / "x", lambda t: None)
+    folder = zoo.rewritten(CASE, tmp_path / "x")
     ids = zoo.inputs(CASE)["input_ids"][:1]
     third = mc.load(folder).generate(ids, max_new_tokens=3, eos_token_id=[])[0, -1].item()
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": third, "pad_token_id": 0, "max_new_tokens": 9}))
@@ -202,15 +182,13 @@ def test_generation_options_are_checked(options: dict[str, Any], wanted: str) ->
 
 def test_the_names_that_other_families_give_the_sizes(tmp_path: Path) -> None:
     """transformers reads them through GPT2Config.attribute_map. As many heads as another's are the same tensors."""
-
-    def respell(c: dict[str, Any]) -> None:
-        for new, old in (("n_embd", "hidden_size"), ("n_head", "num_attention_heads"), ("n_layer", "num_hidden_layers"),
-                         ("n_positions", "max_position_embeddings")):  # fmt: skip
-            c[old] = c.pop(new)
-
-    ours = same_logits(rewritten(tmp_path / "respelled", lambda t: None, respell))
+    sizes = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+             "n_positions": "max_position_embeddings"}  # fmt: skip
+    said = json.loads(Path(zoo.reference(CASE)[1], "config.json").read_text())
+    respelled = {old: said[new] for new, old in sizes.items()}
+    ours = same_logits(zoo.rewritten(CASE, tmp_path / "respelled", **dict.fromkeys(sizes), **respelled))
     assert ours.config.heads == 4
-    folder = rewritten(tmp_path / "both", lambda t: None, lambda c: c.update(num_attention_heads=2))
+    folder = zoo.rewritten(CASE, tmp_path / "both", num_attention_heads=2)
     with pytest.raises(ValueError, match=r"n_head and num_attention_heads: \[4, 2\]; one value, for they are one key"):
         mc.load(folder)
 

@@ -51,21 +51,10 @@ def text(rows: int = 2, tokens: int = TOKENS) -> torch.Tensor:
     return torch.randint(2, 96, (rows, tokens), generator=torch.Generator().manual_seed(5))
 
 
-def near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:
-    assert theirs.std() > 0.05 and (ours - theirs).abs().max() <= tolerance * theirs.std()
-
-
 def fresh(model: Any) -> Any:
     """Their model without the frequencies that an earlier, longer input left in it."""
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model
-
-
-def edit(folder: Path, **values: Any) -> None:
-    """Change keys of config.json (None: remove)."""
-    file = folder / "config.json"
-    merged = json.loads(file.read_text()) | values
-    file.write_text(json.dumps({k: v for k, v in merged.items() if v is not None}))
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -79,7 +68,7 @@ def test_beyond_the_original_length(name: str, tmp_path: Path) -> None:
     args = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     labels = ids.masked_fill(mask == 0, -100)
     wanted, found = fresh(theirs)(**args, labels=labels), ours(**args, labels=labels)
-    near(found.logits[mask.bool()], wanted.logits[mask.bool()])
+    zoo.near(found.logits[mask.bool()], wanted.logits[mask.bool()])
     assert abs(found.loss - wanted.loss) < 1e-5
     wanted.loss.backward()
     found.loss.backward()
@@ -113,7 +102,7 @@ def test_packed_texts_are_each_themselves_beyond_the_original_length(tmp_path: P
         texts = [text(1, n) for n in lengths]
         ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
         together = ours(torch.cat(texts, 1), cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
-        near(together, torch.cat([ours(t).logits for t in texts], 1), 1e-12)
+        zoo.near(together, torch.cat([ours(t).logits for t in texts], 1), 1e-12)
 
 
 ABSENT: dict[str, dict[str, Any]] = {
@@ -133,13 +122,13 @@ def test_forms_of_the_config(name: str, tmp_path: Path) -> None:
     theirs = made(tmp_path, **{k: v for k, v in ABSENT[name].items() if v is not None})
     if name == "llama-1":
         theirs = made(tmp_path, num_key_value_heads=4)
-        edit(tmp_path, **ABSENT[name])
+        zoo.edit(tmp_path, **ABSENT[name])
     ours = mc.load(tmp_path)
-    near(ours(text()).logits, theirs(text()).logits)
+    zoo.near(ours(text()).logits, theirs(text()).logits)
     ours.save_pretrained(tmp_path / "again")
     before, after = (json.loads((f / "config.json").read_text()) for f in (tmp_path, tmp_path / "again"))
     assert before == after
-    near(LlamaForCausalLM.from_pretrained(tmp_path / "again")(text()).logits, theirs(text()).logits)
+    zoo.near(LlamaForCausalLM.from_pretrained(tmp_path / "again")(text()).logits, theirs(text()).logits)
 
 
 @pytest.mark.parametrize("task", mc.LLaMA.tasks)
@@ -155,7 +144,7 @@ def test_any_task_from_the_file_of_any_other(of: str, task: str, tmp_path: Path)
     there = of == task or (of, task) == ("tag", "classify")
     assert ours.load_report.new == ([] if there else sorted(n for n in ours.shapes if n.startswith("head.")))
     backbone = getattr(theirs, theirs.base_model_prefix, theirs)
-    near(ours(text()).last_hidden_state, backbone(text()).last_hidden_state)
+    zoo.near(ours(text()).last_hidden_state, backbone(text()).last_hidden_state)
     ours.save_pretrained(tmp_path / "b")
     cls = getattr(transformers, mc.LLaMA.tasks[task].architecture)
     _, report = cls.from_pretrained(tmp_path / "b", output_loading_info=True)
@@ -172,7 +161,7 @@ def test_old_files(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
     ours = mc.load(tmp_path)
-    near(ours(text()).logits, theirs(text()).logits)
+    zoo.near(ours(text()).logits, theirs(text()).logits)
     assert ours.load_report.aliased == ["lm_head.weight"] and len(ours.load_report.ignored) == 2
     half = {name: value if name.endswith("inv_freq") else value.half() for name, value in tensors.items()}
     save_file(half, file, metadata={"format": "pt"})
@@ -181,7 +170,7 @@ def test_old_files(tmp_path: Path) -> None:
     tensors["lm_head.weight"] *= -1  # said to be tied, but it is another tensor
     save_file(tensors, file, metadata={"format": "pt"})
     ours = mc.load(tmp_path)
-    near(ours(text()).logits, -theirs(text()).logits)
+    zoo.near(ours(text()).logits, -theirs(text()).logits)
     assert ours.load_report.untied == ["lm_head.weight"] and not ours.config.tie
 
 
@@ -213,7 +202,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, tmp_path: Path) -> None:
     made(tmp_path)
-    edit(tmp_path, **REFUSED[name][0])
+    zoo.edit(tmp_path, **REFUSED[name][0])
     with pytest.raises(mc.InputError, match=REFUSED[name][1]) as caught:
         mc.load(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
@@ -275,7 +264,7 @@ def test_a_trained_model_continues_as_it_does_in_transformers(tmp_path: Path) ->
     wanted = theirs.generate(ids, attention_mask=mask, max_new_tokens=100, do_sample=False, pad_token_id=0)
     found = ours.generate(ids, mask, max_new_tokens=100, eos_token_id=[], pad_token_id=0)
     assert found.tolist() == wanted.tolist() and found.shape == (2, 105)
-    near(ours(found).logits, theirs(found).logits)
+    zoo.near(ours(found).logits, theirs(found).logits)
 
 
 def test_a_head_that_nobody_asked_for_and_no_file_has_is_told_of(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from zoo import Case, inputs, scores, tiny
 
 import modelcenter as mc
@@ -19,17 +19,6 @@ from modelcenter.models.t5 import T5, T5Config
 
 PLAIN, UNTIED = Case("t5", "default", "seq2seq"), Case("t5", "gated-untied", "seq2seq")
 EMBED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-
-
-def rewritten(case: Case, where: Path, change: Any, **keys: Any) -> Path:
-    """The reference's folder with `change(tensors)` made and keys of config.json set (None: removed)."""
-    _, folder = zoo.reference(case)
-    tensors = load_file(Path(folder, "model.safetensors"))
-    change(tensors)
-    save_file({k: v.clone() for k, v in tensors.items()}, where / "model.safetensors", {"format": "pt"})
-    config = json.loads(Path(folder, "config.json").read_text()) | keys
-    (where / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    return where
 
 
 def theirs(where: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -129,19 +118,19 @@ def test_copies_of_the_embedding_are_aliases(tmp_path: Path) -> None:
         t.update(dict.fromkeys((*EMBED, "lm_head.weight"), t["shared.weight"]))
         t["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.ones(10, 4)
 
-    ours = agrees(rewritten(PLAIN, tmp_path, copy))
+    ours = agrees(zoo.rewritten(PLAIN, tmp_path, copy))
     assert ours.load_report.aliased == sorted((*EMBED, "lm_head.weight")) and len(ours.load_report.ignored) == 1
     assert ours.head.out.weight is ours.embed.tokens.weight
 
 
 @pytest.mark.parametrize("name", [*EMBED, "lm_head.weight"])
 def test_a_tied_file_may_hold_any_one_copy(name: str, tmp_path: Path) -> None:
-    ours = agrees(rewritten(PLAIN, tmp_path, lambda t: t.update({name: t.pop("shared.weight")})))
+    ours = agrees(zoo.rewritten(PLAIN, tmp_path, lambda t: t.update({name: t.pop("shared.weight")})))
     assert ours.head.out.weight is ours.embed.tokens.weight
 
 
 def test_without_shared_the_embedding_is_not_taken_from_another_head(tmp_path: Path) -> None:
-    where = rewritten(UNTIED, tmp_path, lambda t: t.update({EMBED[1]: t.pop("shared.weight")}))
+    where = zoo.rewritten(UNTIED, tmp_path, lambda t: t.update({EMBED[1]: t.pop("shared.weight")}))
     ours = mc.load(where)  # transformers before 5.23 takes the head for the embedding, silently
     tensors = load_file(where / "model.safetensors")
     assert torch.equal(ours.embed.tokens.weight, tensors[EMBED[1]]) and torch.equal(ours.head.out.weight, tensors["lm_head.weight"])
@@ -150,7 +139,7 @@ def test_without_shared_the_embedding_is_not_taken_from_another_head(tmp_path: P
 
 @pytest.mark.parametrize("name", EMBED)
 def test_an_embedding_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
-    where = rewritten(PLAIN, tmp_path, lambda t: t.update({name: t["shared.weight"] + 1}))
+    where = zoo.rewritten(PLAIN, tmp_path, lambda t: t.update({name: t["shared.weight"] + 1}))
     with pytest.raises(InputError, match=f"{name}.*differs"):
         mc.load(where)
 
@@ -161,7 +150,7 @@ def test_two_different_copies_and_no_shared_are_refused(tmp_path: Path) -> None:
         t[EMBED[1]] = t[EMBED[0]] + 1
 
     with pytest.raises(InputError, match=EMBED[1]):
-        mc.load(rewritten(PLAIN, tmp_path, change))
+        mc.load(zoo.rewritten(PLAIN, tmp_path, change))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +165,7 @@ def test_tensors_say_what_is_tied_and_the_config_whether_to_scale(
     keys: dict[str, Any], tied: bool, scaled: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "in").mkdir()
-    ours = agrees(rewritten(UNTIED, tmp_path / "in", lambda t: None, **keys))
+    ours = agrees(zoo.rewritten(UNTIED, tmp_path / "in", **keys))
     assert ours.config.scale is scaled and ours.config.tie is tied
     ours.save_pretrained(tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -189,7 +178,7 @@ def test_tensors_say_what_is_tied_and_the_config_whether_to_scale(
 
 def test_a_head_that_the_file_lacks_is_the_embedding(tmp_path: Path) -> None:
     keys = {"tie_word_embeddings": False, "scale_decoder_outputs": None}
-    ours = agrees(rewritten(PLAIN, tmp_path, lambda t: None, **keys))
+    ours = agrees(zoo.rewritten(PLAIN, tmp_path, **keys))
     assert ours.head.out.weight is ours.embed.tokens.weight and not ours.load_report.new and not ours.config.scale
 
 
@@ -204,11 +193,11 @@ def test_a_head_that_the_file_lacks_is_the_embedding(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_would_compute_something_else_is_refused(keys: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=next(iter(keys))):
-        mc.load(rewritten(PLAIN, tmp_path, lambda t: None, **keys))
+        mc.load(zoo.rewritten(PLAIN, tmp_path, **keys))
 
 
 def test_the_start_token_may_be_zero_and_travels(tmp_path: Path) -> None:
-    ours = mc.load(rewritten(PLAIN, tmp_path, lambda t: None, decoder_start_token_id=0))
+    ours = mc.load(zoo.rewritten(PLAIN, tmp_path, decoder_start_token_id=0))
     assert ours.config.start == 0 and ours.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=1)[0, 0] == 0
     assert T5Config(start=0).to_dict()["decoder_start_token_id"] == 0
 
@@ -288,7 +277,7 @@ def test_the_encoder_of_a_whole_model(case: Case, tmp_path: Path) -> None:
 def test_an_encoder_that_says_it_is_an_encoder_decoder(tmp_path: Path) -> None:
     """As transformers 4 wrote them, the published sentence-t5 too; and a whole model loads whole."""
     for said in (True, False):
-        assert mc.load(rewritten(EMBEDS[0], tmp_path, lambda tensors: None, is_encoder_decoder=said)).task == "embed"
+        assert mc.load(zoo.rewritten(EMBEDS[0], tmp_path, is_encoder_decoder=said)).task == "embed"
     assert mc.load(zoo.reference(PLAIN)[1]).task == "seq2seq"
 
 

@@ -6,11 +6,12 @@ Everything is derived from the registry; `variants.py` adds what a family wants 
 import atexit
 import functools
 import itertools
+import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -135,6 +137,30 @@ def reference(case: Case) -> tuple[Any, str]:
     atexit.register(remove, folder, os.getpid())
     model.save_pretrained(folder)
     return model, folder
+
+
+def edit(folder: Path, **values: Any) -> None:
+    """Change keys of the folder's config.json (None: removed)."""
+    file = folder / "config.json"
+    merged = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({k: v for k, v in merged.items() if v is not None}))
+
+
+def rewritten(case: Case, where: Path, change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None, **values: Any) -> Path:
+    """The reference's folder once more, with `change(tensors)` made and keys of config.json changed (None: removed)."""
+    _, folder = reference(case)
+    tensors = load_file(Path(folder, "model.safetensors"))
+    change(tensors)
+    where.mkdir(exist_ok=True)
+    save_file({k: v.clone() for k, v in tensors.items()}, where / "model.safetensors", {"format": "pt"})
+    shutil.copy(Path(folder, "config.json"), where)
+    edit(where, **values)
+    return where
+
+
+def near(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
+    """Of their spread, which there must be."""
+    assert theirs.std() > 0.05 and (ours - theirs).abs().max() <= tolerance * theirs.std()
 
 
 def remove(folder: str, owner: int) -> None:
