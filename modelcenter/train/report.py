@@ -69,14 +69,10 @@ class TensorBoard:
             self.writer.add_scalar(key, value, step)
 
 
-class WandB:
-    """A run of Weights & Biases, its files in `folder`/wandb. Rows that it has already it leaves as they are."""
+class Logged:
+    """A run that takes rows by `log`, and sends them by itself. Rows that it has already it leaves as they are."""
 
-    def __init__(self, about: About) -> None:
-        import wandb
-
-        self.run: Any = wandb.init(project=os.environ.get("WANDB_PROJECT", PROJECT), name=about.name, id=about.id, resume="allow",
-                                   dir=about.folder, config=dict(about.recipe))  # fmt: skip
+    run: Any
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -89,6 +85,16 @@ class WandB:
 
     def close(self) -> None:
         self.run.finish()
+
+
+class WandB(Logged):
+    """A run of Weights & Biases, its files in `folder`/wandb."""
+
+    def __init__(self, about: About) -> None:
+        import wandb
+
+        self.run = wandb.init(project=os.environ.get("WANDB_PROJECT", PROJECT), name=about.name, id=about.id, resume="allow",
+                              dir=about.folder, config=dict(about.recipe))  # fmt: skip
 
 
 class MLflow:
@@ -124,26 +130,14 @@ class MLflow:
         self.client.set_terminated(self.run)
 
 
-class Trackio:
+class Trackio(Logged):
     """A run of a Trackio project."""
 
     def __init__(self, about: About) -> None:
         import trackio
 
-        self.run: Any = trackio.init(os.environ.get("TRACKIO_PROJECT", PROJECT), name=f"{about.name}-{about.id}", resume="allow",
-                                     config=dict(about.recipe), embed=False)  # fmt: skip
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
-
-    def rewind(self, step: int) -> None:
-        """What it has it keeps."""
-
-    def flush(self) -> None:
-        """It writes by itself."""
-
-    def close(self) -> None:
-        self.run.finish()
+        self.run = trackio.init(os.environ.get("TRACKIO_PROJECT", PROJECT), name=f"{about.name}-{about.id}", resume="allow",
+                                config=dict(about.recipe), embed=False)  # fmt: skip
 
 
 SERVICES: dict[str, Callable[[About], Service]] = {
