@@ -24,14 +24,16 @@ from modelcenter.layers.initial import initial
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
+from modelcenter.parallel.blocks import blocks, units
 from modelcenter.parallel.ranks import ALONE, Ranks
 from modelcenter.registry import skeleton
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.step import accumulate, autocast, update
 
 CASES = cases(all_tasks=False, all_variants=False)
-GPT2 = next(case for case in CASES if case.kind == "gpt2")
+GPT2, LLAMA = (next(case for case in CASES if case.kind == kind) for kind in ("gpt2", "llama"))
 STEPS, CPU = 5, torch.device("cpu")
+BROAD = 800  # words: a head of so many is larger than a block
 
 # torch warns of in-place changes to a model's output under FSDP; nothing here makes any
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
@@ -42,9 +44,11 @@ def machine_of(**changes: Any) -> mc.Machine:
 
 
 def model_of(case: Case, machine: mc.Machine | None, dtype: torch.dtype = torch.float64, precision: str | None = None,
-             dropout: bool = False) -> Any:
-    """A loud model without dropout."""
+             dropout: bool = False, vocab: int = 0) -> Any:
+    """A loud model without dropout; with a `vocab` of its own length, whose head is tied to nothing."""
     config = tiny(case.kind)
+    if vocab:
+        config = replace(config, vocab=vocab, tie=False)
     if not dropout:
         config = replace(config, **{f.name: 0.0 for f in fields(config) if f.name.endswith("dropout")})
     model = skeleton(case.family, config, case.task, dtype)
@@ -80,8 +84,8 @@ def steps_of(model: Any, case: Case, ranks: Ranks, micro: int, precision: str = 
 
 
 @cache  # in the parent, whose memory the ranks share
-def alone(case: Case, dtype: torch.dtype = torch.float64, precision: str = "fp32", scale: float = 1.0) -> list[Any]:
-    return list(steps_of(model_of(case, None, dtype), case, ALONE, 8, precision, scale))
+def alone(case: Case, dtype: torch.dtype = torch.float64, precision: str = "fp32", scale: float = 1.0, vocab: int = 0) -> list[Any]:
+    return list(steps_of(model_of(case, None, dtype, vocab=vocab), case, ALONE, 8, precision, scale))
 
 
 def cut(x: Tensor, like: Tensor) -> Tensor:
@@ -89,12 +93,12 @@ def cut(x: Tensor, like: Tensor) -> Tensor:
     return x[tuple(slice(0, n) for n in like.shape)]
 
 
-def equal(rank: int, machines: dict[str, tuple[dict[str, Any], int]], case: Case) -> None:
+def equal(rank: int, machines: dict[str, tuple[dict[str, Any], int]], case: Case, vocab: int = 0) -> None:
     for name, (changes, micro) in machines.items():
         machine = machine_of(**changes)
         ranks = join(machine)
-        *steps, weights = alone(case)
-        *found, after = steps_of(model_of(case, machine), case, ranks, micro)
+        *steps, weights = alone(case, vocab=vocab)
+        *found, after = steps_of(model_of(case, machine, vocab=vocab), case, ranks, micro)
         assert len(steps) == len(found) == STEPS
         for (loss, norm, grads), (other, size, many) in zip(steps, found, strict=True):
             assert abs(loss - other) < 1e-9 * loss and loss > 1, f"{name} {case}: loss {other}, alone {loss}"
@@ -145,6 +149,16 @@ def test_steps_equal_one_process(machines: dict[str, tuple[dict[str, Any], int]]
     spawn(4 if machines.keys() <= QUADS.keys() else 2, equal, machines, case)
 
 
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mt5", marks=pytest.mark.slow)])
+def test_steps_with_a_large_head_equal_one_process(kind: str) -> None:
+    """A head that is sent by itself, for its table is its own and as large as a block."""
+    case = next(case for case in CASES if case.kind == kind)
+    broad, plain = model_of(case, None, vocab=BROAD), model_of(case, None)
+    assert units(broad) == [*blocks(broad), broad.head] and units(plain) == blocks(plain)
+    alone(case, vocab=BROAD)
+    spawn(2, equal, {name: PAIRS[name] for name in ("zero1", "zero2", "zero3", "copies", "tp")}, case, BROAD)
+
+
 # ------------------------------------------------------------------------------------------------------- what is sent
 
 
@@ -169,13 +183,14 @@ class Collectives(TorchDispatchMode):
 
 GROUPS, MICROS = 3, 4  # two blocks and the rest; micro-batches of a step
 SENT = {  # (gathers, reduce-scatters, sums over copies) of a step, by machine
-    "zero3": ({"fsdp": 2}, (2 * GROUPS * MICROS, GROUPS * MICROS, 0)),
+    "zero3": ({"fsdp": 2}, ((2 * GROUPS - 1) * MICROS, GROUPS * MICROS, 0)),  # what is outermost stays for the backward
+    "head, zero3": ({"fsdp": 2}, (2 * GROUPS * MICROS, (GROUPS + 1) * MICROS, 0)),  # of its own, which stays as well
     "zero2": ({"fsdp": 2, "zero": 2}, (GROUPS, GROUPS * MICROS, 0)),
     "zero1": ({"fsdp": 2, "zero": 1}, (GROUPS, GROUPS, 0)),
     "copies": ({"replicate": 2}, (0, 0, GROUPS)),
 }
 SENT_BY_FOUR = {
-    "hybrid": ({"replicate": 2, "fsdp": 2}, (2 * GROUPS * MICROS, GROUPS * MICROS, GROUPS)),
+    "hybrid": ({"replicate": 2, "fsdp": 2}, ((2 * GROUPS - 1) * MICROS, GROUPS * MICROS, GROUPS)),
     "hybrid zero1": ({"replicate": 2, "fsdp": 2, "zero": 1}, (GROUPS, GROUPS, GROUPS)),
 }
 
@@ -183,8 +198,9 @@ SENT_BY_FOUR = {
 def sends(rank: int, machines: dict[str, Any]) -> None:
     for name, (changes, wanted) in machines.items():
         machine = machine_of(**changes)
-        ranks, model = join(machine), model_of(GPT2, machine_of(**changes), torch.float32, "bf16")
-        batch = batches_of(GPT2, 0, 1, 1)[:MICROS]
+        case = LLAMA if "head" in name else GPT2
+        ranks, model = join(machine), model_of(case, machine, torch.float32, "bf16", vocab=BROAD * ("head" in name))
+        batch = batches_of(case, 0, 1, 1)[:MICROS]
         for _ in range(2):  # the first step of all has more to say
             with Collectives() as seen:
                 accumulate(model, batch, "lm", lambda: autocast("bf16", CPU), targets=9, ranks=ranks)

@@ -16,9 +16,9 @@ from torch import nn
 
 from .. import ops
 from ..errors import refuse
-from ..layers import Adapted, Attention, QuantizedLinear
+from ..layers import Adapted, Attention, Block, QuantizedLinear
 from .adapted import cut_adapted, cut_codes
-from .blocks import blocks, fit_blocks
+from .blocks import fit_blocks, units
 from .check import check
 from .connect import start
 from .device import LOW, device_of
@@ -165,13 +165,13 @@ def retie(model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None, quiet: Callable[[], object]) -> None:
-    """FSDP2: each block gathers its own parameters, the root the rest. Of a mesh (replicate, fsdp) each row shards, and rows add up
-    their gradients; a row of one rank is plain data parallelism.
+    """FSDP2: each block gathers its own parameters, a large head too, the root the rest. Of a mesh (replicate, fsdp) each row
+    shards, and rows add up their gradients; a row of one rank is plain data parallelism.
 
     Bytes of a parameter on each of n fsdp ranks, with AdamW in bf16 over fp32, and what is sent for the m micro-batches of a step
     (Rajbhandari et al., 2020, "ZeRO"; `Ranks.reduce` turns the same knobs from one micro-batch to the next):
 
-        zero 3   16 / n, and 2 + 4 of a block at a time    2 m gathers of the weights, m reduce-scatters of the gradients
+        zero 3   16 / n, and 2 + 4 of a block at a time    2 m gathers of blocks, m of the rest, m reduce-scatters of the gradients
         zero 2   16 / n + 2 for as long as a step lasts    1 gather, m reduce-scatters
         zero 1   16 / n + 2 + 4, where m > 1               1 gather, 1 reduce-scatter
 
@@ -189,14 +189,14 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
     gather, add = ways(inner.get_group(), mesh.device_type) if short else (None, None)
     quiet()
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": replace(whole, reduce_dtype=None) if add is not None else whole}
-    for module in (*blocks(model), model):
-        sharded: Any = fully_shard(module, **how, reshard_after_forward=zero == 3)
+    for module in (*units(model), model):
+        # what is outermost stays: the backward begins with it
+        sharded: Any = fully_shard(module, **how, reshard_after_forward=zero == 3 and isinstance(module, Block))
         if gather is not None:
             sharded.set_custom_all_gather(gather)
         if add is not None:
             sharded.set_custom_reduce_scatter(add)
-    if zero < 3:
-        model.register_forward_hook(release)
+    model.register_forward_hook(release)
 
 
 def policy(model: nn.Module, precision: str | None) -> "MixedPrecisionPolicy":

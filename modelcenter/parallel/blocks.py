@@ -29,6 +29,19 @@ def blocks(model: nn.Module) -> list[Block]:
     return [m for m in model.modules() if isinstance(m, Block)]
 
 
+def units(model: nn.Module) -> list[nn.Module]:
+    """What ranks send each other by itself, beside the rest of the model: blocks, and a head with a table of its own that is as
+    large as one. Its gradients are on their way, and its memory is free, while the blocks are at work; what is left to the root
+    waits for the first and for the last of them."""
+    head, own = getattr(model, "head", None), blocks(model)
+    if not isinstance(head, nn.Module) or not own:
+        return [*own]
+    mine = set(head.parameters())
+    alone = mine.isdisjoint(p for child in model.children() if child is not head for p in child.parameters())
+    large = sum(p.numel() for p in mine) >= max(sum(p.numel() for p in block.parameters()) for block in own)
+    return [*own, head] if alone and large else [*own]
+
+
 def fit_blocks(model: nn.Module, machine: Machine) -> None:
     """Recompute, then compile, as `machine` says: what is computed again is compiled too."""
     recompute(model, machine.recompute)

@@ -7,7 +7,7 @@ from a CPU's and from an H200's host, torch 2.13 and 2.11, which differ by 20 %.
 
 from torch import nn
 
-from .blocks import blocks
+from .blocks import blocks, units
 from .machine import Machine
 from .twin import tables
 
@@ -25,10 +25,10 @@ def hooked(model: nn.Module, machine: Machine, forwards: int) -> float:
     """Calls for FSDP in a step of `forwards` micro-batches."""
     if machine.shares == 1:
         return 0.0
-    gathers = 2 * forwards if machine.zero == 3 else 1
+    inner, parts = len(blocks(model)), len(units(model)) + 1
+    gathers = forwards * (inner + parts) if machine.zero == 3 else parts  # of blocks twice
     scatters = 1 if machine.zero == 1 else forwards
-    each = forwards * HOOKS + gathers * GATHER + scatters * SCATTER + (machine.replicate > 1) * SUM
-    return (len(blocks(model)) + 1) * each
+    return parts * (forwards * HOOKS + scatters * SCATTER + (machine.replicate > 1) * SUM) + gathers * GATHER
 
 
 def recomputed(model: nn.Module, machine: Machine) -> float:

@@ -3,8 +3,9 @@
 Memory. On one rank the rehearsed step is all there is. With weights shared out, of n ranks each holds 1 / n of weights, gradients
 and optimizer; the rehearsal is of a model whose weights have come in the low precision, and what has come is added to each moment:
 the outermost layers' weights for as long as a pass lasts, while blocks are at work two blocks (one computes, the next is on its
-way) and in their backward one block's gradients, in the low precision and as they are summed. ZeRO (Rajbhandari et al., 2020) 1 and
-2 keep all that came until the step ends, and ZeRO 1 its gradients, if there are several micro-batches.
+way) and in their backward one block's gradients, in the low precision and as they are summed. A head that is a unit of its own
+(`blocks.py: units`) has sent its gradients by then. ZeRO (Rajbhandari et al., 2020) 1 and 2 keep all that came until the step ends,
+and ZeRO 1 its gradients, if there are several micro-batches.
 
 Time. Every call takes the longer of its arithmetic and its bytes at the chip's rates; the host's calls are summed over a step
 beside that, those of FSDP and DTensor among them (`host.py`), and the slower of the two counts most, for a host runs ahead
@@ -27,7 +28,7 @@ from torch import nn
 from ..errors import refuse
 from ..layers import Attention, Stack
 from . import host
-from .blocks import blocks
+from .blocks import blocks, units
 from .chips import Chip, together
 from .deep import Deep, rehearse_deep
 from .machine import Machine, Recompute
@@ -150,8 +151,9 @@ class Costs:
                 kinds[p.dtype] += p.numel()
         return kinds.most_common(1)[0][0]
 
-    def weights_of(self, tp: int) -> tuple[int, int, int]:
-        """Bytes of one tensor-parallel rank's parameters: all, those outside blocks, those of the largest block."""
+    def weights_of(self, tp: int) -> tuple[int, int, int, int]:
+        """Bytes of one tensor-parallel rank's parameters: all, those outside blocks, those of the largest block, and those outside
+        that are sent by themselves, a head's."""
         cut = dict(shards(self.job.model, tp)) if tp > 1 else {}
 
         def size(module: nn.Module) -> int:
@@ -159,7 +161,7 @@ class Costs:
 
         some = [size(block) for block in blocks(self.job.model)]
         whole = size(self.job.model)
-        return whole, whole - sum(some), max(some, default=0)
+        return whole, whole - sum(some), max(some, default=0), sum(size(unit) for unit in units(self.job.model)) - sum(some)
 
     def behind(self, tp: int, of_a_block: str) -> int:
         """Bytes of the blocks whose backward is done, and whose weights are given back, when that `of_a_block` begins: `1 first` is
@@ -229,7 +231,7 @@ class Costs:
         """Bytes of a rank that holds a part of the state."""
         n, tp = machine.fsdp, machine.tensor_parallel
         last = self.lasting(tp)
-        whole, outside, block = self.weights(tp)
+        whole, outside, block, head = self.weights(tp)
         ratio = (self.low or self.own).itemsize / self.own.itemsize
         kept = machine.zero == 1 and forwards > 1
         grows = 1 / ratio / n if forwards == 1 else 0.0  # those of micro-batches before are there all the while
@@ -239,11 +241,13 @@ class Costs:
         # among the gradients that grow
         trained = last["gradients"] / max(1, whole)
         sent = trained * (2 * ratio if self.short(machine) else ratio + 1)
-        waits = trained * outside * ratio * max(0.0, 1 - grows)  # what of it is not among the gradients that grow
+        waits = trained * (outside - head) * ratio * max(0.0, 1 - grows)  # what of it is not among the gradients that grow
         if self.short(machine) and self.job.gpu:  # what ranks map of each other
-            there, come = (size + max(block, outside) * ratio * (1 + 1 / n) for size in (there, come))
+            there, come = (size + max(block, outside - head, head) * ratio * (1 + 1 / n) for size in (there, come))
 
         back = machine.zero < 3 and forwards == 1  # blocks give back what came when their backward is done
+        given = ratio * head if back or machine.zero == 3 else 0.0  # and so does a head that is sent by itself
+        last_stack = sum(isinstance(m, Stack) for m in self.job.model.modules()) - 1
 
         def gathered(phase: str) -> float:
             """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own."""
@@ -251,11 +255,15 @@ class Costs:
             if kind in ("before", "head"):
                 return there
             if kind == "end":  # gradients of the outermost layers wait, whole, until those of all blocks are exchanged
-                return there - ratio * (whole - outside if back else 0) + sent * outside
-            if kind != "backward" or not of_a_block:
+                return there - given - ratio * (whole - outside if back else 0) + sent * (outside - head)
+            if kind != "backward":
                 return come
-            left = come - (ratio * self.behind(tp, of_a_block) if back else 0.0)
-            return left + sent * block + waits
+            if not of_a_block:
+                return come + sent * head
+            left = come - given - (ratio * self.behind(tp, of_a_block) if back else 0.0)
+            # what a head sends is there until the next unit's gradients are formed
+            first = trained * ratio * (head + block) if of_a_block == f"{last_stack} last" else 0.0
+            return left + max(sent * block, first) + waits
 
         factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": grows}
         parts = step.peak(factors, gathered)
@@ -330,17 +338,21 @@ class Costs:
         """Seconds of a step's exchange of weights and gradients, beside micro-batches that take `beside` each, and of the copies
         that it takes."""
         n, tp, copies = machine.fsdp, machine.tensor_parallel, machine.replicate
-        whole, _, _ = self.weights(tp)
+        whole, outside, _, _ = self.weights(tp)
         gradients = self.lasting(tp)["gradients"]
         ratio = (self.low or self.own).itemsize / self.own.itemsize
-        parts = len(blocks(self.job.model)) + 1
-        gathers = 2 * forwards if machine.zero == 3 else 1
+        inner, parts = len(blocks(self.job.model)), len(units(self.job.model)) + 1
+        # (bytes, in so many parts, gathered so often): what is outermost is there still when the backward begins
+        come = ((whole - outside, inner, 2 * forwards), (outside, parts - inner, forwards))
+        gathers = come if machine.zero == 3 else ((whole, parts, 1),)
         scatters = 1 if machine.zero == 1 else forwards
         short = self.short(machine)
         bits = ratio if short else 1.0
-        each = gathers * self.collective(whole * ratio / parts, n, tp) + scatters * self.collective(gradients * bits / parts, n, tp)
-        link = parts * (each + self.collective(2 * gradients / n / parts, copies, n * tp))
-        moved = gathers * 2 * whole * ratio + scatters * gradients * (3 * ratio + 1 / n if short else 1 + ratio)
+        link = sum(of * times * self.collective(size * ratio / of, n, tp) for size, of, times in gathers if of)
+        link += parts * scatters * self.collective(gradients * bits / parts, n, tp)
+        link += parts * self.collective(2 * gradients / n / parts, copies, n * tp)
+        moved = sum(2 * size * ratio * times for size, _, times in gathers)
+        moved += scatters * gradients * (3 * ratio + 1 / n if short else 1 + ratio)
         within = min(link, beside * forwards)
         return {"link": link - self.chip.hidden * within, "memory": moved / self.chip.bandwidth}
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.manifest import verify
-from ..checkpoint.state import load_state
+from ..checkpoint.state import load_state, verify
 from ..config import bind, read_recipe
 from ..create import as_dtype
 from ..errors import refuse_missing
