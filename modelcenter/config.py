@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -284,6 +284,20 @@ def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = Non
         raise type(error)(message(_origin(said, file), None, section + head, tail)) from None
 
 
+_HINTS: dict[type, dict[str, Any]] = {}  # of the classes that `checked` has seen: to find them takes longer than all else there
+
+
+def checked(said: Any) -> None:
+    """Refuse, in a dataclass made in Python, the values that `bind` would not have let in. What may be written otherwise, a list
+    for a tuple, becomes what the field's type says."""
+    if (cls := type(said)) not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls)
+    for f in dataclasses.fields(said):
+        value = getattr(said, f.name)
+        if not dataclasses.is_dataclass(value):
+            object.__setattr__(said, f.name, convert(value, _HINTS[cls][f.name], None, f.name, f.metadata))
+
+
 def near(key: str, cls: type, section: str) -> str:
     """`did you mean data.path?`: a key as it is written in whole, of this section or of one within; or what is known here."""
     known = {f.name: f.name for f in dataclasses.fields(cls) if f.init}
@@ -326,6 +340,7 @@ def _match(value: Any, kind: Any, file: str | Path | None, key: str, bounds: Map
         fits = isinstance(value, (int, kind)) and not isinstance(value, bool)
         return _bounded(value, kind, file, key, bounds) if fits else _NO
     if kind is str:
+        value = str(value) if isinstance(value, PurePath) else value  # from Python
         fits = isinstance(value, str) and len(value) >= bounds.get("min", 0)
         return value if fits else _NO
     if origin is Literal:

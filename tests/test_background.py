@@ -131,7 +131,7 @@ def test_a_run_that_is_stopped_waits_for_its_state(bad: bool, monkeypatch: pytes
 
     monkeypatch.setattr(session, "save", stopped)
     if bad:
-        with pytest.raises(InputError, match="stopped after step 4, not saved; resume=auto goes on after step 2"):
+        with pytest.raises(InputError, match="stopped after step 4, not saved; the same command goes on after step 2"):
             train(run_of(tmp_path, **EVERY), behind())
     else:
         assert train(run_of(tmp_path, **EVERY), behind()).step == 4

@@ -84,7 +84,7 @@ def test_what_was_learned_does_not_add_up(cache: Path) -> None:
     foreseen: Any = verdict.foreseen
     assert (foreseen["device"], foreseen["host"]) == (pytest.approx(1.7 / 1.25), pytest.approx(1.0))
     assert (foreseen["seconds"], foreseen["tokens_per_second"], foreseen["tokens"]) == (2.0, 4000.0, 8000)
-    said = "as 3 runs here took: the device 1.25 times as long as its rates say, a call of the host 2.00 times"
+    said = "corrected by 3 earlier runs on this machine: arithmetic x 1.25, calls of the host x 2.00"
     assert str(learned) == said
     remember(foreseen, rows_at(1, 4000, 4000, tokens=8000))
     assert read(cache) == {X.name: [run(1.36, 1.0, 2.0)]}
@@ -106,7 +106,7 @@ def test_a_plan_of_all_layouts_learns_too(cache: Path, monkeypatch: pytest.Monke
         remember(FORESEEN | {"device": device, "host": host, "several": True}, rows_at(1, 4000 / seconds, 4000 / seconds))
     call, slower, line = plan(None)
     assert call == pytest.approx(2 * X.call, rel=0.1) and slower == pytest.approx(1.1, rel=0.05)
-    assert line.startswith("as 2 runs here took: ")
+    assert line.startswith("corrected by 2 earlier runs on this machine: ")
     assert plan("h200")[:2] == (X.call, 1.0)
 
 

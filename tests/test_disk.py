@@ -189,7 +189,7 @@ def test_a_stop_that_cannot_be_saved_is_an_error(clean: tuple[Path, int], tmp_pa
         patch.setattr(session, "save", fails)
         assert train(recipe, MACHINE).stopped  # at step 2, which is saved
         patch.setattr(session, "update", lambda *a: os.kill(os.getpid(), signal.SIGTERM) or 1.0)
-        with pytest.raises(InputError, match=r"out: stopped after step 3, not saved; resume=auto goes on after step 2"):
+        with pytest.raises(InputError, match=r"out: stopped after step 3, not saved; the same command goes on after step 2"):
             train(recipe, MACHINE)
     assert "step 3 not saved: " in capsys.readouterr().err and [p.name for p in steps(tmp_path / "out")] == ["step-2"]
 

@@ -1,6 +1,7 @@
 """Recipes and machine profiles: the packaged ones, every alias, every refusal by file and key, and the way back."""
 
 import re
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelcenter.adapter.config import AdapterConfig
 from modelcenter.config import bind, describe, dump_yaml, parse, to_dict
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import COMMON, objectives
 from modelcenter.errors import InputError, MissingError
-from modelcenter.parallel.machine import load_machine
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.parallel.machine import Machine, load_machine
 from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe, load_recipe
 
 BASE = "model: gpt2\noutput_dir: out\nmax_steps: 10\ndata: {path: a.txt}\n"
@@ -304,3 +307,31 @@ def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: s
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=lr, betas=betas), report_to=report, model=model)
     recipe = replace(recipe, num_epochs=epochs, config={"rope": {"kind": "yarn", "factor": 2.0}, "act": None})
     assert bind(Recipe, parse(dump_yaml(to_dict(recipe)))) == recipe
+
+
+@pytest.mark.parametrize(("make", "found"), [
+    (lambda: Machine(recompute="all"), r"^recompute: 'all'; none | selective | full"),  # type: ignore[arg-type]  # what is refused
+    (lambda: Machine(fsdp=0), r"^fsdp: 0; "),
+    (lambda: AdapterConfig(name="lorra"), r"^name: 'lorra'; none | lora | dora$"),  # type: ignore[arg-type]  # what is refused
+    (lambda: AdapterConfig(name="lora", rank=0), r"^rank: 0; an integer at least 1"),
+    (lambda: AdapterConfig(name="lora", quantize="fp4"), r"^quantize: 'fp4'; none | nf4 | int8$"),  # type: ignore[arg-type]  # likewise
+    (lambda: AdapterConfig(name="lora", targets="c_attn"), r"^targets: 'c_attn'; a list of text$"),  # type: ignore[arg-type]  # likewise
+    (lambda: OptimizerConfig(lr=-1), r"^lr: -1; a number above 0"),
+    (lambda: Recipe(model="gpt2", data=DataConfig(path="a"), output_dir="o", max_steps=0), r"^max_steps: 0; an integer at least 1"),
+])  # fmt: skip
+def test_values_from_python_are_checked_as_those_of_a_file(make: Callable[[], object], found: str) -> None:
+    with pytest.raises(InputError, match=found):
+        make()
+
+
+def test_a_list_or_a_path_from_python_is_what_a_file_would_say() -> None:
+    assert AdapterConfig(name="lora", targets=["c_attn"]).targets == ("c_attn",)  # type: ignore[arg-type]  # what is understood
+    recipe = load_recipe("finetune", {"model": "gpt2", "data.path": Path("a") / "b.jsonl", "optimizer.lr": 1})
+    assert recipe.data.path == "a/b.jsonl" and isinstance(recipe.optimizer.lr, float)
+
+
+def test_a_machine_is_no_part_of_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("machine: {fsdp: 2}\n")
+    for name, over in (("finetune", {"machine.fsdp": 2}), (tmp_path / "mine.yaml", {})):
+        with pytest.raises(InputError, match=r"machine: no part of a recipe; --machine M, or mc.train\(recipe, machine\)$"):
+            load_recipe(name, over)

@@ -448,18 +448,20 @@ def test_a_download_is_not_waited_for(number: signal.Signals) -> None:
 
 
 def test_the_command_line_stops_with_status_0(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, max_steps=5000, logging_steps=1, eval_steps=None, save_steps=None)
+    recipe = recipe_of(tmp_path, max_steps=5000, logging_steps=5000, eval_steps=None, save_steps=None)
     command = [sys.executable, "-m", "modelcenter", "train", str(write_file(recipe, tmp_path / "r.yaml"))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as run:
-        assert run.stderr is not None
+        assert run.stderr is not None and run.stdout is not None
         while not (line := run.stderr.readline()).startswith("step 1/"):
             assert line or run.poll() is None, "it ended before the first step"
         run.send_signal(signal.SIGTERM)
         rest = run.stderr.read()
         assert run.wait(timeout=60) == 0, rest
+        answer = run.stdout.read()
     (state,) = (tmp_path / "out").glob("step-*")
-    assert f"stopped after step {state.name[5:]} of 5000; resume=auto goes on" in rest
+    assert f"stopped after step {state.name[5:]} of 5000; the same command goes on" in rest
+    assert answer == f"{tmp_path / 'out'}: step {state.name[5:]}\n"  # no row of metrics yet, and no comma before nothing
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
@@ -1033,6 +1035,40 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
             train(replace(rest, output_dir=str(tmp_path / "new"), resume=str(tmp_path / "out" / "step-5")), MACHINE)
 
 
+def test_a_run_goes_on_with_data_that_have_moved(tmp_path: Path) -> None:
+    """By their contents, with the result of a run whose data stayed; other contents, or another kind of file, are refused."""
+    steps: dict[str, Any] = {"schedule.name": "constant", "schedule.warmup_steps": 0, "save_steps": 2}
+    whole = train(recipe_of(tmp_path, max_steps=4, output_dir=str(tmp_path / "whole"), **steps), MACHINE)
+    train(recipe_of(tmp_path, max_steps=2, **steps), MACHINE)
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "text.txt").rename(tmp_path / "elsewhere" / "book.txt")
+    for other, text in (("book.jsonl", moved.read_text()), ("other.txt", TEXT.swapcase())):
+        (tmp_path / other).write_text(text)
+        with pytest.raises(InputError, match=r"recipe\.yaml: data\.path: .*; the same recipe, or another output_dir$"):
+            train(recipe_of(tmp_path, max_steps=4, **steps, **{"data.path": str(tmp_path / other), "data.format": "text"}), MACHINE)
+    recipe = recipe_of(tmp_path, max_steps=4, **steps, **{"data.path": str(moved)})
+    run = train(recipe, MACHINE)
+    assert bytes_of(run.output_dir / "model") == bytes_of(whole.output_dir / "model")
+    moved.write_text(TEXT.swapcase())  # under its new name it is known too
+    with pytest.raises(InputError, match=r"book\.txt: data: not what it was when the run began"):
+        train(replace(recipe, max_steps=6), MACHINE)
+
+
+def test_data_that_have_moved_in_a_list(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "one.txt").write_text(TEXT)
+    (tmp_path / "b" / "two.txt").write_text(TEXT.swapcase())
+    steps: dict[str, Any] = {"schedule.name": "constant", "schedule.warmup_steps": 0, "max_steps": 2}
+    train(recipe_of(tmp_path, **steps, **{"data.path": [str(tmp_path / "a"), str(tmp_path / "b/two.txt")]}), MACHINE)
+    (tmp_path / "b/two.txt").rename(tmp_path / "c/two.txt")
+    rest = {**steps, "max_steps": 3}
+    with pytest.raises(InputError, match=r"data\.path"):  # in another order
+        train(recipe_of(tmp_path, **rest, **{"data.path": [str(tmp_path / "c/two.txt"), str(tmp_path / "a")]}), MACHINE)
+    moved = recipe_of(tmp_path, **rest, **{"data.path": [str(tmp_path / "a"), str(tmp_path / "c/two.txt")]})
+    assert train(moved, MACHINE).step == 3
+
+
 def test_what_cannot_be_drawn_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(folder: Path) -> str:
         raise ImportError("no memory to\nmap it into")
@@ -1041,8 +1077,21 @@ def test_what_cannot_be_drawn_ends_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert plot.plot_loss(tmp_path) == "loss.png: not drawn: no memory to\\nmap it into"
 
 
+def test_metrics_without_data_for_them_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else nobody would miss them before the run has ended."""
+    line = "evaluation: none, for there are no data for {}; data.eval_path=FILE, or data.eval_fraction=0.05\n"
+    for metrics, every, fraction, said in ((("perplexity",), None, 0.0, "perplexity"), ((), 5, 0.0, "eval_steps 5"),
+                                           (("perplexity",), None, 0.1, ""), ((), None, 0.0, "")):  # fmt: skip
+        changes = {"metrics": metrics, "eval_steps": every, "data.eval_fraction": fraction}
+        recipe = recipe_of(tmp_path, **{**changes, "max_steps": 1, "output_dir": str(tmp_path / f"out {said} {fraction}")})
+        train(recipe, MACHINE)
+        told = capsys.readouterr().err
+        assert line.format(said) in told if said else "evaluation: none" not in told
+        assert "; tokenizer char of " in told and re.search(r"; tokenizer char of \d+ tokens\n", told)
+
+
 def test_a_share_of_an_epoch_is_a_step_at_least(tmp_path: Path) -> None:
-    assert train(recipe_of(tmp_path, num_epochs=1e-320), MACHINE).step == 1
+    assert train(recipe_of(tmp_path, num_epochs=1e-300), MACHINE).step == 1
 
 
 def test_a_warm_up_that_never_ends_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from ..config import documented
+from ..config import checked, documented
 from ..errors import refuse
 
 ALL = "all-linear"
@@ -32,6 +32,7 @@ class AdapterConfig:
     )
 
     def __post_init__(self) -> None:
+        checked(self)
         if self.name != "none" and not self.targets:
             refuse(None, "targets", "empty", f"names of layers, or {ALL}")
         if self.name == "none" and (changed := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):

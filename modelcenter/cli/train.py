@@ -34,6 +34,6 @@ def train(args: Arguments) -> Answer:
         gc.enable()
         run = train(recipe, machine)
         data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
-    last = ", ".join(f"{key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))
+    last = "".join(f", {key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))
     speaks = machine.ranks == 1 or os.environ.get("LOCAL_RANK" if PARENT in os.environ else "RANK", "0") == "0"
-    return Answer(f"{data['output_dir']}: step {data['step']}, {last}" if speaks else None, data)
+    return Answer(f"{data['output_dir']}: step {data['step']}{last}" if speaks else None, data)

@@ -7,6 +7,8 @@ its bounds (`min` and `max` inclusive, `above` exclusive), which the binder of r
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..config import checked
+
 Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "tokens"]
 
 
@@ -90,3 +92,6 @@ class DataConfig:
     span_length: float = field(default=3.0, metadata=_is("tokens of a masked span on average (span)", min=1))
     group_by_length: bool = field(default=False, metadata=_is("put examples of similar length in a batch, for less padding"))
     shuffle: bool = field(default=True, metadata=_is("shuffle the training examples anew each epoch"))
+
+    def __post_init__(self) -> None:
+        checked(self)

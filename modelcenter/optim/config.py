@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from typing import Any, Literal
 
+from ..config import checked
 from ..errors import refuse
 
 TIMELESS = ("constant", "noam", "inverse_sqrt", "exponential")  # schedules in which no step depends on how many there are
@@ -36,6 +37,7 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
+        checked(self)
         of_lion = ["eps", "moments", "momentum"]
         useless = {"adamw": ["momentum"], "adafactor": ["betas", *of_lion], "lion": of_lion}
         refuse_changed(self, useless.get(self.name, []), f"with name {self.name}, which has none")
@@ -65,6 +67,7 @@ class ScheduleConfig:
     )
 
     def __post_init__(self) -> None:
+        checked(self)
         own = {"wsd": ["decay_steps", "decay"], "polynomial": ["power"], "exponential": ["gamma"]}
         others = [key for name, keys in own.items() if name != self.name for key in keys]
         refuse_changed(self, others, f"with name {self.name}, which has none")
@@ -93,6 +96,9 @@ class LossConfig:
     z_loss: float = field(default=0.0, metadata={"min": 0, "help": "factor of the squared log of the normaliser (PaLM: 1e-4)"})
     scale: float = field(default=20.0, metadata={"above": 0, "help": "contrastive: factor of the cosines, 1 / temperature"})
     symmetric: bool = field(default=False, metadata={"help": "contrastive: also find the first text by the second"})
+
+    def __post_init__(self) -> None:
+        checked(self)
 
 
 def refuse_changed(config: Any, keys: Sequence[str], why: str, section: str = "") -> None:

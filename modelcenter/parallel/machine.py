@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..config import bind, documented, find, packaged, read_recipe
+from ..config import bind, checked, documented, find, packaged, read_recipe
 from ..errors import refuse
 from .variable import variable
 
@@ -78,6 +78,7 @@ class Machine:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        checked(self)
         if isinstance(self.recompute, bool):  # as it was said before there were three
             object.__setattr__(self, "recompute", "full" if self.recompute else "none")
         if self.deterministic and self.compile:

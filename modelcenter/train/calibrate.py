@@ -53,8 +53,8 @@ class Learned:
     runs: int = 0
 
     def __str__(self) -> str:
-        runs = f"as {self.runs} run{'s' * (self.runs > 1)} here took"
-        return f"{runs}: the device {self.device:.2f} times as long as its rates say, a call of the host {self.host:.2f} times"
+        runs = f"corrected by {self.runs} earlier run{'s' * (self.runs > 1)} on this machine"
+        return f"{runs}: arithmetic x {self.device:.2f}, calls of the host x {self.host:.2f}"
 
     def of(self, chip: Chip) -> Chip:
         """The chip as it has turned out to be."""

@@ -114,13 +114,32 @@ def describe_data(path: str, data: DataConfig) -> dict[str, Any]:
 def check_data(folder: Path, data: DataConfig) -> None:
     """Refuse data whose bytes are others than when the run in `folder` began: a state's position in them would mean nothing. Files
     that are too large to be hashed are known by their number and size; a copy of them is the same."""
-    known: dict[str, Any] = next((entry["data"] for entry in read_processes(folder) if isinstance(entry.get("data"), dict)), {})
+    known = found_data(folder)
     for path in (path for path in paths(data) if path in known):
         then, here = known[path], describe_data(path, data)
         for key in ("files", "bytes", "sha256_of_contents"):
             if key in then and key in here and then[key] != here[key]:
                 found = f"not what it was when the run began ({key} {str(then[key])[:12]} then, {str(here[key])[:12]} now)"
                 refuse(path, "data", found, "the data as they were, or another output_dir")
+
+
+def found_data(folder: Path) -> dict[str, Any]:
+    """What `describe_data` said of each source when the run in `folder` first read it."""
+    out: dict[str, Any] = {}
+    for entry in read_processes(folder):
+        out = {**entry["data"], **out} if isinstance(entry.get("data"), dict) else out
+    return out
+
+
+def same_bytes(folder: Path, then: str, here: str, data: DataConfig) -> bool:
+    """Whether `here` holds what the run in `folder` read from `then`: as many files of the same kinds, with the same contents. Not
+    known, and so no, of what is too large to be hashed."""
+    known, there = found_data(folder).get(then, {}), Path(here).expanduser()
+    if "sha256_of_contents" not in known or "list" not in known or here.startswith(PREFIX) or not there.exists():
+        return False
+    found = describe_data(here, data)
+    kinds = [[Path(row["name"]).suffix for row in one.get("list", ())] for one in (known, found)]
+    return kinds[0] == kinds[1] and all(known[key] == found.get(key) for key in ("files", "bytes", "sha256_of_contents"))
 
 
 def redacted(text: str) -> str:

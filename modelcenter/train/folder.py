@@ -81,9 +81,21 @@ def same_recipe(file: Path, recipe: Recipe) -> None:
     theirs, ours = flat(to_dict(bind(Recipe, read_recipe(file), file))), flat(to_dict(recipe))
     for key in ours | theirs:
         if key.partition(".")[0] not in free and ours.get(key) != theirs.get(key):
+            if key in ("data.path", "data.eval_path") and elsewhere(file.parent, theirs.get(key), ours.get(key), recipe):
+                continue
             found = f"{theirs.get(key)!r} there, {ours.get(key)!r} here"
             why = f"; schedule.name={recipe.schedule.name} goes by the number of steps from the first on" if key in STEPS else ""
             refuse(file, key, found, f"the same recipe, or another output_dir{why}")
+
+
+def elsewhere(run: Path, then: Any, here: Any, recipe: Recipe) -> bool:
+    """Whether the data that the run found in `then` when it began have only moved, and are now in `here`."""
+    from .environment import same_bytes  # which needs torch
+
+    if isinstance(then, str) and isinstance(here, str):
+        return same_bytes(run, then, here, recipe.data)
+    lists = isinstance(then, list) and isinstance(here, list) and len(then) == len(here)
+    return lists and all(a == b or same_bytes(run, a, b, recipe.data) for a, b in zip(then, here, strict=True))
 
 
 def check_steps(start: Path, recipe: Recipe, steps: int) -> None:

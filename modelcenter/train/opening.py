@@ -34,7 +34,8 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
         f"model: {recipe.model} ({weights}), {setup.parameters / 1e6:,.2f} M parameters, {setup.trained / 1e6:,.2f} M of them "
         f"trained; {recipe.precision} on {many}{device.type}, {torch.get_num_threads()} threads",
         f"data: {len(train):,} examples, {len(held) if held else 0:,} for evaluation; {recipe.objective}, "
-        f"at most {recipe.data.seq_len} tokens each{shorter}; tokenizer {tokenizer.name} of {len(tokenizer):,}",
+        f"at most {recipe.data.seq_len} tokens each{shorter}; tokenizer "
+        f"{named(recipe, tokenizer.name)} of {len(tokenizer):,} tokens",
         f"steps: {setup.steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} "
         f"forward{'s' * (forwards > 1)}, about {tokens:,} tokens each: {setup.steps * samples / len(train):.2f} epochs",
         f"sample{where}:\n  {sample}",
@@ -52,6 +53,9 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     if labels.names is not None and labels.learned not in ((), labels.names) and not model.load_report.new:
         lines.append(f"labels: {', '.join(labels.names)}; the weights have learned {', '.join(labels.learned)}, of which these "
                      "take the places")
+    if held is None and (recipe.metrics or recipe.eval_steps):
+        asked = ", ".join(recipe.metrics) or f"eval_steps {recipe.eval_steps}"
+        lines.append(f"evaluation: none, for there are no data for {asked}; data.eval_path=FILE, or data.eval_fraction=0.05")
     if ended:
         lines.append(f"generation: ends at {tokenizer.decode(ended, special=True)}, as generation_config.json will say")
     if held is not None and recipe.data.eval_path is None and (lack := objective.unlike(train.examples, held.examples)):
@@ -60,6 +64,11 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     if objective.together and forwards > 1:
         lines.append(f"negatives: those of a forward, not of the whole step of {forwards}: a larger micro_batch has more")
     return [*lines, *(f"slow: {choice}" for choice in slow_choices(recipe, device))]
+
+
+def named(recipe: Recipe, name: str) -> str:
+    """A tokenizer as the recipe names it, where its own name is that of a file in the hub's cache."""
+    return (recipe.tokenizer or recipe.model) if "/snapshots/" in name else name
 
 
 def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:

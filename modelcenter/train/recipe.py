@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..adapter.config import AdapterConfig
-from ..config import COMMAND_LINE, assignments, bind, convert, find, merge, names, packaged, read_recipe
+from ..config import COMMAND_LINE, assignments, bind, checked, convert, find, merge, names, packaged, read_recipe
 from ..data.config import DataConfig
 from ..data.objective import COMMON, find_objective, objectives
 from ..errors import nearest, refuse, refuse_missing
@@ -104,6 +104,7 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
+        checked(self)
         objective = find_objective(self.objective)
         for setting in fields(self.data):
             value = getattr(self.data, setting.name)
@@ -226,6 +227,8 @@ def settle(tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | 
     evaluated on belongs to the data that it names: other data does not bring it along."""
     ours = _ours(tree, {}, file)
     given = _ours(over, ours, COMMAND_LINE)
+    if "machine" in {**ours, **given}:
+        refuse(file if "machine" in ours else None, "machine", "no part of a recipe", "--machine M, or mc.train(recipe, machine)")
     data = given.get("data")
     if file is not None and Path(file).parent == Path(str(packaged())) and isinstance(data, dict) and "path" in data:
         ours = {**ours, "data": {key: value for key, value in (ours.get("data") or {}).items() if key != "eval_path"}}

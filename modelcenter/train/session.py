@@ -218,14 +218,14 @@ class Session:
             self.settle()
         if self.at.step != self.saved:
             found = f"stopped after step {self.at.step}, not saved"
-            refuse(self.folder, None, found, f"resume=auto goes on after step {self.saved}")
+            refuse(self.folder, None, found, f"the same command goes on after step {self.saved}")
 
     def finish(self) -> dict[str, Any]:
         """Write the model out if the run has ended; the last value of each metric."""
         at, total = self.at, self.setup.steps
         self.journal.end(at.step, "finished" if self.ended else "stopped")
         if not self.ended:
-            self.progress.say(f"stopped after step {at.step} of {total}; resume=auto goes on")
+            self.progress.say(f"stopped after step {at.step} of {total}; the same command goes on")
         elif self.recipe.best is not None and at.best_step is not None:
             self.progress.say(f"model: {self.folder / 'model'}, of step {at.best_step}")
         else:

@@ -80,7 +80,8 @@ def facts(recipe: Mapping[str, Any], process: Mapping[str, Any], rows: Sequence[
     if logged:
         rates = [row["tokens_per_second"] for row in logged if row["tokens_per_second"]]
         out.append(("read", f"{logged[-1]['tokens']:,} tokens in {clock(seconds(logged))} of steps, {median(rates):,.0f} a second"))
-        out.append(("memory", f"{max(row['memory_gb'] for row in logged):.2f} GB at most"))
+        whose = ", of the whole process" if process.get("device") == "cpu" else ""
+        out.append(("memory", f"{max(row['memory_gb'] for row in logged):.2f} GB at most{whose}"))
     out += beside(process, logged)
     if process:
         where = ", ".join(process.get("gpus") or []) if process.get("device") != "cpu" else f"{process['threads']} threads"
