@@ -534,7 +534,7 @@ def test_labelled_places_are_few_numbers_and_all_of_them(share: float, count: in
     found = head.labelled_of(labels)
     assert found is not None
     known = (labels.flatten() != IGNORE).nonzero().squeeze(1)
-    assert torch.equal(found[labels.flatten()[found] != IGNORE], known) and (found.diff() > 0).all(), "in order, each once"
+    assert torch.equal(found[: len(known)], known) and (labels.flatten()[found[len(known) :]] == IGNORE).all()
     step = max(64, count // 32)
     assert len(found) in (0, count) or len(found) % step == 0
     assert len(found) - len(known) < step and len(found.unique()) == len(found)

@@ -372,6 +372,23 @@ def test_the_last_block_works_for_what_the_head_reads(
     assert rows[2:] == [24, 24], "where nothing is trained hidden states are a result too"
 
 
+def test_labelled_places_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last block makes queries of these alone, which lie by their sequences; some places may have no label."""
+    monkeypatch.setattr("modelcenter.layers.view.covers", lambda q: True)
+    sizes = {"layers": 2, "dim": 16, "heads": 2, "vocab": 50, "dropout": 0.0, "attn_dropout": 0.0}
+    model = mc.build("bert-base-uncased", task="mlm", dtype=torch.float64, config=sizes).train()
+    torch.manual_seed(0)
+    ids = torch.randint(5, 50, (4, 6))
+    labels = ids.masked_fill(ids % 3 > 0, IGNORE)
+    places = torch.cat(((labels.flatten() != IGNORE).nonzero().squeeze(1), (labels.flatten() == IGNORE).nonzero()[:5, 0])).flip(0)
+
+    def found(**more: Tensor) -> tuple[Tensor, ...]:
+        loss = model(ids, labels=labels, **more).loss
+        return loss.detach(), *torch.autograd.grad(loss, [p for name, p in model.named_parameters() if "k.bias" not in name])
+
+    torch.testing.assert_close(found(labelled=places), found(), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_last_block_of_which_nothing_is_read(device: str) -> None:
     """A micro-batch without a masked word: no loss, and zeros for gradients."""

@@ -89,15 +89,15 @@ class LMHead(Head):
         step = max(64, -(-labels.numel() // 32))  # a CUDA graph is of a number that comes again; a few rows more cost little
         more = min(-(-len(known) // step) * step, labels.numel()) - len(known)
         none = (labels.flatten() == IGNORE).nonzero().squeeze(1)
-        found = torch.cat((known, none[:more]))  # each place once: a GPU would add up the gradients of one place one by one
-        return found.sort().values
+        return torch.cat((known, none[:more]))  # each place once: a GPU would add up the gradients of one place one by one
 
     def prepared(self, batch: Batch) -> Batch:
         """Where few positions have a label the others are left out, though a GPU must be waited for to know them if nobody has said
         it; labels on `meta` have no values, and all count."""
         if batch.labels is None or self.shift or not self.training or batch.labels.is_meta:
             return batch
-        found = (batch.labels.flatten() != IGNORE).nonzero().squeeze(1) if batch.labelled is None else batch.labelled
+        given = batch.labelled
+        found = (batch.labels.flatten() != IGNORE).nonzero().squeeze(1) if given is None else given.sort().values  # see `wanted`
         return replace(batch, labelled=found, wanted=found)
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:

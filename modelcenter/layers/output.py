@@ -47,7 +47,7 @@ class Batch:
     target: "Batch | None" = None  # the decoder's side of an encoder-decoder
     context: Tensor | None = None  # b 1|n int32: so many first tokens of each sequence are seen by all of it, in a prefix LM
     labelled: Tensor | None = None  # which of the labels, counted through, are any; None: not asked
-    wanted: Tensor | None = None  # n: the places of b s, counted through, that the head reads, if it reads no others
+    wanted: Tensor | None = None  # n: the places of b s, counted through, in order, that the head reads, if it reads no others
     prompt: int = 0  # positions before the text, of which the cache's length says nothing
     pad: int | None = None  # the id that pads, for a classifier of texts without a mask
 
