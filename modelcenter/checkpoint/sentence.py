@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import nearest, refuse
-from ..layers.head import ACTIVATIONS, POOLINGS, Dense, EmbedHead
+from ..layers.pick import POOLINGS
+from ..layers.sentence import ACTIVATIONS, Dense, EmbedHead
 from .files import read_json
 from .folder import Folder
 from .write import Item, shard_chunks

@@ -4,8 +4,7 @@ A head takes hidden states (b s dim), the batch and `items`, the number of targe
 this batch, so that the loss is a mean), and returns an `Output`.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,17 +13,13 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import refuse
 from ..ops._op import plain as has_memory
-from ..ops._op import without_autocast
 from ..ops.cross_entropy import IGNORE
 from ..ops.linear_cross_entropy import chunked
 from .dropout import Dropout
 from .linear import Linear
+from .losses import classes, label_loss, mean, place_loss, sequences, value_loss
 from .output import Batch, Output
-
-
-def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
-    """A sum over targets divided by their number; no target gives zero."""
-    return total / ((labels != IGNORE).sum().clamp(min=1) if items is None else items)
+from .pick import first_token, places
 
 
 class Head(nn.Module):
@@ -272,168 +267,3 @@ class PoolHead(Head):
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         return Output(last_hidden_state=x, pooler_output=torch.tanh(self.pooler(first_token(x, batch))))
-
-
-ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU, "SiLU": nn.SiLU, "Sigmoid": nn.Sigmoid}
-
-
-class Dense(nn.Module):
-    """sentence-transformers' layer behind the pooling: act(linear(x)), from n dim to n out."""
-
-    def __init__(self, dim: int, out: int, bias: bool, act: str):
-        super().__init__()
-        self.linear = Linear(dim, out, bias=bias)
-        self.act = ACTIVATIONS[act]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.act(self.linear(x))
-        return out
-
-
-class EmbedHead(Head):
-    """A sentence's vector, scaled to length one. `pick` takes it from the tokens': their mean (Reimers & Gurevych, 2019), the
-    first, or, of a causal model, the last (Wang et al., 2023, "Improving text embeddings with large language models"). `dense`:
-    what it goes through before its length is one, if the checkpoint has such layers, with the `files` that say so and the `places`
-    of their weights (checkpoint/sentence.py).
-
-    A `pooler` that the family's backbone is saved with has no part in it, but is kept and its output returned beside it.
-
-    Labels (n) that are numbers: the rows are n texts and then the n of their pairs, whose cosines are to be these (the squared
-    error). Labels that are places: behind the first n rows stand the texts among which each one's own is to be found, by cosines
-    times `scale`; these are the logits (n, rows - n), and, if `symmetric`, the first is to be found by the second too. One loss a
-    pair. Henderson et al., 2017.
-
-    Where a batch is shared out `gather` gives in training the rows (m ...) of all shares, this one's first, so that each text is
-    to be found among those of all.
-    """
-
-    scale = 20.0
-    symmetric = False
-    gather: Callable[[Tensor], Tensor] | None = None
-    files: Mapping[str, bytes] = {}
-    places: Sequence[str] = ()
-
-    def __init__(self, pick: Callable[[Tensor, Batch], Tensor], pooler: nn.Linear | None = None):
-        super().__init__()
-        self.pick, self.pooler = pick, pooler
-        self.dense: nn.Sequential | None = None
-
-    def check(self, labels: Tensor, batch: Batch) -> None:
-        n, rows = labels.numel(), sequences(batch)
-        if labels.dim() != 1 or not n or rows < 2 * n or rows % n:
-            wanted = "one for each pair: the rows are the first texts of all pairs, then the second ones"
-            refuse(None, "labels", f"shape {list(labels.shape)} of {rows} texts", wanted)
-
-    def prepared(self, batch: Batch) -> Batch:
-        trains = self.training and batch.labels is not None and self.pooler is None  # which would read the first token
-        return replace(batch, wanted=places(self.pick, batch)) if trains else batch
-
-    def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
-        whole = batch.whole(x)
-        vector = x[0] if whole is None else self.pick(whole, batch)
-        if self.dense is not None:
-            vector = self.dense(vector)
-        out = Output(embeddings=nn.functional.normalize(vector, dim=-1), last_hidden_state=whole)
-        if self.pooler is not None:
-            out["pooler_output"] = torch.tanh(self.pooler(first_token(x, batch)))
-        if batch.labels is not None:
-            with without_autocast(x.device):  # 20 times a cosine in bf16 is off by a tenth
-                e = out["embeddings"].to(torch.promote_types(x.dtype, torch.float32))
-                loss, out["logits"] = self.judged(e, batch.labels)
-            out = Output(loss=mean(loss, batch.labels, items), **out)
-        return out
-
-    def judged(self, e: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(summed loss, logits) of embeddings."""
-        n = len(labels)
-        if labels.is_floating_point():
-            near = (e[:n] * e[n:]).sum(-1)
-            return (near - labels.to(e.dtype)).square().masked_fill(labels == IGNORE, 0).sum(), near
-        every = e.unflatten(0, (-1, n)).transpose(0, 1)  # n, texts of a row, dim
-        if self.gather is not None and self.training:
-            every = self.gather(every[labels != IGNORE])  # what only fills a share up is not to be found
-        scores = e[:n] @ every[:, 1:].transpose(0, 1).flatten(0, 1).T * self.scale
-        loss = ops.cross_entropy(scores, labels)
-        if self.symmetric:
-            loss = (loss + ops.cross_entropy(e[n : 2 * n] @ every[:, 0].T * self.scale, labels)) / 2
-        return loss, scores
-
-
-def sequences(batch: Batch) -> int:
-    """How many there are: rows, or those that are packed in one."""
-    return batch.x.size(0) if batch.packing is None else batch.packing.q.there.numel() - 1
-
-
-def classes(labels: Tensor, shape: Sequence[int], each: str) -> None:
-    """Refuse labels that are not whole numbers (int64), or not so many."""
-    if labels.dtype not in (torch.int64, torch.uint8):
-        refuse(None, "labels", f"of {str(labels.dtype).removeprefix('torch.')}", f"classes, of int64 (labels.long()), {each}")
-    if labels.numel() != math.prod(shape) or (len(shape) > 1 and labels.shape != tuple(shape)):
-        refuse(None, "labels", f"shape {list(labels.shape)}", f"{list(shape)}, {each}")
-
-
-def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoothing: float) -> Tensor:
-    """Cross entropy of integer labels."""
-    return mean(ops.cross_entropy(logits.flatten(0, -2), labels.flatten(), smoothing), labels, items)
-
-
-def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: float) -> Tensor:
-    """The summed cross entropy of places in sequences: scores b s, labels b. Padding is no place, so that a loss does not depend on
-    what a sequence is batched with; transformers' does."""
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    real = torch.ones_like(scores, dtype=torch.bool) if real is None else real
-    logs = scores.masked_fill(~real, torch.finfo(scores.dtype).min).log_softmax(1)
-    found = logs.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
-    even = logs.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)
-    losses = (smoothing - 1) * found - smoothing * even
-    return losses.masked_fill(labels == IGNORE, 0).sum()
-
-
-def value_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
-    """Of labels that are numbers: the squared error of one output (labels b), or the binary cross entropy of several, each a label
-    that is there or not (labels b n), which is the mean over them."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    labels = labels.to(logits.dtype).view_as(logits)
-    if logits.size(-1) == 1:
-        losses = (logits - labels).square()
-    else:
-        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-    total = losses.masked_fill(labels == IGNORE, 0).sum() / logits.size(-1)
-    return mean(total, labels[..., :1], items)
-
-
-def first_token(x: Tensor, batch: Batch) -> Tensor:
-    """The first token of every sequence: b dim, or n dim where n are packed."""
-    return x[:, 0] if batch.packing is None else x[0, batch.packing.q.there[:-1].clamp(max=x.size(1) - 1)]
-
-
-def last_token(x: Tensor, batch: Batch) -> Tensor:
-    """The last real token of every sequence, wherever the padding stands."""
-    if batch.packing is not None:
-        return x[0, batch.packing.q.there[1:] - 1]
-    if batch.mask is None:
-        return x[:, -1]
-    at = torch.arange(x.size(1), device=x.device)
-    return x[torch.arange(x.size(0), device=x.device), (batch.mask * at).argmax(1)]
-
-
-def places(pick: Callable[[Tensor, Batch], Tensor], batch: Batch) -> Tensor | None:
-    """Where in b s, counted through, the tokens stand that `pick` takes; None if it takes them all."""
-    if pick not in (first_token, last_token):
-        return None
-    b, s = batch.x.shape[:2]
-    at = torch.arange(b * s, device=batch.x.device).view(b, s, 1)
-    return pick(at, batch).flatten()
-
-
-def mean_token(x: Tensor, batch: Batch) -> Tensor:
-    """The mean of every sequence's real tokens; a row of nothing but padding gives zero."""
-    if batch.packing is not None:
-        ends, at = batch.packing.q.there, torch.arange(x.size(1), device=x.device)
-        own = (at >= ends[:-1, None]) & (at < ends[1:, None])
-        return own.to(x.dtype) @ x[0] / own.sum(1, keepdim=True).clamp(min=1)
-    real = x.new_ones(x.shape[:2]) if batch.mask is None else batch.mask.to(x.dtype)
-    return torch.einsum("bsd,bs->bd", x, real) / real.sum(1, keepdim=True).clamp(min=1)
-
-
-POOLINGS = {"mean": mean_token, "last": last_token, "cls": first_token}  # as sentence-transformers calls them

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .. import ops
 from ..checkpoint.config import Config, Table, choice
-from ..layers import FFN, Attention, Batch, Embedding, LayerNorm, Linear, PostNorm, Stack, Transform, first_token
-from ..layers.head import ClassifyHead, EmbedHead, LMHead, PoolHead, SpanHead, TagHead, mean_token
+from ..layers import FFN, Attention, Batch, Embedding, EmbedHead, LayerNorm, Linear, PostNorm, Stack, first_token, mean_token
+from ..layers.head import ClassifyHead, LMHead, PoolHead, SpanHead, TagHead, Transform
 from ..names import Row
 from ..ops import Op
 from ..registry import Model, Preset, Task, register

@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import ops
 from ..checkpoint.config import Config, Table
 from ..errors import refuse
-from ..layers import FFN, ALiBi, Attention, Batch, Embedding, LayerNorm, PreNorm, Stack
-from ..layers.head import ClassifyHead, EmbedHead, LMHead, SpanHead, TagHead, last_token
+from ..layers import FFN, ALiBi, Attention, Batch, Embedding, EmbedHead, LayerNorm, PreNorm, Stack, last_token
+from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead
 from ..names import PerHead, Row
 from ..registry import Model, Preset, Task, register
 

@@ -17,8 +17,8 @@ from .. import ops
 from ..checkpoint.config import Config, Table
 from ..errors import refuse
 from ..layers import Attention, Batch, Embedding, EmbedHead, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack
-from ..layers.head import mean_token
 from ..layers.output import context_of
+from ..layers.pick import mean_token
 from ..names import Row, Shape
 from ..registry import Model, Preset, Task, register
 

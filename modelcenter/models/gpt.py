@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import ops
 from ..checkpoint.config import Config, Table, choice
-from ..layers import FFN, Attention, Batch, ClassifyHead, Embedding, LayerNorm, LMHead, PreNorm, SpanHead, Stack, TagHead
-from ..layers.head import EmbedHead, last_token
+from ..layers import FFN, Attention, Batch, Embedding, EmbedHead, LayerNorm, PreNorm, Stack, last_token
+from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead
 from ..names import Row, Shape, T
 from ..ops import Op
 from ..registry import Model, Preset, Task, register

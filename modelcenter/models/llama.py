@@ -13,8 +13,8 @@ from torch import Tensor
 from .. import ops
 from ..checkpoint.config import Config, Table, choice
 from ..checkpoint.rope import rope_keys, verify_rope
-from ..layers import Attention, Batch, Embedding, GatedFFN, PreNorm, RMSNorm, Rotary, Stack
-from ..layers.head import ClassifyHead, EmbedHead, LMHead, SpanHead, TagHead, last_token
+from ..layers import Attention, Batch, Embedding, EmbedHead, GatedFFN, PreNorm, RMSNorm, Rotary, Stack, last_token
+from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead
 from ..layers.rope import PLAIN, Llama3, Plain
 from ..names import Row
 from ..ops import Op

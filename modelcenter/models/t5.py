@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import ops
 from ..checkpoint.config import Config, Key, Table, choice, token
 from ..layers import FFN, Attention, Batch, Dropout, Embedding, EmbedHead, GatedFFN, LMHead, PreNorm, RelativeBias, RMSNorm, Stack
-from ..layers.head import mean_token
+from ..layers.pick import mean_token
 from ..names import Row, Shape
 from ..ops import Op
 from ..registry import Model, Preset, Task, register

@@ -33,8 +33,7 @@ from ..data.tokenizer_open import load_tokenizer, open_tokenizer
 from ..errors import MissingError, refuse
 from ..generate.options import FILE, several
 from ..generate.run import beside
-from ..layers import ClassifyHead, EmbedHead, LMHead
-from ..layers.head import last_token
+from ..layers import ClassifyHead, EmbedHead, LMHead, last_token
 from ..metrics.table import of_texts
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks

@@ -1,0 +1,60 @@
+"""What heads judge by: sums over targets, divided by their number, and the labels that they refuse."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..errors import refuse
+from ..ops.cross_entropy import IGNORE
+from .output import Batch
+
+
+def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
+    """A sum over targets divided by their number; no target gives zero."""
+    return total / ((labels != IGNORE).sum().clamp(min=1) if items is None else items)
+
+
+def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoothing: float) -> Tensor:
+    """Cross entropy of integer labels."""
+    return mean(ops.cross_entropy(logits.flatten(0, -2), labels.flatten(), smoothing), labels, items)
+
+
+def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: float) -> Tensor:
+    """The summed cross entropy of places in sequences: scores b s, labels b. Padding is no place, so that a loss does not depend on
+    what a sequence is batched with; transformers' does."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    real = torch.ones_like(scores, dtype=torch.bool) if real is None else real
+    logs = scores.masked_fill(~real, torch.finfo(scores.dtype).min).log_softmax(1)
+    found = logs.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
+    even = logs.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)
+    losses = (smoothing - 1) * found - smoothing * even
+    return losses.masked_fill(labels == IGNORE, 0).sum()
+
+
+def value_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
+    """Of labels that are numbers: the squared error of one output (labels b), or the binary cross entropy of several, each a label
+    that is there or not (labels b n), which is the mean over them."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.to(logits.dtype).view_as(logits)
+    if logits.size(-1) == 1:
+        losses = (logits - labels).square()
+    else:
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    total = losses.masked_fill(labels == IGNORE, 0).sum() / logits.size(-1)
+    return mean(total, labels[..., :1], items)
+
+
+def sequences(batch: Batch) -> int:
+    """How many there are: rows, or those that are packed in one."""
+    return batch.x.size(0) if batch.packing is None else batch.packing.q.there.numel() - 1
+
+
+def classes(labels: Tensor, shape: Sequence[int], each: str) -> None:
+    """Refuse labels that are not whole numbers (int64), or not so many."""
+    if labels.dtype not in (torch.int64, torch.uint8):
+        refuse(None, "labels", f"of {str(labels.dtype).removeprefix('torch.')}", f"classes, of int64 (labels.long()), {each}")
+    if labels.numel() != math.prod(shape) or (len(shape) > 1 and labels.shape != tuple(shape)):
+        refuse(None, "labels", f"shape {list(labels.shape)}", f"{list(shape)}, {each}")
