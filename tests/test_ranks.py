@@ -403,6 +403,134 @@ def test_a_rank_killed_in_a_save_costs_no_state(tmp_path: Path) -> None:
         assert file.read_bytes() == (tmp_path / "whole" / "out" / "step-8" / file.name).read_bytes(), file.name
 
 
+DISK = ("open", "write", "pwrite", "fsync", "mkdir", "rename", "replace", "ftruncate", "truncate", "unlink", "rmdir")
+
+
+def killed_at(rank: int, recipe: Any, victim: int, at: int, count: Path) -> None:
+    """One rank is killed before the call of that number to the disk from its second state on; it writes down how many there are
+    until the state is there."""
+    loop.plot_loss = lambda folder: "not drawn"
+    save, saves, calls = session.save, [0], [0]
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if saves[0] == 2 and rank == victim:
+                calls[0] += 1
+                if calls[0] == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **more)
+
+        return call
+
+    def second(*args: Any, **more: Any) -> Any:
+        saves[0] += 1
+        found = save(*args, **more)
+        if saves[0] == 2 and rank == victim and not count.exists():
+            count.write_text(str(calls[0]))
+        return found
+
+    for name in DISK:
+        setattr(os, name, counted(getattr(os, name)))
+    session.save = second
+    train(recipe, machine_of((2, 1)))
+
+
+def goes_on(recipe: Any) -> None:
+    for _ in range(100):  # the rank that was left is about to find out
+        try:
+            spawn(2, runs, (2, 1), recipe)
+            return
+        except AssertionError as error:
+            assert "in use by a live run" in str(error)
+            time.sleep(0.1)
+    raise AssertionError("the run is in use for ever")
+
+
+def equal_states(one: Path, other: Path) -> None:
+    files = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in (one, other)]
+    assert files[0].keys() == files[1].keys() and len(files[0]) > 2
+    assert [name for name in files[0] if files[0][name] != files[1][name]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_at_any_call_of_a_save(victim: int, tmp_path: Path) -> None:
+    """The state before is whole, what is half written is swept away, and the run ends as if nobody had been killed."""
+    (tmp_path / "whole").mkdir()
+    plain, count = run_of(tmp_path / "whole", eval_steps=None), tmp_path / "count"
+    spawn(2, killed_at, plain, victim, 0, count)
+    calls = int(count.read_text())
+    assert calls > 5
+    for at in range(1, calls + 1):
+        (folder := tmp_path / str(at)).mkdir()
+        recipe = replace(run_of(folder, eval_steps=None), data=plain.data)
+        with pytest.raises((AssertionError, EOFError)):
+            spawn(2, killed_at, recipe, victim, at, count)
+        assert {path.name for path in (folder / "out").glob("step-*")} - {"step-8"} == {"step-4"}, at
+        goes_on(recipe)
+        assert not list((folder / "out").glob(".tmp-*")), at
+        equal_states(folder / "out" / "step-8", tmp_path / "whole" / "out" / "step-8")
+        shutil.rmtree(folder)
+
+
+def spoiled(file: Path, how: str) -> None:
+    data = bytearray(file.read_bytes())
+    if how == "gone":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(data[:-1])
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+def test_a_broken_part_of_a_state_is_passed_over_by_all(tmp_path: Path) -> None:
+    """One bit of any file of the newest state, its end or the whole of it: all ranks go on from the state before."""
+    (tmp_path / "first").mkdir()
+    first = run_of(tmp_path / "first", eval_steps=None)
+    spawn(2, runs, (2, 1), first)
+    whole_ = tmp_path / "first" / "out"
+    names = sorted(file.name for file in (whole_ / "step-8").iterdir())
+    parts = [name for name in names if name.startswith("model")]
+    assert len(parts) > 1 or len(names) > 3
+    trials = [(parts[-1], "bit"), (parts[0], "gone"), (parts[0], "cut"), ("manifest.json", "bit")]
+    for number, (name, how) in enumerate(trials):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole_, folder / "out", ignore=shutil.ignore_patterns("model"))
+        spoiled(folder / "out" / "step-8" / name, how)
+        spawn(2, runs, (2, 1), replace(run_of(folder, eval_steps=None), data=first.data))
+        equal_states(folder / "out" / "step-8", whole_ / "step-8")
+        assert [row["step"] for row in told(folder / "out") if "loss" in row][-2:] == [6, 8], name
+
+
+def no_numbers(rank: int, recipe: Any, victim: int, steps: range) -> None:
+    """A loss that is no number on one rank alone, in those steps, as one process counts them that goes back."""
+    loop.plot_loss = lambda folder: "not drawn"
+    real, count = session.accumulate, [0]
+
+    def accumulate(*rest: Any) -> Any:
+        loss, targets = real(*rest)
+        count[0] += 1
+        return (loss * math.nan if rank == victim and count[0] in steps else loss), targets
+
+    session.accumulate = accumulate
+    run = train(recipe, machine_of((2, 1) if victim else (1, 1)))
+    assert run.step == recipe.max_steps and count[0] == recipe.max_steps + 6
+
+
+def test_all_ranks_go_back_from_one_ranks_bad_steps(tmp_path: Path) -> None:
+    """Five in a row: to the state before the last good update, and on past the data that was read since, as one process."""
+    folders = [tmp_path / what for what in ("one", "many")]
+    for folder in folders:
+        folder.mkdir()
+    recipes = [run_of(folder, eval_steps=None, logging_steps=1, save_steps=2, max_steps=12) for folder in folders]
+    spawn(1, no_numbers, recipes[0], 0, range(6, 11))
+    spawn(2, no_numbers, recipes[1], 1, range(6, 11))
+    same(folders[1] / "out", folders[0] / "out")
+    assert [row["rollbacks"] for row in told(folders[1] / "out") if "loss" in row][-1] == 1
+
+
 def seeds(rank: int, recipe: Any) -> None:
     loop.plot_loss = lambda folder: "not drawn"
     found = []
