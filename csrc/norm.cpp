@@ -4,6 +4,7 @@
 // weight and bias in their order.
 #include "norm.h"
 
+#include <cstdlib>
 #include <type_traits>
 
 #include "random.h"
@@ -52,11 +53,14 @@ struct Drawn {
     }
 };
 
-// out = residual + x * mask / (1 - p) for one row; without a seed nothing is dropped
+// total = residual + x * mask / (1 - p) for one row, and `whole`, unless it is null: the same before it is rounded; without a seed
+// nothing is dropped
 template <class T, class R>
-void add(const T* x, const R* residual, R* out, int64_t at, int64_t dim, Drawn* drawn) {
+void add(const T* x, const R* residual, R* total, float* whole, int64_t at, int64_t dim, Drawn* drawn) {
     const auto write = [=](int64_t i, int lanes, vf value) {
-        store_n(out + i, value + load_n(residual + i, lanes), lanes);
+        const vf all = value + load_n(residual + i, lanes);
+        store_n(total + i, all, lanes);
+        if (whole) store_n(whole + i, all, lanes);
     };
     if (drawn)
         drawn->row(at, dim, [&](int64_t i, int lanes, const uint16_t* random) {
@@ -69,6 +73,7 @@ void add(const T* x, const R* residual, R* out, int64_t at, int64_t dim, Drawn* 
 struct Stats {
     float mean, rstd, shift;
     MC_INLINE vf normal(vf x) const { return (x - mean) * rstd + shift; }
+    bool far() const { return mean * mean * rstd * rstd > 16; }  // of zero: it shows what a row is rounded by
 };
 
 template <class R, class O>
@@ -156,16 +161,25 @@ MC_KERNEL(norm) {
         using T = decltype(t);
         using R = decltype(r);
         using O = decltype(o);
+        const bool rounds = a.total && !std::is_same_v<R, float>;  // then a thread keeps a row as it is before
+        int64_t failed = 0;
         mc::parallel(n, grain(dim), [&](int64_t begin, int64_t end) {
             Drawn drawn{a.seed ? *a.seed.as<uint64_t>() : 0, Rate(a.rate)};
+            float* const whole = rounds ? static_cast<float*>(malloc(dim * sizeof(float))) : nullptr;
+            if (rounds && !whole) return __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
             for (int64_t row = begin; row < end; row++) {
                 const int64_t at = row * dim;
-                if (a.total) add(a.x.as<T>() + at, a.residual.as<R>() + at, a.total.as<R>() + at, at, dim, a.seed ? &drawn : nullptr);
-                const Stats found = norm_row(source.as<R>() + at, w, b, a.out.as<O>() + at, dim, a.eps, a.centred);
+                if (a.total)
+                    add(a.x.as<T>() + at, a.residual.as<R>() + at, a.total.as<R>() + at, whole, at, dim, a.seed ? &drawn : nullptr);
+                const auto normed = [&](const auto* x) { return norm_row(x, w, b, a.out.as<O>() + at, dim, a.eps, a.centred); };
+                Stats found = whole ? normed(whole) : normed(source.as<R>() + at);
+                if (whole && found.far()) found = normed(source.as<R>() + at);
                 if (a.centred) s[row] = found.mean, s[n + row] = found.rstd, s[2 * n + row] = found.shift;
                 else s[row] = found.rstd;
             }
+            free(whole);
         });
+        if (failed) call.refuse("no memory for a row");
     });
 }
 

@@ -62,6 +62,12 @@ struct Held<BF16, 4> : Halves<BF16> {};
 template <>
 struct Held<F16, 4> : Halves<F16> {};
 
+template <bool SECOND, class A, class B>
+__device__ __forceinline__ auto& either(A& first, B& second) {
+    if constexpr (SECOND) return second;
+    else return first;
+}
+
 // A row's mean as it is rounded, the mean of what that leaves, and that of its squares.
 struct Moments {
     float mean, left, squares;
@@ -106,10 +112,16 @@ enum Way { ADDS, ALONE, WARP };
 
 // Blocks of a multiprocessor, at least, as ptxas may need to be told: RMSNorm in fp32 is 8 % faster in 40 registers than in 60.
 template <int D, bool CENTRED, Way WAY, int PACKS>
-constexpr int BESIDE = WAY == WARP ? (PACKS > 5 ? 28 : 1) : D == BF16 || D == F16 ? 2 : D == F32 && WAY == ALONE && !CENTRED ? 3 : 1;
+constexpr int BESIDE = WAY == WARP ? (PACKS > 5 ? 28 : 1) : WAY == ADDS ? 1 : D == BF16 || D == F16 ? 2 : D == F32 && !CENTRED ? 3 : 1;
+// Whether a row that is added to is kept as the sum is before it is rounded, and the threads for which a kernel is made: so that it has 72
+// registers, and no fewer.
+template <int D, Way WAY>
+constexpr bool WHOLE = WAY == ADDS && (D == BF16 || D == F16);
+template <int D, Way WAY>
+constexpr int MOST = WAY == WARP ? 32 : WHOLE<D, WAY> ? 896 : WIDE;
 
 template <int D, bool CENTRED, Way WAY, int PACKS = SHARE<D>>
-__global__ void __launch_bounds__(WAY == WARP ? 32 : WIDE, BESIDE<D, CENTRED, WAY, PACKS>) norm_rows(const Problem p) {
+__global__ void __launch_bounds__(MOST<D, WAY>, BESIDE<D, CENTRED, WAY, PACKS>) norm_rows(const Problem p) {
     if (D == BF16 && !present<bf16>) return;
     constexpr int OWN = D == ANY ? F32 : D, GAP = gap<D>;
     constexpr bool HALF = D == BF16 || D == F16;
@@ -123,15 +135,18 @@ __global__ void __launch_bounds__(WAY == WARP ? 32 : WIDE, BESIDE<D, CENTRED, WA
         mine.set(column_of<GAP>(static_cast<int>(threadIdx.x + j * blockDim.x)), dim);
         return mine;
     };
-    Held<D, GAP> h[PACKS];
+    constexpr bool SUM = WHOLE<D, WAY>;
+    Held<D, GAP> own[PACKS];
 #pragma unroll
     for (int j = 0; j < PACKS; j++) {
-        h[j].set(Eight{});
+        own[j].set(Eight{});
         const auto mine = window(j);
         if (!mine.valid) continue;
-        if constexpr (WAY == WARP) h[j].template load<true, true>(p.x, at + mine.first, mine.valid);
-        else h[j].template load<PASSING>(p.x, at + mine.first, mine.valid);
+        if constexpr (WAY == WARP) own[j].template load<true, true>(p.x, at + mine.first, mine.valid);
+        else own[j].template load<PASSING>(p.x, at + mine.first, mine.valid);
     }
+    Held<F32, GAP> whole[SUM ? PACKS : 1];  // no more registers than both have while they come
+    auto& h = either<SUM>(own, whole);
     if (WAY == ADDS && p.residual.data) {
         const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
         const float scale = p.seed ? p.scale : 1.0f;
@@ -141,16 +156,24 @@ __global__ void __launch_bounds__(WAY == WARP ? 32 : WIDE, BESIDE<D, CENTRED, WA
             const auto mine = window(j);
             if (mine.valid) more[j].template load<true>(p.residual, at + mine.first, mine.valid);
         }
+        const auto kept_of = [&](int j) { return kept_fours<GAP>(at + window(j).first, key, p.threshold); };
+        uint32_t all = 0xFFFFFFFFu;
+        if (SUM && p.seed) {  // while the row comes
+            all = 0;
+#pragma unroll 1
+            for (int j = 0; j < PACKS; j++) all |= kept_of(j) << 8 * j;
+        }
 #pragma unroll
         for (int j = 0; j < PACKS; j++) {
             const auto mine = window(j);
-            const uint32_t keep = p.seed ? kept_fours<GAP>(at + mine.first, key, p.threshold) : 0xFFu;
+            const uint32_t keep = SUM || !p.seed ? all >> 8 * j : kept_of(j);
+            if (SUM) h[j].set(Eight{});
             if (!mine.valid) continue;
             const Eight added = more[j].get();
-            Eight v = h[j].get();
+            Eight v = own[j].get();
 #pragma unroll
             for (int k = 0; k < 8; k++) v.at[k] = (keep >> k & 1 ? v.at[k] * scale : 0.0f) + added.at[k];
-            v = rounded(v, kind<D>(p.total));
+            if (!SUM) v = rounded(v, kind<D>(p.total));
             h[j].set(v);
             mine.template store<D>(p.total, at, v);
         }
@@ -183,19 +206,22 @@ __global__ void __launch_bounds__(WAY == WARP ? 32 : WIDE, BESIDE<D, CENTRED, WA
             s.mean = from_lane(found, 1);
             squares -= s.mean * s.mean;
             // one pass is good enough where the mean is small beside the spread
-            if (s.mean * s.mean > 16.0f * squares) {  // about the mean as it was rounded; nothing shows of what that leaves
+            if (s.mean * s.mean > 16.0f * squares) {  // about the mean as it was rounded
                 float about[2] = {};
+                if (SUM)  // of what may be rounded by as much as it spreads: as the backward has it
+#pragma unroll
+                    for (int j = 0; j < PACKS; j++) h[j].set(rounded(h[j].get(), kind<D>(p.total)));
                 each([&](float v, bool there) {
                     const float d = there ? v - s.mean : 0.0f;
                     about[0] = fmaf(d, d, about[0]);
                     about[1] += d;
                 });
                 const float left = group_sums(about, board, turn) / static_cast<float>(dim), rest = from_lane(left, 1);
-                squares = from_lane(left, 0) - rest * rest;
+                squares = from_lane(left, 0) - rest * rest, s.mean += rest;
             }
         }
     }
-    s.rstd = inverse_root(squares + p.eps);
+    s.rstd = HALF && CENTRED ? inverse_root(squares, s.mean, p.eps) : inverse_root(squares + p.eps);
     s.shift *= -s.rstd;
     s.put<CENTRED>(p, row);
     const auto finish = [&](auto w, auto b) {
@@ -255,7 +281,7 @@ __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
 }
 
 // The forward of rows in half precision that are not aligned, through the ring.
-template <int D, bool CENTRED, int ROWS>
+template <int D, bool CENTRED, bool ADDS, int ROWS>
 __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
     if (D == BF16 && !present<bf16>) return;
     constexpr bool SHIFT = true;
@@ -264,16 +290,15 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
     __shared__ Board<ROWS, true> board;
     const int dim = static_cast<int>(p.dim);
     const int64_t group = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-    const bool adds = p.residual.data;
     const int skew = p.out.skew(group * dim);
     const Source<D, SHIFT, PACKS> x(p.x, p.rows * p.dim, group * dim, skew);
-    const Source<D, SHIFT, PACKS> residual(adds ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
-    const int after = x.slots(), slots = after + (adds ? residual.slots() : 0);
+    const Source<D, SHIFT, PACKS> residual(ADDS ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
+    const int after = x.slots(), slots = after + (ADDS ? residual.slots() : 0);
     Ring<PACKS> ring{memory};
     ring.base += threadIdx.y * ring.packs() * p.stages * ROWS * slots;
     for (int i = 0; i < p.stages * ROWS; i++) {
         x.clear(ring, i * slots, dim);
-        if (adds) residual.clear(ring, i * slots + after, dim);
+        if (ADDS) residual.clear(ring, i * slots + after, dim);
     }
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
     const float scale = p.seed ? p.scale : 1.0f;
@@ -291,10 +316,10 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
         p, group, slots,
         [&](int64_t at, int slot, bool exists) {
             x.copy(ring, slot, at, dim, exists);
-            if (adds) residual.copy(ring, slot + after, at, dim, exists);
+            if (ADDS) residual.copy(ring, slot + after, at, dim, exists);
         },
         [&](int64_t row, int64_t start, int slot) {
-            Held<D, 4> h[ROWS][PACKS];
+            Held<ADDS ? F32 : D, 4> h[ROWS][PACKS];
             // at once, as the rows come: what is good enough in half precision where the mean is small beside the spread
             float sums[CENTRED ? 2 * ROWS : ROWS] = {};
 #pragma unroll
@@ -302,13 +327,12 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
 #pragma unroll
                 for (int j = 0; j < PACKS; j++) {
                     Eight v = x.get(ring, slot + r * slots, j, mine[j].valid);
-                    if (adds) {
+                    if (ADDS) {
                         const int64_t at = start + r * apart;
                         const Eight more = residual.get(ring, slot + r * slots + after, j, mine[j].valid);
                         const uint32_t keep = p.seed ? kept8(at + mine[j].first, key, p.threshold) : 0xFFu;
 #pragma unroll
                         for (int k = 0; k < 8; k++) v.at[k] = (keep >> k & 1 ? v.at[k] * scale : 0.0f) + more.at[k];
-                        v = rounded(v, kind<D>(p.total));
                         if (row + r * p.groups < p.rows) mine[j].template store<D>(p.total, at, v);
                     }
                     h[r][j].set(v);
@@ -322,33 +346,33 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
             Stats found{};  // lane l has those of row l % ROWS
             const float means = group_sums(sums, board, turn) / static_cast<float>(dim);
             float squares = means;
-            bool again = false;
+            uint32_t again = 0;  // bit r: row r has a large mean
             if (CENTRED) {
                 found.mean = from_lane(means, lane() % ROWS);
                 squares = from_lane(means, ROWS + lane() % ROWS) - found.mean * found.mean;
-                again = __any_sync(0xFFFFFFFFu, found.mean * found.mean > 16.0f * squares);
+                again = __ballot_sync(0xFFFFFFFFu, found.mean * found.mean > 16.0f * squares);
             }
-            if (again) {  // about the mean as it was rounded; nothing shows of what that leaves
-                float about[ROWS];
+            if (again) {  // about the mean as it was rounded, of a total as it is kept
+                float about[2 * ROWS] = {};
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
                     const float mean = from_lane(found.mean, r);
-                    float square = 0.0f;
 #pragma unroll
                     for (int j = 0; j < PACKS; j++) {
-                        const Eight v = h[r][j].get();
-                        const float near = mine[j].valid ? mean : 0.0f;
+                        const Eight v = rounded(h[r][j].get(), kind<D>(p.out));
 #pragma unroll
                         for (int k = 0; k < 8; k++) {
-                            const float d = mine[j].has(k) ? v.at[k] - near : 0.0f;
-                            square = fmaf(d, d, square);
+                            const float d = mine[j].has(k) ? v.at[k] - mean : 0.0f;
+                            about[r] = fmaf(d, d, about[r]);
+                            about[ROWS + r] += d;
                         }
                     }
-                    about[r] = square;
                 }
-                squares = group_sums(about, board, turn) / static_cast<float>(dim);
+                const float all = group_sums(about, board, turn) / static_cast<float>(dim);
+                const float rest = from_lane(all, ROWS + lane() % ROWS), own = from_lane(all, lane() % ROWS);
+                if (again >> lane() % ROWS & 1) found.mean += rest, squares = own - rest * rest;
             }
-            found.rstd = inverse_root(squares + p.eps);
+            found.rstd = CENTRED ? inverse_root(squares, found.mean, p.eps) : inverse_root(squares + p.eps);
             if (threadIdx.x < ROWS && row + threadIdx.x * p.groups < p.rows) {
                 float* to = p.stats + row + threadIdx.x * p.groups;
                 if (CENTRED) to[0] = found.mean, to[p.rows] = found.rstd, to[2 * p.rows] = 0.0f;
@@ -364,9 +388,11 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
 #pragma unroll
                 for (int j = 0; j < PACKS; j++) {
                     Eight y = h[r][j].get();
+                    const bool far = CENTRED && again >> r & 1;
+                    if (ADDS && far) y = rounded(y, kind<D>(p.out));
 #pragma unroll
                     for (int k = 0; k < 8; k++)
-                        y.at[k] = !CENTRED ? y.at[k] * s.rstd : again ? s.normal(y.at[k]) : fmaf(y.at[k], s.rstd, minus);
+                        y.at[k] = !CENTRED ? y.at[k] * s.rstd : far ? s.normal(y.at[k]) : fmaf(y.at[k], s.rstd, minus);
 #pragma unroll
                     for (int k = 0; k < 8; k++) y.at[k] = fmaf(y.at[k], w[j].at[k], b[j].at[k]);
                     mine[j].template store<D>(p.out, start + r * apart, y);
@@ -382,8 +408,11 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
         int64_t lines = INT32_MAX;
         if (!p.alike || !same || dtype == F32) return false;
         MC_FOR_BOOL(p.centred, CENTRED,
-            if (dtype == BF16) return launch<norm_shifted_rows<BF16, CENTRED, 4>>(1, 4, p, true, false, slots, lines, stream);
-            return launch<norm_shifted_rows<F16, CENTRED, 4>>(1, 4, p, true, false, slots, lines, stream);)
+            const auto run = [&](auto d, auto adds) {
+                return launch<norm_shifted_rows<d.value, CENTRED, adds.value, 4>>(1, 4, p, true, false, slots, lines, stream);
+            };
+            const auto added = [&](auto d) { return p.residual.data ? run(d, std::true_type{}) : run(d, std::false_type{}); };
+            return dtype == BF16 ? added(std::integral_constant<int, BF16>{}) : added(std::integral_constant<int, F16>{});)
     }
     const bool known = same && (p.weight.dtype == dtype || p.weight.dtype == F32), half = known && dtype != F32, adds = p.residual.data;
     const auto warps = [&](int packs) { return static_cast<int>((p.dim + 256 * packs - 1) / (256 * packs)); };  // of a row

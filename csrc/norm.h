@@ -1,8 +1,12 @@
 // LayerNorm and RMSNorm over the last axis, each with an optional residual add and dropout before it: what they are and what their
 // kernels are given, for the CPU and for CUDA alike.
 //
-//     total = residual + dropout(x)           (rounded to the residual's dtype; without a residual it is x itself)
+//     total = residual + dropout(x)           (without a residual it is x itself)
 //     out = (total - mean) * rstd * weight + bias,  rstd = 1 / sqrt(mean((total - mean)^2) + eps)
+//
+// The total is kept in the residual's dtype, and normalised before it is rounded to that. As it is kept, which is all that the backward
+// has, it is normalised where LayerNorm's mean is large beside the spread, which may be no more than what was rounded; and in CUDA's
+// kernels that read a row again or ask for each dtype.
 //
 // RMSNorm has no mean and no bias. The normalised row is (total - mean) * rstd + shift: `mean` is a first one, in fp32; the mean of
 // what is then left makes up for its rounding, which counts where a mean is large beside the deviation. `stats` holds mean, rstd

@@ -105,6 +105,21 @@ def test_a_stack_of_post_norms_adds_no_gradients_on_a_gpu(device: str, met: list
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [1, 24, 771])
+def test_the_gradient_of_a_row_of_equal_numbers_is_that_of_zeros(device: str, dim: int) -> None:
+    """Normalised both are zeros, whatever what rounds is multiplied by: 1e6 at BERT's eps."""
+    source = torch.Generator().manual_seed(0)
+    weight, grad = ((torch.randn(n, generator=source) * size).to(device, torch.float16) for n, size in ((dim, 1), (3 * dim, 1e-2)))
+    found = []
+    for level in (0.0, 31.984375):  # of as many digits as there are
+        x = torch.full((3, dim), level, dtype=torch.float16, device=device).requires_grad_()
+        out = ops.layer_norm(x, weight, weight, 1e-12)
+        assert torch.equal(out, weight.expand(3, dim))
+        found += torch.autograd.grad(out, x, grad.view(3, dim))
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=10)
+
+
 @each_norm
 def test_read_twice_where_there_is_no_kernel_or_no_gradient(kind: Any) -> None:
     norm, x = norm_of(kind, "cpu", torch.float32), torch.randn(2, 24, requires_grad=True)
