@@ -238,8 +238,11 @@ bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cu
         if (shift) return false;
         const auto halves = [&](auto d) {
             constexpr int D = d.value;
-            return launch<norm_rows_backward<D, CENTRED, false, true, 1, 4>>(1, 4, p, false, true, slots, lines, stream) ||
-                   launch<norm_rows_backward<D, CENTRED, false, false, 1, 4>>(1, 4, p, false, false, slots, lines, stream) ||
+            // Of three arrays rows come two at a time, in stages of which then four fit and not two: up to 10 % faster, of two arrays slower.
+            const bool two = slots > 2;
+            return (two && launch<norm_rows_backward<D, CENTRED, false, true, 1, 2>>(1, 2, p, false, true, slots, lines, stream)) ||
+                   (!two && launch<norm_rows_backward<D, CENTRED, false, true, 1, 4>>(1, 4, p, false, true, slots, lines, stream)) ||
+                   (!two && launch<norm_rows_backward<D, CENTRED, false, false, 1, 4>>(1, 4, p, false, false, slots, lines, stream)) ||
                    launch<norm_rows_backward<D, CENTRED, false, false, 1, 2>>(1, 2, p, false, false, slots, lines, stream) ||
                    launch<norm_rows_backward<D, CENTRED, false, false, 2, 1>>(2, 1, p, false, false, slots, lines, stream);
         };

@@ -184,10 +184,11 @@ __device__ __forceinline__ float group_sums(float (&x)[N], Board<ROWS, SHARED>& 
 // x[l % N] of its own group.
 template <int N, int ROWS, bool SHARED>
 __device__ __forceinline__ float joint_sums(float (&x)[N], Board<ROWS, SHARED>& board, int& turn, uint32_t lanes) {
-    static_assert(N == 4 || N == 8);
+    static_assert(N == 2 || N == 4 || N == 8);
     const auto own = static_cast<int>(threadIdx.y), size = static_cast<int>(blockDim.x), t = own * size + static_cast<int>(threadIdx.x);
     float sum = few_sums(x, lanes);
-    if (N < 8) sum += __shfl_xor_sync(lanes, sum, 4);
+#pragma unroll
+    for (int hop = N; hop < 8; hop *= 2) sum += __shfl_xor_sync(lanes, sum, hop);
 #pragma unroll
     for (int hop = 8; hop < 32; hop *= 2) {  // so the first eight lanes get all of their group's, and the last
         const float other = __shfl_xor_sync(lanes, sum, hop);
