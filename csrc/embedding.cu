@@ -5,6 +5,7 @@
 // rows of fp32 a block: the row it began with, the row it ends with). A second kernel adds those, in a fixed order, and writes zero
 // where no token is; a third has the rows of frequent words.
 #include "cuda.h"
+#include "ptx.h"
 
 namespace {
 
@@ -25,7 +26,15 @@ __global__ __launch_bounds__(256) void gather(const int64_t* ids, const T* table
     for (int64_t column = threadIdx.x * N; column < dim; column += 32 * N * AHEAD) {
         Pack<T, N> packs[AHEAD];
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) packs[u] = load<VECTOR, N>(from + column + u * 32 * N, some<N, VECTOR>(column + u * 32 * N, there));
+        for (int u = 0; u < AHEAD; u++) {
+            const T* const p = from + column + u * 32 * N;
+            if constexpr (VECTOR) {
+                const uint4 words = column + u * 32 * N < there ? read_passing(reinterpret_cast<const uint4*>(p)) : uint4{};
+                packs[u] = *reinterpret_cast<const Pack<T, N>*>(&words);
+            } else {
+                packs[u] = load<VECTOR, N>(p, some<N, VECTOR>(column + u * 32 * N, there));
+            }
+        }
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
 #pragma unroll
