@@ -421,10 +421,11 @@ def compare(some: Sequence[Point], out: Path) -> Iterator[str]:
         yield f"{key} within {bound:.0%}: {len(off) - len(bad)} of {len(off)} {bad or ''}"
     groups: dict[Any, list[tuple[float, float]]] = {}
     for point, said, real in ended:
-        groups.setdefault((point.gpus, point.job.name, str(point.job)), []).append((said["seconds"], real["seconds"]))
+        job = f"{point.job.name}, {point.job.batch} x {point.job.length}, on {point.gpus}"
+        groups.setdefault((job, str(point.job)), []).append((said["seconds"], real["seconds"]))
     several = {key: found for key, found in groups.items() if len(found) > 1}
-    lost = {key[:2]: min(found)[1] / min(real for _, real in found) - 1 for key, found in several.items()}
-    bad = {f"{name} on {gpus}": f"{x:+.0%}" for (gpus, name), x in lost.items() if x > CHOICE}
+    lost = {key: min(found)[1] / min(real for _, real in found) - 1 for key, found in several.items()}
+    bad = {job: f"{x:+.0%}" for (job, _), x in lost.items() if x > CHOICE}
     yield f"chosen within {CHOICE:.0%} of the best tried: {len(lost) - len(bad)} of {len(lost)} jobs {bad or ''}"
 
 
