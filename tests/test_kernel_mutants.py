@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant("branch-of-what-was-rounded", "norm.cpp", "        return all;\n", "        return load_n(stream + i, lanes);\n",
            "test_rounding.py::test_the_gradient_of_a_branch_is_rounded_once[add_rms_norm-cpu]"),
     Mutant("sum-normed-as-it-was-rounded", "norm.cpp", "whole ? normed(whole) : normed(", "normed(",
-           "test_rounding.py::test_the_norm_of_a_sum_is_rounded_once[kernel-768-torch.bfloat16-add_layer_norm-cpu]"),
+           "test_rounding.py::test_the_norm_of_a_sum_is_rounded_once[768-torch.bfloat16-add_layer_norm-cpu]"),
     Mutant("what-is-but-rounding-normed", "norm.cpp", "if (whole && found.far())", "if (false)",
            "test_ops.py::test_values_and_gradients_are_the_formulas[torch.bfloat16-add_layer_norm]"),
     Mutant("one-sum-of-many", "attention.cpp", "int64_t SUM = 64;", "int64_t SUM = 1 << 20;",

@@ -1,7 +1,8 @@
 """What the norms share: the calls of csrc/norm.cpp and norm.cu, and inputs to try.
 
-Each norm may first add a residual: total = residual + dropout(x), and out is the norm of that. Both are results: the total, rounded
-to the residual's dtype when it has been normed, is the stream that the next layer adds to. A seed of None adds x as it is.
+Each norm may first add a residual: total = residual + dropout(x), in the residual's dtype, and out is the norm of that. Both are
+results: the total is the stream that the next layer adds to. A seed of None adds x as it is. The references norm the total as it is
+kept; kernels norm it before it is rounded, which is nearer to the formula, and the gradients are of what is kept in both.
 """
 
 import functools
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._op import Op, call, plain, raw, unseen, wide
-from .dropout import draw, dropped
+from ._op import Op, call, plain, raw, unseen
+from .dropout import draw, dropout
 
 UNALIGNED = 4586  # columns of a row that is not aligned, at most, of which four fit into an H200's shared memory with all they need
 ROWS, CHUNKS = 32, 64  # on the CPU: rows of a partial sum for weight and bias, and how many sums at most
@@ -22,8 +23,8 @@ Forward = tuple[Tensor, Tensor, Tensor]
 
 
 def add(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
-    """The total, by the references, before it is rounded: in at least fp32."""
-    return wide(residual) + (wide(x) if seed is None else dropped(x, seed, p))
+    """The total, by the references."""
+    return (residual + x).to(residual.dtype) if seed is None else dropout.reference(x, residual, seed, p)
 
 
 def forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float,

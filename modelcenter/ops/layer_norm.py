@@ -47,7 +47,7 @@ def add_reference(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     total = _norm.add(x, residual, seed, p)
-    return reference(total, weight, bias, eps, dtype or residual.dtype), total.to(residual.dtype)
+    return reference(total, weight, bias, eps, dtype), total
 
 
 @raw(

@@ -42,7 +42,7 @@ def add_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, seed: Tensor | None, p: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     total = _norm.add(x, residual, seed, p)
-    return reference(total, weight, eps, dtype or residual.dtype), total.to(residual.dtype)
+    return reference(total, weight, eps, dtype), total
 
 
 @raw(
