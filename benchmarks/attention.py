@@ -46,6 +46,7 @@ class Shape:
     biased: bool = True
     causal: bool = False
     prompt: int = 0  # positions that are a segment of their own, and seen by all
+    reach: int = 0  # a distance from which on the bias is one number, either way
 
     def __str__(self) -> str:
         kind = ("causal" if self.causal else "both ways") if self.queries == self.keys else "across"
@@ -60,7 +61,7 @@ class Shape:
     def rest(self, like: Tensor) -> tuple[Any, ...]:
         """The op's arguments after the bias."""
         context = torch.full((like.shape[0], 1), self.prompt, dtype=torch.int32, device=like.device) if self.prompt else None
-        return None, None, None, context, self.queries, self.keys, self.prompt, self.dim**-0.5, self.causal, None, 0.0
+        return None, None, None, context, self.queries, self.keys, self.prompt, self.reach, self.dim**-0.5, self.causal, None, 0.0
 
     @property
     def flops(self) -> float:

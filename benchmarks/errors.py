@@ -34,8 +34,8 @@ ALIKE = 1.02  # errors that are so near count as one: another order of a sum
 
 def with_a_mask(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *rest: Any) -> Tensor:
     """Torch's attention, whose bias is a mask of the queries' dtype."""
-    seen, _, _, context, _, longest_k, prompt, scale, causal, seed, _ = rest
-    if any(given is not None for given in (seen, context, seed)) or prompt:
+    seen, _, _, context, _, longest_k, prompt, reach, scale, causal, seed, _ = rest
+    if any(given is not None for given in (seen, context, seed)) or prompt or reach:
         raise Absent("no such mask")
     mask = spread(bias, q.shape[1], k.shape[1], longest_k).to(q.dtype)
     if causal:
@@ -59,7 +59,7 @@ def lines(device: str, dtype: torch.dtype) -> Iterator[Bench]:
             peers = {}
             if name == "relative_attention":  # what torch has takes no dropout of ours
                 q, k, v = (torch.randn(2, 512, 8, 64, device=device, dtype=dtype) for _ in range(3))
-                args = (q, k, v, torch.randn(8, 1023, device=device), *[None] * 4, 512, 512, 0, 0.125, False, None, 0.0)
+                args = (q, k, v, torch.randn(8, 1023, device=device), *[None] * 4, 512, 512, 0, 0, 0.125, False, None, 0.0)
                 peers = {"torch": with_a_mask}
             said = " x ".join(map(str, next(a for a in args if isinstance(a, Tensor)).shape))
             wanting = tuple(a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)

@@ -78,8 +78,8 @@ struct Rows : Totals<M> {
 // Scores, products so far, to powers, of which some are dropped: of a tile of queries [i0, i0 + ...) and keys [j0, j0 + 8 N).
 template <int ROWS, int M, int N>
 __device__ __forceinline__ bool weigh(float (&x)[M][N][4], float (&less)[2 * M], Rows<M>& rows, const Problem& p, const Sequence& of,
-                                      int32_t i0, int32_t j0, bool mixed, const float* strip, bool some) {
-    score<false, ROWS>(x, p, of, i0, j0, mixed, strip, [&](int m, int, int e) { return rows.top[2 * m + e / 2]; });
+                                      int32_t i0, int32_t j0, bool mixed, const float* strip, bool far, bool some) {
+    score<false, ROWS>(x, p, of, i0, j0, mixed, far, strip, [&](int m, int, int e) { return rows.top[2 * m + e / 2]; });
     if (some || j0 + 8 * N > of.limit(i0)) hide<false>(x, p, of, i0 + warp() * 16 * M, j0);
     const bool above = rows.powers(x, less);
     if (p.seed)
@@ -116,8 +116,9 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, uin
         const int32_t end = of.limit(last - 1), steps = end > 0 ? (end + L::ACROSS - 1) / L::ACROSS : 0;
         Feed<L::ACROSS, L::THREADS, S, T, 2> kv(of, 0, end, of.keys(static_cast<const T*>(p.k)), of.keys(static_cast<const T*>(p.v)));
         Strip<L::ROWS, L::ACROSS, L::THREADS, L::ACROSS> bias(p, of, i0, 0);
+        const Near<L::ROWS + L::ACROSS - 1, L::ACROSS> near(p, bias.first);
         const auto load = [&](int32_t step) {
-            kv.to(ks + step % 2 * S::elements(L::ACROSS), vs + step % 2 * S::elements(L::ACROSS)), bias.to(strips + step % 2 * L::STRIP);
+            kv.to(ks + step % 2 * S::elements(L::ACROSS), vs + step % 2 * S::elements(L::ACROSS)), bias.to(p, strips + step % 2 * L::STRIP, !near.has(step));
             commit();
         };
 
@@ -137,7 +138,9 @@ __device__ __forceinline__ void attend(const Problem& p, T* out, float* lse, uin
             const bool some = padded<L::ACROSS>(p, of, j0);
             S::finish(x);
             float less[2 * M];
-            if (weigh<L::ROWS>(x, less, rows, p, of, i0, j0, j0 < mixed, p.bias ? strips + step % 2 * L::STRIP : nullptr, some)) lessen(sums, less);
+            if (weigh<L::ROWS>(x, less, rows, p, of, i0, j0, j0 < mixed, p.bias ? strips + step % 2 * L::STRIP : nullptr,
+                                !near.has(step), some))
+                lessen(sums, less);
             S::template weights_by_rows<T>(sums, x, vs + at);
             S::finish(sums);
         }
@@ -166,19 +169,18 @@ constexpr int32_t LONGEST = 4096;  // keys, for which a bias fits in shared memo
 template <class T, bool BIASED>
 struct Pairs {
     static constexpr int GROUPS = 2, THREADS = 128 * GROUPS, BLOCKS = 2, ROWS = 64 * GROUPS, STAGES = 4, AHEAD = STAGES - 2;
-    static constexpr int32_t STRIP = LONGEST / 2 + ROWS;  // numbers of one of two short strips, in whose place is a long one
+    static constexpr int32_t STRIP = LONGEST / 2 + ROWS;  // numbers of one of two short strips, in whose place is a long one; before either two
     using Keys = Ring<T, STAGES, THREADS / 32>;
     static constexpr size_t BYTES = 1024 - 16 + sizeof(T) * Keys::TILE * GROUPS + Keys::BYTES + 2 * sizeof(Barrier) +
-                                    sizeof(float) * (BIASED ? 2 * STRIP : 0);
+                                    sizeof(float) * (BIASED ? 2 * (STRIP + 2) : 0);
 };
 
-// Scores to powers, rounded, that are relative to `top`: not a number before the first one. It is raised, or found, only where a lane's
-// powers of a row add up to more than MOST: so the largest score is mostly not looked for.
+// Scores to powers, rounded, that are relative to `top`. It is raised only where a lane's powers of a row add up to more than MOST, and
+// found only where those of the first tile add up to less than LEAST, or it is not a number: so the largest score is mostly not looked for.
 template <class T>
 struct Powers : Totals<1> {
-    static constexpr float MOST = 4096.0f;
+    static constexpr float MOST = 4096.0f, LEAST = 0.25f;
 
-    __device__ Powers() { top[0] = top[1] = NAN; }
 
     __device__ __forceinline__ void powers(uint32_t (&left)[4][4], float (&sum)[2], const float (&x)[1][8][4], float times, float top0, float top1) {
         sum[0] = sum[1] = 0.0f;
@@ -193,25 +195,33 @@ struct Powers : Totals<1> {
             }
     }
 
-    // x `times` in units of log 2; `sums` are multiplied by what they lose where `top` rises
+    // x `times` and `more` in units of log 2, of the `first` tile or a later one; `sums` are multiplied by what they lose where `top` rises
     template <int TILES>
-    __device__ __forceinline__ void add(uint32_t (&left)[4][4], const float (&x)[1][8][4], float times, float (&sums)[1][TILES][4]) {
+    __device__ __forceinline__ void add(uint32_t (&left)[4][4], const float (&x)[1][8][4], float times, float more, bool first, float (&sums)[1][TILES][4]) {
         float sum[2];
-        powers(left, sum, x, times, top[0], top[1]);
-        if (__any_sync(0xFFFFFFFFu, !(sum[0] <= MOST && sum[1] <= MOST))) {
+        powers(left, sum, x, times, top[0] - more, top[1] - more);
+        const bool none = first && !(sum[0] >= LEAST && sum[1] >= LEAST);
+        if (__any_sync(0xFFFFFFFFu, none || !(sum[0] <= MOST && sum[1] <= MOST))) {
             float less[2], base[2];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float high = -INFINITY;
-                if (!(sum[r] <= MOST))  // of a row's four lanes; the others' powers are none above MOST
+                bool again = !(sum[r] <= MOST);
+                if (first) {  // all four lanes of a row, whatever the other rows are
+                    const float other = fmaxf(sum[r], __shfl_xor_sync(0xFFFFFFFFu, sum[r], 1));
+                    const float most = fmaxf(other, __shfl_xor_sync(0xFFFFFFFFu, other, 2));
+                    again = !(most >= LEAST && most <= MOST);
+                }
+                if (again)  // of a row's four lanes; the others' powers are none above MOST
 #pragma unroll
                     for (int n = 0; n < 8; n++) high = fmaxf(high, fmaxf(x[0][n][2 * r] * times, x[0][n][2 * r + 1] * times));
                 high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, 1));
                 high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, 2));
-                const bool began = top[r] == top[r];
-                const float next = high == -INFINITY ? top[r] : began ? fmaxf(top[r], high) : high;
+                high += more;
+                const bool anew = first && again, began = !anew && top[r] == top[r];
+                const float next = high == -INFINITY ? (anew ? NAN : top[r]) : began ? fmaxf(top[r], high) : high;
                 less[r] = began ? quick_exp2(top[r] - next) : 1.0f;
-                top[r] = next, total[r] *= less[r], base[r] = next == next ? next : 0.0f;
+                top[r] = next, total[r] *= less[r], base[r] = (next == next ? next : 0.0f) - more;
             }
             powers(left, sum, x, times, base[0], base[1]);
             lessen(sums, less);
@@ -253,7 +263,7 @@ __device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem&
     T* const q = reinterpret_cast<T*>(aligned<S::ALIGN>(memory));
     typename L::Keys keys(q + S::elements(L::ROWS));
     Barrier *const own = keys.empty + L::STAGES, *const taken = own + 1;
-    auto* const strips = reinterpret_cast<float*>(own + 2);
+    auto* const strips = reinterpret_cast<float*>(own + 2) + 2;
     const bool leads = threadIdx.x == 0;
     if (leads) keys.begin_all(), begin(own, 1), begin(taken, L::THREADS / 32), begun();
     __syncthreads();
@@ -281,12 +291,13 @@ __device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem&
                 for (int32_t step = 0; step < L::AHEAD && step < steps; step++)
                     keys.ask(maps.k, maps.v, of.head, static_cast<int32_t>(of.k0) + 64 * step);
             };
-            float* const strip = strips + (asked && turn % 2 ? L::STRIP : 0);
+            float* const strip = strips + (asked && turn % 2 ? L::STRIP + 2 : 0);
             if (!asked) {
                 if (leads) ask_first(of, i0);
                 __syncwarp();
-                if (BIASED) lay_out<L::THREADS>(strip, p, of, i0, L::ROWS, 0, 64 * steps);
+                if (BIASED) lay_out<L::THREADS, L::ROWS>(strip, p, of, i0, 0, 64 * steps);
             }
+            const Near<127, 64> near(p, BIASED ? number<64>(p, of, first, 0) : 0);
             if (BIASED) __syncthreads();
             wait_until(own, turn % 2);
             typename S::Rows left;
@@ -310,18 +321,21 @@ __device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem&
                 const int32_t j0 = 64 * step;
                 typename S::Left weights;
                 if (j0 < seen) {
-                    float times = p.scale;
-                    if (BIASED) {
+                    float times = p.scale, more = 0.0f;
+                    if (BIASED && !near.has(step)) {
+                        more = strip[step < near.begin ? -2 : -1];
+                    } else if (BIASED) {
                         const float* const at = strip + j0 + L::ROWS - 1 - (warp() * 16 + g() - 2 * c());
                         each<1, 8>([&](int m, int n, int e) { x[m][n][e] = fmaf(x[m][n][e], p.scale, at[8 * n + e % 2 - e / 2 * 8]); });
                         times = 1.0f;
                     }
                     if (j0 + 64 > of.limit(first)) {
-                        if (!BIASED) each<1, 8>([&](int m, int n, int e) { x[m][n][e] *= p.scale; });
+                        if (!BIASED || times != 1.0f) each<1, 8>([&](int m, int n, int e) { x[m][n][e] *= p.scale; });
                         hide<false>(x, p, of, i0 + warp() * 16, j0);
                         times = 1.0f;
+                        if (step == 0) rows.top[0] = rows.top[1] = NAN;  // rows of few keys, whose largest counts: it is then exact
                     }
-                    rows.add(weights, x, times, sums);
+                    rows.add(weights, x, times, more, step == 0, sums);
                 } else {
 #pragma unroll
                     for (int k = 0; k < 16; k++) weights[k / 4][k % 4] = 0;
@@ -342,7 +356,7 @@ __device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem&
                 turn++;
                 if (leads) ask_first(next, i);
                 __syncwarp();
-                if (BIASED) lay_out<L::THREADS>(strips + (turn % 2 ? L::STRIP : 0), p, next, i, L::ROWS, 0, 64 * steps);
+                if (BIASED) lay_out<L::THREADS, L::ROWS>(strips + (turn % 2 ? L::STRIP + 2 : 0), p, next, i, 0, 64 * steps);
                 turn--;
             }
             S::finish(sums);

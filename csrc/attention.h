@@ -3,7 +3,8 @@
 //
 // The bias is a function of the distance between key and query alone, a vector a head, so it is constant along the diagonals of a tile:
 // a block keeps the I + J - 1 values of its I x J tile in shared memory (`strip`), and of the 8 M N scores of a thread in a product of
-// 16 M x 8 N only 2 (2 M + N - 1) have one of their own, which is all that the loads cost.
+// 16 M x 8 N only 2 (2 M + N - 1) have one of their own, which is all that the loads cost. Where all of a tile is as far as the bias
+// tells distances apart, or further (T5's is one number from 128 on), it is one number, which costs next to nothing.
 #pragma once
 #include "bulk.h"
 #include "philox.h"
@@ -70,6 +71,7 @@ struct Problem {
     const void *q, *k, *v;
     int64_t batch, s, t, heads, sequences, span, longest_q, longest_k, distances;
     int64_t numbers;  // of a head's bias: for each distance, and where there is a prompt for either way across its edge
+    int32_t low, high;  // numbers of distances before and behind these are not read: what is further has the one or the other
     int32_t dim, prompt;  // 0: none
     const float* bias;  // (heads, numbers), or null
     const uint8_t* seen;  // (batch, t), or null
@@ -181,24 +183,46 @@ struct Feed {
     }
 };
 
-// The bias of queries [i, i + I) and keys [j, j + J): strip[key - query + I - 1]; then of those BY further on.
+// Of a head's bias that of queries [i, i + I) and keys [j, ...) begins with this number, of the last query and the first key.
+template <int I>
+__device__ __forceinline__ int32_t number(const Problem& p, const Sequence& of, int32_t i, int32_t j) {
+    return static_cast<int32_t>(p.longest_k - of.t + of.s - I) + j - i;
+}
+__device__ __forceinline__ int32_t read_for(const Problem& p, int32_t number) { return max(p.low, min(p.high, number)); }
+
+// Of a row of tiles, of BY numbers each before the next one or behind it, those whose COUNT numbers are not all one: [begin, begin + count).
+// With a prompt all are.
+template <int COUNT, int BY>
+struct Near {
+    int32_t begin = INT32_MIN;
+    uint32_t count = UINT32_MAX;
+
+    __device__ __forceinline__ Near(const Problem& p, int32_t first) {
+        if (!p.bias || p.prompt) return;
+        constexpr int32_t STEP = BY < 0 ? -BY : BY;
+        static_assert((STEP & (STEP - 1)) == 0);
+        const int32_t from = BY < 0 ? first - p.high : p.low - first - COUNT + 1, to = BY < 0 ? first + COUNT - 1 - p.low : p.high - first;
+        begin = (from & -STEP) / STEP + 1, count = max(0, ((to + STEP - 1) & -STEP) / STEP - begin);
+    }
+    __device__ __forceinline__ bool has(int32_t step) const { return static_cast<uint32_t>(step) - static_cast<uint32_t>(begin) < count; }
+};
+
+// The bias of queries [i, i + I) and keys [j, j + J): strip[key - query + I - 1]; then of those BY further on. Where it is one number the
+// first place is enough.
 template <int I, int J, int THREADS, int BY>
 struct Strip {
-    const float* next;
-    int32_t from, distances;  // the thread's own first; 0: no bias
+    const float* const bias;
+    int32_t first;
 
     __device__ __forceinline__ Strip(const Problem& p, const Sequence& of, int32_t i, int32_t j)
-        : from(static_cast<int32_t>(p.longest_k - of.t + of.s - I) + j - i + static_cast<int32_t>(threadIdx.x)),
-          distances(p.bias ? static_cast<int32_t>(p.distances) : 0) {
-        next = p.bias + of.head * p.numbers + from;
-    }
-    __device__ __forceinline__ void to(float* strip) {
-        if (!distances) return;
+        : bias(p.bias ? p.bias + of.head * p.numbers : nullptr), first(number<I>(p, of, i, j)) {}
+    __device__ __forceinline__ void to(const Problem& p, float* strip, bool one) {
+        if (!bias) return;
 #pragma unroll
         for (int hop = 0; hop < I + J - 1; hop += THREADS)
-            if (hop + static_cast<int>(threadIdx.x) < I + J - 1)
-                copy4(strip + hop + threadIdx.x, next + hop, static_cast<uint32_t>(from + hop) < static_cast<uint32_t>(distances));
-        from += BY, next += BY;
+            if (hop + static_cast<int>(threadIdx.x) < (one ? 1 : I + J - 1))
+                copy4(strip + hop + threadIdx.x, bias + read_for(p, first + hop + static_cast<int32_t>(threadIdx.x)), true);
+        first += BY;
     }
 };
 
@@ -261,12 +285,16 @@ __device__ __forceinline__ void each_side(const Problem& p, const Sequence& of, 
 }
 
 // Scores in units of log 2, for softmax is then a power of two, less what `base` says: x scale + bias - base(m, n, e). The tile's first
-// query is i, its first key j. Rows are queries, or KEYS: `strip` goes the other way.
+// query is i, its first key j. Rows are queries, or KEYS: `strip` goes the other way; where a tile is `far` its first number is that of all.
 template <bool KEYS, int ROWS, int M, int N, class F>
-__device__ __forceinline__ void score(float (&x)[M][N][4], const Problem& p, const Sequence& of, int32_t i, int32_t j, bool mixed,
+__device__ __forceinline__ void score(float (&x)[M][N][4], const Problem& p, const Sequence& of, int32_t i, int32_t j, bool mixed, bool far,
                                       const float* strip, F base) {
     const int own = warp() * 16 * M, first = own + g() - 2 * c();
     if (!strip) return each<M, N>([&](int m, int n, int e) { x[m][n][e] = fmaf(x[m][n][e], p.scale, -base(m, n, e)); });
+    if (far) {
+        const float bias = *strip * LOG2E;
+        return each<M, N>([&](int m, int n, int e) { x[m][n][e] = fmaf(x[m][n][e], p.scale, bias - base(m, n, e)); });
+    }
     const float* at = KEYS ? strip + 8 * N - 1 + first : strip + ROWS - 1 - first;
     const auto ahead = [](int m, int n, int e) { return (KEYS ? 1 : -1) * (16 * m + e / 2 * 8 - 8 * n - e % 2); };
     if (mixed) {
@@ -396,13 +424,16 @@ __device__ __forceinline__ void clear(T* tile, int32_t rows, int group) {
     wait_for(1 + group, 128);
 }
 
-// The bias of `rows` queries from i on and `count` keys from j on, as Strip has it, in units of log 2; by THREADS threads.
-template <int THREADS>
-__device__ __forceinline__ void lay_out(float* strip, const Problem& p, const Sequence& of, int32_t i, int32_t rows, int32_t j, int32_t count) {
-    const auto from = static_cast<int32_t>(p.longest_k - of.t + of.s) - rows + j - i;
+// The bias of ROWS queries from i on and `count` keys from j on, as Strip has it, in units of log 2; by THREADS threads. Not where it is one
+// number for tiles of 64 x 64; the first of these numbers and the last stand before the others.
+template <int THREADS, int ROWS>
+__device__ __forceinline__ void lay_out(float* strip, const Problem& p, const Sequence& of, int32_t i, int32_t j, int32_t count) {
+    const int32_t from = number<ROWS>(p, of, i, j), begin = max(0, p.low - 126 - from), end = min(ROWS + count - 1, p.high + 127 - from);
     const float* const bias = p.bias + of.head * p.numbers;
-    for (int at = static_cast<int>(threadIdx.x); at < rows + count - 1; at += THREADS)
-        strip[at] = static_cast<uint32_t>(from + at) < static_cast<uint32_t>(p.distances) ? bias[from + at] * LOG2E : 0.0f;
+    const auto own = static_cast<int32_t>(threadIdx.x);
+    if (own < 2) strip[own - 2] = bias[own ? p.high : p.low] * LOG2E;
+#pragma unroll 4
+    for (int at = begin + own; at < end; at += THREADS) strip[at] = bias[read_for(p, from + at)] * LOG2E;
 }
 #endif
 
@@ -431,6 +462,9 @@ inline Problem read(Call& call, Array& q) {
     p.prompt = static_cast<int32_t>(call.integer("prompt", 0, (int64_t{1} << 30) - 1));
     p.distances = p.longest_q + p.longest_k ? p.longest_q + p.longest_k - 1 : 0;
     p.numbers = p.distances + (p.prompt ? 2 : 0);
+    const int64_t reach = call.integer("reach", 0, (int64_t{1} << 30) - 1), middle = p.longest_k - 1;
+    p.low = static_cast<int32_t>(reach && middle > reach ? middle - reach : 0);
+    p.high = static_cast<int32_t>(reach && middle + reach < p.distances ? middle + reach : p.distances - 1);
     if (bias && !(bias.shape == Shape{p.heads, p.numbers}))
         call.refuse("bias: wanted (heads, longest_q + longest_k - 1), a number for each distance, and with a prompt two more");
     if (ends_q.given != ends_k.given) call.refuse("lengths_q and lengths_k go together");
@@ -444,7 +478,7 @@ inline Problem read(Call& call, Array& q) {
     }
     if (context && !(context.shape == Shape{p.batch, p.sequences / (p.batch ? p.batch : 1)}))
         call.refuse("context: wanted (batch, sequences of a row), a number of keys for each");
-    p.bias = bias.as<float>(), p.seen = seen.as<uint8_t>();
+    p.bias = p.numbers ? bias.as<float>() : nullptr, p.seen = seen.as<uint8_t>();
     p.ends_q = ends_q.as<int32_t>(), p.ends_k = ends_k.as<int32_t>(), p.context = context.as<int32_t>();
     p.scale = static_cast<float>(call.real("scale")) * LOG2E;
     p.causal = call.flag("causal");

@@ -25,7 +25,7 @@ struct Gradients {
     float* inner;  // D, laid out as lse
     void *dq, *dk, *dv;
     int32_t beside;  // so many tensors' rows lie side by side there: 1, or 3
-    float* partial;  // (heads, parts, numbers), zero at first, or null
+    float* partial;  // (heads, parts, numbers that are read), zero at first, or null
     int64_t parts;   // blocks of a head
 };
 
@@ -47,8 +47,8 @@ __device__ __forceinline__ int32_t end_of(const Problem& p, const Sequence& of, 
 // Of a tile of keys in rows [j0, j0 + ROWS) and queries [i0, i0 + 8 N): scores to probabilities. `end`: see `end_of`.
 template <int ROWS, int M, int N>
 __device__ __forceinline__ void probable(float (&x)[M][N][4], const Problem& p, const Sequence& of, int32_t i0, int32_t j0, bool mixed,
-                                         const float* lse, const float* strip, int32_t end) {
-    score<true, ROWS>(x, p, of, i0, j0, mixed, strip, [&](int, int n, int e) { return lse[8 * n + e % 2]; });
+                                         const float* lse, const float* strip, bool far, int32_t end) {
+    score<true, ROWS>(x, p, of, i0, j0, mixed, far, strip, [&](int, int n, int e) { return lse[8 * n + e % 2]; });
     if (i0 + 8 * N > of.s || end > of.limit(i0)) hide<true>(x, p, of, i0, j0 + warp() * 16 * M);
     each<M, N>([&](int m, int n, int e) { x[m][n][e] = quick_exp2(x[m][n][e]); });
 }
@@ -70,10 +70,11 @@ __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& 
         Feed<L::ACROSS, L::THREADS, S, T, 2> rows(of, first * L::ACROSS, of.s, of.queries(static_cast<const T*>(p.q)),
                                                   of.queries(static_cast<const T*>(to.grad)));
         Strip<L::ACROSS, L::ROWS, L::THREADS, -L::ACROSS> bias(p, of, first * L::ACROSS, j0);
+        const Near<L::ROWS + L::ACROSS - 1, -L::ACROSS> near(p, number<L::ACROSS>(p, of, 0, j0));
         Numbers<L::ACROSS, L::THREADS> rest(to.lse + of.row, to.inner + of.row, first * L::ACROSS, of.s);
         const auto load = [&](int32_t step) {
             rows.to(qs + step % 2 * S::elements(L::ACROSS), grads + step % 2 * S::elements(L::ACROSS));
-            bias.to(strips + step % 2 * L::STRIP), rest.to(numbers + step % 2 * 2 * L::ACROSS);
+            bias.to(p, strips + step % 2 * L::STRIP, !near.has(step)), rest.to(numbers + step % 2 * 2 * L::ACROSS);
             commit();
         };
 
@@ -93,7 +94,7 @@ __device__ __forceinline__ void of_keys_body(const Problem& p, const Gradients& 
             S::template rows_by_rows<T>(x, ks, qs + at);
             S::template rows_by_rows<T>(y, vs, grads + at);
             S::finish(x, y);
-            probable<L::ROWS>(x, p, of, i0, j0, i0 < mixed, lse, p.bias ? strips + step % 2 * L::STRIP : nullptr, end);
+            probable<L::ROWS>(x, p, of, i0, j0, i0 < mixed, lse, p.bias ? strips + step % 2 * L::STRIP : nullptr, !near.has(step), end);
             each_kept<true, M, N>(p, of.row + i0, j0 + warp() * 16 * M, [&](int m, int n, int e, bool keep) {
                 y[m][n][e] = x[m][n][e] * ((keep ? y[m][n][e] * p.kept : 0.0f) - inner[8 * n + e % 2]);
                 x[m][n][e] = keep ? x[m][n][e] : 0.0f;
@@ -134,11 +135,12 @@ __device__ __forceinline__ void of_keys_in_turns(const Problem& p, const Gradien
         Feed<L::ACROSS, L::THREADS, S, T, 2> rows(of, first * L::ACROSS, of.s, of.queries(static_cast<const T*>(p.q)),
                                                   of.queries(static_cast<const T*>(to.grad)));
         Strip<L::ACROSS, L::ROWS, L::THREADS, -L::ACROSS> bias(p, of, first * L::ACROSS, j0);
+        const Near<L::ROWS + L::ACROSS - 1, -L::ACROSS> near(p, number<L::ACROSS>(p, of, 0, j0));
         Numbers<L::ACROSS, L::THREADS> rest(to.lse + of.row, to.inner + of.row, first * L::ACROSS, of.s);
         const auto load = [&](int32_t step, int stage) {
             if (step < steps) {
                 rows.to(qs + stage * S::elements(L::ACROSS), grads + stage * S::elements(L::ACROSS));
-                bias.to(strips + stage * L::STRIP), rest.to(numbers + stage * 2 * L::ACROSS);
+                bias.to(p, strips + stage * L::STRIP, !near.has(step)), rest.to(numbers + stage * 2 * L::ACROSS);
             }
             commit();
         };
@@ -172,7 +174,7 @@ __device__ __forceinline__ void of_keys_in_turns(const Problem& p, const Gradien
             } else {
                 S::forget(next);
             }
-            probable<L::ROWS>(x, p, of, i0, j0, i0 < mixed, lse, strip, end);
+            probable<L::ROWS>(x, p, of, i0, j0, i0 < mixed, lse, strip, !near.has(step), end);
             S::finish(y, next, dk);
             typename S::Left left;
             if (p.seed) {
@@ -224,7 +226,7 @@ struct QueriesLayout : Block<S, typename S::OfQueries> {
     // 4 modulo 16: what a warp stores at once lies in different banks. The last 12 are zeros, also as what is left of the next row.
     static constexpr int FOLD = 8 * SLOTS + 12, FOLDED = B::WARPS * 8 * FOLD;
     static_assert(FOLD % 16 == 4);
-    static constexpr size_t REST = S::ALIGN - 16 + 2 * B::OWN + 4 * B::OTHER + sizeof(float) * (2 * B::STRIP + 2 * B::WARPS);
+    static constexpr size_t REST = S::ALIGN - 16 + 2 * B::OWN + 4 * B::OTHER + sizeof(float) * (2 * B::STRIP + 4 * B::WARPS);
     // Of two one may be stored while another is added up; where Hopper's shared memory has the room, of which a block takes 1 KiB more.
     static constexpr int FOLDS = S::GROUP && B::BLOCKS * (REST + sizeof(float) * 2 * FOLDED + 1024) <= 228 * 1024 ? 2 : 1;
     static constexpr size_t BYTES = REST + sizeof(float) * FOLDS * FOLDED;
@@ -263,55 +265,61 @@ __device__ __forceinline__ void set_apart(float (&x)[M][N][4], const Problem& p,
     if (lane() == 0) sums[0] += to_text, sums[1] += to_prompt;
 }
 
-// Of all warps, to the vector: of queries [i, i + I) and keys [j, j + J).
-template <class L>
-struct Diagonals {
-    static constexpr int COUNT = L::ROWS + L::ACROSS - 1, HOPS = (COUNT + L::THREADS - 1) / L::THREADS;
-    float* at[HOPS];  // null: none of the vector's
-    float before[HOPS];
+// The vector of a block, and what a thread has found of the distances that share the vector's first number, and its last.
+struct Vector {
+    float* const at;  // null: none is wanted
+    float first = 0.0f, last = 0.0f;
 
-    __device__ __forceinline__ Diagonals(float* vector, const Problem& p, const Sequence& of, int32_t i, int32_t j) {
-        const auto first = static_cast<int32_t>(p.longest_k - of.t + of.s - L::ROWS) + j - i;
-        const auto distances = static_cast<uint32_t>(p.distances);
-#pragma unroll
-        for (int hop = 0; hop < HOPS; hop++) {
-            const int own = hop * L::THREADS + static_cast<int>(threadIdx.x);
-            const auto distance = static_cast<uint32_t>(first + own);
-            at[hop] = vector && own < COUNT && distance < distances ? vector + distance : nullptr;
-            before[hop] = at[hop] ? *at[hop] : 0.0f;
-        }
+    static __device__ __forceinline__ bool has(const Problem& p, int32_t number) { return number > p.low && number < p.high; }
+    __device__ __forceinline__ float before(const Problem& p, int32_t number) const { return has(p, number) ? at[number - p.low] : 0.0f; }
+    __device__ __forceinline__ void add(const Problem& p, int32_t number, float before, float sum) {
+        if (has(p, number)) at[number - p.low] = before + sum;
+        else if (number <= p.low) first += sum;
+        else last += sum;
     }
-    __device__ __forceinline__ void add(const float* folds) const {
-#pragma unroll
-        for (int hop = 0; hop < HOPS; hop++) {
-            if (!at[hop]) continue;
-            float sum = before[hop];
-#pragma unroll
-            for (int w = 0; w < L::WARPS; w++) {
-                const int own = hop * L::THREADS + static_cast<int>(threadIdx.x) - 16 * L::M * (L::WARPS - 1 - w);
-                if (own < 0 || own >= 16 * L::M + L::ACROSS - 1) continue;
-#pragma unroll
-                for (int r = 0; r < 8; r++) sum += folds[(w * 8 + r) * L::FOLD + own - r];
-            }
-            *at[hop] = sum;
-        }
+    // of a tile whose numbers are all the first, or the last
+    template <int M, int N>
+    __device__ __forceinline__ void add(bool the_first, const float (&x)[M][N][4]) {
+        float sums[4] = {};
+        each<M, N>([&](int m, int n, int e) { sums[e] += x[m][n][e]; });
+        (the_first ? first : last) += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 };
+
+// Of all warps, to the vector: of queries [i, i + I) and keys [j, j + J), from number `first` on.
+template <class L>
+__device__ __forceinline__ void add_diagonals(Vector& vector, const Problem& p, const float* folds, int32_t first) {
+    constexpr int COUNT = L::ROWS + L::ACROSS - 1, HOPS = (COUNT + L::THREADS - 1) / L::THREADS;
+    const auto own = static_cast<int>(threadIdx.x);
+    float before[HOPS];
+#pragma unroll
+    for (int hop = 0; hop < HOPS; hop++) before[hop] = vector.before(p, first + hop * L::THREADS + own);
+#pragma unroll
+    for (int hop = 0; hop < HOPS; hop++) {
+        if (hop * L::THREADS + own >= COUNT) continue;
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < L::WARPS; w++) {
+            const int of_warp = hop * L::THREADS + own - 16 * L::M * (L::WARPS - 1 - w);
+            if (of_warp < 0 || of_warp >= 16 * L::M + L::ACROSS - 1) continue;
+#pragma unroll
+            for (int r = 0; r < 8; r++) sum += folds[(w * 8 + r) * L::FOLD + of_warp - r];
+        }
+        vector.add(p, first + hop * L::THREADS + own, before[hop], sum);
+    }
+}
 
 // The same of a warpgroup's 64 x 64: it has as many diagonals as threads but one, and the next tile half of them again. Each belongs to one
 // thread, whose sum of it stays in a register for two tiles, and goes to the vector once.
 template <class L>
 struct Running {
-    float* const vector;
-    const int32_t first;  // distance
     float before = 0.0f, sum = 0.0f;
 
-    // Of the tile that begins `along` further on; the first one `begins`, the last one `ends`.
-    __device__ __forceinline__ void add(const Problem& p, const float* folds, int32_t along, bool begins, bool ends) {
+    // Of the tile that begins `along` further on than number `first`; the first one `begins`, the last one `ends`.
+    __device__ __forceinline__ void add(Vector& vector, const Problem& p, const float* folds, int32_t first, int32_t along, bool begins, bool ends) {
         const int own = (static_cast<int>(threadIdx.x) - along) & 127, of_warp = own & ~31;
-        const int32_t distance = first + along + own;
-        const bool there = static_cast<uint32_t>(distance) < static_cast<uint32_t>(p.distances);
-        if (own >= 64 || begins) sum = 0.0f, before = there ? vector[distance] : 0.0f;
+        const int32_t number = first + along + own;
+        if (own >= 64 || begins) sum = 0.0f, before = vector.before(p, number);
         float sums[4] = {};
 #pragma unroll
         for (int w = 0; w < 4; w++) {
@@ -322,7 +330,7 @@ struct Running {
             for (int r = 0; r < 8; r++) sums[w] += fold[r * L::FOLD - r];
         }
         sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
-        if ((own < 64 || ends) && there) vector[distance] = before + sum;
+        if (own < 64 || ends) vector.add(p, number, before, sum);
     }
 };
 
@@ -357,32 +365,39 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
     T *const ks = grads + S::elements(L::ROWS), *const vs = ks + 2 * S::elements(L::ACROSS);  // two of each
     float* const strips = reinterpret_cast<float*>(vs + 2 * S::elements(L::ACROSS));
     float* const folds = strips + 2 * L::STRIP;
-    float* const constants = folds + L::FOLDS * L::FOLDED;  // two a warp
-    zero(folds, L::FOLDS * L::FOLDED + 2 * L::WARPS);
+    float* const constants = folds + L::FOLDS * L::FOLDED;  // four a warp: of the first and the last distance, and two across the prompt's edge
+    zero(folds, L::FOLDS * L::FOLDED + 4 * L::WARPS);
 
     const auto parts = static_cast<uint32_t>(to.parts), part = block % parts;
     const int64_t head = block / parts;
-    float* const vector = to.partial ? to.partial + (head * to.parts + part) * p.numbers : nullptr;
+    const int32_t numbers = p.high - p.low + 1;
+    Vector vector{to.partial ? to.partial + (head * to.parts + part) * (numbers + (p.prompt ? 2 : 0)) : nullptr};
     for (int64_t item = part; item < p.sequences * tiles_of_one; item += to.parts) {
         const Sequence of(p, item / tiles_of_one, head);
         for (int64_t tile = tiles_of_one - 1 - item % tiles_of_one; tile * L::ROWS < of.s; tile += tiles_of_one) {
-            const auto i0 = static_cast<int32_t>(tile * L::ROWS), last = i0 + L::ROWS < of.s ? i0 + L::ROWS : of.s;
-            const int32_t end = of.limit(last - 1), steps = end > 0 ? (end + L::ACROSS - 1) / L::ACROSS : 0;
+            const auto i0 = static_cast<int32_t>(tile * L::ROWS);
+            const int32_t end = of.limit((i0 + L::ROWS < of.s ? i0 + L::ROWS : of.s) - 1), steps = end > 0 ? (end + L::ACROSS - 1) / L::ACROSS : 0;
+            const int32_t begins = number<L::ROWS>(p, of, i0, 0);
+            const Near<L::ROWS + L::ACROSS - 1, L::ACROSS> near(p, begins);
+            // steps before `first` and from `last` on have one number as their bias
+            const int32_t first = max(0, near.begin), last = near.count == UINT32_MAX ? steps : max(0, min(steps, near.begin + static_cast<int32_t>(near.count)));
             const T* const grad = of.queries(static_cast<const T*>(to.grad));
             Feed<L::ACROSS, L::THREADS, S, T, 2> kv(of, 0, end, of.keys(static_cast<const T*>(p.k)), of.keys(static_cast<const T*>(p.v)));
             Strip<L::ROWS, L::ACROSS, L::THREADS, L::ACROSS> bias(p, of, i0, 0);
             const auto load = [&](int32_t step) {
-                kv.to(ks + step % 2 * S::elements(L::ACROSS), vs + step % 2 * S::elements(L::ACROSS)), bias.to(strips + step % 2 * L::STRIP);
+                kv.to(ks + step % 2 * S::elements(L::ACROSS), vs + step % 2 * S::elements(L::ACROSS));
+                bias.to(p, strips + step % 2 * L::STRIP, step < first || step >= last);
                 commit();
             };
 
-            Running<L> running{vector, static_cast<int32_t>(p.longest_k - of.t + of.s - L::ROWS) - i0};
-            const auto diagonals = [&](int32_t step, bool ends) {
-                const float* const found = folds + step % L::FOLDS * L::FOLDED;
-                if constexpr (S::GROUP) running.add(p, found, step * L::ACROSS, step == 0, ends);
-                else Diagonals<L>(vector, p, of, i0, step * L::ACROSS).add(found);
-            };
+            Running<L> running;
             const int32_t mixed = of.mixed_keys(p, i0);
+            const auto diagonals = [&](int32_t step) {
+                if (!vector.at || step < first || step >= last) return;
+                const float* const found = folds + step % L::FOLDS * L::FOLDED;
+                if constexpr (S::GROUP) running.add(vector, p, found, begins, step * L::ACROSS, step == first, step + 1 == last);
+                else add_diagonals<L>(vector, p, found, begins + step * L::ACROSS);
+            };
             float dq[M][S::TILES][4] = {}, lse[2 * M], inner[2 * M];
 #pragma unroll
             for (int r = 0; r < 2 * M; r++) {
@@ -402,10 +417,11 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                 S::template rows_by_rows<T>(x, qs, ks + at);
                 S::template rows_by_rows<T>(y, grads, vs + at);
                 if (step + 1 < steps) load(step + 1);
-                if (vector && step) diagonals(step - 1, false);
+                diagonals(step - 1);
                 const bool some = padded<L::ACROSS>(p, of, j0);
                 S::finish(x, y);
-                score<false, L::ROWS>(x, p, of, i0, j0, j0 < mixed, p.bias ? strips + step % 2 * L::STRIP : nullptr,
+                const bool alone = step < first || step >= last;
+                score<false, L::ROWS>(x, p, of, i0, j0, j0 < mixed, alone, p.bias ? strips + step % 2 * L::STRIP : nullptr,
                                       [&](int m, int, int e) { return lse[2 * m + e / 2]; });
                 if (some || j0 + L::ACROSS > of.limit(i0)) hide<false>(x, p, of, i0 + warp() * 16 * M, j0);
                 each_kept<false, M, N>(p, of.row + i0 + warp() * 16 * M, j0, [&](int m, int n, int e, bool keep) {
@@ -413,29 +429,37 @@ __device__ __forceinline__ void of_queries_body(const Problem& p, const Gradient
                     x[m][n][e] = quick_exp2(x[m][n][e]) * ((keep ? y[m][n][e] * p.kept : 0.0f) - inner[r]);
                 });
                 S::template weights_by_rows<T>(dq, x, ks + at);
-                if (vector) {
+                if (vector.at && alone) {
+                    vector.add(step < first, x);
+                } else if (vector.at) {
                     if (L::FOLDS == 1) __syncthreads();  // those of the last step are added up
-                    if (j0 < mixed) set_apart(x, p, of, i0 + warp() * 16 * M, j0, constants + 2 * warp());
+                    if (j0 < mixed) set_apart(x, p, of, i0 + warp() * 16 * M, j0, constants + 4 * warp() + 2);
                     store_diagonals<M, N, L::FOLD>(folds + step % L::FOLDS * L::FOLDED + warp() * 8 * L::FOLD, x);
                 }
                 S::finish(dq);
             }
             wait(0);
             __syncthreads();  // as in the forward
-            if (vector && steps) diagonals(steps - 1, true);
+            diagonals(steps - 1);
             const float scale = p.scale / LOG2E;
             const Sequence there = of.beside(to.beside);
             put_rows<S, M>(there.queries(static_cast<T*>(to.dq)), qs, dq, there, i0, of.s, [&](int) { return scale; });
             __syncthreads();
         }
     }
-    if (vector && p.prompt) {
-        __syncthreads();  // the zeros are there, if nothing else is
-        if (threadIdx.x < 2) {
-            float sum = 0.0f;
-            for (int w = 0; w < L::WARPS; w++) sum += constants[2 * w + threadIdx.x];
-            vector[p.distances + threadIdx.x] = sum;
-        }
+    if (!vector.at) return;
+#pragma unroll
+    for (int hop = 16; hop; hop /= 2) {
+        vector.first += __shfl_xor_sync(0xFFFFFFFFu, vector.first, hop);
+        vector.last += __shfl_xor_sync(0xFFFFFFFFu, vector.last, hop);
+    }
+    if (lane() == 0) constants[4 * warp()] = vector.first, constants[4 * warp() + 1] = vector.last;
+    __syncthreads();
+    const auto own = static_cast<int32_t>(threadIdx.x);
+    if (own < 2 ? own < numbers : own < 4 && p.prompt) {
+        float sum = 0.0f;
+        for (int w = 0; w < L::WARPS; w++) sum += constants[4 * w + own];
+        vector.at[own == 0 ? 0 : numbers + own - 2] = sum;
     }
 }
 
@@ -747,12 +771,16 @@ inline bool by_heads(Call& call, int chip, const Problem& p, Dtype dtype, const 
 }
 #endif
 
-__global__ __launch_bounds__(THREADS) void add_up(const float* partial, float* sum, int64_t heads, int64_t parts, int64_t numbers) {
-    for (int64_t at = int64_t{blockIdx.x} * THREADS + threadIdx.x; at < heads * numbers; at += int64_t{gridDim.x} * THREADS) {
-        const float* from = partial + at / numbers * parts * numbers + at % numbers;
+// `there` numbers of a head are in a part, from number `low` on; those before and behind, up to the prompt's, are zero.
+__global__ __launch_bounds__(THREADS) void add_up(const Problem p, const float* partial, float* sum, int64_t parts, int64_t there) {
+    const int64_t gap = p.numbers - there;
+    for (int64_t at = int64_t{blockIdx.x} * THREADS + threadIdx.x; at < p.heads * p.numbers; at += int64_t{gridDim.x} * THREADS) {
+        const int64_t number = at % p.numbers, own = number < p.distances ? number - p.low : number - gap;
+        const bool read = number >= p.distances || (number >= p.low && number <= p.high);
+        const float* from = partial + at / p.numbers * parts * there + own;
         float total = 0.0f;
 #pragma unroll 8
-        for (int64_t part = 0; part < parts; part++) total += from[part * numbers];
+        for (int64_t part = 0; part < (read ? parts : 0); part++) total += from[part * there];
         sum[at] = total;
     }
 }
@@ -769,7 +797,8 @@ MC_KERNEL(relative_attention_backward) {
     const Array dq = call.maybe_out("dq", q.dtype, q.shape), dk = call.maybe_out("dk", q.dtype, keys), dv = call.maybe_out("dv", q.dtype, keys);
     const Array beside = call.maybe_out("beside", q.dtype, Shape{p.batch, p.s, 3, p.heads, q.shape.at[3]});
     to.parts = call.integer("parts", 0);
-    const Array partial = call.maybe_out("partial", F32, Shape{p.heads, to.parts, p.numbers});
+    const int64_t there = p.high - p.low + 1 + (p.prompt ? 2 : 0);
+    const Array partial = call.maybe_out("partial", F32, Shape{p.heads, to.parts, there});
     const Array dbias = call.maybe_out("dbias", F32, Shape{p.heads, p.numbers});
     call.ready();
     if (partial.given != dbias.given || (dbias && dbias.shape.count() && !p.bias)) call.refuse("partial and dbias go together, and with a bias");
@@ -800,5 +829,5 @@ MC_KERNEL(relative_attention_backward) {
         })
     })
     if (dbias && p.heads && p.numbers)
-        add_up<<<grid(p.heads * p.numbers, THREADS), THREADS, 0, stream>>>(partial.as<float>(), dbias.as<float>(), p.heads, to.parts, p.numbers);
+        add_up<<<grid(p.heads * p.numbers, THREADS), THREADS, 0, stream>>>(p, partial.as<float>(), dbias.as<float>(), to.parts, there);
 }

@@ -222,6 +222,7 @@ def of_relative_attention(rng: random.Random, device: str) -> tuple[Any, ...]:
         raise Unfit  # a square of scores, in the reference
     kind = torch.float32 if rng.random() < 0.95 else rng.choice(LOW)
     prompt = rng.choice((0, 0, 1, 8, 32, 63, 100))
+    reach = rng.choice((0, 0, 1, 30, 2 + (t - s) % 64, 2 + (s - t) % 64, 128))  # 2 + ...: of some tiles all but one are further
     count = max(0, longest_q + longest_k - 1) + 2 * (prompt > 0)
     bias = numbers(rng, device, kind, h, count) if rng.random() < 0.8 else None
     of_a_row = 1 if lengths[0] is None else len(lengths[0]) - 1
@@ -229,7 +230,8 @@ def of_relative_attention(rng: random.Random, device: str) -> tuple[Any, ...]:
     seen = torch.rand(b, t, device=device) < rng.choice((0.9, 0.5, 0.0)) if rng.random() < 0.3 else None
     seed, p = (draw(torch.device(device)), rng.choice((0.1, 0.5, 1.0))) if rng.random() < 0.4 else (None, 0.0)
     q, k, v = (numbers(rng, device, dtype, b, n, h, d) for n in (s, t, t))
-    return q, k, v, bias, seen, *lengths, context, longest_q, longest_k, prompt, 1 / math.sqrt(d), rng.random() < 0.5, seed, p
+    given = (bias, seen, *lengths, context, longest_q, longest_k, prompt, reach)
+    return q, k, v, *given, 1 / math.sqrt(d), rng.random() < 0.5, seed, p
 
 
 def of_attention_in_crowds(rng: random.Random, device: str) -> tuple[Any, ...]:
@@ -244,6 +246,7 @@ def of_attention_in_crowds(rng: random.Random, device: str) -> tuple[Any, ...]:
         s, t = rng.choice(SIZES[1:20]), rng.choice((*SIZES[1:20], *(2100, 4096) * (rng.random() < 0.1)))
         n = -(-crowd * rng.choice((1, 1, 2)) // (h * -(-s // 128))) + rng.choice((0, 1))
     biased, causal = not heads and rng.random() < 0.5, not heads and rng.random() < 0.5
+    reach = rng.choice((0, 1, 2 + (t - s) % 64, 2 + (s - t) % 64, 128))  # as above
     context = torch.randint(t + 2, (n, 1), dtype=torch.int32, device=device) if causal and rng.random() < 0.3 else None
     b, ends, wide, long = n, (None, None), s, t
     if rng.random() < 0.3:  # the first sequence is the longest
@@ -252,7 +255,7 @@ def of_attention_in_crowds(rng: random.Random, device: str) -> tuple[Any, ...]:
         ends = tuple(torch.tensor([0, *accumulate(part)], dtype=torch.int32, device=device) for part in lengths)
     q, k, v = (numbers(rng, device, dtype, b, m, h, d, most=math.inf) for m in (s, t, t))
     bias = numbers(rng, device, torch.float32, h, wide + long - 1, most=math.inf) if biased else None
-    return q, k, v, bias, None, *ends, context, wide, long, 0, 1 / math.sqrt(d), causal, None, 0.0
+    return q, k, v, bias, None, *ends, context, wide, long, 0, reach, 1 / math.sqrt(d), causal, None, 0.0
 
 
 def linear(kind: str) -> Maker:

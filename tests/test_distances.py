@@ -13,6 +13,7 @@ from zoo import Case, inputs, pair
 import modelcenter as mc
 from modelcenter.layers import position
 from modelcenter.layers.view import View
+from modelcenter.ops.relative_attention import within
 
 CASES = [case for case in FIRST if str(case).split("-")[0] in ("t5", "mt5", "bloom", "cpmant")]
 
@@ -55,6 +56,18 @@ def test_generated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [ours.generate(**args, **how, num_beams=beams) for beams in (1, 3)]
     monkeypatch.setattr(position, "served", lambda *_: True)
     assert all(torch.equal(ours.generate(**args, **how, num_beams=beams), ids) for beams, ids in zip((1, 3), wanted, strict=True))
+
+
+@pytest.mark.parametrize(("buckets", "furthest", "both"), [(32, 128, True), (32, 128, False), (10, 14, True), (512, 2048, True)])
+def test_what_is_beyond_reach_is_one_number(buckets: int, furthest: int, both: bool) -> None:
+    """A kernel asks for no other: the bias that it is given is the same then, and so is the table's gradient."""
+    layer = position.RelativeBias(3, buckets, furthest, bidirectional=both)
+    found = layer(2 * furthest, 3 * furthest)
+    read = within(found.vector, found.queries, found.keys, found.reach)
+    assert 0 < found.reach < 2 * furthest and torch.equal(read, found.vector)
+    weights, table = torch.randn_like(read), layer.table.weight
+    (one,), (other,) = (torch.autograd.grad((x * weights).sum(), table, retain_graph=True) for x in (read, found.vector))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def cut(rank: int, folders: list[tuple[str, str]]) -> None:

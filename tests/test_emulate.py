@@ -44,11 +44,11 @@ MUTANTS = (
            "packs[u], some<N, VECTOR>(column + u * 32 * N, dim));", "packs[u], some<N, VECTOR>(column + u * 32 * N, dim + 1));",
            "embedding", BOUNDS),
     Mutant("diagonals-added-up-too-early", "attention_backward.cu",
-           "    __syncthreads();  // as in the forward\n            if (v", "    if (v", "relative_attention", ORDER),
+           "    __syncthreads();  // as in the forward\n            diagonals(", "    diagonals(", "relative_attention", ORDER),
     Mutant("edge-of-the-prompt-moved", "attention.h", "key = p.prompt - j;", "key = p.prompt - j + 1;", "relative_attention",
            WRONG, LONG_ENOUGH),
-    Mutant("constants-without-a-gradient", "attention_backward.cu", "vector[p.distances + threadIdx.x] = sum;",
-           "vector[p.distances + threadIdx.x] = 0.0f;", "relative_attention", WRONG, LONG_ENOUGH),
+    Mutant("constants-without-a-gradient", "attention_backward.cu", "vector.at[own == 0 ? 0 : numbers + own - 2] = sum;",
+           "vector.at[own == 0 ? 0 : numbers + own - 2] = own < 2 ? sum : 0.0f;", "relative_attention", WRONG, LONG_ENOUGH),
     Mutant("what-lies-across-left-to-its-distance", "attention_backward.cu", "x[m][n][e] = across ? 0.0f : x[m][n][e];", "",
            "relative_attention", WRONG, LONG_ENOUGH),
     Mutant("context-without-a-gradient-of-early-queries", "attention.h", "return j < open || j < t - s ? 0", "return j < t - s ? 0",
@@ -182,17 +182,22 @@ import importlib
 import torch
 attention = importlib.import_module("modelcenter.ops.relative_attention")
 torch.manual_seed(0)
-for length, plain in ((150, False), (350, True)):  # where nothing is padding or a prompt there is a kernel of its own
+# where nothing is padding or a prompt there is a kernel of its own; 66: of some tiles all but one number are further
+for length, plain, reach in ((150, False, 0), (350, True, 0), (350, True, 66), (230, False, 66)):
     q, k, v, grad = (torch.randn(3, length, 2, 16).bfloat16() for _ in range(4))
-    seen = None if plain else torch.arange(150).expand(3, -1) != 100  # in the second half of a tile of keys
+    seen = None if plain else torch.arange(length).expand(3, -1) != 100  # in the second half of a tile of keys
     context = torch.tensor([[0], [70], [150]], dtype=torch.int32)
     bias = torch.randn(2, 2 * length - 1 + 2 * (not plain)) * (8 if plain else 1)
-    args = q, k, v, bias, seen, None, None, context, length, length, 0 if plain else 40, 0.25, True, None, 0.0
+    args = q, k, v, bias, seen, None, None, context, length, length, 0 if plain else 40, reach, 0.25, True, None, 0.0
     out, lse = attention.relative_attention_forward(*args)
     found = []
     for attention.PARTS in (1, 4, 256):
         found.append(attention.relative_attention_backward(*args, out, lse, grad, True, attention.PARTS == 4))  # side by side
-    torch.testing.assert_close(out.double(), attention.reference(*(a.double() for a in args[:4]), *args[4:]), rtol=0.02, atol=0.02)
+    leaves = [a.double().requires_grad_() for a in args[:4]]
+    wanted = attention.reference(*leaves, *args[4:])
+    torch.testing.assert_close(out.double(), wanted, rtol=0.02, atol=0.02)
+    (of_bias,) = torch.autograd.grad(wanted, leaves[3:], grad.double())
+    assert (found[-1][3] - of_bias).norm() < 0.01 * of_bias.norm()
     for some in found[:-1]:
         assert all(torch.equal(a, b) for a, b in zip(some[:3], found[-1]))
         torch.testing.assert_close(some[3], found[-1][3], rtol=1e-4, atol=1e-4)
@@ -202,7 +207,7 @@ for length, ends in ((330, [0, 130, 200, 330]), (730, [0, 330, 400, 730])):  # t
     bias = torch.ones(2, 2 * longest - 1) if longest < 200 else None
     found = []
     for _ in range(2):
-        args = q, k, v, bias, None, lengths, lengths, None, longest, longest, 0, 0.125, False, None, 0.0
+        args = q, k, v, bias, None, lengths, lengths, None, longest, longest, 0, 0, 0.125, False, None, 0.0
         out, lse = attention.relative_attention_forward(*args)
         found.append([out, *attention.relative_attention_backward(*args, out, lse, grad, True, bool(found))[:3]])
         if len(found) == 1 and bias is None:

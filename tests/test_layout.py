@@ -165,7 +165,7 @@ def test_attention_with_a_bias_is_arithmetic_whichever_kernel_does_it() -> None:
             for tensors, lengths, p in (((q,) * 3, (None, None), 0.1), ((some,) * 3, (ends, ends), 0.0)):
                 masked, distant = Tally(), Tally()
                 masked.kernel(f"attention{back}", (*tensors, bias, *lengths, 0.25, True, seed, p))
-                distant.kernel(f"relative_attention{back}", (*tensors, bias, None, *lengths, None, 8, 8, 0, 0.25, True, seed, p))
+                distant.kernel(f"relative_attention{back}", (*tensors, bias, None, *lengths, None, 8, 8, 0, 0, 0.25, True, seed, p))
                 assert [w._replace(bytes=0) for w in masked.work] == [w._replace(bytes=0) for w in distant.work]
                 found += masked.work
     assert all(w.kind == "attention" for w in found) and [w.flops / found[0].flops for w in found] == [1, 1, 2.5, 2.5]

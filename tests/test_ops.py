@@ -147,7 +147,8 @@ def attended(
 
 def attended_by_distance(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Tensor | None, lengths_k: Tensor | None,
-    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, reach: int, scale: float, causal: bool,
+    seed: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
     """One query and one head at a time."""
     (b, s, h), t = q.shape[:3], k.shape[1]
@@ -167,7 +168,7 @@ def attended_by_distance(
                 continue
             score = (k[one, k0:k1, head] * q[one, row, head]).sum(-1) * scale
             if bias is not None:
-                at = [x + longest_k - 1 for x in distance.tolist()]
+                at = [max(-reach, min(reach, x)) + longest_k - 1 if reach else x + longest_k - 1 for x in distance.tolist()]
                 for key in range(k1 - k0 if prompt else 0):
                     if (key < prompt) != (position < prompt):
                         at[key] = longest_q + longest_k - 1 + (position >= prompt)

@@ -68,7 +68,7 @@ WAYS: dict[str, tuple[Callable[[], tuple[Any, ...]], list[tuple[str, str, str]]]
     ),
     "relative_attention": (
         lambda: (*(some(3, n, 4, 8) for n in (5, 6, 6)), some(4, 12), ids(3, 6) % 3 > 0, None, None,
-                 torch.tensor([[5], [0], [3]], dtype=torch.int32), 5, 6, 2, 0.3, True, None, 0.0),
+                 torch.tensor([[5], [0], [3]], dtype=torch.int32), 5, 6, 2, 3, 0.3, True, None, 0.0),
         [("S0 S0 S0 R S0 S0", "S0", "S0 S0 S0 P - -"), ("S2 S2 S2 S0 R R", "S2", "S2 S2 S2 S0 - -"),
          ("R R R R R R", "R", "R R R R - -")],
     ),

@@ -160,7 +160,7 @@ def test_packed_on_a_gpu_with_dropout() -> None:
     seed = ops.draw(out.device)
     ends = view.packing.ends
     turned = [x.transpose(1, 2).double() for x in inputs]
-    given = (None, None, *ends, None, *view.packing.span, 0, 64**-0.5, True, seed, 0.2)
+    given = (None, None, *ends, None, *view.packing.span, 0, 0, 64**-0.5, True, seed, 0.2)
     wanted = ops.relative_attention.reference(*turned, *given)
     assert (out.transpose(1, 2) - wanted).abs().max() < 2e-2 * wanted.abs().max()
 

@@ -72,13 +72,14 @@ class Rotary(nn.Module):
 class Distances:
     """A bias for each key - query: `vector` (h by queries + keys - 1), from the key furthest behind on; at least fp32. `served`: a
     kernel takes it as it is. With a `prompt`, the first so many positions, `vector` has two more: for a query of the prompt and a
-    key of the rest, and the other way round."""
+    key of the rest, and the other way round. `reach`: from that distance on, either way, all are one number (0: none are)."""
 
     vector: Tensor
     queries: int
     keys: int
     served: bool
     prompt: int = 0
+    reach: int = 0
 
     def spread(self) -> Tensor:
         """The bias (1 h s t) of the last `queries` of `keys` positions, made once and not in every layer."""
@@ -121,7 +122,7 @@ class RelativeBias(nn.Module):
     def of(self, rows: Tensor, queries: int, keys: int, prompt: int = 0) -> Distances:
         """Those rows of the table, one for each distance and, with a prompt, two more."""
         vector = wide(read(self.table, rows).t()).contiguous()
-        return Distances(vector, queries, keys, served(vector, self.table.weight.dtype), prompt)
+        return Distances(vector, queries, keys, served(vector, self.table.weight.dtype), prompt, self.max_distance)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each key - query distance: half of them exact, the others growing with the logarithm."""

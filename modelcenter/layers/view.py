@@ -183,7 +183,7 @@ class View:
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        given = (bias.vector, self.seen, *self.lengths, self.context, bias.queries, bias.keys, bias.prompt)
+        given = (bias.vector, self.seen, *self.lengths, self.context, bias.queries, bias.keys, bias.prompt, bias.reach)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
@@ -193,7 +193,7 @@ class View:
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        given = (None, self.seen, *self.lengths, self.context, *span, 0)
+        given = (None, self.seen, *self.lengths, self.context, *span, 0, 0)
         out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 

@@ -32,7 +32,7 @@ RULES = {
     "dropout": "*, *, seed -> *",
     "rotary": "b s h D, b s h P, b s h P -> b s h D",
     "attention": "b S h D, b T h D, b T h D, b h S T, -, -, -, -, seed -> b S h D",
-    "relative_attention": "b S h D, b T h D, b T h D, h N, b T, -, -, b C, -, -, -, -, -, seed -> b S h D",
+    "relative_attention": "b S h D, b T h D, b T h D, h N, b T, -, -, b C, -, -, -, -, -, -, seed -> b S h D",
     "embedding": "*, V d -> * d",
     "cross_entropy": "n V, n -> sum",
     "linear_cross_entropy": "n D, V D, V, n -> sum",

@@ -10,6 +10,8 @@ query + longest_k - 1, positions so counted, what is added to that score. `seen`
 `context` (b by the sequences of a row, int32, on the device of q): under `causal` all queries of a sequence see so many of its
 first keys. `prompt`: the first so many positions of every sequence are a segment of their own; `bias` then has two more numbers a
 head, for a query of the prompt and a key behind it, and for the other way round, whatever the distance.
+`reach`: what is further than this, either way, has the number of this distance, whose gradient is that of all these, and no other
+is read (0: all are). T5's buckets end there; tiles of scores that lie beyond cost about what they cost without a bias.
 A row that sees nothing gives zero. With a seed, probabilities are dropped, numbered as attention.py says.
 
 On a GPU memory grows as s + t: the backward has beside the gradients one number a row and at most PARTS vectors a head.
@@ -44,6 +46,19 @@ def spread(bias: Tensor, s: int, t: int, longest_k: int, prompt: int = 0) -> Ten
     return torch.where(own == other, found, torch.where(own, bias[:, -2, None, None], bias[:, -1, None, None]))
 
 
+def edges(longest_q: int, longest_k: int, reach: int) -> tuple[int, int]:
+    """The first and the last number of the bias that are read, and are also those of all that is further."""
+    middle, last = longest_k - 1, max(0, longest_q + longest_k - 1) - 1
+    return (max(0, middle - reach), min(last, middle + reach)) if reach else (0, last)
+
+
+def within(bias: Tensor, longest_q: int, longest_k: int, reach: int) -> Tensor:
+    """The bias with the same number wherever it is further than `reach`."""
+    low, high = edges(longest_q, longest_k, reach)
+    at, count = torch.arange(bias.shape[1], device=bias.device), longest_q + longest_k - 1
+    return bias[:, torch.where(at < count, at.clamp(low, high), at)] if reach and count > 0 else bias
+
+
 def past(s: int, t: int, context: Tensor, device: torch.device) -> Tensor:
     """Which keys the last s of t positions see (b 1 s t): those before them, and the `context`'s (b)."""
     at = torch.arange(t, device=device)
@@ -53,16 +68,18 @@ def past(s: int, t: int, context: Tensor, device: torch.device) -> Tensor:
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
-    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, reach: int, scale: float, causal: bool,
+    seed: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
     ends_q = [0, q.shape[1]] if lengths_q is None else lengths_q.tolist()
     ends_k = [0, k.shape[1]] if lengths_k is None else lengths_k.tolist()
     span = -(-longest_k // 128) * 128
     keep = kept(torch.Size((q.shape[0], q.shape[2], q.shape[1], span)), seed, p) if seed is not None else None
+    bias = None if bias is None else within(wide(bias), longest_q, longest_k, reach)
     parts = [q[:, :0]]
     for i, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(ends_q), pairwise(ends_k), strict=True)):
         s, t = q1 - q0, k1 - k0
-        mask = None if bias is None else spread(wide(bias), s, t, longest_k, prompt)[None]
+        mask = None if bias is None else spread(bias, s, t, longest_k, prompt)[None]
         here = None if seen is None else seen[:, None, None, k0:k1]
         if causal and context is not None:
             open_ = past(s, t, context[:, i], q.device)
@@ -75,8 +92,8 @@ def reference(
 
 
 ARGS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? seen, Tensor? lengths_q, Tensor? lengths_k, "
-    "Tensor? context, SymInt longest_q, SymInt longest_k, SymInt prompt, float scale, bool causal, Tensor? seed, float p"
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? seen, Tensor? lengths_q, Tensor? lengths_k, Tensor? context, "
+    "SymInt longest_q, SymInt longest_k, SymInt prompt, SymInt reach, float scale, bool causal, Tensor? seed, float p"
 )
 
 
@@ -92,19 +109,21 @@ def packs(*args: Tensor) -> list[Tensor]:
 @raw(f"({ARGS}) -> (Tensor, Tensor)")
 def relative_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
-    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, reach: int, scale: float, causal: bool,
+    seed: Tensor | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = packs(q, k, v)
     out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     given = dense(bias, seen, lengths_q, lengths_k, context)
-    call("relative_attention", q, k, v, *given, longest_q, longest_k, prompt, scale, causal, seed, p, out, lse)
+    call("relative_attention", q, k, v, *given, longest_q, longest_k, prompt, reach, scale, causal, seed, p, out, lse)
     return out, lse
 
 
 @raw(f"({ARGS}, Tensor out, Tensor lse, Tensor grad, bool wanted, bool beside=False) -> (Tensor, Tensor, Tensor, Tensor)")
 def relative_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
-    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, scale: float, causal: bool, seed: Tensor | None, p: float,
+    context: Tensor | None, longest_q: int, longest_k: int, prompt: int, reach: int, scale: float, causal: bool,
+    seed: Tensor | None, p: float,
     out: Tensor, lse: Tensor, grad: Tensor, wanted: bool, beside: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the bias. `beside`: those of as many queries
@@ -121,8 +140,10 @@ def relative_attention_backward(
     parts = min(PARTS, sequences * -(-longest_q // ROWS))
     partial, dbias = None, q.new_empty((0,), dtype=torch.float32)
     if wanted and bias is not None:
-        partial, dbias = bias.new_zeros((bias.shape[0], parts, bias.shape[1])), bias.new_empty(bias.shape)
-    rest = (longest_q, longest_k, prompt, scale, causal, seed, p, out, lse, grad, inner)
+        low, high = edges(longest_q, longest_k, reach)
+        numbers = high - low + 1 + 2 * (prompt > 0)
+        partial, dbias = bias.new_zeros((bias.shape[0], parts, numbers)), bias.new_empty(bias.shape)
+    rest = (longest_q, longest_k, prompt, reach, scale, causal, seed, p, out, lse, grad, inner)
     made = (dq, dk, dv, None) if whole is None else (None, None, None, whole)
     found = (*made, parts, partial, dbias if partial is not None else None)
     call("relative_attention_backward", q, k, v, *given, *rest, *found)
@@ -137,7 +158,7 @@ def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
     *args, out, lse, wanted = rest
     beside = unseen()  # a compiler takes results for memory of their own
     dq, dk, dv, dbias = relative_attention_backward(*args, out, lse, grad, wanted, beside)
-    return dq, dk, dv, dbias if wanted else None, *(None,) * 11
+    return dq, dk, dv, dbias if wanted else None, *(None,) * 12
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> bool:
@@ -192,25 +213,27 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         return torch.tensor(counts, dtype=torch.int32, device=device)
 
     none = None, None, None, None
-    yield *some(1, 1, 1, 1, 8), *none, 1, 1, 0, 1.0, False, None, 0.0
-    yield *some(2, 0, 3, 2, 8), *none, 0, 3, 0, 1.0, False, None, 0.0
-    yield *some(2, 3, 0, 2, 8), *none, 3, 0, 0, 1.0, False, None, 0.0
-    yield *some(2, 70, 70, 2, 16), *none, 70, 70, 0, 0.2, True, None, 0.0
-    yield *some(1, 9, 5, 2, 40), *none, 9, 5, 0, 0.2, True, None, 0.0  # more queries than keys: the first see nothing
-    yield *some(2, 33, 150, 2, 64), seen(2, 150), *none[1:], 33, 150, 0, 0.125, False, seed, 0.1
-    yield *some(1, 140, 20, 1, 80), *none, 140, 20, 0, 0.1, False, seed, 1.0
-    yield *some(1, 40, 131, 1, 96), *none, 40, 131, 0, 0.1, True, seed, 0.3
-    yield *some(1, 65, 66, 1, 128, False), seen(1, 66), *none[1:], 65, 66, 0, 0.1, False, None, 0.0
-    yield *some(2, 7, 9, 1, 32), torch.zeros(2, 9, dtype=torch.bool, device=device), *none[1:], 7, 9, 0, 0.1, False, None, 0.0
-    yield *some(2, 70, 70, 2, 80, True, 2), seen(2, 70), None, None, known([40], [0]), 70, 70, 32, 0.1, True, None, 0.0
-    yield *some(2, 70, 70, 2, 64, False), seen(2, 70), None, None, known([40], [0]), 70, 70, 0, 0.125, True, seed, 0.1
-    yield *some(1, 30, 100, 2, 16, True, 2), *none, 30, 100, 72, 0.2, False, seed, 0.1  # more keys than queries
+    yield *some(1, 1, 1, 1, 8), *none, 1, 1, 0, 0, 1.0, False, None, 0.0
+    yield *some(2, 0, 3, 2, 8), *none, 0, 3, 0, 0, 1.0, False, None, 0.0
+    yield *some(2, 3, 0, 2, 8), *none, 3, 0, 0, 0, 1.0, False, None, 0.0
+    yield *some(2, 70, 70, 2, 16), *none, 70, 70, 0, 0, 0.2, True, None, 0.0
+    yield *some(1, 9, 5, 2, 40), *none, 9, 5, 0, 0, 0.2, True, None, 0.0  # more queries than keys: the first see nothing
+    yield *some(2, 33, 150, 2, 64), seen(2, 150), *none[1:], 33, 150, 0, 0, 0.125, False, seed, 0.1
+    yield *some(1, 140, 20, 1, 80), *none, 140, 20, 0, 0, 0.1, False, seed, 1.0
+    yield *some(1, 40, 131, 1, 96), *none, 40, 131, 0, 0, 0.1, True, seed, 0.3
+    yield *some(1, 65, 66, 1, 128, False), seen(1, 66), *none[1:], 65, 66, 0, 0, 0.1, False, None, 0.0
+    yield *some(2, 7, 9, 1, 32), torch.zeros(2, 9, dtype=torch.bool, device=device), *none[1:], 7, 9, 0, 0, 0.1, False, None, 0.0
+    yield *some(2, 70, 70, 2, 80, True, 2), seen(2, 70), None, None, known([40], [0]), 70, 70, 32, 0, 0.1, True, None, 0.0
+    yield *some(2, 70, 70, 2, 64, False), seen(2, 70), None, None, known([40], [0]), 70, 70, 0, 0, 0.125, True, seed, 0.1
+    yield *some(1, 30, 100, 2, 16, True, 2), *none, 30, 100, 72, 0, 0.2, False, seed, 0.1  # more keys than queries
+    yield *some(1, 260, 200, 2, 64), *none, 260, 200, 0, 20, 0.125, False, None, 0.0  # most tiles are further than what is read
+    yield *some(1, 170, 230, 1, 80, True, 2), *none, 170, 230, 40, 9, 0.125, True, seed, 0.1
     lengths = ((5, 0, 1, 9, 30), (7, 2, 1, 20, 30))
     ends_q, ends_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in lengths)
     q, k, v, _ = some(1, 45, 60, 2, 64)
     ends, context = (ends_q, ends_k), known([3, 9, 0, 15, 30])
-    yield q, k, v, torch.randn(2, 59, device=device, dtype=kind), None, *ends, None, 30, 30, 0, 0.25, False, seed, 0.2
-    yield q, k, v, torch.randn(2, 61, device=device, dtype=kind), seen(1, 60), *ends, context, 30, 30, 8, 0.25, True, None, 0.0
+    yield q, k, v, torch.randn(2, 59, device=device, dtype=kind), None, *ends, None, 30, 30, 0, 0, 0.25, False, seed, 0.2
+    yield q, k, v, torch.randn(2, 61, device=device, dtype=kind), seen(1, 60), *ends, context, 30, 30, 8, 0, 0.25, True, None, 0.0
 
 
 kernel = Kernel(relative_attention_forward, saved, backward, takes=takes, devices=("cuda",))

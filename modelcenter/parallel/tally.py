@@ -231,7 +231,7 @@ class Tally(FakeTensorMode):
 # of KEYS, of which one on a causal diagonal is computed whole, and AROUND of them are for what is before the first and after all.
 SCORE, MORE, KEYS, AROUND = 57, 60, 128, 1.6
 FULL = 1.65  # times as long as the products that are seen in fp32, whose units are slower: 1.5 to 1.8 of them, of the same shapes
-ATTENTION = {"attention": (4, 7, 9), "relative_attention": (5, 12, 14)}  # where our kernels have lengths, `causal` and `p`
+ATTENTION = {"attention": (4, 7, 9), "relative_attention": (5, 13, 15)}  # where our kernels have lengths, `causal` and `p`
 NOTHING = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::lift_fresh", "aten::resize_",
            "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"}  # sums are counted by themselves
 PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten._addmm_activation: 1, torch.ops.aten.bmm: 0,
