@@ -59,7 +59,7 @@ SAVE = {  # arguments of save_pretrained
 MODEL = {  # attributes of a model
     "add_adapter": "mc.add_adapter(model, mc.AdapterConfig(...))",
     "base_model": f"mc.load(name, task='backbone'); {OURS}",
-    "can_generate": "model.task, which is lm or seq2seq",
+    "can_generate": "model.task, which is lm or seq2seq; a pipeline takes a folder: model.save_pretrained",
     "enable_input_require_grads": "nothing: recompute here needs no such gradient",
     "generation_config": "options of generate(); the file's are read",
     "get_decoder": "model.decoder, or mc.load(name, task='backbone') for hidden states",
@@ -124,6 +124,18 @@ MODULE = {  # names of the package, in the beginning of which these stand
     "AutoConfig": "mc.load(name, device='meta').config",
     "AutoModel": "mc.load(name), which takes any family; task= says which head",
     "AutoTokenizer": "mc.load_tokenizer(name)",
+    "Bert": "mc.BERT",
+    "Bloom": "mc.BLOOM",
+    "CpmAnt": "mc.CPMAnt",
+    "GPT2": "mc.GPT",
+    "GenerationConfig": "options of model.generate, by their names",
+    "LlamaFor": "mc.LLaMA",
+    "LoraConfig": "mc.AdapterConfig(name='lora')",
+    "MT5For": "mc.MT5",
+    "T5For": "mc.T5",
+    "TrainingArguments": "a recipe: modelcenter list keys, under their names too",
+    "get_peft_model": "mc.add_adapter(model, mc.AdapterConfig(...))",
+    "pipeline": "model.generate, or transformers' own on a saved folder",
     "Trainer": "mc.train(recipe)",
 }
 

@@ -19,7 +19,7 @@ TRANSFORMERS = {  # keys without a field that scripts set on a config of transfo
     "bos_token_id": "leave it out: a prompt is what it is; the tokenizer puts one before a text",
     "eos_token_id": "give it to generate: generate(ids, eos_token_id=...)",
     "pad_token_id": "give it to generate: generate(ids, pad_token_id=...); elsewhere attention_mask says what pads",
-    "use_cache": "give it to a forward: model(ids, use_cache=True); generate always has one",
+    "use_cache": "give it to a forward: model(ids, use_cache=True); Trainer takes ours behind a module: docs/from-modelcenter.md",
     "output_hidden_states": "give it to a forward: model(ids, output_hidden_states=True)",
     "output_attentions": "leave it out: attention here keeps no weights",
     "gradient_checkpointing": "mc.parallelize(model, mc.Machine(recompute='full'))",
