@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -425,3 +426,15 @@ def test_variables_in_a_fresh_process(server: Hub, tmp_path: Path) -> None:
     found, said = run(**nobody)
     assert found == folder and "using the cached copy" in said
     assert "no answer from 127.0.0.1" in run(**nobody, HF_HUB_CACHE=str(tmp_path / "empty"))[0]
+
+
+def test_few_files_come_without_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The client draws one for three small files, though they may all be here already."""
+
+    def download(repo: str, tqdm_class: Any, **asked: object) -> str:
+        assert list(tqdm_class(range(3), desc="Fetching 3 files")) == [0, 1, 2]
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert hub.fetch("someone/tiny", ["tokenizer*"], PRESETS) == tmp_path
+    assert capfd.readouterr() == ("", "")

@@ -92,7 +92,7 @@ def fetch(name: str, patterns: list[str], presets: Mapping[str, str | None]) -> 
     from huggingface_hub import constants, snapshot_download
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=patterns))
+        return Path(snapshot_download(repo, allow_patterns=patterns, tqdm_class=_bar(disable=True)))
     except Exception as error:
         if constants.HF_HUB_OFFLINE:
             how = f"unset HF_HUB_OFFLINE, or give a folder{_near(name, presets)}"
@@ -203,11 +203,15 @@ def _download() -> Iterator[None]:
         _downloads -= 1
 
 
-def _bar() -> Any:
-    """The client's bar, of which each move is progress: ranks that see none for long take the run to stand still."""
+def _bar(**fixed: Any) -> Any:
+    """The client's bar, of which each move is progress: ranks that see none for long take the run to stand still. `fixed` are
+    options that the client does not decide: of a few small files, which may all be here already, none is drawn."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # its module has the same name, and mypy sees that
 
     class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, **fixed})
+
         def update(self, n: float | None = 1) -> Any:
             beat()
             return super().update(n)
