@@ -114,7 +114,7 @@ def test_the_others_of_a_stopped_rank_end(tmp_path: Path) -> None:
     # wherever it is: the loader's thread stops the process in the middle of a step
     assert (folder / "0.txt").read_text().startswith("rank 0: waits for others at ") and not (folder / "1.txt").exists()
     with pytest.raises(launch.RankError, match=r"rank 1: says nothing, .* rank 0: waits for others at"):
-        launch.stalled(folder, range(2), TIMEOUT, 0)
+        launch.stalled(folder, range(2), TIMEOUT, {})
 
 
 def importing() -> None:
@@ -271,9 +271,10 @@ def test_who_stands_and_who_waits(tmp_path: Path) -> None:
     (tmp_path / "1.txt").write_text("rank 1: stands at data/loader.py:7 (rows)\n")
     (tmp_path / "2.txt").write_text("rank 2: waits for others at parallel/ranks.py:1 (sum)\n")
     (tmp_path / "3.txt").write_text("rank 3: of a run before\n")
-    os.utime(tmp_path / "3.txt", (0, 0))
+    before = {"3.txt": launch.stamps(tmp_path)["3.txt"], "2.txt": 7}
+    os.utime(tmp_path / "1.txt", (0, 0))  # the clock was set back in the run
     with pytest.raises(launch.RankError) as caught:
-        launch.stalled(tmp_path, range(4), 9, time.time())
+        launch.stalled(tmp_path, range(4), 9, before)
     line = str(caught.value)
     assert line.startswith("no progress for 9 s: rank 3: says nothing"), line
     assert ", rank 1: stands at data/loader.py:7 (rows), ranks 0, 2: waits for others at " in line, line

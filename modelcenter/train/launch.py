@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +100,8 @@ def share_of(machine: Machine) -> tuple[range, bool]:
 def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]", verb: str) -> dict[str, Any]:
     """The run from where it stands to its end; `ranks` are its processes while it lasts."""
     mine, alone = share_of(machine)
-    began = time.time()
+    stacks = Path(recipe.output_dir) / "ranks"
+    before = stamps(stacks)
     with tempfile.TemporaryDirectory(prefix="modelcenter-") as name:
         place = Path(name)
         files = place / "recipe.yaml", place / "machine.yaml"
@@ -118,7 +119,7 @@ def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]
                 process.wait()
             ranks.clear()
         if STALLED in status:
-            stalled(Path(recipe.output_dir) / "ranks", mine, machine.timeout, began)
+            stalled(stacks, mine, machine.timeout, before)
         if (first := culprit(status)) is not None:
             fail(mine[first], status[first] or 0, place / f"{mine[first]}.err")
         answer: dict[str, Any] = json.loads((place / f"{mine[0]}.out").read_text(encoding="utf-8"))
@@ -166,12 +167,19 @@ def fail(rank: int, status: int, said: Path) -> NoReturn:
     raise RankError(how, 128 - status if status < 0 else status, heard=status > 0 and not said.exists())
 
 
-def stalled(folder: Path, mine: range, seconds: float, began: float) -> NoReturn:
-    """Raise which rank stands where: those at fault first, those that wait for others after them."""
+def stamps(folder: Path) -> dict[str, int]:
+    """When each file there was written: one of a run before is known by that, and not by the hour, for clocks are set back."""
+    return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.txt")}
+
+
+def stalled(folder: Path, mine: range, seconds: float, before: Mapping[str, int]) -> NoReturn:
+    """Raise which rank stands where: those at fault first, those that wait for others after them. What was there `before` counts
+    for nothing."""
+    now = stamps(folder)
     places: dict[str, list[int]] = {}
     for rank in mine:
         file = folder / f"{rank}.txt"
-        fresh = file.exists() and file.stat().st_mtime >= began - 1  # file systems count time more coarsely
+        fresh = file.name in now and now[file.name] != before.get(file.name)
         where = file.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2] if fresh else SILENT
         places.setdefault(where, []).append(rank)
     order = sorted(places, key=lambda where: (where != SILENT, where.startswith("waits")))
