@@ -210,7 +210,7 @@ def _bar(**fixed: Any) -> Any:
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, **fixed})
+            super().__init__(*args, **{**options, **fixed})  # type: ignore[no-untyped-call]  # tqdm has no types
 
         def update(self, n: float | None = 1) -> Any:
             beat()
