@@ -394,7 +394,7 @@ MUTANTS = (
     Mutant("reach-too-short", "layers/position.py", "prompt, self.max_distance)", "prompt, self.max_distance // 2)",
            "test_distances.py::test_what_is_beyond_reach_is_one_number[32-128-True]"),
     Mutant("reach-one-way-one-short", "ops/relative_attention.py", "middle + reach)) if", "middle + reach - 1)) if",
-           "test_ops.py::test_values_and_gradients_are_the_formulas[dtype0-relative_attention]"),
+           "test_ops.py::test_values_and_gradients_are_the_formulas[torch.float32-relative_attention]"),
     Mutant("edge-of-the-prompt-moved", "ops/relative_attention.py", "own, other = (x < prompt for", "own, other = (x <= prompt for",
            f"{parity('cpmant-default-lm')};test_distances.py::test_by_distance[cpmant-default-lm]"),
     # ---- checkpoints
