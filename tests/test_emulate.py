@@ -26,6 +26,14 @@ class Mutant(Plant):
     cases: int = 100
 
 
+@dataclass(frozen=True)
+class Far(Plant):
+    """Planted in csrc's attention; of REACH's cases one must then fail, saying `error`."""
+
+    error: str
+    chip: int = 228
+
+
 ORDER = "depends on the order of threads"
 WRONG = r"AssertionError: (result|dequantised|tensor)"
 LONG_ENOUGH = 12_000  # for sequences of several tiles
@@ -81,6 +89,28 @@ MUTANTS = (
     Mutant("the-next-tile-from-the-other-end", "attention.cu", "tiles_of_one - 1 - after % tiles_of_one", "after % tiles_of_one",
            "relative_attention_in_crowds", WRONG, cases=1),
     Mutant("the-first-of-a-pair-twice", "rotary.cu", "found[APART - 1][INTERLEAVED", "found[0][INTERLEAVED", "rotary", WRONG),
+)
+
+# Where a bias is one number: each way, by each kernel's tiles. What is wrongly taken for far is a tile with one score that is not.
+FAR = (
+    Far("far-behind-by-all-but-a-score", "attention.h", ": p.high - first;", ": p.high - 1 - first;", "out"),
+    Far("far-before-by-all-but-a-score", "attention.h", ": p.low - first - COUNT + 1,", ": p.low - first - COUNT + 2,", "out"),
+    Far("keys-far-behind-by-all-but-a-score", "attention.h", "? first - p.high :", "? first - p.high + 1 :", "d[kv]"),
+    Far("keys-far-before-by-all-but-a-score", "attention.h", "? first + COUNT - 1 -", "? first + COUNT - 2 -", "d[kv]"),
+    Far("a-pair's-tiles-counted-from-the-next-key", "attention.cu", "number<64>(p, of, first, 0)", "number<64>(p, of, first, 1)",
+        "out"),
+    Far("a-pair's-tiles-counted-from-the-key-before", "attention.cu", "number<64>(p, of, first, 0)", "number<64>(p, of, first, -1)",
+        "out"),
+    Far("tiles-counted-from-the-next-key", "attention.cu", "near(p, bias.first);", "near(p, bias.first + 1);", "out"),
+    Far("tiles-counted-from-the-key-before", "attention.cu", "near(p, bias.first);", "near(p, bias.first - 1);", "out", 164),
+    Far("the-other-end's-number", "attention.cu", "step < near.begin ? -2 : -1", "step < near.begin ? -1 : -2", "out"),
+    Far("dQ's-tiles-counted-from-the-next-key", "attention_backward.cu", "near(p, begins);", "near(p, begins + 1);", "dq"),
+    Far("dQ's-tiles-counted-from-the-key-before", "attention_backward.cu", "near(p, begins);", "near(p, begins - 1);", "dq", 164),
+    Far("the-sum-of-the-far-to-the-other-end", "attention_backward.cu", "vector.add(step < first, x);",
+        "vector.add(step >= last, x);", "dbias"),
+    Far("near-sums-of-the-first-number-lost", "attention_backward.cu", "return number > p.low &&", "return number >= p.low &&",
+        "dbias"),
+    Far("near-sums-of-the-last-number-lost", "attention_backward.cu", "&& number < p.high;", "&& number <= p.high;", "dbias", 164),
 )
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
@@ -233,6 +263,60 @@ def test_attention_over_several_tiles(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     done = fuzzed(kernels, "relative_attention", 40, chip=AMPERE)
     assert done.returncode == 0 and "none wrong" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+REACH = """
+from emulate.pretend import pretend
+pretend()
+import importlib
+import torch
+attention = importlib.import_module("modelcenter.ops.relative_attention")
+torch.manual_seed(0)
+length, both = 200, (False, True)
+distance = torch.arange(1 - length, length)
+every, edges = (63, 64, 65, 66, 127, 128, 129, 130), (66, 130)  # edges: of a tile all but the score of a corner are further
+for dim, padded, reaches in ((16, False, every), (16, True, edges), (104, False, edges)):
+    seen = torch.arange(length)[None] != 100 if padded else None
+    q, k, v, grad = (torch.randn(1, length, 1, dim).half() for _ in range(4))
+    for reach, causal in ((reach, causal) for reach in reaches for causal in both if reach in edges or not causal):
+        bias = torch.where(distance < 0, 4.0, 3.0)[None].masked_fill(distance.abs() < reach, 0.0)
+        bias[0, distance.abs() == reach - 1] = 7.0  # the last that is not far: a score of it has most of what its row has
+        bias[0, distance.abs() > reach] = float("nan")  # never read
+        args = q, k, v, bias, seen, None, None, None, length, length, 0, reach, dim**-0.5, causal, None, 0.0
+        out, lse = attention.relative_attention_forward(*args)
+        found = out, *attention.relative_attention_backward(*args, out, lse, grad, True)
+        leaves = [a.double().requires_grad_() for a in args[:4]]
+        result = attention.reference(*leaves, *args[4:])
+        wanted = result, *torch.autograd.grad(result, leaves, grad.double())
+        for what, one, other in zip(("out", "dq", "dk", "dv", "dbias"), found, wanted):
+            error = (one - other).abs().max().item() / other.abs().max().item()
+            assert error < 0.005, f"{what}: {error:.2g}, {dim=} {padded=} {reach=} {causal=}"
+"""
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which attention alone was built."""
+    folder = tmp_path_factory.mktemp("attention")
+    build(folder, CSRC, only=("attention", "attention_backward"))
+    return folder
+
+
+@pytest.mark.parametrize("chip", [HOPPER, AMPERE])
+def test_the_distance_from_which_a_bias_is_one_number(attention: Path, chip: int) -> None:
+    done = python(made(attention), "-c", REACH, chip=chip)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@slow
+@pytest.mark.parametrize("mutant", FAR, ids=[mutant.name for mutant in FAR])
+def test_mutant_of_far_tiles(mutant: Far, attention: Path, tmp_path: Path) -> None:
+    source, folder = tmp_path / "csrc", tmp_path / "made"
+    shutil.copytree(CSRC, source)
+    shutil.copytree(attention, folder)
+    mutant.into(source)
+    done = python(build(folder, source, only=("attention", "attention_backward")), "-c", REACH, chip=mutant.chip)
+    assert done.returncode != 0 and re.search(f"AssertionError: {mutant.error}: ", done.stderr), done.stdout + done.stderr[-3000:]
 
 
 @slow

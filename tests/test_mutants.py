@@ -38,7 +38,7 @@ def test_without_a_mutant_all_pass(fault: Callable[[str], str]) -> None:
 
 def test_what_they_change_is_there() -> None:
     """Of those in the kernels too, which are compiled, and so tried, by `make test-all` alone."""
-    places = {"modelcenter": MUTANTS, "csrc": (*test_kernel_mutants.MUTANTS, *test_emulate.MUTANTS)}
+    places = {"modelcenter": MUTANTS, "csrc": (*test_kernel_mutants.MUTANTS, *test_emulate.MUTANTS, *test_emulate.FAR)}
     assert [m.name for place, plants in places.items() for m in plants if not m.fits(mutants.ROOT / place)] == []
 
 
