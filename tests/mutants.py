@@ -978,6 +978,8 @@ MUTANTS = (
            "test_evaluate.py::test_the_best_is_kept_and_a_run_without_a_better_one_ends[perplexity]"),
     Mutant("characters-for-bytes", "train/evaluate.py", "size += len(text.encode())", "size += len(text)",
            "test_evaluate.py::test_bytes_are_utf_8_and_without_the_first_token"),
+    Mutant("judged-where-training-begins", "cli/evaluate.py", 'replace(recipe, init="pretrained", config=config,', "replace(recipe, config=config,",
+           "test_evaluate.py::test_a_recipe_that_begins_with_random_weights_judges_those_of_the_model_that_is_given[named as a preset]"),
     Mutant("articles-kept", "metrics/texts.py", "(a|an|the)", "(the)", "test_metrics.py::test_squad_as_its_script"),
     Mutant("start-token-read-as-text", "train/evaluate.py", "self.tokenizer.decode(row[1:])", "self.tokenizer.decode(row[2:])",
            "test_evaluate.py::test_texts_are_written_and_judged"),

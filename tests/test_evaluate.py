@@ -95,6 +95,27 @@ def test_bits_per_byte_of_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture
     assert line.count("\n") == 1 and f"bits_per_byte {found['eval_bits_per_byte']:.6g}" in line
 
 
+@pytest.mark.parametrize("name", ["model", "gpt2"], ids=["folder", "named as a preset"])
+def test_a_recipe_that_begins_with_random_weights_judges_those_of_the_model_that_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = train(recipe_of(tmp_path, eval_steps=None, save_steps=None), MACHINE)
+    (tmp_path / "out" / "model").rename(name)
+    given = [f"model={name}", "data.path=text.txt", "data.seq_len=16", "data.eval_fraction=0.1", "precision=fp32"]
+    for more in ([], ["tokenizer=char", "config.dropout=0", "machine.threads=1"]):
+        assert main(["evaluate", "pretrain", *given, *more, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(run.metrics["eval_loss"], rel=1e-5)
+    for asked in (given[1:], [*given, "init=random"]):
+        assert main(["evaluate", "pretrain", *asked]) == 2
+        assert "error: init: random, where training begins, and nothing to judge; model=FOLDER, " in capsys.readouterr().err
+    if name == "model":
+        for verb in ("train", "plan"):
+            assert main([verb, "pretrain", *given]) == 2
+            said = capsys.readouterr().err
+            assert "error: model: model, a folder, with init random, which takes a preset's shape; a preset and config." in said
+
+
 def test_bytes_are_utf_8_and_without_the_first_token() -> None:
     tokenizer = open_tokenizer("char", ["é中ab"])
     assert stream_bytes(["", "é中", "ab"], tokenizer) == 2 + 3 + 2 - 2

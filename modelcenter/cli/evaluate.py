@@ -30,9 +30,10 @@ def evaluate(args: Arguments) -> Answer:
     modelcenter evaluate MODEL --lm-eval TASK,TASK... [few_shot=N] [limit=N] [lm_eval_path=FOLDER] [key=value ...]
 
     RUN is the output folder of a run: its recipe, its trained model, or that of a training state, its evaluation data. MODEL is a
-    folder that transformers, peft or this package has saved. FOLDER holds a run for each task of the benchmark. TASK is one of
-    lm-eval's, or of the files in lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of
-    --machine M, with the same numbers. Nothing is written.
+    folder that transformers, peft or this package has saved. RECIPE gives the rest; where it begins with random weights, model=
+    names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the files in
+    lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the same numbers.
+    Nothing is written.
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
@@ -61,6 +62,8 @@ def evaluate(args: Arguments) -> Answer:
         if folder is not None and not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
             refuse_missing(folder, None, "no such folder, and no recipe", "a run's output_dir, a model's folder, or a recipe")
         recipe, machine = run_of(args)
+        if recipe.init == "random":
+            recipe = trained(recipe, args)
     return judged(recipe, machine)
 
 
@@ -68,6 +71,22 @@ def of_run(run: Path, model: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe of the run in a folder, for the model that it has trained, and the machine."""
     recipe, machine = run_of(replace(args, names=[str(run / "recipe.yaml"), *args.names[1:]]))
     return replace(recipe, model=str(model), tokenizer=None, init="pretrained", config={}, adapter=AdapterConfig()), machine
+
+
+def trained(recipe: "Recipe", args: Arguments) -> "Recipe":
+    """A recipe that begins with random weights, for the model that the command line names: its shape and tokenizer are its own, but
+    for what is given there too."""
+    from ..config import assignments
+    from ..train.recipe import settle
+
+    given = [setting for setting in args.settings if not setting.startswith("machine.")]
+    over = settle({}, assignments(given), COMMAND_LINE)
+    if "model" not in over or "init" in over:
+        wanted = "model=FOLDER, of a model that has been trained, or a run's output_dir instead of the recipe"
+        refuse(None, "init", "random, where training begins, and nothing to judge", wanted)
+    shape = over.get("config", {})
+    config = {key: value for key, value in recipe.config.items() if not isinstance(shape, dict) or key in shape}
+    return replace(recipe, init="pretrained", config=config, tokenizer=recipe.tokenizer if "tokenizer" in over else None)
 
 
 def judged(recipe: "Recipe", machine: "Machine") -> Answer:

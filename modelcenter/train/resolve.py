@@ -53,6 +53,9 @@ def check_length(recipe: Recipe, sizes: Mapping[str, Any]) -> None:
 def sizes_of(recipe: Recipe) -> dict[str, Any]:
     """The fields of the config of the recipe's model; none where a hub id would have to be fetched to know."""
     known, local, found = recipe.model in presets(), Path(recipe.model).expanduser().is_dir(), None
+    if recipe.init == "random" and local and not known:
+        wanted = "a preset and config.KEY=VALUE, or, for the folder's weights, init=pretrained config={} tokenizer=null"
+        refuse(None, "model", f"{recipe.model}, a folder, with init random, which takes a preset's shape", wanted)
     if recipe.init == "random" or (known and not local):
         found = build(recipe.model, task=recipe.head, config=recipe.config, device="meta")
     elif local:
