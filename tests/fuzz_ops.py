@@ -52,7 +52,6 @@ MOST = 20_000  # elements of a tensor
 LARGE = (0, 1, 1, 2, 3, 5, 17, 32771, 40000, 65601)  # --large: one axis of a tensor past what 15 and what 16 bits count
 WRONG = 20  # cases, after which it is plain enough
 
-PAIRS = torch.cpu._is_avx512_bf16_supported() and hasattr(_op._C and _op._C.cpu, "product")
 Maker = Callable[[random.Random, str], tuple[Any, ...]]
 
 
@@ -483,34 +482,6 @@ def of_adamw(rng: random.Random, device: str, compared: bool) -> list[Any]:
     return [dtype, kind, sizes, options, max_norm, scale]
 
 
-def of_product(rng: random.Random, device: str, compared: bool) -> list[Any]:
-    """A product in pairs: of what is rounded to bf16, whichever way it lies, in rows that may be longer."""
-    m, n, k = (rng.choice(SIZES) for _ in range(3))
-    turned, longer = [rng.random() < 0.5 for _ in range(2)], [rng.choice((0, 0, 1, 9)) for _ in range(3)]
-    kinds = [rng.choice((torch.float32, torch.bfloat16)) for _ in range(3)]
-    a, b, c = (
-        numbers(rng, device, kind, *((last, first + more) if turn else (first, last + more)))
-        for kind, first, last, turn, more in zip(kinds, (m, k, m), (k, n, n), (*turned, False), longer, strict=True)
-    )
-    if turned[1]:  # of b rows end where they end
-        b = b[:, :k].contiguous()
-    else:
-        b = b[:, :n].contiguous()
-    bias = numbers(rng, device, torch.float32, n) if rng.random() < 0.5 else None
-    add, scale, before = rng.random() < 0.5, rng.choice((1.0, 0.5)), c.clone()
-    call("product", c, a, b, bias, n, k, *turned, add, scale)
-    if compared:
-        left, right = (x[:, :size] for x, size in ((a, m if turned[0] else k), (b, k if turned[1] else n)))
-        exact = [(x.t() if turn else x).bfloat16().double() for x, turn in zip((left, right), turned, strict=True)]
-        true = exact[0] @ exact[1] * scale + (before[:, :n].double() if add else 0) + (0 if bias is None else bias.double())
-        size = exact[0].abs() @ exact[1].abs() * scale + before[:, :n].double().abs() + (0 if bias is None else bias.double().abs())
-        known = true.isfinite() & (size < 1e37)
-        off = (c[:, :n].double() - true).abs()[known]
-        assert bool((off <= size[known] * (2**-8 if c.dtype == torch.bfloat16 else 1e-5) + 1e-30).all()), off.max()
-        assert torch.equal(c[:, n:], before[:, n:]) or bool(before[:, n:].isnan().any()), "what lies beside the result"
-    return [shown(x) for x in (c, a, b)]
-
-
 # ---- the run
 
 
@@ -530,7 +501,6 @@ def subjects(device: str) -> dict[str, tuple[str, Callable[[random.Random, str, 
         "norm_twice": ("norm_backward", of_norm_twice), "adamw": ("adamw", of_adamw),
         **({"relative_attention_in_crowds": ("relative_attention", in_crowds), "gated_linear": ("gated_backward", of_gated_linear)}
            if "relative_attention" in kernel_backed(device) else {}),
-        **({"product": ("product", of_product)} if device == "cpu" and PAIRS else {}),
     }  # fmt: skip
 
 

@@ -90,14 +90,6 @@ MUTANTS = (
 if torch.cpu._is_avx512_bf16_supported():  # elsewhere these lines do not run
     MUTANTS += (
         Mutant("scale-of-pairs-lost", "attention.cpp", "PAIRS ? p.scale : 1.0f", "1.0f", exact("attention", "bfloat16")),
-        Mutant("last-of-an-odd-sum-lost", "product.cpp", "steps = (depth + 1) / 2, there", "steps = depth / 2, there",
-               "test_product.py::test_a_product_of_what_is_rounded[(17, 33, 65)-turned0]"),
-        Mutant("a-long-sum-begins-anew", "product.cpp", "d > 0 || s > 0", "s > 0",
-               "test_product.py::test_a_product_of_what_is_rounded[(5, 50, 9001)-turned1]"),
-        Mutant("panels-of-the-rows-before", "product.cpp", "left_is != r * depths.count + d", "left_is < 0",
-               "test_product.py::test_a_product_of_what_is_rounded[(1100, 60, 40)-turned0]"),
-        Mutant("a-product-forgets-the-others", "product.cpp", "add ? load_n(to, there[part]) + x : x", "x",
-               "test_product.py::test_a_product_of_what_is_rounded[(130, 100, 301)-turned3]"),
         Mutant("last-odd-key-lost", "attention.cpp", "n, (k + 1) / 2, a,", "n, k / 2, a,", exact("attention", "bfloat16")),
     )
 

@@ -4,11 +4,6 @@ torch's product of bf16 or fp16 matrices is 5 to 50 times slower than fp32's on 
 51 and 17 against 256 GFLOP/s on two cores with AVX-512 alone). There the product is formed in fp32 and rounded once: the same or
 a better result, because the weights of a mixed-precision run are then not rounded at all. Not so a token or a few in generation.
 
-A CPU that multiplies pairs of bf16 (AVX512-BF16) and has no units for whole tiles does so in csrc/product.cpp to train. torch's
-product is as fast, but weights must be rounded for it, their gradients turned into fp32 and added up in passes of their own, and an
-odd number of rows, as of GPT-2's vocabulary, slows it down (one core of an EPYC, the gradient of a 50257 x 768 weight from 640 rows
-of bf16 into fp32: 500 ms, and 275 here).
-
 On a GPU the product is torch's, and the gradients of weight and bias are formed by products whose sums leave them in the
 parameter's own dtype: in fp32 under autocast, neither rounded on the way nor cast in a pass of their own. torch adds up the rows of
 a bias' gradient at a third of the memory's rate, a product with ones at all of it (16384 x 1600, one H200: 41 and 18 microseconds).
@@ -32,14 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _op
-from ._op import autocast_dtype, call, fake, on_gpu, plain, raw, transformed
+from ._op import autocast_dtype, fake, on_gpu, plain, transformed
 from .activation import relu
 
 LOW = (torch.bfloat16, torch.float16)
-PAIRED = {torch.bfloat16, torch.float32}
 FEW = 4  # rows
-MANY = 64  # rows: fewer are not worth copying their factors into panels
 APART = 64  # elements: what cuBLAS multiplies fastest begins at a multiple of 128 bytes
 
 
@@ -51,28 +43,12 @@ def has_low_units(dtype: torch.dtype) -> bool:
     return dtype != torch.float16 or bool(torch.cpu._is_amx_fp16_supported())
 
 
-@cache
-def in_pairs() -> bool:
-    """Whether products in bf16 are csrc/product.cpp's, on this CPU: it multiplies pairs, and has no units for whole tiles, which
-    torch's library knows how to feed."""
-    pairs = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
-    return bool(pairs and _op.available("cpu") and hasattr(_op._C.cpu, "product"))
-
-
-def paired(low: torch.dtype, rows: int) -> bool:
-    """Whether the product of so many rows in the low precision is formed in pairs."""
-    return low == torch.bfloat16 and rows >= MANY and in_pairs() and has_low_units(low)
-
-
 def low_dtype(x: Tensor) -> torch.dtype | None:
-    """The low precision of a product with `x` that is formed here and not by torch; None where it is torch's."""
+    """The low precision that a product with `x` would be formed in on a CPU without units for it; None anywhere else."""
     if x.device.type != "cpu" or on_gpu(x):
         return None
     low = autocast_dtype(x.device) or x.dtype
-    if low not in LOW or x.dtype == torch.float64:
-        return None
-    own = not has_low_units(low) or (torch.is_grad_enabled() and paired(low, x.numel() // max(1, x.size(-1))))
-    return low if own else None
+    return low if low in LOW and x.dtype != torch.float64 and not has_low_units(low) else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -122,27 +98,14 @@ def trained_low(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
     return low if low in LOW and torch.float64 not in kinds else None
 
 
-@raw("(Tensor a, Tensor b, Tensor? bias, bool a_turned, bool b_turned, ScalarType dtype) -> Tensor", devices=("cpu",))
-def product(a: Tensor, b: Tensor, bias: Tensor | None, a_turned: bool, b_turned: bool, dtype: torch.dtype) -> Tensor:
-    """a b + bias in `dtype` (fp32 or bf16), formed in pairs of bf16; of a and b the transpose where it is `turned`."""
-    m, n = a.size(int(a_turned)), b.size(int(not b_turned))
-    out, shift = a.new_empty((m, n), dtype=dtype), None if bias is None else bias.contiguous()
-    call("product", out, a.contiguous(), b.contiguous(), shift, n, a.size(int(not a_turned)), a_turned, b_turned, False, 1.0)
-    return out
-
-
 class Wide(torch.autograd.Function):
-    """The product in pairs or in fp32; what is kept for the backward is in the low precision."""
+    """The product in fp32; what is kept for the backward is in the low precision."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: torch.dtype) -> Tensor:
         ctx.kinds = x.dtype, weight.dtype, None if bias is None else bias.dtype
         x = x.to(low)
         ctx.save_for_backward(x, weight)
-        ctx.pairs = paired(low, x.numel() // max(1, x.size(-1))) and {weight.dtype, ctx.kinds[2] or weight.dtype} <= PAIRED
-        if ctx.pairs:
-            out: Tensor = product(x.reshape(-1, x.size(-1)), weight, bias, False, True, low)
-            return out.view(*x.shape[:-1], len(weight))
         with torch.autocast("cpu", enabled=False):
             return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(low)
 
@@ -150,13 +113,7 @@ class Wide(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.kinds
-        g = grad.reshape(-1, grad.size(-1))
-        if ctx.pairs and not torch.is_grad_enabled() and of_x in PAIRED:
-            dx = product(g, weight, None, False, False, of_x).view(x.shape) if ctx.needs_input_grad[0] else None
-            rows = x.reshape(-1, x.size(-1))
-            dweight = product(g, rows, None, True, False, of_weight) if ctx.needs_input_grad[1] else None
-            return dx, dweight, g.sum(0, dtype=torch.float32).to(of_bias) if ctx.needs_input_grad[2] else None, None
-        g = g.float()
+        g = grad.reshape(-1, grad.size(-1)).float()
         dx = (g @ weight.float()).to(of_x).view(x.shape) if ctx.needs_input_grad[0] else None
         dweight = (g.t() @ x.reshape(-1, x.size(-1)).float()).to(of_weight) if ctx.needs_input_grad[1] else None
         dbias = g.sum(0).to(of_bias) if ctx.needs_input_grad[2] else None

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._op import OPS, Kernel, Op, autocast_dtype, call, fake, kept_graph, look, on_gpu, raw, real, unseen, without_autocast
 from .cross_entropy import IGNORE, cross_entropy, summed
-from .linear import LOW, PAIRED, has_low_units, multiply, paired
+from .linear import LOW, has_low_units, multiply
 
 CHUNK = 1024  # rows of logits that the reference holds at a time: 1024 x 50257 in fp32 are 206 MB
 X, WEIGHT, BIAS = 1, 2, 4  # bits of `grads`
@@ -89,19 +89,15 @@ def linear_cross_entropy_forward(
         if len(kept) < len(x):
             x, labels, losses = x[kept], labels[kept], losses[: len(kept)]
             dx = dx.new_empty(x.shape if grads & X else 0)
-    pairs = not cuda and paired(kind, len(x)) and {weight.dtype, weight.dtype if bias is None else bias.dtype} <= PAIRED
-    w = weight.contiguous() if pairs else aligned(weight.to(kind).contiguous())
-    b, labels = None if bias is None else bias.to(kind), labels.contiguous()
+    w, b, labels = aligned(weight.to(kind).contiguous()), None if bias is None else bias.to(kind), labels.contiguous()
     up = 256.0 if kind == torch.float16 else 1.0
     pieces = even_pieces(vocab) if cuda else [slice(0, vocab)]
     room = x.new_empty(min(chunk, len(x)), stride, dtype=kind)
     for start in range(0, len(x), chunk):
         rows = slice(start, min(start + chunk, len(x)))
-        part, held = aligned(x[rows].to(kind)).contiguous(), room[: rows.stop - start]
+        part, held = aligned(x[rows].to(kind)), room[: rows.stop - start]
         logits = held[:, :vocab]
-        if pairs:
-            call("product", held, part, w, b, vocab, part.size(1), False, True, False, scale)
-        for piece in () if pairs else pieces:
+        for piece in pieces:
             if b is None:
                 multiply(logits[:, piece], part, w[piece].t(), 0.0, scale)
             else:
@@ -110,11 +106,7 @@ def linear_cross_entropy_forward(
             call("cross_entropy", held, labels[rows], vocab, smoothing, z, losses[rows], None)
             continue
         call("cross_entropy_both", held, labels[rows], vocab, smoothing, z, up, losses[rows])
-        if pairs and grads & X:
-            call("product", dx[rows], held, w, None, w.size(1), vocab, False, False, False, scale)
-        if pairs and grads & WEIGHT:
-            call("product", dweight, held, part, None, part.size(1), len(part), True, False, start > 0, scale)
-        for i, piece in () if pairs else enumerate(pieces):
+        for i, piece in enumerate(pieces):
             if grads & X:
                 multiply(dx[rows], logits[:, piece], w[piece], 1.0 if i else 0.0, scale / up)
             if grads & WEIGHT:

@@ -16,8 +16,7 @@ from .machine import Machine, Recompute
 # Operators whose results selective recompute keeps: what costs most to do again for the memory it takes. Products of batches are
 # not among them: those are attention's scores, in torch's attention without a kernel. Of a sum over ranks the summand is kept too.
 KEPT = frozenset(
-    {"aten::mm", "aten::addmm", "aten::_addmm_activation", "modelcenter::product",
-     "modelcenter::linear_nf4_forward", "modelcenter::linear_int8_forward",
+    {"aten::mm", "aten::addmm", "aten::_addmm_activation", "modelcenter::linear_nf4_forward", "modelcenter::linear_int8_forward",
      "modelcenter::attention_forward", "modelcenter::relative_attention_forward", "aten::_flash_attention_forward",
      "aten::_scaled_dot_product_flash_attention",
      "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",

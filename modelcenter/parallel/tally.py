@@ -200,10 +200,6 @@ class Tally(FakeTensorMode):
             more = (args[3] is not None) + bool(args[p])
             self.attended(q, k, v, bool(args[causal]), name != forward, size, more, args[ends : ends + 2])
             return
-        if name == "product":
-            rows, columns, depth = args[0].size(0), *args[4:6]
-            self.work[Work("matmul", "bf16", 2 * rows * columns * depth, size)] += 1
-            return
         if name == "adamw":  # what is updated is read and written, gradients are read
             size = 2 * size - bytes_of(args[2])
         elif name == "embedding":
