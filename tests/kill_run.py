@@ -33,7 +33,8 @@ import torch.distributed.tensor
 import torch.fx.experimental.symbolic_shapes  # imported by a rehearsal, both for most of a second: here once and not in each life
 
 from modelcenter.__main__ import main as command
-from modelcenter.checkpoint.state import steps, verify
+from modelcenter.checkpoint.manifest import verify
+from modelcenter.checkpoint.state import steps
 from modelcenter.errors import InputError
 from modelcenter.registry import families
 from modelcenter.train import loop, session

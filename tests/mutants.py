@@ -448,7 +448,7 @@ MUTANTS = (
            "test_zoo.py::test_of_several_dtypes_in_a_file_the_widest_is_taken"),
     Mutant("temp-renamed-before-it-is-flushed", "checkpoint/atomic.py", "        sync_tree(temp)\n        os.rename(temp, final)",
            "        os.rename(temp, final)\n        sync_tree(final)", "test_state.py::test_order_of_calls"),
-    Mutant("manifest-hash-unchecked", "checkpoint/state.py", '            if found != row["sha256"]:', "            if False:",
+    Mutant("manifest-hash-unchecked", "checkpoint/manifest.py", '            if found != row["sha256"]:', "            if False:",
            "test_state.py::test_load_verifies", "Failed"),
     Mutant("pickles-run", "checkpoint/folder.py", "weights_only=True, mmap", "weights_only=False, mmap",
            "test_folder.py::test_bin_refused[bare pickle];test_folder.py::test_bin_refused[runs code]"),

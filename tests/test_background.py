@@ -15,7 +15,8 @@ from mesh import spawn
 from test_ranks import machine_of, run_of, told
 
 from modelcenter.checkpoint import state
-from modelcenter.checkpoint.state import steps, verify
+from modelcenter.checkpoint.manifest import verify
+from modelcenter.checkpoint.state import steps
 from modelcenter.errors import InputError
 from modelcenter.train import loop, progress, session
 from modelcenter.train.loop import train

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from test_train import MACHINE, recipe_of, rows
 
-from modelcenter.checkpoint.state import SaveError, steps, verify
+from modelcenter.checkpoint.manifest import verify
+from modelcenter.checkpoint.state import SaveError, steps
 from modelcenter.errors import InputError
 from modelcenter.train import loop, session
 from modelcenter.train.loop import train

@@ -20,8 +20,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from modelcenter.checkpoint import atomic, state
+from modelcenter.checkpoint import atomic, manifest, state
 from modelcenter.checkpoint.lock import lock
+from modelcenter.checkpoint.manifest import verify
 from modelcenter.checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from modelcenter.checkpoint.state import (
     SaveError,
@@ -30,7 +31,6 @@ from modelcenter.checkpoint.state import (
     save_state,
     steps,
     sweep,
-    verify,
 )
 from modelcenter.errors import InputError, MissingError
 
@@ -254,7 +254,7 @@ def test_forged_manifests_are_refused(tmp_path: Path) -> None:
     outside = {"files": {"../step-1/state.json": {"size": 1, "sha256": "x"}}}
     text = {"files": {"a": {"size": "1", "sha256": ""}}}
     for wrong in ({}, {"files": []}, {"files": {"a": 1}}, text, {"format": True}, {"step": None}, {"step": 2}, outside):
-        (path / "manifest.json").write_bytes(state._sealed({**body, **wrong} if wrong else {}))
+        (path / "manifest.json").write_bytes(manifest.sealed({**body, **wrong} if wrong else {}))
         with pytest.raises(InputError):
             verify(path)
     for text in (b"", b"[]", b"{", b"\xff", b"null", b"[" * 10_000):
@@ -576,7 +576,7 @@ def test_stops_catch_mutants(tmp_path: Path, mutant: Callable[..., Path]) -> Non
 
 def no_hash(patch: pytest.MonkeyPatch) -> None:
     rows = lambda path: json.loads((path.parent / "manifest.json").read_text())["files"]  # noqa: E731
-    patch.setattr(state, "sha256_of", lambda path: rows(path)[path.name]["sha256"])
+    patch.setattr(manifest, "sha256_of", lambda path: rows(path)[path.name]["sha256"])
 
 
 def no_manifest_check(patch: pytest.MonkeyPatch) -> None:
@@ -584,15 +584,15 @@ def no_manifest_check(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_seal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state, "_sealed", lambda body: next(
+    patch.setattr(manifest, "sealed", lambda body: next(
         data for path in [state._now] for data in [(path / "manifest.json").read_bytes()]))
-    real = state._manifest
+    real = manifest.read_manifest
 
-    def manifest(path: Path):  # type: ignore[no-untyped-def]
+    def read_manifest(path: Path):  # type: ignore[no-untyped-def]
         state._now = path  # type: ignore[attr-defined]
         return real(path)
 
-    patch.setattr(state, "_manifest", manifest)
+    patch.setattr(manifest, "read_manifest", read_manifest)
 
 
 def no_extra_check(patch: pytest.MonkeyPatch) -> None:
@@ -648,9 +648,9 @@ def recorded(out: Path, step: int, **mutations: Callable) -> list[tuple[str, str
         for name, value in calls.items():
             patch.setattr(os, name, value)
         for name, value in mutations.items():
-            patch.setattr(state, name, value)
-            if hasattr(atomic, name):
-                patch.setattr(atomic, name, value)
+            for module in (state, manifest, atomic):
+                if hasattr(module, name):
+                    patch.setattr(module, name, value)
         put(out, step)
         log.append(("said", ""))
     return log

@@ -13,43 +13,33 @@ tensors themselves, so that a launcher can look for a checkpoint before torch is
 """
 
 import fcntl
-import hashlib
 import json
 import os
-import platform
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from functools import cache
-from importlib import metadata
 from pathlib import Path
-from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, printable, refuse, refuse_missing, tell
+from ..errors import InputError, printable, refuse, tell
 from ..parallel.ranks import ALONE, OtherRankError, Ranks
-from ..parallel.watch import beat
-from .atomic import check_space, commit_folder, disk_errors, staging, sync, write_new
-from .files import parse_json, read_json
+from .atomic import check_space, commit_folder, disk_errors, staging, sync
+from .files import read_json
+from .manifest import MANIFEST_LIMIT, PIECE, Files, dump, is_sound, read_manifest, seal, trust, valid, verify, write_hashed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .shards import Piece, Spread
 
-FORMAT = 1  # of manifest.json; a reader refuses what is newer than itself
-MANIFEST, STATE = "manifest.json", "state.json"
-MANIFEST_LIMIT = 256 * 2**20  # bytes: a row for each tensor of the largest models is far below
+STATE = "state.json"
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 TEMP = re.compile(r"\.tmp-.+-[0-9a-f]{8}")
 GROUP = re.compile(r"[a-z][a-z0-9_]*")
 FILE = re.compile(r"([a-z][a-z0-9_]*)(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
-PIECE = 64 * 2**20  # bytes hashed and written at a time
 SLACK = 2**20  # bytes kept free beside the tensors, for the two JSON files and the file system's own tables
-
-Files = dict[str, dict[str, Any]]  # file name -> {"size": bytes, "sha256": hex}
 
 
 class SaveError(RuntimeError):
@@ -70,7 +60,7 @@ def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[
     final = folder / f"step-{step}"
     if not STEP.fullmatch(final.name) or not all(GROUP.fullmatch(group) for group in tensors):
         raise ValueError(f"a step from 0 and plain group names are wanted, not {step!r} and {sorted(tensors)}")
-    content, faults = _dump(state), (InputError, OSError)
+    content, faults = dump(state), (InputError, OSError)
     size = sum(_tensor(entry).nbytes for table in tensors.values() for entry in table.values())
     mine: os.stat_result | None = None
 
@@ -118,8 +108,7 @@ def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[
             if mine is not None and os.path.samestat(mine, os.stat(final)):
                 _discard(final)
         raise SaveError(f"step {step} not saved: {printable(str(error))}; the older ones are intact") from error
-    with suppress(OSError):
-        _sound[final.resolve()] = _fingerprint(final)  # hashed as it was written
+    trust(final)
     if keep is not None and ranks.first:
         prune(folder, keep, newest=final)
     return final
@@ -153,10 +142,10 @@ def load_state(path: str | os.PathLike[str],
     from .shards import Piece, Spread
 
     path = Path(path)
-    if ranks.first and not _is_sound(path):
+    if ranks.first and not is_sound(path):
         verify(path)
     ranks.tell("sound")
-    files: Files = _manifest(path)["files"]
+    files: Files = read_manifest(path)["files"]
     found: dict[str, dict[str, list[Piece]]] = {}
     for name in sorted(files):
         if (group := FILE.fullmatch(name)) is not None:
@@ -184,48 +173,13 @@ def steps(output_dir: str | os.PathLike[str]) -> list[Path]:
     return [folder / name for name in sorted(filter(STEP.fullmatch, names), key=lambda n: -int(n[5:]))]
 
 
-def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`, after every file was hashed. Errors: `InputError` naming the file."""
-    path = Path(path)
-    _sound.pop(path.resolve(), None)
-    with disk_errors(path):
-        manifest, stamp = _manifest(path), _fingerprint(path)
-        files: Files = manifest["files"]
-        present = set(os.listdir(path)) - {MANIFEST}
-        for name in sorted(present - set(files)):
-            refuse(path / name, None, "an extra file", f"only what {MANIFEST} lists belongs here")
-        for name, row in sorted(files.items()):
-            if name not in present:
-                refuse_missing(path / name, None, "missing", f"{MANIFEST} lists it")
-            entry = os.lstat(path / name)
-            if not S_ISREG(entry.st_mode):
-                refuse(path / name, None, "not a regular file", "a plain file is wanted")
-            if entry.st_size != row["size"]:
-                refuse(path / name, None, f"{entry.st_size} bytes", f"{MANIFEST} says {row['size']}")
-            found = sha256_of(path / name)
-            if found != row["sha256"]:
-                refuse(path / name, None, f"its sha256 is {found[:12]}...", f"{MANIFEST} says {row['sha256'][:12]}...")
-        _sound[path.resolve()] = stamp
-    return manifest
-
-
-def sha256_of(path: Path) -> str:
-    """The hash of a file's bytes."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while data := file.read(PIECE):
-            digest.update(data)
-            beat()
-    return digest.hexdigest()
-
-
 def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path | None = None) -> None:
     """Remove all but the newest `keep` verified checkpoints, two at least, and never `newest`.
 
     Broken ones are neither counted nor removed: they may be all that is left of something. A fault of the disk is one
     line on stderr.
     """
-    good = [path for path in steps(output_dir) if _valid(path)]
+    good = [path for path in steps(output_dir) if valid(path)]
     for path in good[max(keep, 2) :]:
         if newest is None or path != newest:
             _remove(path)
@@ -257,7 +211,7 @@ def make_way(final: Path) -> None:
     """Refuse to overwrite a valid checkpoint; one that is broken is set aside, since resuming passed over it."""
     if not os.path.lexists(final):
         return
-    if _valid(final):
+    if valid(final):
         refuse(final, None, "exists already and is a valid checkpoint", "a checkpoint is never overwritten; "
                "resume from it, remove it or give another output_dir")
     aside = final.with_name(f"broken-{final.name}-{secrets.token_hex(4)}")
@@ -266,9 +220,6 @@ def make_way(final: Path) -> None:
     except OSError as error:
         raise SaveError(f"{final.name} not saved: a broken one is in the way ({error.strerror})") from error
     _say(f"{final} was broken; it is now {aside.name}")
-
-
-# ---- writing -----------------------------------------------------------------------------------------------------
 
 
 def write_group(folder: Path, group: str, table: "Mapping[str, Tensor | Piece]", ranks: Ranks = ALONE) -> Files:
@@ -301,99 +252,6 @@ def _tensor(entry: "Tensor | Piece") -> "Tensor":
     return entry.tensor if isinstance(entry, tuple) else entry
 
 
-def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Files:
-    """Create `path` and flush it; its row of the manifest."""
-    digest = hashlib.sha256()
-
-    def hashed() -> Iterator[bytes | memoryview]:
-        for chunk in chunks:
-            digest.update(chunk)
-            yield chunk
-
-    size = write_new(path, hashed())
-    return {path.name: {"size": size, "sha256": digest.hexdigest()}}
-
-
-def seal(folder: Path, step: int, files: Files, recipe_hash: Any) -> None:
-    """Write the manifest, the last file of a checkpoint."""
-    body = {"format": FORMAT, "step": step, "versions": _versions(), "recipe_hash": recipe_hash, "files": files}
-    write_new(folder / MANIFEST, [_sealed(body)])
-
-
-@cache
-def _versions() -> dict[str, str]:
-    """Of what wrote the files; reading them anew would be half the time of a small save."""
-    found = {"python": platform.python_version()}
-    for package in ("modelcenter", "torch", "safetensors"):
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
-def _sealed(body: Mapping[str, Any]) -> bytes:
-    """The one text of a manifest: laid out in one way and with its own hash, so that no bit changes unseen."""
-    return _dump({**body, "sha256": hashlib.sha256(_dump(body)).hexdigest()})
-
-
-def _dump(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
-
-
-# ---- reading -----------------------------------------------------------------------------------------------------
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    """`manifest.json`, checked for all that later code relies on."""
-    file = path / MANIFEST
-    if not path.is_dir() or path.is_symlink():
-        refuse_missing(path, None, "not a folder", "a checkpoint folder step-N is wanted")
-    if not os.path.lexists(file):
-        refuse_missing(path, None, f"no {MANIFEST}", "a checkpoint that was saved to the end is wanted")
-    if not S_ISREG(os.lstat(file).st_mode):
-        refuse(file, None, "not a regular file", "a plain file is wanted")
-    with open(file, "rb") as stream:
-        data = stream.read(MANIFEST_LIMIT)
-    body = parse_json(file, data)
-    if not isinstance(body, dict) or type(body.get("format")) is not int:
-        refuse(file, "format", "no format version", f"{FORMAT} is wanted")
-    if body["format"] > FORMAT:
-        refuse(file, "format", f"{body['format']}, newer than this modelcenter reads", f"{FORMAT} is wanted; update")
-    own = body.pop("sha256", None)
-    if data != _sealed(body):
-        refuse(file, "sha256", f"{str(own)[:12]}... does not fit the content", "a manifest as it was written is wanted")
-    files = body.get("files")
-    if not isinstance(files, dict) or not all(
-            isinstance(row, dict) and type(row.get("size")) is int and isinstance(row.get("sha256"), str)
-            for row in files.values()):
-        refuse(file, "files", type(files).__name__, "a table of sizes and sha256 is wanted")
-    if path.name != f"step-{body.get('step')}":
-        refuse(file, "step", f"{body.get('step')} in {path.name}", "the folder under its own name is wanted")
-    return body
-
-
-def _fingerprint(path: Path) -> tuple[Any, ...]:
-    """What changes when a file does; cheap, unlike a hash."""
-    rows = []
-    for name in sorted(os.listdir(path)):
-        entry = os.lstat(path / name)
-        rows.append((name, entry.st_ino, entry.st_size, entry.st_mtime_ns, entry.st_ctime_ns))
-    return tuple(rows)
-
-
-def _is_sound(path: Path) -> bool:
-    """Verified in this process and not touched since: pruning must not hash every checkpoint at every save."""
-    with suppress(OSError):
-        return _sound.get(path.resolve()) == _fingerprint(path)
-    return False
-
-
-def _valid(path: Path) -> bool:
-    try:
-        return _is_sound(path) or bool(verify(path))
-    except InputError:
-        return False
-
-
 def _discard(path: Path) -> None:
     """Remove a checkpoint, renamed first: a kill in the middle of the removal must not leave a torn `step-N`."""
     temp = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
@@ -413,6 +271,3 @@ def _remove(path: Path) -> None:
 
 def _say(line: str) -> None:
     tell(f"modelcenter: {printable(line)}")
-
-
-_sound: dict[Path, tuple[Any, ...]] = {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..checkpoint.files import ADAPTER
-from ..checkpoint.state import MANIFEST
+from ..checkpoint.manifest import MANIFEST
 from ..errors import refuse
 from .arguments import Answer, Arguments, check_model, check_new, settings, take
 

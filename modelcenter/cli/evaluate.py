@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..adapter.config import AdapterConfig
-from ..checkpoint.state import MANIFEST
+from ..checkpoint.manifest import MANIFEST
 from ..config import COMMAND_LINE, bind, names, packaged
 from ..errors import refuse, refuse_missing
 from ..parallel.variable import variable

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.state import load_state, verify
+from ..checkpoint.manifest import verify
+from ..checkpoint.state import load_state
 from ..config import bind, read_recipe
 from ..create import as_dtype
 from ..errors import refuse_missing

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..checkpoint.atomic import atomic_write, sweep_files
 from ..checkpoint.lock import lock
-from ..checkpoint.state import MANIFEST, find_state, step_of, steps
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.state import find_state, step_of, steps
 from ..config import bind, dump_yaml, read_recipe, to_dict
 from ..data.objective import find_objective
 from ..errors import refuse, refuse_missing
