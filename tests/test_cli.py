@@ -356,6 +356,10 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
     assert main(["evaluate", "out", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(run["metrics"]["eval_loss"], rel=1e-5)
 
+    for own in ("model=gpt2", "config.layers=2", "tokenizer=byte", "init=random"):
+        assert main(["evaluate", "out", own]) == 2
+        assert f"{own.split('=')[0].split('.')[0]}: given, where the model of out is judged as it is; " in capsys.readouterr().err
+
     assert main(["convert", "out/model", "copy", "--max-shard-size", "8KB", "--dtype", "fp32"]) == 0
     assert (here / "copy" / "model.safetensors.index.json").exists() and (here / "copy" / "tokenizer.json").exists()
     capsys.readouterr()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..adapter.config import AdapterConfig
 from ..checkpoint.manifest import MANIFEST
@@ -70,23 +70,30 @@ def evaluate(args: Arguments) -> Answer:
 def of_run(run: Path, model: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe of the run in a folder, for the model that it has trained, and the machine."""
     recipe, machine = run_of(replace(args, names=[str(run / "recipe.yaml"), *args.names[1:]]))
+    if own := {"model", "init", "config", "adapter", "tokenizer"} & given(args).keys():
+        wanted = "leave it out, or name the other model's folder in place of the run's"
+        refuse(None, min(own), f"given, where the model of {run} is judged as it is", wanted)
     return replace(recipe, model=str(model), tokenizer=None, init="pretrained", config={}, adapter=AdapterConfig()), machine
 
 
 def trained(recipe: "Recipe", args: Arguments) -> "Recipe":
     """A recipe that begins with random weights, for the model that the command line names: its shape and tokenizer are its own, but
     for what is given there too."""
-    from ..config import assignments
-    from ..train.recipe import settle
-
-    given = [setting for setting in args.settings if not setting.startswith("machine.")]
-    over = settle({}, assignments(given), COMMAND_LINE)
+    over = given(args)
     if "model" not in over or "init" in over:
         wanted = "model=FOLDER, of a model that has been trained, or a run's output_dir instead of the recipe"
         refuse(None, "init", "random, where training begins, and nothing to judge", wanted)
     shape = over.get("config", {})
     config = {key: value for key, value in recipe.config.items() if not isinstance(shape, dict) or key in shape}
     return replace(recipe, init="pretrained", config=config, tokenizer=recipe.tokenizer if "tokenizer" in over else None)
+
+
+def given(args: Arguments) -> dict[str, Any]:
+    """What the command line says of the recipe, in the recipe's spelling."""
+    from ..config import assignments
+    from ..train.recipe import settle
+
+    return settle({}, assignments([setting for setting in args.settings if not setting.startswith("machine.")]), COMMAND_LINE)
 
 
 def judged(recipe: "Recipe", machine: "Machine") -> Answer:
