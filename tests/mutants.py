@@ -855,7 +855,7 @@ MUTANTS = (
     Mutant("other-data-of-the-same-size", "train/environment.py", 'for key in ("files", "bytes", "sha256_of_contents"):',
            'for key in ("files", "bytes"):', "test_train.py::test_a_run_does_not_go_on_with_other_data", "Failed"),
     Mutant("a-share-of-an-epoch-is-nothing", "train/prepare.py", "max(1, ceil(recipe.num_epochs * len(train)))",
-           "ceil(recipe.num_epochs * len(train))", "test_train.py::test_a_share_of_an_epoch_is_a_step_at_least"),
+           "int(recipe.num_epochs * len(train))", "test_train.py::test_a_share_of_an_epoch_is_a_step_at_least"),
     Mutant("secret-in-a-file", "train/environment.py", "TOKEN|KEY|", "TOKEN|",
            "test_journal.py::test_redaction"),
     Mutant("service-asked-again", "train/report.py", "            self.open.pop(name, None)\n", "",
