@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,12 +81,26 @@ def test_the_bytes_of_a_run_that_waits(
 
 
 def test_steps_go_on_while_a_state_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    slowly(monkeypatch, 0.3)
+    """Its first file waits for the last step, however fast or slow the two threads are, and that step for a second."""
+    real, write, over = Progress.say, state.write_group, threading.Event()
+
+    def say(self: Progress, text: str) -> None:
+        real(self, text)
+        if text.startswith("step 5/5"):
+            time.sleep(1)
+            over.set()
+
+    def write_group(*rest: Any) -> Any:
+        assert over.wait(60), "the run has waited for all of it"
+        return write(*rest)
+
+    monkeypatch.setattr(progress.Progress, "say", say)
+    monkeypatch.setattr(state, "write_group", write_group)
     train(run_of(tmp_path, **{**EVERY, "save_steps": 3, "max_steps": 5}), behind())
     said = capsys.readouterr().err
-    assert said.index("step 4/5") < said.index("saved: ") and said.index("step 5/5") < said.index("\nmodel (averaged weights): ")
+    assert said.index("step 5/5") < said.index("saved: ") < said.index("\nmodel (averaged weights): ")
     _, stall, took = SAID.findall(said)[0]
-    assert float(stall) < float(took), "the run has waited for all of it"
+    assert float(took) >= 1 and float(stall) < float(took), "the second is no stall of the run"
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
