@@ -993,7 +993,7 @@ MUTANTS = (
            "test_data_answer.py::test_the_best_answer_of_all_windows"),
     Mutant("half-an-answer-learned", "data/objectives/qa.py", "if at >= end]", "if at > begin]",
            "test_data_answer.py::test_labels_are_the_answer_where_a_window_holds_it_whole"),
-    Mutant("a-suggestion-without-its-section", "config.py", "section + names[close[0]]", "names[close[0]]",
+    Mutant("a-suggestion-without-its-section", "config/keys.py", "section + names[close[0]]", "names[close[0]]",
            "test_keys.py::test_a_misspelt_key_of_a_section_is_named_whole"),
     Mutant("fields-looked-for-after-the-download", "train/prepare.py", "list(islice(objective.texts(source[0], recipe.data), 4))", "pass",
            "test_train.py::test_a_field_that_is_not_there_is_named_before_anything_is_fetched[lm]"),

@@ -275,9 +275,9 @@ def test_everything_in_the_package_is_shipped() -> None:
 
 
 def test_init_files_are_empty() -> None:
-    """But for the two that gather names (layers, ops) and the one that answers a call (train)."""
+    """But for the three that gather names (config, layers, ops) and the one that answers a call (train)."""
     spoken = {d.parent.name for d in ROOT.glob("*/__init__.py") if d.read_text("utf-8").strip()}
-    assert spoken <= {"layers", "ops", "train"}
+    assert spoken <= {"config", "layers", "ops", "train"}
 
 
 def test_constraints_hold_every_dependency() -> None:
