@@ -143,11 +143,83 @@ def test_names_of_trainer_are_trainers() -> None:
     assert {*ALIASES, *PARTIAL} - scripts - older <= arguments
 
 
-def test_the_chinese_readme_has_the_same_commands_and_as_many_figures() -> None:
-    def told(name: str) -> tuple[list[str], list[int]]:
+def test_the_chinese_readme_has_the_same_commands_links_and_figures() -> None:
+    def told(name: str) -> tuple[list[str], list[int], set[str], list[list[str]]]:
         text = (PAGE.parents[1] / name).read_text()
         commands = [line.partition(" #")[0].strip() for line in text.splitlines() if line.startswith("    ")]
-        tables = [len(block.splitlines()) for block in re.findall(r"(?:^\|.*\n)+", text, re.M)]
-        return commands, tables
+        tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
+        links = set(re.findall(r"\]\(([^)\s]+)\)", text)) - {"README.md", "README-zh.md"}
+        figures = [sorted(re.findall(r"\d+(?:[.,]\d+)*", line)) for table in tables[2:] for line in table.splitlines()]
+        return commands, [table.count("\n") for table in tables], links, figures
 
     assert told("README-zh.md") == told("README.md")
+
+
+HOUSE = PAGE.parents[1]
+PAGES = sorted(page for folder in (".", "docs", "benchmarks", "modelcenter/recipes") for page in (HOUSE / folder).glob("*.md"))
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(HOUSE))
+
+
+def anchors(text: str) -> list[str]:
+    """Of each heading, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_anchors_are_as_on_github() -> None:
+    assert anchors("# `a_b`: c, d's\n\n```\n# no heading\n```\n\n## E/F (g-h)\n") == ["a_b-c-ds", "ef-g-h"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)):
+        if not link.startswith("https://"):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), link
+            assert not anchor or anchors(target.read_text("utf-8")).count(anchor) == 1, f"{link}: no heading, or several"
+
+
+PATHS = re.compile(r"(?<!/)`((?:[\w.-]+/)*[\w*-]+\.(?:py|cpp|cuh?|h|yaml|pyi|toml|md))(?:: ([\w.]+))?[^`\n]*`")
+PLACES = [HOUSE / place for place in ("", "modelcenter", "csrc", "modelcenter/models")]
+MADE = {"recipe.yaml", "machine.yaml", "summary.md", "my16.yaml", "train.yaml"}  # by a run, or by you
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_and_what_is_in_them_are_there(page: Path) -> None:
+    """`layers/view.py: View`: the file, and in it what is named."""
+    for path, name in PATHS.findall(page.read_text("utf-8")):
+        if path in MADE or "NAME" in path or "MODEL_TYPE" in path or re.fullmatch(r"(data|model|machine|_C)\.\w+", path):
+            continue  # a key (`machine.cuda_graphs`), not a file
+        found = [file for place in PLACES for file in place.glob(path)]
+        assert found, path
+        last = name.split(".")[-1]
+        meant = re.compile(rf"\b(def|class) {last}\b|^\s*{last}\b.*=|^#define {last}\b", re.M)
+        assert not last or meant.search(found[0].read_text("utf-8")), f"{path}: no {last}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tests_that_a_page_names_are_there(page: Path) -> None:
+    for file, words in re.findall(r"pytest (?:-m gpu )?(tests/\w+\.py) -k \"?([\w ]+)", page.read_text("utf-8")):
+        text = (HOUSE / file).read_text("utf-8")
+        for word in {*words.split()} - {"and", "or", "not", "MODEL_TYPE"}:
+            assert re.search(rf"def test_\w*{word}|\"{word}|{word}\"|ids=|\b{word}\b", text), f"{file} has no {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_and_their_keys_are_there(page: Path) -> None:
+    """Lines to be typed: the verb, and of those that train the recipe and each key."""
+    text = re.sub(r" \\\n\s*", " ", page.read_text("utf-8"))
+    recipes = {row["name"] for row in listing()}
+    for line in re.findall(r"^    (?:\w+=\S+ )*modelcenter (.+)$", text, re.M):
+        verb, *rest = line.partition("  #")[0].replace("[ALL]", "").split()
+        assert verb in {*VERBS, "--help"}, line
+        if verb == "train" and not re.search(r"[A-Z.=]", rest[0]):
+            assert rest[0] in recipes, line
+        if verb in ("train", "plan"):
+            keys = {key for part in rest for key, equals, _ in [part.partition("=")] if equals and not part.startswith("-")}
+            assert {k for k in keys if not k.startswith(("config.", "generation."))} <= {*KEYS, *ALIASES, *PARTIAL}, line
