@@ -28,6 +28,7 @@ from torch import Tensor
 DEVICE: Any = os.environ.get("MODELCENTER_TEST_DEVICE", "cpu")
 STAY = DEVICE != "cpu" or os.environ.get("MODELCENTER_TEST_RANKS") == "stay"
 TIMEOUT = 100 if DEVICE != "cpu" else 240  # seconds: before pytest gives up, and after what the longest takes on a busy machine
+STACKS = 20  # seconds in which ranks have written their stacks
 KNOWN = ["zoo", "transformers", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]  # to the server
 
 if DEVICE == "cpu":
@@ -82,12 +83,18 @@ def full(x: Any, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def stacks(jobs: list[Any], folder: Path) -> str:
-    """Where each rank stands that still can say so."""
+    """Where each rank stands that still can say so: all of it was written when nothing comes any more for a second."""
+    said = {rank: folder / f"{rank}.txt" for rank in range(len(jobs))}
+    asked = [said[rank] for rank, job in enumerate(jobs) if job.is_alive()]
     for job in jobs:
         if job.is_alive():
             os.kill(job.pid, signal.SIGUSR1)
-    time.sleep(1)
-    said = {rank: folder / f"{rank}.txt" for rank in range(len(jobs))}
+    before, until = None, time.monotonic() + STACKS
+    while (there := [file.stat().st_size if file.exists() else 0 for file in asked]) != before or not all(there):
+        if time.monotonic() > until:
+            break
+        before = there
+        time.sleep(1)
     return "\n".join(f"rank {rank}:\n{file.read_text()[-6000:]}" for rank, file in said.items() if file.exists())
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,28 +166,30 @@ def test_contents_that_change_meanwhile_are_refused(asked: Tokenization, monkeyp
 
 
 KILLED = """
-import json, sys
+import json, os, signal, sys
 from modelcenter.data import tokenize as module
+def replace(source, target, real=os.replace, journals=[]):
+    journals.append(target)
+    if len(journals) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(source, target)
 if __name__ == "__main__":
-    module.PART = 60
+    module.PART, os.replace = 60, replace
     module.tokenize(module.Tokenization(**json.loads(sys.argv[1])))
 """
 
 
 def test_a_kill_costs_a_part_at_most(asked: Tokenization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third is on the disk, and the journal does not say so yet."""
     Path(asked.path).write_text("".join(json.dumps({"text": t * 40}) + "\n" for t in TEXTS * 5))
     script = tmp_path / "run.py"
     script.write_text(KILLED)
     journal = Path(asked.out).parent / ".a.json"
     arguments = {"path": asked.path, "out": asked.out, "tokenizer": asked.tokenizer, "processes": 1}
-    run = subprocess.Popen([sys.executable, str(script), json.dumps(arguments)], start_new_session=True)
-    until = time.monotonic() + 100
-    while not journal.exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    run.kill()
-    run.wait()
+    done = subprocess.run([sys.executable, str(script), json.dumps(arguments)], start_new_session=True, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     parts = json.loads(journal.read_text())["parts"]
-    assert parts >= 1 and not Path(f"{asked.out}.bin").exists()
+    assert parts == 2 and not Path(f"{asked.out}.bin").exists()
     with open(journal.parent / ".a.bin", "ab") as file:
         file.write(b"half a part")
     done: list[int] = []
