@@ -62,7 +62,7 @@ class Chip:
         return self.link if ranks <= inside else min(self.link, self.wire * inside)
 
 
-UNEVEN = 4.0  # benchmarks/README.md: of the hosts that were measured all but one alone choose 3.5 to 5 for the one left out
+UNEVEN = 4.0  # benchmarks/plans.md: of the hosts that were measured all but one alone choose 3.5 to 5 for the one left out
 
 
 def together(device: float, host: float, apart: bool) -> float:
@@ -152,7 +152,7 @@ def chip_here(device: Any) -> Chip | None:
 
 
 TIMED = "timed on this host"
-HOST = 1.9e-6  # seconds of `host_call` on a host whose calls in a step take the 8.5 µs of `Chip.call`: benchmarks/README.md
+HOST = 1.9e-6  # seconds of `host_call` on a host whose calls in a step take the 8.5 µs of `Chip.call`: benchmarks/plans.md
 LINKS, CALLS = 25, 10  # of a chain of small calls, and of torch in each of its links
 
 
