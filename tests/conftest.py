@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,12 +22,27 @@ settings.load_profile("house")
 ASKED: set[Any] = set()  # files one of whose runs had its memory and time foreseen
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test and its fixtures draw without a seed of their own is the same each time, whatever ran before in this process:
+    torch begins a process with a number of the system's. Tests on a GPU are as they are."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules and item.get_closest_marker("gpu") is None:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def denormals() -> Iterator[None]:
-    """Training flushes denormals to zero for the whole process, and hypothesis rightly refuses to draw floats there."""
+    """Training flushes denormals to zero for the whole process, and hypothesis rightly refuses to draw floats there; and it
+    decides on threads, by whose number sums differ in their last bits."""
+    threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_flush_denormal(False)
+        if threads is not None:
+            sys.modules["torch"].set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
