@@ -72,7 +72,7 @@ def test_a_script_tells_each_node_what_it_needs(tmp_path: Path) -> None:
     names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK"
     told = f"import os, sys; print(*(os.environ[k] for k in {names}), sys.argv[1:])"
     job = submitted(tmp_path, [sys.executable, "-c", told, *ODD])
-    said, _ = job.communicate(timeout=60)
+    said, _ = job.communicate(timeout=250)
     assert said == f"2 0 host-a 30007 96 {ODD}\n" and job.returncode == 0 and not (tmp_path / "asked").exists()
 
 
@@ -83,7 +83,7 @@ def test_what_failed_is_queued_again_a_few_times(status: int, before: int, again
     kept.write_text("Sun: status 1 on host-[a,b]\n" * before)
     (tmp_path / "train-70006.failures").write_text("Sat: status 1 on host-[a,b]\n" * 9)
     job = submitted(tmp_path, ["bash", "-c", f"exit {status}"], SLURM_RESTART_COUNT="9")
-    job.communicate(timeout=60)
+    job.communicate(timeout=250)
     assert job.returncode == status and (tmp_path / "asked").exists() == again
     assert not again or (tmp_path / "asked").read_text() == "requeue 70007\n"
     lines = kept.read_text().splitlines()
@@ -97,7 +97,7 @@ def test_when_its_time_is_up_a_run_saves_and_is_queued_again(tmp_path: Path) -> 
     job = submitted(tmp_path, ["bash", "-c", WORKS], SLURM_RESTART_COUNT="9")
     assert job.stdout is not None and job.stdout.readline() == "works\n"
     job.send_signal(signal.SIGUSR1)
-    assert job.communicate(timeout=60)[0] == "saved\n" and job.returncode == 0
+    assert job.communicate(timeout=250)[0] == "saved\n" and job.returncode == 0
     assert (tmp_path / "asked").read_text() == "requeue 70007\n" and not list(tmp_path.glob("*.failures"))
 
 
@@ -146,7 +146,7 @@ def pod(command: str) -> "subprocess.Popen[str]":
 ])  # fmt: skip
 def test_how_a_pod_ends(command: str, status: int) -> None:
     job = pod(command)
-    job.communicate(timeout=60)
+    job.communicate(timeout=250)
     assert job.returncode == status
 
 
@@ -156,7 +156,7 @@ def test_a_pod_hands_sigterm_on(tmp_path: Path) -> None:
     while not (tmp_path / "on").exists():
         time.sleep(0.02)
     job.send_signal(signal.SIGTERM)
-    assert job.communicate(timeout=60)[0] == '{"stopped": true}\n' and job.returncode == STOPPED
+    assert job.communicate(timeout=250)[0] == '{"stopped": true}\n' and job.returncode == STOPPED
 
 
 # -------------------------------------------------------------------------------------------------------------- the verb

@@ -221,6 +221,6 @@ def test_the_command_says_it_in_a_line(tmp_path: Path, told: Any) -> None:
     told()
     command = [sys.executable, "-m", "modelcenter", "train", str(tmp_path / "r.yaml"), "machine.fsdp=2", "machine.device=cpu",
                "machine.timeout=1"]  # fmt: skip
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=250)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert re.match(r"modelcenter: error: environment: MASTER_ADDR: nobody answers at ", done.stderr), done.stderr

@@ -7,12 +7,12 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from effort import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -127,11 +127,9 @@ def test_header_refused(tmp_path, case):
     content, found = HEADERS[case]
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    start = time.thread_time()  # of work, and not of waiting for a processor
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError) as error, at_most(10_000):  # 479 on Python 3.11
         read_header(file)
     text = str(error.value)
-    assert time.thread_time() - start < 2
     assert text.startswith(f"{file}: ") and found in text and "; " in text
     assert "\n" not in text and "\x1b" not in text and len(text) <= LIMIT
 
@@ -432,13 +430,13 @@ def test_reads_without_torch(sharded):
         f"read_index({str(sharded / 'model.safetensors.index.json')!r}); assert 'torch' not in sys.modules"
     )
     root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=os.environ | {"PYTHONPATH": str(root)})
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250, env=os.environ | {"PYTHONPATH": str(root)})
 
 
 def test_many_tensors_are_read_fast(tmp_path):
     file = tmp_path / "model.safetensors"
     table = {f"layers.{i}.w": {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i in range(50_000)}
     file.write_bytes(pack(table, bytes(200_000)))
-    start = time.process_time()
-    assert len(read_header(file).tensors) == 50_000
-    assert time.process_time() - start < 2  # 0.3 s when the machine is quiet
+    with at_most(50 * 50_000):  # 14 a tensor on Python 3.11
+        found = read_header(file).tensors
+    assert len(found) == 50_000

@@ -111,7 +111,7 @@ def f():
 
 
 def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=250).stdout
 
 
 def test_little_is_imported_beside_torch() -> None:

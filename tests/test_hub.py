@@ -413,7 +413,7 @@ def test_variables_in_a_fresh_process(server: Hub, tmp_path: Path) -> None:
         env |= {"HF_HOME": str(tmp_path / "other"), "HF_TOKEN": CANARY, "HF_ENDPOINT": server.url, **more}
         env["PYTHONPATH"] = str(Path(modelcenter.__file__).parents[1])
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=True)
         assert CANARY not in done.stdout + done.stderr
         return done.stdout.strip(), done.stderr
 

@@ -57,7 +57,7 @@ def smoke(folder: Path) -> dict[str, object]:
     import json
 
     env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "MODELCENTER_KERNELS": "1"}
-    done = subprocess.run([sys.executable, "-c", SMOKE], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SMOKE], cwd=folder, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found

@@ -9,13 +9,13 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import pytest
+from effort import at_most
 
 from modelcenter.config import bind, dump_yaml
 from modelcenter.errors import InputError
@@ -206,28 +206,25 @@ def test_a_machine(leaf: Leaf) -> None:
 
 
 def test_all_of_them_take_no_time() -> None:
-    began = time.process_time()
     for leaf in LEAVES:
-        with pytest.raises(InputError):
+        with pytest.raises(InputError), at_most(50_000):  # 9,545 on Python 3.11
             bind(Recipe, tree(f"{leaf.key}x", 1), "r.yaml")
-    assert (time.process_time() - began) / len(LEAVES) < 0.1
 
 
 CHECK = """
-import sys, time
+import sys
 from modelcenter.__main__ import main
-began = time.process_time()
 codes = [main(["train", "pretrain", "data.path=a.txt", setting]) for setting in sys.argv[1:]]
-print(codes, "torch" in sys.modules, time.process_time() - began < len(codes))
+print(codes, "torch" in sys.modules)
 """
 
 
-def test_status_stream_and_time_of_the_command_line(tmp_path: Path) -> None:
-    """Nothing on stdout but what this test prints, nothing left behind, no torch, less than a second each."""
+def test_status_and_stream_of_the_command_line(tmp_path: Path) -> None:
+    """Nothing on stdout but what this test prints, nothing left behind, no torch, which would take longer than all the rest."""
     settings = [f"{leaf.key}x=1" for leaf in LEAVES[::7]] + ["output_dir=/", "optimizer.lr=nan", "batch=0", "on_spike=maybe"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", CHECK, *settings], capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert done.stdout == f"{[2] * len(settings)} False True\n", done.stderr
+    assert done.stdout == f"{[2] * len(settings)} False\n", done.stderr
     said = done.stderr.splitlines()
     assert len(said) == len(settings) and all(row.startswith("modelcenter: error: ") and len(row) < 320 for row in said)
     assert not list(tmp_path.iterdir())

@@ -55,7 +55,7 @@ class Live(io.StringIO):
         return True
 
 
-def test_a_log_has_plain_lines() -> None:
+def test_a_log_has_plain_lines(time: Clock) -> None:
     stream = io.StringIO()
     progress = Progress(10, stream=stream)
     progress.show(ROW, stays=False)

@@ -781,7 +781,7 @@ def test_without_locks_the_name_in_the_file_must_do(tmp_path: Path, monkeypatch:
     assert "has no locks" in capsys.readouterr().err
     living = os.fork()
     if living == 0:
-        time.sleep(60)
+        time.sleep(600)  # longer than any test may take
         os._exit(0)
     (tmp_path / ".lock").write_text(line.replace(str(os.getpid()), str(living), 1))
     try:
@@ -806,10 +806,10 @@ def test_lock_is_not_inherited(tmp_path: Path) -> None:
         held.__enter__()
         worker = os.fork()
         if worker == 0:
-            time.sleep(30)
+            time.sleep(600)  # longer than any test may take
             os._exit(0)
         os.write(write, struct.pack("q", worker))
-        time.sleep(30)
+        time.sleep(600)
         os._exit(0)
     (worker,) = struct.unpack("q", os.read(read, 8))
     try:
