@@ -22,6 +22,7 @@ from .checkpoint.load import LoadReport
 from .checkpoint.save import save_model
 from .errors import nearest, refuse
 from .generate.run import generate as generate_tokens
+from .guest import Guest
 from .layers import Batch, Cache, Head, LMHead, Output
 from .layers.adapter import current_names
 from .layers.cache import Fixed
@@ -59,7 +60,7 @@ class Task:
     without: tuple[str, ...] = ()  # modules of the backbone that this class has not: of an encoder alone, the decoder's
 
 
-class Model(nn.Module):
+class Model(Guest):
     """A family: what a model file declares. Everything else is derived from these.
 
     A model comes from `from_pretrained`, `modelcenter.load` or `modelcenter.build`, is called as those of transformers are
@@ -134,7 +135,7 @@ class Model(nn.Module):
         output_hidden_states: bool = False,
         inputs_embeds: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        labelled: Tensor | None = None,
+        target_places: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -151,9 +152,9 @@ class Model(nn.Module):
         the head reads only some positions, because the last block then computes no others; `output_hidden_states` asks for all.
 
         Packed sequences come as one row with `cu_seq_lens_q` and `cu_seq_lens_k` (n + 1 cumulative lengths; in an encoder-decoder q
-        counts the target, k the source); `max_length_q` and `max_length_k` are upper bounds of their lengths. `labelled` (int64
-        indices into the flattened labels) includes all positions with a label; with it a head need not wait for the device to find
-        them.
+        counts the target, k the source); `max_length_q` and `max_length_k` are upper bounds of their lengths.
+        `target_places` (int64 indices into the flattened labels) includes all positions with a label; with it a head need not wait
+        for the device to find them.
 
         `past_key_values` holds the tokens seen so far; `use_cache` creates one for the next forward. Where config.json says
         `"prefix_lm": true`, what stands before the first word to be predicted is read in both directions; without such labels and a
@@ -200,15 +201,16 @@ class Model(nn.Module):
         if self.task == "classify":
             batch = replace(batch, pad=self.config.file.get("pad_token_id"))
         self.check_sizes(batch)
-        batch = self.head.prepared(batch if labelled is None else replace(batch, labelled=labelled))
+        batch = self.head.prepared(batch if target_places is None else replace(batch, labelled=target_places))
         with recorded(self, output_hidden_states) as trace:
             h = self.body(replace(batch, wanted=None) if output_hidden_states else batch)
         if batch.packing is not None and any(t.size(1) != h.size(1) for t in trace):
             refuse(None, "output_hidden_states", "packed sequences behind soft prompts", "one sequence a row")
         out: Output = self.head(h[:, -logits_to_keep:] if logits_to_keep else h, batch, num_items_in_batch)
-        out["hidden_states"] = (*(t[:, -h.size(1) :] for t in trace), h) if output_hidden_states else None
-        out["past_key_values"] = past_key_values
+        if output_hidden_states:
+            out["hidden_states"] = (*(t[:, -h.size(1) :] for t in trace), h)
         if past_key_values is not None:
+            out["past_key_values"] = past_key_values
             past_key_values.length = (batch.target or batch).keys
         return out
 
@@ -272,6 +274,7 @@ class Model(nn.Module):
         "5GB"), config.json, and the tokenizer that the model came with. Of a model with an adapter only the adapter is
         written, in peft's format. Errors: `InputError`; the folder appears complete or not at all."""
         settle(self)
+        self.settle_options()
         if self.adapter is not None:
             save_adapter(self, Path(folder))
         else:

@@ -59,15 +59,10 @@ SAVE = {  # arguments of save_pretrained
 MODEL = {  # attributes of a model
     "add_adapter": "mc.add_adapter(model, mc.AdapterConfig(...))",
     "base_model": f"mc.load(name, task='backbone'); {OURS}",
-    "can_generate": "model.task, which is lm or seq2seq; a pipeline takes a folder: model.save_pretrained",
-    "enable_input_require_grads": "nothing: recompute here needs no such gradient",
-    "generation_config": "options of generate(); the file's are read",
     "get_decoder": "model.decoder, or mc.load(name, task='backbone') for hidden states",
     "get_encoder": "model.encoder, or mc.load(name, task='embed') for vectors of texts",
     "get_memory_footprint": "sum(p.nbytes for p in model.parameters())",
     "get_output_embeddings": "model.head.out",
-    "gradient_checkpointing_disable": "a model that parallelize was not told to recompute",
-    "gradient_checkpointing_enable": "mc.parallelize(model, mc.Machine(recompute='full')), or machine.recompute=full of a recipe",
     "init_weights": "mc.build(name, seed=0), which draws them",
     "lm_head": "model.head.out",
     "load_adapter": "mc.load(folder of the adapter), which loads its base too",
@@ -87,7 +82,6 @@ GENERATE = {  # arguments of generate
     "encoder_outputs": "input_ids: the model runs its encoder itself",
     "inputs": "input_ids, or the ids without a name",
     "inputs_embeds": "input_ids",
-    "labels": "leave it out: only a forward has a loss",
     "logits_processor": "prefix_allowed_tokens_fn, bad_words_ids, suppress_tokens, or a loop over model(ids).logits",
     "logits_warper": "temperature, top_k, top_p, min_p",
     "negative_prompt_attention_mask": "leave it out: there is no guidance here",
@@ -95,7 +89,6 @@ GENERATE = {  # arguments of generate
     "past_key_values": "leave it out: every call begins with the prompt",
     "position_ids": "leave it out: attention_mask says where each row begins",
     "stopping_criteria": "eos_token_id, stop_strings, max_new_tokens, or a streamer that looks on",
-    "synced_gpus": "leave it out: ranks of one model write the same text",
     "token_type_ids": "leave it out: return_token_type_ids=False of the tokenizer",
 }
 TOKENIZER = {  # attributes of a tokenizer

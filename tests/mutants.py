@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant("relu-around-a-hook", "layers/linear.py", "and act is relu and alone(layer):", "and act is relu:",
            "test_linear.py::test_a_layer_does_relu_within_its_product"),
     Mutant("labels-asked-for-after-the-body", "registry.py",
-           "batch = self.head.prepared(batch if labelled is None else replace(batch, labelled=labelled))", "",
+           "batch = self.head.prepared(batch if target_places is None else replace(batch, labelled=target_places))", "",
            "test_head.py::test_labelled_positions_are_asked_for_before_the_body[t5-small-seq2seq-1]"),
     Mutant("each-block-makes-what-is-wanted", "layers/block.py", "last = few and number == len(self.blocks)", "last = few",
            "test_head.py::test_the_last_block_works_for_what_the_head_reads[bert-base-uncased-mlm-dense-False]", "IndexError"),

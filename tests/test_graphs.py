@@ -551,7 +551,7 @@ def test_labelled_places_that_are_given_are_not_looked_for(tmp_path: Path, monke
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     monkeypatch.setattr(type(model.head), "prepared", lambda self, batch: batch if batch.labelled is not None else 1 / 0)
-    found = model(**batch, labelled=places)
+    found = model(**batch, target_places=places)
     found.loss.backward()
     torch.testing.assert_close(found.loss, wanted.loss)
     for name, p in model.named_parameters():
@@ -562,8 +562,8 @@ def test_a_gpu_is_told_which_labels_there_are(tmp_path: Path, monkeypatch: pytes
     model, batch = bert("mlm", tmp_path).train(), batch_of("mlm", 4, 40, torch.Generator().manual_seed(0))
     monkeypatch.setattr(stepping, "on_device", lambda batch, device: dict(batch))
     monkeypatch.setattr(stepping, "onto", lambda x, device: x)
-    assert "labelled" not in stepping.arguments(model, batch, torch.device("cpu"))
-    found = stepping.arguments(model, batch, torch.device("cuda"))["labelled"]
+    assert "target_places" not in stepping.arguments(model, batch, torch.device("cpu"))
+    found = stepping.arguments(model, batch, torch.device("cuda"))["target_places"]
     assert torch.equal(found, model.head.labelled_of(batch["labels"]))
 
 

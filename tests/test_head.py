@@ -386,7 +386,7 @@ def test_labelled_places_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
         loss = model(ids, labels=labels, **more).loss
         return loss.detach(), *torch.autograd.grad(loss, [p for name, p in model.named_parameters() if "k.bias" not in name])
 
-    torch.testing.assert_close(found(labelled=places), found(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found(target_places=places), found(), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

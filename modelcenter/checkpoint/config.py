@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
-from typing import Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import LIMIT, InputError, nearest, refuse
 
@@ -16,15 +16,14 @@ C = TypeVar("C", bound="Config")
 BIGGEST = 2**31 - 1  # a size beyond this is a mistake or an attack; refused before anything is allocated
 DEEPEST = 1024  # layers, each of which is made, if only on the meta device; the deepest published model has 126
 TRANSFORMERS = {  # keys without a field that scripts set on a config of transformers', and what does the same
-    "bos_token_id": "leave it out: a prompt is what it is; the tokenizer puts one before a text",
-    "eos_token_id": "give it to generate: generate(ids, eos_token_id=...)",
-    "pad_token_id": "give it to generate: generate(ids, pad_token_id=...); elsewhere attention_mask says what pads",
-    "use_cache": "give it to a forward: model(ids, use_cache=True); Trainer takes ours behind a module: docs/from-modelcenter.md",
+    "use_cache": "give it to a forward: model(ids, use_cache=True)",
     "output_hidden_states": "give it to a forward: model(ids, output_hidden_states=True)",
     "output_attentions": "leave it out: attention here keeps no weights",
     "gradient_checkpointing": "mc.parallelize(model, mc.Machine(recompute='full'))",
     "problem_type": "leave it out: labels that are numbers are a regression or several labels, whole numbers are classes",
 }  # fmt: skip
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+EVERYWHERE = {"hidden_size": "dim", "num_hidden_layers": "layers", "num_attention_heads": "heads"}  # as attribute_map of theirs
 LABELS = 2**20  # each has a name
 
 
@@ -89,6 +88,7 @@ class Config:
     labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # of a classification or tagging head
     file: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # the config.json it came from
     hf: ClassVar[Table]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "last_hidden_state", "hidden_states"]  # by Trainer
 
     def verify(self) -> None:
         """Refuse what fields cannot say together; a family overrides it. The file is added by whoever reads one."""
@@ -132,11 +132,19 @@ class Config:
         """A key of the Hugging Face config."""
         return self.to_dict().get(key, default)
 
-    def __getattr__(self, name: str) -> Any:  # asked for what is no field
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:
+        """Itself: what transformers asks a model of texts and pictures for."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:  # asked for what is no field: a key of config.json, which others' programs read
         if not name.startswith("_"):
-            ours = next((f"config.{now}, or " for key, now in rows(self) if name in key.split("|")), "")
-            if ours or name in TRANSFORMERS or name in vars(self).get("file", ()):
-                raise AttributeError(f"{type(self).__name__} has no {name}; {ours}config.get({name!r})", name=name, obj=self)
+            values = self.to_dict()
+            if name in values or name in TOKENS:
+                return values.get(name)
+            if name == "is_encoder_decoder":  # only that of T5's encoder alone is told
+                return values.get("decoder_start_token_id") is not None
+            if name in EVERYWHERE:
+                return getattr(self, EVERYWHERE[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     @property
@@ -153,8 +161,17 @@ class Config:
         return read(cls, values, file)
 
 
-def unchanging(config: Config, name: str, value: Any) -> NoReturn:
-    """What a config does where a field, or a key of config.json, is set: dataclasses' own error says nothing of what to do."""
+def unchanging(config: Config, name: str, value: Any) -> None:
+    """What a config does where a field, or a key of config.json, is set: dataclasses' own error says nothing of what to do.
+
+    The ids of special tokens are no part of what is computed, and are what a tokenizer says they are: set, they are read and saved
+    as if the file had them. `use_cache = False`, which Trainer sets, is how it is."""
+    if name in TOKENS:
+        check_common({name: value}, None)
+        object.__setattr__(config, "file", {**config.file, name: value})
+        return
+    if name == "use_cache" and not value:
+        return
     known = dict(rows(config))
     field = next((now for key, now in known.items() if name in key.split("|")), name)
     how = TRANSFORMERS.get(name, f"give it where the model is made: mc.load(name, config={{{field!r}: {value!r}}})")
@@ -209,7 +226,7 @@ def check_common(values: Mapping[str, Any], file: Any) -> None:
     for key in ("initializer_range", "initializer_factor", "init_std"):
         if key in values:
             check(values[key], float, file, key)
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for key in TOKENS:
         ids = values.get(key)
         for one in ids if isinstance(ids, list) and key == "eos_token_id" else [ids]:
             if one is not None and not (type(one) is int and -1 <= one < BIGGEST):  # -1: none, in old files

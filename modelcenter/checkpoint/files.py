@@ -254,6 +254,9 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not os.path.lexists(path) and (path.parent / "manifest.json").is_file():
         wanted = f"modelcenter convert {folder} OUT makes one of it; the run's own, model/, is written when it ends"
         refuse_missing(folder, None, "a training state, and no model", wanted)
+    if not os.path.lexists(path) and (path.parent / "training_args.bin").is_file():
+        wanted = "model.load_state_dict(safetensors.torch.load_file(...)) of the model that was trained, then its save_pretrained"
+        refuse_missing(folder, None, "Trainer's weights, by names of ours; no config.json", wanted)
     check_inside(path)
     config = read_json(path)
     if not isinstance(config, dict):

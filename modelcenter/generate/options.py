@@ -23,12 +23,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_dict_in_generate": (False,), "output_scores": (False,), "output_logits": (False,), "output_attentions": (False,),
     "output_hidden_states": (False,),
 }  # fmt: skip
-# What changes no result: speed, memory, bookkeeping, and how an assistant that nobody gave would be used.
+# What changes no result: speed, memory, bookkeeping, how an assistant that nobody gave would be used, and what Seq2SeqTrainer
+# leaves in a batch: the targets, which only a forward learns from, and whether ranks wait for each other, which write the same.
 WITHOUT_EFFECT = frozenset((
     "bos_token_id", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size",
     "compile_config", "disable_compile", "transformers_version", "continuous_batching_config", "is_assistant",
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size",
-    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "labels", "synced_gpus",
 ))  # fmt: skip
 
 DRAWN, SEARCHED = ("temperature", "top_k", "top_p", "min_p"), ("length_penalty", "early_stopping")  # what else says nothing

@@ -111,6 +111,7 @@ def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: to
 
 def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
     """Every option: from the call, from `given` or the file beside the weights, from config.json, or the default."""
+    given = model._options if given is None else given  # what `generation_config` of the model has been asked for
     if given is None:
         return read(beside(model), options, model.config.to_dict(), file_of(model))
     if not isinstance(given, dict) and not hasattr(given, "to_dict"):

@@ -173,8 +173,16 @@ class Output(dict[Any, Any]):
     """A mapping that also has its keys as attributes and, like transformers' outputs, indexes as the tuple of what is not None.
 
     Keys: loss, logits, last_hidden_state, hidden_states, past_key_values, and what a head adds: pooler_output, embeddings,
-    start_logits, end_logits. Absent ones are None; an attribute of another name is an `AttributeError`.
+    start_logits, end_logits. An absent one is not among the items, and None by its name, as a key too; an attribute of another name
+    is an `AttributeError`.
     """
+
+    def __init__(self, *found: Any, **more: Any):
+        super().__init__({key: value for key, value in dict(*found, **more).items() if value is not None})
+
+    def __missing__(self, key: str) -> None:
+        if key not in KEYS:
+            raise KeyError(key)
 
     def __getattr__(self, name: str) -> Any:
         if name not in KEYS and name not in self:
@@ -188,14 +196,21 @@ class Output(dict[Any, Any]):
         return iter(list(self.keys()))
 
     def to_tuple(self) -> tuple[Any, ...]:
-        return tuple(v for v in self.values() if v is not None)
+        return tuple(self.values())
+
+
+def put_back(values: Any, keys: Any) -> Output:
+    """What torch has taken apart, with whatever it has put in place of the values."""
+    out = Output()
+    out.update(zip(keys, values, strict=True))
+    return out
 
 
 # FSDP and DDP look for the tensors inside what a module returns.
 _pytree.register_pytree_node(
     Output,
     lambda out: (list(out.values()), list(out.keys())),
-    lambda values, keys: Output(zip(keys, values, strict=True)),
+    put_back,
     serialized_type_name="modelcenter.Output",
 )
 

@@ -60,6 +60,24 @@ def recompute(model: nn.Module, how: Recompute) -> None:
         block.forward = partial(run, block.forward)  # type: ignore[method-assign]  # of this one block
 
 
+def again(block: nn.Module) -> bool:
+    """Whether a block is computed again in the backward."""
+    run = vars(block).get("forward")
+    return isinstance(run, partial) and run.func in (whole, selected)
+
+
+def recomputed(model: nn.Module) -> bool:
+    return any(again(block) for block in blocks(model))
+
+
+def kept(model: nn.Module) -> None:
+    """Undo `recompute`."""
+    for block in filter(again, blocks(model)):
+        inner = vars(block).pop("forward").args[0]
+        if inner != block.forward:  # something else stood there before
+            block.forward = inner  # type: ignore[method-assign]  # of this one block
+
+
 # Functions of ours, not partials of torch's: torch's compiler looks into a frame of ours alone, and without one compiles nothing.
 
 

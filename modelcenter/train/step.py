@@ -82,7 +82,7 @@ def arguments(model: nn.Module, batch: Arguments, device: torch.device) -> dict[
     if device.type == "cuda" and isinstance(head, Head) and isinstance(labels, Tensor) and labels.is_cpu:
         labelled = head.labelled_of(labels)
         if labelled is not None:
-            here["labelled"] = onto(labelled, device)
+            here["target_places"] = onto(labelled, device)
     return here
 
 

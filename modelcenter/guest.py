@@ -1,0 +1,126 @@
+"""What other people's programs ask of a model by transformers' names: Trainer, accelerate, peft, pipelines."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import refuse
+from .generate.options import FILE
+from .generate.run import beside
+from .layers import LMHead
+from .layers.output import shift_right
+from .parallel.blocks import kept, recompute, recomputed
+
+
+class Guest(nn.Module):
+    """A model among transformers' own. `generation_config` is made when it is first asked for, and changes what `generate` does."""
+
+    accepts_loss_kwargs = True  # every head divides its summed loss by `num_items_in_batch`
+    companions: Any  # files that travel with the weights
+    _options: Any = None
+
+    @property
+    def architecture(self) -> str:
+        """transformers' class with this head."""
+        return str(self.tasks[self.task].architecture)  # type: ignore[index,union-attr]  # of a Model
+
+    def _get_name(self) -> str:
+        """By this Trainer's label smoothing knows that a causal model's labels are shifted."""
+        return self.architecture
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(self.architecture, type(self).__name__, 1)
+
+    @property
+    def loss_type(self) -> str | None:
+        """By this Trainer knows that nobody predicts the first label of a row, and does not count it among a step's targets."""
+        return "ForCausalLM" if isinstance(self.head, LMHead) and self.head.shift else None
+
+    # ---- tied weights: one tensor has one name, as safetensors asks of what it writes; either name is read
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """As of every module, without the second names of tied weights."""
+        out = super().state_dict(*args, **options)
+        prefix = str(options.get("prefix", args[1] if len(args) > 1 else ""))
+        for name, source in self.held().items():
+            if prefix + source in out:
+                out.pop(prefix + name, None)
+        return out
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        for name, source in self.held().items():
+            if prefix + source in state_dict:
+                state_dict.setdefault(prefix + name, state_dict[prefix + source])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def held(self) -> dict[str, str]:
+        """Tied parameter -> the one that it still is."""
+        now = dict(self.named_parameters(remove_duplicate=False))
+        shared: Mapping[str, str] = self.shared  # type: ignore[assignment]  # of a Model
+        return {name: source for name, source in shared.items() if source in now and now.get(name) is now[source]}
+
+    # ---- recompute
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether blocks are computed again in the backward."""
+        return recomputed(self)
+
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+                                        every_n_layers: int = 1, offload: bool = False) -> None:
+        """Keep only the blocks' inputs and compute their insides again in the backward, as `Machine(recompute="full")` does.
+        Errors: `InputError` for what that cannot: a part of the blocks, and inputs kept elsewhere."""
+        for name, value, only in (("every_n_layers", every_n_layers, 1), ("offload", offload, False)):
+            if value != only:
+                refuse(None, f"activation_checkpointing_enable({name})", repr(value), f"{only}: every block, where it is")
+        for name in activation_checkpointing_kwargs or {}:
+            if name not in ("use_reentrant", "preserve_rng_state"):  # either gives the same gradients
+                refuse(None, "activation_checkpointing_enable", name, "leave it out")
+        if not recomputed(self):
+            recompute(self, "full")
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """The same by its older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep what the backward needs."""
+        kept(self)
+
+    activation_checkpointing_disable = gradient_checkpointing_disable
+
+    def enable_input_require_grads(self) -> None:
+        """Nothing to do: recompute here needs no gradient of its input."""
+
+    # ---- generation
+
+    def can_generate(self) -> bool:
+        """Whether `generate` goes on from a prompt."""
+        return isinstance(self.head, LMHead) and (self.head.shift or bool(self.encoder_decoder))
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """What a decoder reads to write `labels` (b s): for collators."""
+        config: Any = self.config
+        return shift_right(labels, None, config.start, config.file.get("pad_token_id") or 0)
+
+    @property
+    def generation_config(self) -> Any:
+        """transformers' GenerationConfig of what `generate` does where a call says nothing: what generation_config.json and
+        config.json say, until it is changed or another is set; `save_pretrained` writes it then. It needs transformers."""
+        if self._options is None:
+            from transformers import GenerationConfig
+
+            config: Any = self.config
+            ids = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")}
+            self._options = GenerationConfig(**{**ids, **beside(self)})  # type: ignore[arg-type,no-untyped-call]  # a Model; untyped
+        return self._options
+
+    @generation_config.setter
+    def generation_config(self, options: Any) -> None:
+        self._options = options
+
+    def settle_options(self) -> None:
+        """Have the folder that is written say what `generation_config` says."""
+        if self._options is not None:
+            self.companions = {**self.companions, FILE: self._options.to_json_string().encode()}

@@ -1,0 +1,214 @@
+"""Ours in other people's programs: transformers' Trainer trains them as it trains transformers' model with the same weights."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import modelcenter as mc
+from modelcenter.layers.output import Output
+
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # theirs
+SIZES = {"layers": 1, "dim": 32, "heads": 2, "vocab": 50, "positions": 8}
+WORDS = {"[PAD]": 0, "[EOS]": 1, "[UNK]": 2, "[MASK]": 3} | {f"w{n}": n for n in range(4, 128)}
+
+
+def tokenizer() -> Any:
+    raw = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]  # declared read-only, and set so in their examples
+    named = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, **named)
+
+
+def records(task: str) -> list[dict[str, Any]]:
+    """Rows of 5 to 13 tokens."""
+    source, out = torch.Generator().manual_seed(2), []
+    for n in range(16):
+        ids = torch.randint(4, 128, (5 + n * 5 % 9,), generator=source).tolist()
+        more = {"seq2seq": {"labels": ids[2:]}, "classify": {"label": n % 3}, "tag": {"labels": [k % 3 for k in ids]}}.get(task, {})
+        out.append({"input_ids": ids, "attention_mask": [1] * len(ids), **more})
+    return out
+
+
+COLLATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "lm": lambda words, model: transformers.DataCollatorForLanguageModeling(words, mlm=False),
+    "mlm": lambda words, model: transformers.DataCollatorForLanguageModeling(words, mlm_probability=0.4, seed=3),
+    "seq2seq": lambda words, model: transformers.DataCollatorForSeq2Seq(words, model=model),
+    "classify": lambda words, model: transformers.DataCollatorWithPadding(words),
+    "tag": lambda words, model: transformers.DataCollatorForTokenClassification(words),
+}
+
+
+def quiet(kind: str, task: str) -> tuple[Any, mc.Model]:
+    """Theirs and ours with the same weights and no dropout, each of its own."""
+    case = zoo.Case(kind, "default", task)
+    folder = zoo.reference(case)[1]
+    none = {f.name: 0.0 for f in fields(case.family.Config) if "dropout" in f.name}  # type: ignore[arg-type]  # a dataclass
+    ours = mc.load(folder, task=task, config=none)
+    cls = type(zoo.reference(case)[0])
+    return cls.from_pretrained(folder, config=cls.config_class.from_dict(ours.config.to_dict())), ours
+
+
+def trainer(model: Any, task: str, where: Path, **asked: Any) -> Any:
+    words = tokenizer()
+    seq2seq = "predict_with_generate" in asked
+    cls = transformers.Seq2SeqTrainer if seq2seq else transformers.Trainer
+    asks = transformers.Seq2SeqTrainingArguments if seq2seq else transformers.TrainingArguments
+    metrics = asked.pop("compute_metrics", None)
+    options: dict[str, Any] = dict(
+        max_steps=3, per_device_train_batch_size=4, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
+        disable_tqdm=True, seed=1,
+    )  # fmt: skip
+    arguments = asks(str(where), **options | asked)
+    rows = records(task)
+    data: dict[str, Any] = {"train_dataset": rows, "eval_dataset": rows[:6]}
+    out = cls(model=model, args=arguments, processing_class=words, data_collator=COLLATORS[task](words, model),
+              compute_metrics=metrics, **data)  # fmt: skip
+    out.remove_callback(transformers.PrinterCallback)
+    return out
+
+
+TOLD = ("loss", "grad_norm", "eval_loss", "eval_seen")
+
+
+def curve(model: Any, task: str, where: Path, **asked: Any) -> list[float]:
+    run = trainer(model, task, where, **asked)
+    run.train()
+    return [row[name] for row in run.state.log_history for name in TOLD if name in row]
+
+
+def seen(found: Any) -> dict[str, float]:
+    """What a metric is computed of, in one number."""
+    assert not isinstance(found.predictions, tuple)
+    return {"seen": float(abs(found.predictions).mean())}
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "accumulated": ("llama", "lm", {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}),
+    "recomputed": ("llama", "lm", {"activation_checkpointing": True, "train_sampling_strategy": "group_by_length"}),
+    "smoothed": ("llama", "lm", {"label_smoothing_factor": 0.1}),
+    "evaluated": ("bloom", "lm", EVALUATED | {"compute_metrics": seen}),
+    "masked": ("bert", "mlm", EVALUATED | {"prediction_loss_only": True}),
+    "classified": ("gpt2", "classify", EVALUATED | {"compute_metrics": seen}),
+    "tagged": ("bert", "tag", EVALUATED | {"compute_metrics": seen}),
+    "smoothed pairs": ("t5", "seq2seq", {"label_smoothing_factor": 0.1}),
+    "written": ("t5", "seq2seq", EVALUATED | {"predict_with_generate": True, "generation_max_length": 12, "compute_metrics": seen}),
+    "written by beams": ("t5", "seq2seq", EVALUATED | {
+        "predict_with_generate": True, "generation_max_length": 9, "generation_num_beams": 3, "compute_metrics": seen}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_trainer_trains_ours_as_theirs(name: str, tmp_path: Path) -> None:
+    kind, task, asked = RUNS[name]
+    theirs, ours = (curve(model, task, tmp_path, **asked) for model in quiet(kind, task))
+    assert len(theirs) >= 6 and ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_trainer_counts_the_targets_of_gpt2(tmp_path: Path) -> None:
+    """It knows by a class' name that nobody predicts a row's first token, and GPT2LMHeadModel does not say so: theirs is divided by
+    a target a row too many."""
+    theirs, ours = quiet("gpt2", "lm")
+    options = {"max_steps": 1, "per_device_train_batch_size": 16}
+    tokens = sum(len(row["input_ids"]) for row in records("lm"))
+    found, wanted = (curve(model, "lm", tmp_path, **options)[0] for model in (ours, theirs))
+    assert found == pytest.approx(wanted * tokens / (tokens - 16), rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "task"), [("gpt2", "lm"), ("t5", "seq2seq"), ("llama", "lm")])
+def test_trainer_resumes_ours(kind: str, task: str, tmp_path: Path) -> None:
+    """To the bit, from a file with one name for tied weights; the best model is read back at the end."""
+    saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    weights = []
+    for run in ("whole", "cut"):
+        _, model = quiet(kind, task)
+        trainer(model, task, tmp_path / run, **saved).train()
+        if run == "cut":
+            (tmp_path / run / "checkpoint-4").rename(tmp_path / "gone")
+            _, model = quiet(kind, task)
+            trainer(model, task, tmp_path / run, **saved).train(resume_from_checkpoint=True)
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    _, model = quiet(kind, task)
+    run = trainer(model, task, tmp_path / "best", **saved, load_best_model_at_end=True, learning_rate=0.05)
+    run.train()
+    assert run.evaluate()["eval_loss"] == pytest.approx(run.state.best_metric)
+    with pytest.raises(mc.InputError, match=r"Trainer's weights, by names of ours; .*load_state_dict"):
+        mc.load(tmp_path / "cut" / "checkpoint-2")
+
+
+def test_tied_weights_have_one_name_and_answer_to_two() -> None:
+    model, other = (mc.build("gpt2", config=SIZES, seed=seed) for seed in (0, 1))
+    state = model.state_dict()
+    assert "head.out.weight" not in state and state.keys() == model.shapes.keys()
+    for given in (state, {**state, "head.out.weight": state["embed.tokens.weight"]}):
+        other.load_state_dict({name: torch.zeros_like(t) for name, t in given.items()})
+        other.load_state_dict(given)
+        assert other.head.out.weight is other.embed.tokens.weight and torch.equal(other.head.out.weight, model.head.out.weight)
+    outer, copied = torch.nn.Sequential(model), torch.nn.Sequential(other)
+    assert "0.embed.tokens.weight" in outer.state_dict() and "0.head.out.weight" not in outer.state_dict()
+    copied.load_state_dict(outer.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({name: t for name, t in state.items() if name != "embed.tokens.weight"})
+    other.head.out.weight = torch.nn.Parameter(torch.ones(50, 32))  # untied by hand: two tensors, two names
+    assert torch.equal(other.state_dict()["head.out.weight"], torch.ones(50, 32))
+
+
+def test_recompute_is_turned_on_and_off() -> None:
+    _, model = quiet("gpt2", "lm")
+    ids, found, on = torch.arange(6)[None], [], model.gradient_checkpointing_enable
+    for change in (lambda: None, on, on, model.gradient_checkpointing_disable):
+        change()
+        model.zero_grad()
+        model.train()(ids, labels=ids).loss.backward()
+        found.append((model.is_gradient_checkpointing, model.embed.tokens.weight.grad.clone()))
+    assert [now for now, _ in found] == [False, True, True, False]
+    assert all(torch.equal(gradient, found[0][1]) for _, gradient in found)
+    assert not any("forward" in vars(part) for part in model.modules())
+    with pytest.raises(mc.InputError, match=r"^activation_checkpointing_enable\(offload\): True; False: every block"):
+        model.activation_checkpointing_enable(offload=True)
+
+
+def test_a_config_is_read_by_their_names() -> None:
+    config = mc.build("gpt2", config=SIZES).config
+    assert (config.vocab_size, config.n_embd, config.hidden_size) == (50, 32, 32)
+    assert (config.num_hidden_layers, config.num_attention_heads) == (1, 2)
+    assert config.get_text_config() is config and not config.is_encoder_decoder and config.pad_token_id is None
+    assert mc.build("t5-small", device="meta").config.is_encoder_decoder
+    config.pad_token_id, config.use_cache = 7, False
+    assert config.pad_token_id == config.to_dict()["pad_token_id"] == 7
+    with pytest.raises(mc.InputError, match=r"^pad_token_id: 'x'; the id of a token, or null$"):
+        config.pad_token_id = "x"
+
+
+def test_generation_config_is_theirs_and_is_heard(tmp_path: Path) -> None:
+    theirs, ours = quiet("gpt2", "lm")
+    ids = torch.arange(5, 11)[None]
+    for model in (theirs, ours):
+        model.generation_config.max_new_tokens = 7
+        model.generation_config.repetition_penalty = 1.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = theirs.generate(ids)
+    assert torch.equal(ours.generate(ids), wanted) and wanted.shape == (1, 13)
+    assert ours.generate(ids, max_new_tokens=2).shape == (1, 8) and ours.can_generate()
+    ours.save_pretrained(tmp_path)
+    assert torch.equal(mc.load(tmp_path).generate(ids), wanted)
+    ours.generation_config = transformers.GenerationConfig(max_new_tokens=3)
+    assert ours.generate(ids).shape == (1, 9)
+
+
+def test_an_output_holds_what_is_there() -> None:
+    out = Output(loss=torch.ones(()), logits=None)
+    assert list(out) == ["loss"] and out["logits"] is None and out.logits is None and len(out.to_tuple()) == 1
+    with pytest.raises(KeyError):
+        out["nothing"]
