@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from page import machine, stamp, today
 from torch import Tensor
 
-from modelcenter.ops import OPS, _op
+from modelcenter.ops import OPS, _kernels
 from modelcenter.ops.relative_attention import relative_attention, spread
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -286,7 +286,7 @@ def measure(shape: Shape, device: str, dtype: torch.dtype, rounds: int) -> list[
     for name in CONTENDERS:
         row = rows[name] = {"shape": str(shape), "contender": name, "dtype": str(dtype), "flops": shape.flops}
         try:
-            if name == "ours" and not (device == "cuda" and _op.available("cuda") and takes(shape, args)):
+            if name == "ours" and not (device == "cuda" and _kernels.available("cuda") and takes(shape, args)):
                 row["note"] = "by its reference: no kernel here"
             row.update(judge(name, shape, device, dtype))
             runner = Runner(name, shape, device, given(name, shape, args), direction)

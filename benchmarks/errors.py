@@ -24,7 +24,7 @@ from ops import DTYPES, Absent, Bench, benches, results
 from page import leave, stamp
 from torch import Tensor
 
-from modelcenter.ops import OPS, Op, _op
+from modelcenter.ops import OPS, Op, _kernels
 from modelcenter.ops.relative_attention import spread
 
 HALVES = ("forward", "backward")
@@ -168,7 +168,7 @@ def main() -> int:
     options = parser.parse_args()
     only, (part, parts) = [name for name in options.only.split(",") if name], map(int, options.part.split("/"))
     warnings.filterwarnings("ignore", module="torch")
-    assert _op.available(options.device), f"no kernels for {options.device}"
+    assert _kernels.available(options.device), f"no kernels for {options.device}"
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     number = 0

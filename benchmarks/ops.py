@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from modelcenter import ops
-from modelcenter.ops import OPS, _op
+from modelcenter.ops import OPS, _kernels
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CACHE = {"cuda": 256 << 20, "cpu": 128 << 20}  # the sets of inputs exceed this together
@@ -532,7 +532,7 @@ def contenders(bench: Bench, device: str, notes: list[str]) -> list[Contender]:
     functions: dict[str, Function] = {}
     if bench.ours is not None:
         functions["ours"] = bench.ours
-    elif op is not None and op.kernel is not None and _op.available(device):
+    elif op is not None and op.kernel is not None and _kernels.available(device):
         fits = op.kernel.takes is None or op.kernel.takes(*first)
         functions["ours"] = op if fits and device in op.kernel.devices else op.straight
         if functions["ours"] is not op:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels
 
 
 def today() -> str:
@@ -24,7 +24,7 @@ def machine(device: str) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     said = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     name = next((line.split(":")[1].strip() for line in said if line.startswith("model name")), platform.machine())
-    level = getattr(_op._C, "cpu_level", "no kernels")
+    level = getattr(_kernels._C, "cpu_level", "no kernels")
     return f"{name}, {torch.get_num_threads()} threads, {level}, torch {torch.__version__}"
 
 

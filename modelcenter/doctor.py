@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from . import __version__
-from .ops import _op
-from .ops._op import NOT, reach
+from .ops import _kernels
+from .ops._kernels import NOT, reach
 from .ops.dropout import draw, dropout
 from .ops.linear import has_low_units
 from .train.environment import versions
@@ -36,14 +36,14 @@ def examine() -> dict[str, Any]:
     built, why, advice = extension()
     found["extension"] = why
     if built is not None:
-        if built.cpu_level == "none" and _op.LEVEL == "base":
+        if built.cpu_level == "none" and _kernels.LEVEL == "base":
             found["cpu_kernels"] = "none without AVX2, which MODELCENTER_CPU=base leaves out: references"
             advice.append("kernels for the CPU: unset MODELCENTER_CPU")
         elif built.cpu_level == "none":
             found["cpu_kernels"] = "none for this processor, which lacks AVX2: references"
             advice.append(f"kernels for this processor: MODELCENTER_LEVELS=0 {AGAIN}")
         else:
-            kept = f" by MODELCENTER_CPU={_op.LEVEL}" if built.cpu_level == _op.LEVEL != _op.LEVELS[-1] else ""
+            kept = f" by MODELCENTER_CPU={_kernels.LEVEL}" if built.cpu_level == _kernels.LEVEL != _kernels.LEVELS[-1] else ""
             found["cpu_kernels"] = f"{built.cpu_level}{kept}, {threads()}: {runs(torch.device('cpu'))}"
         names = ", ".join(f"sm_{arch}" for arch in built.cuda_architectures.split())
         found["cuda_kernels"] = f"{names}, later chips of their generations, and by PTX all after" if names else "none"
@@ -69,9 +69,9 @@ def examine() -> dict[str, Any]:
 
 def extension() -> tuple[Any, str, list[str]]:
     """The compiled module if it is in use, what there is to say of it, and how there would be one."""
-    if not _op.WANTED:
+    if not _kernels.WANTED:
         return None, "switched off by MODELCENTER_KERNELS=0: references only", ["kernels: unset MODELCENTER_KERNELS"]
-    if (built := vars(_op)["_C"]) is not None:
+    if (built := vars(_kernels)["_C"]) is not None:
         place = Path(getattr(built, "__file__", __file__))  # an editable installation lends its own to who has none
         return built, "built" if place.parent == Path(__file__).parent else f"built, from {place}", []
     compiler = os.environ.get("CXX", "").split(" ")[0] or "g++"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modelcenter.ops import OPS, Op, _op
+from modelcenter.ops import OPS, Op, _kernels
 
 LOW = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *LOW)
@@ -220,12 +220,12 @@ def kernels_called() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
 
             return spied
 
-    real = _op._C
-    _op._C = Spy(real)
+    real = _kernels._C
+    _kernels._C = Spy(real)
     try:
         yield seen
     finally:
-        _op._C = real
+        _kernels._C = real
 
 
 def through_operator(op: Op) -> Callable[..., Any]:

@@ -37,8 +37,8 @@ import torch
 from contract import DTYPES, LAYOUTS, LOW, OPS, each, error, floating, kernel_backed, kernels_called, run, shown
 from torch import Tensor, nn
 
-from modelcenter.ops import _norm, _op, draw, quantize
-from modelcenter.ops._op import call
+from modelcenter.ops import _kernels, _norm, draw, quantize
+from modelcenter.ops._kernels import call
 from modelcenter.ops.activation import GATED, gated_backward
 from modelcenter.ops.cross_entropy import IGNORE
 from modelcenter.ops.gated_linear import gated_linear
@@ -559,7 +559,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=MOST, help="elements of a tensor, without --large; at least 513")
     parser.add_argument("--verbose", action="store_true", help="say each case before it runs: for a process that is killed in one")
     o = parser.parse_args()
-    assert _op.available(o.device), f"no kernels for {o.device}"
+    assert _kernels.available(o.device), f"no kernels for {o.device}"
     faulthandler.register(signal.SIGTERM, chain=True)
     MOST, WIDTHS = o.most, tuple(width for width in WIDTHS if width <= o.most)
     if o.large:
@@ -570,7 +570,7 @@ def main() -> int:
         o.cases, o.device, o.seed, o.first, [n for n in o.only.split(",") if n], o.compare, o.verbose, o.seconds
     )
     each_one = ", ".join(f"{name} {n}" for name, n in sorted(done.items()))
-    level = _op._C.cpu_level if o.device == "cpu" else torch.cuda.get_device_name()
+    level = _kernels._C.cpu_level if o.device == "cpu" else torch.cuda.get_device_name()
     print(f"{sum(done.values())} cases on {level} in {time.monotonic() - began:.0f} s, {wrong or 'none'} wrong: {each_one}")
     print(f"the slowest took {slowest[0]:.1f} s, {slowest[1]}")
     return int(wrong > 0 or not done)  # a run that saw no kernel proves nothing

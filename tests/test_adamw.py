@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from modelcenter.ops._op import available
+from modelcenter.ops._kernels import available
 from modelcenter.optim import adamw
 from modelcenter.optim.adamw import AdamW
 

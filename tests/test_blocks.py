@@ -15,7 +15,7 @@ from zoo import Case, cases, tiny
 
 import modelcenter as mc
 from modelcenter.ops import _graph, draw, dropout
-from modelcenter.ops._op import available
+from modelcenter.ops._kernels import available
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.blocks import KEPT, keep, recompute, selected, whole

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels, _op
 from modelcenter.optim.adamw import AdamW
 
 LARGEST = 2**63
@@ -152,7 +152,7 @@ def check_every_argument(calls: Calls) -> int:
     """Each argument of each kernel in turn replaced by all that it must refuse."""
     tried = 0
     for name, found in calls.items():
-        kernel = getattr(_op._C.cpu, name)
+        kernel = getattr(_kernels._C.cpu, name)
         for args in found:
             for i, a in enumerate(args):
                 own = named(kernel, args, i)
@@ -215,7 +215,7 @@ def check_random(calls: Calls, examples: int) -> None:
             args[data.draw(st.integers(0, len(args) - 1))] = data.draw(anything)
         args = [a.clone() if isinstance(a, Tensor) else a for a in args]
         try:
-            getattr(_op._C.cpu, name)(*args)
+            getattr(_kernels._C.cpu, name)(*args)
         except ValueError as error:
             assert str(error).startswith(f"{name}: "), error
 
@@ -224,7 +224,7 @@ def check_random(calls: Calls, examples: int) -> None:
 
 def check(examples: int) -> None:
     calls = good_calls()
-    assert set(calls) == {name for name in dir(_op._C.cpu) if not name.startswith("_")}
+    assert set(calls) == {name for name in dir(_kernels._C.cpu) if not name.startswith("_")}
     assert check_every_argument(calls) > 500
     check_random(calls, examples)
 
@@ -240,7 +240,7 @@ def in_another_process(code: str, **environment: str) -> str:
     return done.stdout
 
 
-needs_kernels = pytest.mark.skipif(not _op.available("cpu"), reason="no compiled kernels")
+needs_kernels = pytest.mark.skipif(not _kernels.available("cpu"), reason="no compiled kernels")
 
 
 @needs_kernels

@@ -10,7 +10,7 @@ import torch
 
 from modelcenter import doctor
 from modelcenter.__main__ import main
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     found = said(capsys)
-    if _op._C is None:
+    if _kernels._C is None:
         assert found["extension"].endswith("references only") and found["advice"]
     else:
         assert found["extension"] == "built" and found["cpu_kernels"].endswith(": they run")
@@ -42,26 +42,26 @@ def test_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_switched_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_op, "WANTED", False)
+    monkeypatch.setattr(_kernels, "WANTED", False)
     found = said(capsys)
     assert "MODELCENTER_KERNELS=0" in found["extension"] and found["advice"] == ["kernels: unset MODELCENTER_KERNELS"]
 
 
 @pytest.mark.parametrize("compiler", [True, False])
 def test_not_built(compiler: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_op, "_C", None)
+    monkeypatch.setattr(_kernels, "_C", None)
     monkeypatch.setitem(sys.modules, "modelcenter._C", None)  # the import of it fails
     monkeypatch.setattr(doctor, "__file__", "/nowhere/doctor.py")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}" if compiler else None)
-    monkeypatch.setattr(_op, "WANTED", True)
+    monkeypatch.setattr(_kernels, "WANTED", True)
     found = said(capsys)
     assert found["extension"].startswith("not built") and "cpu_kernels" not in found
     assert ("install a C++ compiler" in found["advice"][0]) is not compiler and "pip install" in found["advice"][0]
 
 
 def test_of_another_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_op, "_C", None)
-    monkeypatch.setattr(_op, "WANTED", True)
+    monkeypatch.setattr(_kernels, "_C", None)
+    monkeypatch.setattr(_kernels, "WANTED", True)
     monkeypatch.setitem(sys.modules, "modelcenter._C", SimpleNamespace(version="0.0.1"))  # type: ignore[arg-type]
     found = said(capsys)
     assert "0.0.1" in found["extension"] and "pip install" in found["advice"][0]
@@ -69,14 +69,15 @@ def test_of_another_version(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 def test_what_a_variable_leaves_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor is not said to lack what it was told not to use."""
-    monkeypatch.setattr(_op, "WANTED", True)
-    monkeypatch.setattr(_op, "LEVEL", "base")
+    monkeypatch.setattr(_kernels, "WANTED", True)
+    monkeypatch.setattr(_kernels, "LEVEL", "base")
     monkeypatch.setattr(doctor, "runs", lambda device: "they run")
-    monkeypatch.setattr(_op, "_C", SimpleNamespace(version="", cpu_level="none", cuda_architectures=""))
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(version="", cpu_level="none", cuda_architectures=""))
     found = said(capsys)
     assert "MODELCENTER_CPU=base leaves out" in found["cpu_kernels"] and "unset MODELCENTER_CPU" in found["advice"][0]
-    monkeypatch.setattr(_op, "LEVEL", "avx2")
-    monkeypatch.setattr(_op, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures="", __file__="/there/_C.so"))
+    monkeypatch.setattr(_kernels, "LEVEL", "avx2")
+    there = SimpleNamespace(version="", cpu_level="avx2", cuda_architectures="", __file__="/there/_C.so")
+    monkeypatch.setattr(_kernels, "_C", there)
     found = said(capsys)
     assert found["cpu_kernels"].startswith("avx2 by MODELCENTER_CPU=avx2, ") and found["extension"] == "built, from /there/_C.so"
 
@@ -98,8 +99,8 @@ def test_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("nvcc", [True, False])
 def test_a_gpu_without_kernels(nvcc: bool, card: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_op, "WANTED", True)
-    monkeypatch.setattr(_op, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures=""))
+    monkeypatch.setattr(_kernels, "WANTED", True)
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures=""))
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/nvcc" if nvcc else None)
     monkeypatch.setattr(doctor, "runs", lambda device: "they run")
     monkeypatch.setattr(doctor, "automatic_precision", lambda device: "fp32")
@@ -115,8 +116,8 @@ def test_a_gpu_without_kernels(nvcc: bool, card: None, capsys: pytest.CaptureFix
 def test_a_gpu_with_kernels(
     built: str, says: str, card: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_op, "WANTED", True)
-    monkeypatch.setattr(_op, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures=built))
+    monkeypatch.setattr(_kernels, "WANTED", True)
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures=built))
     monkeypatch.setattr(doctor, "runs", lambda device: "they run")
     monkeypatch.setattr(doctor, "automatic_precision", lambda device: "bf16" if device.type == "cuda" else "fp32")
     found = said(capsys)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modelcenter import ops
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels
 from modelcenter.ops.embedding import by_row
 
 VOCAB, DIM = 40, 24
@@ -32,7 +32,7 @@ def test_an_id_outside_is_sorted_to_no_row() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("id", OUTSIDE)
 def test_an_id_outside_trains_nothing_on_a_gpu(id: int) -> None:
-    if not torch.cuda.is_available() or not _op.available("cuda"):
+    if not torch.cuda.is_available() or not _kernels.available("cuda"):
         pytest.skip("no GPU, or no kernels for one")
     ids = torch.tensor([3, 7, 3, 0], device="cuda")
     table = torch.randn(VOCAB, DIM, device="cuda", requires_grad=True)

@@ -24,7 +24,7 @@ from modelcenter.data.collate import pack
 from modelcenter.layers.onto import kept, onto
 from modelcenter.layers.view import Ends
 from modelcenter.ops import _graph
-from modelcenter.ops._op import available
+from modelcenter.ops._kernels import available
 from modelcenter.ops.cross_entropy import IGNORE
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer

@@ -16,7 +16,7 @@ from modelcenter import ops
 from modelcenter.layers import Batch, Linear, LMHead
 from modelcenter.layers.view import View
 from modelcenter.ops import linear_cross_entropy as op
-from modelcenter.ops._op import available
+from modelcenter.ops._kernels import available
 from modelcenter.ops.cross_entropy import IGNORE
 
 module = __import__("modelcenter.ops.linear_cross_entropy", fromlist=["op"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from modelcenter import ops
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels
 
 
 class Function(Tensor):
@@ -90,7 +90,7 @@ def agrees(ours: Tensor | None, theirs: Tensor | None, rough: float) -> bool:
 MILDER = ("of inference", "a subclass", "two in one", "a parameter")
 
 
-@pytest.mark.skipif(not _op.available("cpu"), reason="no compiled kernels")
+@pytest.mark.skipif(not _kernels.available("cpu"), reason="no compiled kernels")
 @pytest.mark.parametrize("name", kernel_backed("cpu"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_not_refused_is_the_reference_s(name: str, dtype: torch.dtype) -> None:

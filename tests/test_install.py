@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from modelcenter.ops._op import reach
+from modelcenter.ops._kernels import reach
 
 HOUSE = Path(__file__).parent.parent
 ALL = ["75", "80", "90", "100", "120"]

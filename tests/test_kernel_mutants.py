@@ -13,7 +13,7 @@ import pytest
 import torch
 from plant import Plant
 
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels
 
 HERE = Path(__file__).parent
 LEVELS = {"base": 0, "avx2": 1, "avx512": 2}
@@ -96,13 +96,13 @@ if torch.cpu._is_avx512_bf16_supported():  # elsewhere these lines do not run
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not _op.available("cpu") or not shutil.which("g++"), reason="no compiled kernels"),
+    pytest.mark.skipif(not _kernels.available("cpu") or not shutil.which("g++"), reason="no compiled kernels"),
 ]
 
 
 def build(source: Path, temp: Path) -> Path:
     """The extension at one level of optimisation and one instruction set: what is wrong is so with any."""
-    env = {**os.environ, "MODELCENTER_CUDA": "0", "CFLAGS": "-O1 -w", "MODELCENTER_LEVELS": str(LEVELS[_op._C.cpu_level])}
+    env = {**os.environ, "MODELCENTER_CUDA": "0", "CFLAGS": "-O1 -w", "MODELCENTER_LEVELS": str(LEVELS[_kernels._C.cpu_level])}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", str(temp), "--build-lib", str(temp)]
     done = subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, timeout=500)
     made = list((temp / "modelcenter").glob("_C*"))

@@ -31,12 +31,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from modelcenter.ops import OPS, _op
+from modelcenter.ops import OPS, _kernels
 from modelcenter.ops.cross_entropy import IGNORE
 
 KERNELS = kernel_backed("cpu")
 SMALL = 1500  # elements of a case where size does not matter
-pytestmark = pytest.mark.skipif(not _op.available("cpu"), reason="no compiled kernels: the references are tested by test_ops.py")
+pytestmark = pytest.mark.skipif(not _kernels.available("cpu"), reason="no compiled kernels: test_ops.py tests the references")
 each_op = pytest.mark.parametrize("name", KERNELS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import modelcenter as mc
 from modelcenter.errors import InputError
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel import chips, host
@@ -277,8 +277,8 @@ def test_arithmetic_is_six_times_the_parameters(recompute: Any) -> None:
 def test_a_gpu_that_is_not_here_has_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this installation has: a plan is the same beside it."""
     found = []
-    for kernels in (_op._C, None):
-        monkeypatch.setattr(_op, "_C", kernels)
+    for kernels in (_kernels._C, None):
+        monkeypatch.setattr(_kernels, "_C", kernels)
         step = rehearse(gpt(layers=2), batch(2), adamw, partial(autocast, "bf16", CPU), CPU, gpu=True)
         found.append((step.work, step.update, step.calls, step.moments))
     assert found[0] == found[1]

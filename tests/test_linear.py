@@ -20,7 +20,8 @@ from modelcenter.layers.linear import rounding, together
 from modelcenter.layers.rope import PLAIN
 from modelcenter.ops import gated_linear as gated
 from modelcenter.ops import linear as module
-from modelcenter.ops._op import available, rehearsal
+from modelcenter.ops._kernels import available
+from modelcenter.ops._mode import rehearsal
 from modelcenter.parallel.blocks import recompute
 from modelcenter.parallel.tally import Tally, Work
 

@@ -12,7 +12,7 @@ import test_emulate
 import test_kernel_mutants
 from mutants import CLEAN, MUTANTS
 
-from modelcenter.ops._op import available
+from modelcenter.ops._kernels import available
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelcenter import ops
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels
 
 HERE = Path(__file__).parent
 LEVELS = {"base": "0", "avx2": "1", "avx512": "2"}
@@ -19,7 +19,7 @@ NARROW = f"-O1 -include {HERE}/narrow.h -fsanitize=signed-integer-overflow -fsan
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not _op.available("cpu") or not shutil.which("g++"), reason="no compiled kernels"),
+    pytest.mark.skipif(not _kernels.available("cpu") or not shutil.which("g++"), reason="no compiled kernels"),
 ]
 
 
@@ -38,7 +38,7 @@ def narrow(folder: Path, **planted: tuple[str, str]) -> Path:
             file.write_text(text.replace(*planted[file.stem]))
         elif file.stem != "module":
             file.unlink()
-    env = {**os.environ, "MODELCENTER_CUDA": "0", "CFLAGS": NARROW, "MODELCENTER_LEVELS": LEVELS[_op._C.cpu_level]}
+    env = {**os.environ, "MODELCENTER_CUDA": "0", "CFLAGS": NARROW, "MODELCENTER_LEVELS": LEVELS[_kernels._C.cpu_level]}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", str(folder / "temp"), "--build-lib", str(folder)]
     done = subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, timeout=800)
     made = list((folder / "modelcenter").glob("_C*"))

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from modelcenter import ops
 from modelcenter.layers import FFN, Attention, Batch, LayerNorm, Parallel, PostNorm, PreNorm, RMSNorm, Stack, block
 from modelcenter.layers.dropout import Dropout
-from modelcenter.ops import _norm, _op
+from modelcenter.ops import _kernels, _norm
 
-pytestmark = pytest.mark.skipif(_op._C is None, reason="without kernels there is nothing to be had")
+pytestmark = pytest.mark.skipif(_kernels._C is None, reason="without kernels there is nothing to be had")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 each_norm = pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 

@@ -1,4 +1,4 @@
-"""ops/_op.py: for which GPUs a build's kernels are taken, machine by machine as torch would describe it."""
+"""ops/_kernels.py: for which GPUs a build's kernels are taken, machine by machine as torch would describe it."""
 
 import warnings
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from modelcenter import ops
-from modelcenter.ops import Op, _op
+from modelcenter.ops import Op, _kernels, _op
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(index)
         return ((7, 5), (8, 9))[index]
 
-    monkeypatch.setattr(_op, "_C", SimpleNamespace(cuda_architectures="80 90"))
-    monkeypatch.setattr(_op, "COVERED", {})
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(cuda_architectures="80 90"))
+    monkeypatch.setattr(_kernels, "COVERED", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     return asked
@@ -30,55 +30,55 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_gpu_that_the_build_does_not_cover(cards: list[int]) -> None:
     """It is said once, with where to read more, and asked once."""
     with pytest.warns(UserWarning, match=r"for sm_80, sm_90; GPU 0 is sm_75 .* `modelcenter doctor`"):
-        assert not _op.available("cuda", 0)
+        assert not _kernels.available("cuda", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not _op.available("cuda", 0) and _op.available("cuda", 1) and _op.available("cuda", 1)
+        assert not _kernels.available("cuda", 0) and _kernels.available("cuda", 1) and _kernels.available("cuda", 1)
     assert cards == [0, 1]
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_reference_computes_where_no_kernel_would_run(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call looks at the tensor's own GPU and not at the current one."""
-    monkeypatch.setattr(_op, "_C", SimpleNamespace(cuda_architectures="80 90"))
-    monkeypatch.setattr(_op, "COVERED", {0: False, 1: True})
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(cuda_architectures="80 90"))
+    monkeypatch.setattr(_kernels, "COVERED", {0: False, 1: True})
     silu = object.__new__(Op)
     silu.__dict__.update(vars(ops.silu), reference=lambda *args: "reference")
     with FakeTensorMode():
         x, bias = torch.empty(4, 8, device=f"cuda:{index}"), torch.empty(8, device=f"cuda:{index}")
-        assert silu.fast(x) is bool(index) and _op.served(x) is bool(index)
+        assert silu.fast(x) is bool(index) and _kernels.served(x) is bool(index)
         assert (silu(x, bias) == "reference") if index == 0 else isinstance(silu(x, bias), torch.Tensor)
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_before_ampere_ops_in_bf16_have_no_kernel(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have one in fp16; what is to be computed in bf16 counts like what is in it. Weights and moments may be in it."""
-    monkeypatch.setattr(_op, "_C", SimpleNamespace(cuda_architectures="75 80"))
-    monkeypatch.setattr(_op, "COVERED", {0: True, 1: True})
-    monkeypatch.setattr(_op, "GENERATIONS", {0: (7, 5), 1: (8, 9)})
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(cuda_architectures="75 80"))
+    monkeypatch.setattr(_kernels, "COVERED", {0: True, 1: True})
+    monkeypatch.setattr(_kernels, "GENERATIONS", {0: (7, 5), 1: (8, 9)})
     silu = object.__new__(Op)
     silu.__dict__.update(vars(ops.silu), reference=lambda *args: "reference")
     with FakeTensorMode():
         for dtype, fits in ((torch.bfloat16, bool(index)), (torch.float16, True)):
             x, bias = (torch.empty(shape, device=f"cuda:{index}", dtype=dtype) for shape in ((4, 8), (8,)))
-            assert silu.fast(x) is fits and _op.served(x, dtype) is fits and _op.served(x)
+            assert silu.fast(x) is fits and _kernels.served(x, dtype) is fits and _kernels.served(x)
             assert isinstance(silu(x, bias), torch.Tensor) is fits
             assert _op.look((x.float(), None, dtype))[2] is fits
 
 
 def test_without_cuda_kernels_nothing_is_asked(cards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_op, "_C", SimpleNamespace(cuda_architectures=""))
-    assert not _op.available("cuda", 0) and not cards
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(cuda_architectures=""))
+    assert not _kernels.available("cuda", 0) and not cards
 
 
 def test_the_answer_is_a_constant_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which it sees no more: the driver is asked, and perhaps a warning given, while it compiles."""
-    monkeypatch.setattr(_op, "_C", SimpleNamespace(cuda_architectures="80 90"))
-    monkeypatch.setattr(_op, "COVERED", {})
-    monkeypatch.setattr(_op, "reach", lambda *args: torch._dynamo.graph_break() or _op.NOT)
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(cuda_architectures="80 90"))
+    monkeypatch.setattr(_kernels, "COVERED", {})
+    monkeypatch.setattr(_kernels, "reach", lambda *args: torch._dynamo.graph_break() or _kernels.NOT)
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if _op.covered(0) else x - 1
+        return x + 1 if _kernels.covered(0) else x - 1
 
     there = torch.cuda.is_available()
     assert torch.compile(f, fullgraph=True, backend="eager")(torch.zeros(())) == (-1 if there else 1)

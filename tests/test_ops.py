@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelcenter import ops
-from modelcenter.ops import OPS, _op
+from modelcenter.ops import OPS, _kernels
 from modelcenter.ops.cross_entropy import IGNORE
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -239,7 +239,7 @@ def test_every_op_has_a_formula_here() -> None:
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_and_gradients_are_the_formulas(name: str, dtype: torch.dtype) -> None:
-    rough = 1 if _op.available("cpu") else 5  # torch's own functions, of which the references are made, round oftener
+    rough = 1 if _kernels.available("cpu") else 5  # torch's own functions, of which the references are made, round oftener
     tried = cases(name, dtype)
     assert any(a.numel() == 1 for a in tried[0] if isinstance(a, Tensor)), "size 1 is a case"
     for args in tried:
@@ -317,7 +317,7 @@ def test_rotary_angles_are_not_rounded_to_the_input() -> None:
     assert (ops.rotary(x, angle.cos(), angle.sin(), False).flatten().float() - expected).abs().max() < 4e-3
 
 
-@pytest.mark.skipif(_op._C is None, reason="the reference is torch's, which rounds the mean")
+@pytest.mark.skipif(_kernels._C is None, reason="the reference is torch's, which rounds the mean")
 def test_layer_norm_keeps_a_large_mean_apart() -> None:
     """The mean of a thousand has an error of 3e-5 in fp32; what is left of it is subtracted too."""
     torch.manual_seed(0)
@@ -326,7 +326,7 @@ def test_layer_norm_keeps_a_large_mean_apart() -> None:
     assert (ops.layer_norm(x, weight, bias, 1e-5) - exact).abs().max() < 2e-6
 
 
-@pytest.mark.skipif(not _op.available("cpu"), reason="the kernels are compiled")
+@pytest.mark.skipif(not _kernels.available("cpu"), reason="the kernels are compiled")
 @pytest.mark.parametrize("odd", [1, 3, 5])
 def test_a_share_between_two_thresholds_is_rounded_up(odd: int) -> None:
     """16 bits decide what is dropped; kernels for the CPU once took the even one of two that are as near."""

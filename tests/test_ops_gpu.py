@@ -23,7 +23,7 @@ from contract import (
 )
 from torch import Tensor
 
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def card() -> None:
-    if not torch.cuda.is_available() or not _op.available("cuda"):
+    if not torch.cuda.is_available() or not _kernels.available("cuda"):
         pytest.skip("no GPU, or no kernels for one")
 
 

@@ -18,7 +18,7 @@ import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.checkpoint.load import LoadReport
 from modelcenter.errors import InputError, size
-from modelcenter.ops._op import available
+from modelcenter.ops._kernels import available
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer

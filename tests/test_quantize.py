@@ -16,7 +16,7 @@ from modelcenter import ops
 from modelcenter.errors import InputError
 from modelcenter.layers import Attention, Int8Linear, NF4Linear, QuantizedLinear
 from modelcenter.ops import quantize as q
-from modelcenter.ops._op import available
+from modelcenter.ops._kernels import available
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

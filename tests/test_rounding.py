@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelcenter.ops import OPS, _op
+from modelcenter.ops import OPS, _kernels
 
-pytestmark = pytest.mark.skipif(not _op.available("cpu"), reason="without kernels the references are all there is")
+pytestmark = pytest.mark.skipif(not _kernels.available("cpu"), reason="without kernels the references are all there is")
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from modelcenter import ops
-from modelcenter.ops import OPS, _op
+from modelcenter.ops import OPS, _kernels
 from modelcenter.ops._shard import RULES, STEP
 
-pytestmark = pytest.mark.skipif(not _op.available("cpu"), reason="no compiled kernels")
+pytestmark = pytest.mark.skipif(not _kernels.available("cpu"), reason="no compiled kernels")
 VOCAB = 11
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelcenter import __version__
-from modelcenter.ops import _op
+from modelcenter.ops import _kernels
 
 HERE = Path(__file__).parent
 QUICK = "(formulas and float32) or exact or twice or misaligned"  # what differs between instruction sets
@@ -25,8 +25,8 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 TESTS = """
 import sys, pytest
 ended = pytest.main(sys.argv[1:])
-from modelcenter.ops import _op
-print(_op._C and _op._C.cpu_level)
+from modelcenter.ops import _kernels
+print(_kernels._C and _kernels._C.cpu_level)
 sys.exit(ended)
 """
 
@@ -35,7 +35,7 @@ sys.exit(ended)
     "state", ["MODELCENTER_KERNELS=0", pytest.param("MODELCENTER_CPU=base", marks=pytest.mark.slow), "MODELCENTER_CPU=avx2"]
 )
 def test_ops_are_right_in_every_state(state: str) -> None:
-    if not _op.available("cpu"):
+    if not _kernels.available("cpu"):
         pytest.skip("no compiled kernels: the rest of the suite is this test")
     name, value = state.split("=")
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu", "-k"]
@@ -67,7 +67,7 @@ def test_kernels_without_an_instruction_set(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *build], capture_output=True, text=True, timeout=500, cwd=HERE.parent, env=env)
     (kernels,) = (tmp_path / "modelcenter").glob("_C*")
     assert done.returncode == 0, done.stderr
-    level = python("-c", "from modelcenter.ops import _op; print(_op._C.cpu_level)", MODELCENTER_KERNELS=str(kernels))
+    level = python("-c", "from modelcenter.ops import _kernels; print(_kernels._C.cpu_level)", MODELCENTER_KERNELS=str(kernels))
     assert level.stdout == "base\n", level.stderr
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", QUICK, "-m", "not gpu"]
     done = python("-m", "pytest", *options, "test_ops.py", "test_kernels.py", MODELCENTER_KERNELS=str(kernels))
@@ -102,15 +102,15 @@ OTHER = """
 import sys, types, warnings
 warnings.filterwarnings("ignore", "modelcenter has no compiled")
 sys.modules["modelcenter._C"] = types.SimpleNamespace(version="0.0.0")
-from modelcenter.ops import _op
-assert _op._C is None and not _op.available("cpu")
+from modelcenter.ops import _kernels
+assert _kernels._C is None and not _kernels.available("cpu")
 """
-NAMED = "from modelcenter.ops import _op; print(_op._C.__file__)"
+NAMED = "from modelcenter.ops import _kernels; print(_kernels._C.__file__)"
 
 
 def test_what_an_installation_without_its_kernels_says(tmp_path: Path) -> None:
     """Missing kernels are told once, and not to one who asked for it; those of another version are refused; a file may be named."""
-    file = _op._C.__file__ if _op.available("cpu") and _op.FILE == "1" else None
+    file = _kernels._C.__file__ if _kernels.available("cpu") and _kernels.FILE == "1" else None
     looked, not_wanted = {"MODELCENTER_KERNELS": "1"}, {"MODELCENTER_KERNELS": "0"}
     asked = [(MISSING, looked), (MISSING.replace("sys.modules", "#"), not_wanted), (OTHER, looked),
              ("import modelcenter.ops", {"MODELCENTER_KERNELS": "true"})]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modelcenter import ops
 from modelcenter.layers.view import Packing, View, merge
-from modelcenter.ops._op import available
+from modelcenter.ops._kernels import available
 from modelcenter.ops.relative_attention import packed_by, sooner
 
 pytestmark = pytest.mark.skipif(not available("cpu"), reason="the tiles are compiled")

@@ -21,7 +21,7 @@ from ..layers.initial import Constant, Uniform
 from ..layers.linear import Linear
 from ..layers.quantized import Int8Linear, NF4Linear, QuantizedLinear
 from ..names import Lazy, Shape, Split
-from ..ops._op import PLAIN
+from ..ops._mode import PLAIN
 from .config import ALL, AdapterConfig
 
 if TYPE_CHECKING:

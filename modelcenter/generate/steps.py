@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..layers import Rotary
 from ..layers.cache import Fixed
 from ..ops._graph import recorded, recording
-from ..ops._op import PLAIN
+from ..ops._mode import PLAIN
 
 if TYPE_CHECKING:
     from .state import State

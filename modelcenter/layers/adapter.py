@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._op import autocast_dtype
+from ..ops._mode import autocast_dtype
 from .dropout import Dropout
 from .linear import Linear
 from .quantized import QuantizedLinear

@@ -5,7 +5,7 @@ Head counts are read off the tensors, never stored, so a tensor-parallel shard n
 
 from torch import Tensor, nn
 
-from ..ops._op import autocast_dtype
+from ..ops._mode import autocast_dtype
 from .linear import Linear, alone, together
 from .position import Angles
 from .view import View

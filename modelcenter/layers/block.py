@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._op import on_gpu, plain
+from ..ops._mode import on_gpu, plain
 from .attention import Attention
 from .dropout import Dropout
 from .linear import rounding

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import refuse
-from ..ops._op import modern
+from ..ops._kernels import modern
 
 Pair = tuple[Tensor, Tensor]  # keys and values, b h t d
 

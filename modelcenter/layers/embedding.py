@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops._op import autocast_dtype, wide
+from ..ops._mode import autocast_dtype
+from ..ops._op import wide
 from ..ops.embedding import untrained
 from .dropout import Dropout
 from .linear import alone

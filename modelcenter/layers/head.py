@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import refuse
-from ..ops._op import plain as has_memory
+from ..ops._mode import plain as has_memory
 from ..ops.cross_entropy import IGNORE
 from ..ops.linear_cross_entropy import chunked
 from .dropout import Dropout

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import Op, relu
-from ..ops._op import autocast_dtype, on_gpu, plain, transformed
+from ..ops._mode import autocast_dtype, on_gpu, plain, transformed
 from ..ops.linear import LOW, linear, linears, rectified, rounded
 
 

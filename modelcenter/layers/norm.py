@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops._mode import autocast_dtype
 from ..ops._norm import beside, twice
-from ..ops._op import autocast_dtype
 from .dropout import Dropout
 
 

@@ -14,7 +14,8 @@ from .. import ops
 from ..errors import refuse
 from ..ops import relative_attention
 from ..ops._graph import recording
-from ..ops._op import autocast_dtype, plain, wide
+from ..ops._mode import autocast_dtype, plain
+from ..ops._op import wide
 from ..ops.relative_attention import spread
 from ..ops.rotary import rotary_
 from .embedding import read

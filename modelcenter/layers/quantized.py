@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import dequantize_int8, dequantize_nf4, linear_int8, linear_nf4, quantize_int8, quantize_nf4
-from ..ops._op import autocast_dtype
+from ..ops._mode import autocast_dtype
 from .linear import Linear
 
 

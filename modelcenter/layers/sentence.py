@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import refuse
-from ..ops._op import without_autocast
+from ..ops._mode import without_autocast
 from ..ops.cross_entropy import IGNORE
 from .head import Head
 from .linear import Linear

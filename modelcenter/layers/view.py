@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops._graph import drawn
-from ..ops._op import on_gpu
+from ..ops._mode import on_gpu
 from ..ops.relative_attention import covers, packed_by, sooner
 from .cache import Cache, Fixed
 from .onto import onto

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._op import Op, call, plain, raw, unseen
+from ._kernels import call
+from ._mode import plain, unseen
+from ._op import Op, raw
 from .dropout import draw, dropout
 
 UNALIGNED = 4586  # columns of a row that is not aligned, at most, of which four fit into an H200's shared memory with all they need

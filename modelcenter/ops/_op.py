@@ -5,96 +5,30 @@ a plain autograd.Function (the cheapest road: benchmarks/README.md has the figur
 torch.library under torch.compile and under a dispatch mode (selective recompute, fake tensors). The reference does everything
 else: float64, other devices, functorch's transforms, subclasses of Tensor that only torch's functions know, an installation without
 compiled kernels. On DTensors an op is done by each process on its own shards (_shard.py).
-
-MODELCENTER_KERNELS=0 leaves the kernels out, and a file there is loaded in place of the installed ones; MODELCENTER_CPU=base or
-avx2 keeps those for the CPU to an older instruction set. Anything else there is an InputError.
 """
 
-import importlib.util
-import os
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from .. import __version__
-from ..errors import refuse
+from ._kernels import available, modern, served
+from ._mode import PLAIN, PRETENCE, transformed, unseen
 from ._shard import on_shards
-
-FILE = os.environ.get("MODELCENTER_KERNELS") or "1"
-WANTED = FILE != "0"
-LEVELS = ("base", "avx2", "avx512")  # instruction sets, of MODELCENTER_CPU
-LEVEL = os.environ.get("MODELCENTER_CPU") or LEVELS[-1]
-
-
-def load() -> Any:
-    """The compiled kernels, or None."""
-    if LEVEL not in LEVELS:
-        refuse("environment", "MODELCENTER_CPU", LEVEL, ", ".join(LEVELS))
-    if not WANTED or FILE == "1":
-        try:
-            return importlib.import_module("modelcenter._C") if WANTED else None
-        except ImportError:
-            return None
-    spec = importlib.util.spec_from_file_location("modelcenter._C", FILE)
-    if spec is None or spec.loader is None:
-        refuse("environment", "MODELCENTER_KERNELS", FILE, "0, 1 or the file of an extension")
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError as error:
-        refuse("environment", "MODELCENTER_KERNELS", f"{FILE}: {error}", "0, 1 or the file of an extension")
-    return module
-
-
-_C = load()
-if _C is not None and _C.version != __version__:
-    warnings.warn(f"modelcenter's kernels were built for {_C.version} and not for {__version__}: install it again", stacklevel=1)
-    _C = None
-if _C is not None:
-    _C.connect(torch, getattr(torch._C, "_cuda_getCurrentRawStream", None))
 
 OPS: dict[str, "Op"] = {}
 RAWS: dict[str, "Raw"] = {}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = frozenset((*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.bool))  # what kernels may take
-PLAIN = (Tensor, Parameter)  # what has memory of its own; a subclass may not
 LIBRARY = torch.library.Library("modelcenter", "DEF")
 HOLE = object()  # stands for a tensor that autograd keeps
 
 Cases = Callable[[str, torch.dtype], Iterable[tuple[Any, ...]]]
-
-
-def call(name: str, *args: Any) -> None:
-    """Run the compiled kernel `name` on the device of the first argument, a tensor. Tensors must be contiguous; anything that does
-    not fit is a ValueError that names the argument. Fake tensors have no memory and are left alone: so a function that allocates
-    its results and calls kernels is its own fake kernel."""
-    tensor = args[0]
-    if tensor.is_meta or fake(tensor):
-        if _observer is not None:
-            _observer(name, args)
-        return
-    getattr(_C.cuda if tensor.is_cuda else _C.cpu, name)(*args)
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype in which autocast forms products on this kind of device; None outside it. `meta` has none, and torch refuses the
-    question."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast off on this kind of device, `meta` included."""
-    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
 @dataclass(frozen=True)
@@ -124,70 +58,6 @@ def raw(schema: str, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[Call
     return wrap
 
 
-_rehearsing = False
-_watching = 0  # dispatch modes that are not to be noticed
-_observer: Callable[[str, tuple[Any, ...]], None] | None = None  # is told of kernels that are called
-_as_gpu = False
-
-
-@contextmanager
-def rehearsal(observer: Callable[[str, tuple[Any, ...]], None] | None = None, gpu: bool = False) -> Iterator[None]:
-    """While it lasts, calls are made as in eager on plain tensors, though these are fake and dispatch modes that are there already
-    watch: what those see of memory is then what the real calls take. `observer` is told of each kernel; `gpu`: tensors of the CPU
-    are treated as on a GPU that is not here, which has kernels, be there any in this installation or not."""
-    global _rehearsing, _watching, _observer, _as_gpu
-    before = _rehearsing, _watching, _observer, _as_gpu
-    _rehearsing, _watching, _observer, _as_gpu = True, torch._C._len_torch_dispatch_stack(), observer, gpu
-    try:
-        yield
-    finally:
-        _rehearsing, _watching, _observer, _as_gpu = before
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether `x` is on a GPU, or is to be treated as if it were."""
-    return x.is_cuda or _as_gpu
-
-
-def real(x: Tensor) -> bool:
-    """Whether `x` has values, or is to be treated as if it had."""
-    return _rehearsing or not (x.is_meta or fake(x))
-
-
-def fake(x: Tensor) -> bool:
-    """Whether `x` is a tensor without values."""
-    return type(x) not in PLAIN and isinstance(x, torch._subclasses.FakeTensor)
-
-
-def plain(x: object) -> bool:
-    """Whether `x` has memory of its own, or is to be treated as if it had."""
-    return type(x) in PLAIN or (_rehearsing and not part(x))
-
-
-def part(x: object) -> bool:
-    """Whether `x` is, at a rehearsal, what one rank has of a tensor that is a DTensor in the step itself."""
-    return _rehearsing and getattr(x, "part", False)
-
-
-def unseen() -> bool:
-    """Whether nothing watches what is called: no compiler, no dispatch mode."""
-    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() <= _watching
-
-
-def kept_graph() -> bool:
-    """Of a backward that runs: whether there may be another one through the same calls, which reads what they have kept."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def transformed() -> bool:
-    """Whether a call must be made of torch's own functions: under vmap, forward-mode differentiation, torch.jit's tracer."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
-    )
-
-
 def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
     """What decides how a call is done, read in one pass: the kind of device of the first tensor; whether no tensor is of a
     subclass, none of a dtype that no kernel has there; whether one of them wants a gradient; the number of the first one's GPU.
@@ -199,7 +69,7 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
             if not isinstance(a, Tensor):
                 low |= a is torch.bfloat16  # what is to be computed in
                 continue
-            plain = _rehearsing
+            plain = PRETENCE.lasts
         if not device:
             device = "cpu" if a.is_cpu else "cuda" if a.is_cuda else a.device.type
             index = a.get_device() if device == "cuda" else -1
@@ -267,7 +137,7 @@ class Op:
             return self.reference(*args) if out is NotImplemented else out
         if not plain and any(map(unknown, args)):
             return self.reference(*args)
-        there = (device in kernel.devices and available(device, index)) or (_as_gpu and "cuda" in kernel.devices)
+        there = (device in kernel.devices and available(device, index)) or (PRETENCE.gpu and "cuda" in kernel.devices)
         fits = known and there and not transformed()
         if not fits or (kernel.takes is not None and not kernel.takes(*args)):
             return self.reference(*args)
@@ -282,7 +152,7 @@ class Op:
     def fast(self, x: Tensor) -> bool:
         """Whether there is a kernel for a tensor like `x`: for a layer that would otherwise share out the work differently."""
         devices = self.kernel.devices if self.kernel is not None else ()
-        here = (x.device.type in devices and served(x, x.dtype)) or (_as_gpu and "cuda" in devices)
+        here = (x.device.type in devices and served(x, x.dtype)) or (PRETENCE.gpu and "cuda" in devices)
         return here and x.dtype in FLOATS and not transformed()
 
 
@@ -338,97 +208,6 @@ def differentiable(name: str, kernel: Kernel) -> Callable[..., Any]:
     function = type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     # The apply beneath Function.apply, which would look for functorch's transforms once more.
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]  # of its class, no instance
-
-
-def available(device: str, index: int = 0) -> bool:
-    """Whether this installation has kernels for a kind of device, and for the GPU of that number; says once that it has none."""
-    if _as_gpu:  # of a GPU that is not here, beside which there will be an installation of its own
-        return True
-    if _C is None:
-        if WANTED:
-            warn_once()
-        return False
-    if device == "cpu":
-        return bool(_C.cpu_level != "none")
-    return device == "cuda" and bool(_C.cuda_architectures) and covered(index)
-
-
-def served(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether there are kernels for the device of `x` that compute in `dtype`."""
-    index = x.get_device()
-    return available(x.device.type, index) and (dtype != torch.bfloat16 or not x.is_cuda or modern(index))
-
-
-AMPERE = (8, 0)
-GENERATIONS: dict[int, tuple[int, int]] = {}  # by the number of a GPU
-
-
-def generation(index: int) -> tuple[int, int]:
-    """The compute capability of GPU `index`; Ampere's where there is no GPU to ask."""
-    if index not in GENERATIONS:
-        if not torch.cuda.is_available():
-            return AMPERE
-        GENERATIONS[index] = torch.cuda.get_device_capability(index)
-    return GENERATIONS[index]
-
-
-def modern(index: int) -> bool:
-    """Whether GPU `index` is of Ampere's generation or later: before it ops in bf16 have no kernels."""
-    return generation(index) >= AMPERE
-
-
-def hopper(index: int) -> bool:
-    return generation(index) == (9, 0)
-
-
-# To the compiler a constant, as by torch.compiler.assume_constant_result, which would import the compiler; a truth, for that of
-# torch 2.11 does not compare pairs of numbers.
-modern._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function has none
-hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the same
-
-
-NOT = "no kernels"
-
-
-def reach(capability: tuple[int, int], architectures: str) -> str:
-    """Whether kernels built for `architectures` run on a GPU: machine code runs on later chips of its generation, and the PTX of
-    the last architecture is compiled by the driver for all later ones."""
-    numbers = [int(a) for a in architectures.split()]
-    mine = capability[0] * 10 + capability[1]
-    if any(a // 10 == capability[0] and a <= mine for a in numbers):
-        return "kernels built for it"
-    return "kernels compiled by the driver at their first use" if mine > max(numbers) else NOT
-
-
-COVERED: dict[int, bool] = {}  # by the number of a GPU
-
-
-def covered(index: int) -> bool:
-    """Whether this build's code runs on GPU `index`. Its tensors being there, asking makes no CUDA context that was not; a fake one
-    of a machine without GPUs is thought to be on one that fits."""
-    if index not in COVERED:
-        if not torch.cuda.is_available():
-            return True
-        chip, built = torch.cuda.get_device_capability(index), _C.cuda_architectures
-        COVERED[index] = reach(chip, built) != NOT
-        if not COVERED[index]:
-            names = ", ".join(f"sm_{arch}" for arch in built.split())
-            warnings.warn(f"modelcenter's kernels are for {names}; GPU {index} is sm_{chip[0]}{chip[1]} and computes with the "
-                          "references: `modelcenter doctor`", stacklevel=4)  # fmt: skip
-    return COVERED[index]
-
-
-covered._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `modern`
-
-
-_warned = False
-
-
-def warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn("modelcenter has no compiled kernels and computes with its references: `modelcenter doctor`", stacklevel=4)
 
 
 def wide(x: Tensor) -> Tensor:

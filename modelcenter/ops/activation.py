@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import Kernel, Op, Raw, call, on_gpu, op, raw, wide
+from ._kernels import call
+from ._mode import on_gpu
+from ._op import Kernel, Op, Raw, op, raw, wide
 
 GATED: dict[str, int] = {}  # the kind of each gated activation's act
 KINDS = {"gelu": 0, "gelu_tanh": 1, "gelu_cut": 1, "silu": 2, "relu": 3}  # csrc/activation.h; below fp64 the cut shows in no digit

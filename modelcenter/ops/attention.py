@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import Kernel, call, op, raw, wide
+from ._kernels import call
+from ._op import Kernel, op, raw, wide
 from .dropout import draw, factor, kept, share
 
 Lengths = Tensor | None

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import Kernel, call, op, raw, wide
+from ._kernels import call
+from ._op import Kernel, op, raw, wide
 
 IGNORE = -100  # as torch and transformers
 

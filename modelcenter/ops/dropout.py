@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ._graph import drawn
-from ._op import Kernel, call, op, raw, wide
+from ._kernels import call
+from ._op import Kernel, op, raw, wide
 
 LOW = 0xFFFFFFFF
 

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import Kernel, call, op, raw
+from ._kernels import call
+from ._op import Kernel, op, raw
 
 RUN = 32  # tokens, sorted by row, that a block adds up; csrc/embedding.cu
 

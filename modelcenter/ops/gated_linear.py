@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import linear as products
-from ._op import Op, call, fake, kept_graph, plain, transformed, unseen
+from ._kernels import call
+from ._mode import fake, kept_graph, plain, transformed, unseen
+from ._op import Op
 from .activation import GATED
 from .linear import formed, narrowed, summed
 

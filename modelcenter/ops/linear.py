@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import autocast_dtype, fake, on_gpu, plain, transformed
+from ._mode import autocast_dtype, fake, on_gpu, plain, transformed
 from .activation import relu
 
 LOW = (torch.bfloat16, torch.float16)

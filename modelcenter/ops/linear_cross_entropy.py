@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._op import OPS, Kernel, Op, autocast_dtype, call, fake, kept_graph, look, on_gpu, raw, real, unseen, without_autocast
+from ._kernels import call
+from ._mode import autocast_dtype, fake, kept_graph, on_gpu, real, unseen, without_autocast
+from ._op import OPS, Kernel, Op, look, raw
 from .cross_entropy import IGNORE, cross_entropy, summed
 from .linear import LOW, has_low_units, multiply
 

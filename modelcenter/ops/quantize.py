@@ -27,7 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import FLOATS, Kernel, call, op, raw, served, wide, without_autocast
+from ._kernels import call, served
+from ._mode import without_autocast
+from ._op import FLOATS, Kernel, op, raw, wide
 from .linear import LOW, has_low_units
 
 LEVELS = (

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import Kernel, call, fake, hopper, modern, op, raw, unseen, wide
+from ._kernels import call, hopper, modern
+from ._mode import fake, unseen
+from ._op import Kernel, op, raw, wide
 from .attention import one
 from .dropout import draw, kept, share
 

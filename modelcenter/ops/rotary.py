@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import Kernel, call, op, plain, raw, unseen, wide
+from ._kernels import call
+from ._mode import plain, unseen
+from ._op import Kernel, op, raw, wide
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import autocast_dtype, on_gpu, part, wide
+from ._mode import autocast_dtype, on_gpu, part
+from ._op import wide
 from .cross_entropy import IGNORE
 from .linear import LOW, has_low_units
 from .linear_cross_entropy import rows_of_a_chunk

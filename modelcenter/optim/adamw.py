@@ -34,7 +34,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..checkpoint.shards import zeros_like
-from ..ops._op import FLOATS, PLAIN, call, fake, served
+from ..ops._kernels import call, served
+from ..ops._mode import PLAIN, fake
+from ..ops._op import FLOATS
 from ..ops.dropout import bits
 
 CHUNK, PIECE, BLOCK, WORDS = 8192, 32768, 128, 12  # csrc/adamw.h

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..layers import Block
 from ..ops import _graph
-from ..ops._op import on_gpu
+from ..ops._mode import on_gpu
 from .machine import Machine, Recompute
 
 # Operators whose results selective recompute keeps: what costs most to do again for the memory it takes. Products of batches are

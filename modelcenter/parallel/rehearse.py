@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..layers import Stack
 from ..layers.block import pair
-from ..ops._op import rehearsal
+from ..ops._mode import rehearsal
 from .blocks import recompute as recompute_blocks
 from .machine import Recompute
 from .tally import Tally, Work, compiler_left_out, named

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from ..ops._op import on_gpu
+from ..ops._mode import on_gpu
 
 Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary", "gathered", "fragments"]
 KINDS: dict[Kind, str] = {

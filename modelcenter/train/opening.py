@@ -8,7 +8,7 @@ from ..data.config import DataConfig
 from ..data.objective import find_objective
 from ..data.tokenizer_train import made_here
 from ..layers.adapter import adapted
-from ..ops import _op
+from ..ops import _kernels
 from ..ops.linear import has_low_units
 from ..parallel.ranks import Ranks
 from .evaluate import count_tokens
@@ -74,9 +74,9 @@ def named(recipe: Recipe, name: str) -> str:
 def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:
     """What is known to be slow here, and what to do about it."""
     out = []
-    if not _op.WANTED:
+    if not _kernels.WANTED:
         out.append("MODELCENTER_KERNELS=0: the references compute; unset it")
-    elif not _op.available(device.type) and device.type in ("cpu", "cuda"):
+    elif not _kernels.available(device.type) and device.type in ("cpu", "cuda"):
         out.append(f"no kernels for this {device.type}: the references compute; modelcenter doctor says what is missing")
     if device.type == "cpu" and recipe.precision == "bf16" and not has_low_units(torch.bfloat16):
         out.append("precision=bf16 on a CPU without units for it: products are formed in fp32; fp32 needs no casts")

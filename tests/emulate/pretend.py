@@ -28,10 +28,10 @@ def pretend() -> None:
     Tensor.get_device = lambda self: 0  # type: ignore[method-assign]
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
 
-    from modelcenter.ops import _op
+    from modelcenter.ops import _kernels
 
-    assert _op._C is not None, "MODELCENTER_KERNELS names no extension that can be loaded"
-    _op._C = Emulated(_op._C)
+    assert _kernels._C is not None, "MODELCENTER_KERNELS names no extension that can be loaded"
+    _kernels._C = Emulated(_kernels._C)
     for name in ("linear", "linear_cross_entropy"):
         importlib.import_module(f"modelcenter.ops.{name}").multiply = multiply  # type: ignore[attr-defined]
 

@@ -1,0 +1,153 @@
+"""The compiled kernels of this installation: which there are, for which devices, and how one is called.
+
+MODELCENTER_KERNELS=0 leaves the kernels out, and a file there is loaded in place of the installed ones; MODELCENTER_CPU=base or
+avx2 keeps those for the CPU to an older instruction set. Anything else there is an InputError.
+"""
+
+import importlib.util
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..errors import refuse
+from ._mode import PRETENCE, fake
+
+FILE = os.environ.get("MODELCENTER_KERNELS") or "1"
+WANTED = FILE != "0"
+LEVELS = ("base", "avx2", "avx512")  # instruction sets, of MODELCENTER_CPU
+LEVEL = os.environ.get("MODELCENTER_CPU") or LEVELS[-1]
+
+
+def load() -> Any:
+    """The compiled kernels, or None."""
+    if LEVEL not in LEVELS:
+        refuse("environment", "MODELCENTER_CPU", LEVEL, ", ".join(LEVELS))
+    if not WANTED or FILE == "1":
+        try:
+            return importlib.import_module("modelcenter._C") if WANTED else None
+        except ImportError:
+            return None
+    spec = importlib.util.spec_from_file_location("modelcenter._C", FILE)
+    if spec is None or spec.loader is None:
+        refuse("environment", "MODELCENTER_KERNELS", FILE, "0, 1 or the file of an extension")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        refuse("environment", "MODELCENTER_KERNELS", f"{FILE}: {error}", "0, 1 or the file of an extension")
+    return module
+
+
+_C = load()
+if _C is not None and _C.version != __version__:
+    warnings.warn(f"modelcenter's kernels were built for {_C.version} and not for {__version__}: install it again", stacklevel=1)
+    _C = None
+if _C is not None:
+    _C.connect(torch, getattr(torch._C, "_cuda_getCurrentRawStream", None))
+
+
+def call(name: str, *args: Any) -> None:
+    """Run the compiled kernel `name` on the device of the first argument, a tensor. Tensors must be contiguous; anything that does
+    not fit is a ValueError that names the argument. Fake tensors have no memory and are left alone: so a function that allocates
+    its results and calls kernels is its own fake kernel."""
+    tensor = args[0]
+    if tensor.is_meta or fake(tensor):
+        if PRETENCE.observer is not None:
+            PRETENCE.observer(name, args)
+        return
+    getattr(_C.cuda if tensor.is_cuda else _C.cpu, name)(*args)
+
+
+def available(device: str, index: int = 0) -> bool:
+    """Whether this installation has kernels for a kind of device, and for the GPU of that number; says once that it has none."""
+    if PRETENCE.gpu:  # of a GPU that is not here, beside which there will be an installation of its own
+        return True
+    if _C is None:
+        if WANTED:
+            warn_once()
+        return False
+    if device == "cpu":
+        return bool(_C.cpu_level != "none")
+    return device == "cuda" and bool(_C.cuda_architectures) and covered(index)
+
+
+_warned = False
+
+
+def warn_once() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn("modelcenter has no compiled kernels and computes with its references: `modelcenter doctor`", stacklevel=4)
+
+
+NOT = "no kernels"
+
+
+def reach(capability: tuple[int, int], architectures: str) -> str:
+    """Whether kernels built for `architectures` run on a GPU: machine code runs on later chips of its generation, and the PTX of
+    the last architecture is compiled by the driver for all later ones."""
+    numbers = [int(a) for a in architectures.split()]
+    mine = capability[0] * 10 + capability[1]
+    if any(a // 10 == capability[0] and a <= mine for a in numbers):
+        return "kernels built for it"
+    return "kernels compiled by the driver at their first use" if mine > max(numbers) else NOT
+
+
+COVERED: dict[int, bool] = {}  # by the number of a GPU
+
+
+def covered(index: int) -> bool:
+    """Whether this build's code runs on GPU `index`. Its tensors being there, asking makes no CUDA context that was not; a fake one
+    of a machine without GPUs is thought to be on one that fits."""
+    if index not in COVERED:
+        if not torch.cuda.is_available():
+            return True
+        chip, built = torch.cuda.get_device_capability(index), _C.cuda_architectures
+        COVERED[index] = reach(chip, built) != NOT
+        if not COVERED[index]:
+            names = ", ".join(f"sm_{arch}" for arch in built.split())
+            warnings.warn(f"modelcenter's kernels are for {names}; GPU {index} is sm_{chip[0]}{chip[1]} and computes with the "
+                          "references: `modelcenter doctor`", stacklevel=4)  # fmt: skip
+    return COVERED[index]
+
+
+# To the compiler a constant, as by torch.compiler.assume_constant_result, which would import the compiler.
+covered._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function has none
+
+
+def served(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether there are kernels for the device of `x` that compute in `dtype`."""
+    index = x.get_device()
+    return available(x.device.type, index) and (dtype != torch.bfloat16 or not x.is_cuda or modern(index))
+
+
+AMPERE = (8, 0)
+GENERATIONS: dict[int, tuple[int, int]] = {}  # by the number of a GPU
+
+
+def generation(index: int) -> tuple[int, int]:
+    """The compute capability of GPU `index`; Ampere's where there is no GPU to ask."""
+    if index not in GENERATIONS:
+        if not torch.cuda.is_available():
+            return AMPERE
+        GENERATIONS[index] = torch.cuda.get_device_capability(index)
+    return GENERATIONS[index]
+
+
+def modern(index: int) -> bool:
+    """Whether GPU `index` is of Ampere's generation or later: before it ops in bf16 have no kernels."""
+    return generation(index) >= AMPERE
+
+
+def hopper(index: int) -> bool:
+    return generation(index) == (9, 0)
+
+
+# Truths, for the compiler of torch 2.11 does not compare pairs of numbers.
+modern._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `covered`
+hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the same
