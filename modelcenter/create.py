@@ -26,7 +26,8 @@ from .checkpoint.files import no_collection
 from .checkpoint.folder import Folder
 from .checkpoint.group import Group, neighbours
 from .checkpoint.intake import Intake
-from .checkpoint.load import Keys, LoadReport, bare, fill, local, match, same
+from .checkpoint.load import fill, local
+from .checkpoint.match import Keys, LoadReport, bare, match, same
 from .checkpoint.save import companions
 from .checkpoint.sentence import read_modules, settle
 from .errors import nearest, refuse

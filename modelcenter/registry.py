@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .adapter.config import AdapterConfig
 from .adapter.folder import save_adapter
 from .checkpoint.config import Config, changed, unchanging
-from .checkpoint.load import LoadReport
+from .checkpoint.match import LoadReport
 from .checkpoint.save import save_model
 from .errors import nearest, refuse
 from .generate.run import generate as generate_tokens

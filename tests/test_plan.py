@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
-from modelcenter.checkpoint.load import LoadReport
+from modelcenter.checkpoint.match import LoadReport
 from modelcenter.errors import InputError, size
 from modelcenter.ops._kernels import available
 from modelcenter.optim.config import OptimizerConfig

@@ -19,7 +19,7 @@ from ..adapter.attach import choose, insert
 from ..checkpoint import hub
 from ..checkpoint.config import read_labels
 from ..checkpoint.files import read_config
-from ..checkpoint.load import LoadReport
+from ..checkpoint.match import LoadReport
 from ..create import build, load
 from ..data.indexed import Tokens
 from ..data.loader import Budget, Chain, Examples, Loader
