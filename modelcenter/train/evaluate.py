@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..data.loader import Loader
-from ..data.objective import Asked, find_objective
+from ..data.objective import Asked, Objective, find_objective
 from ..data.tokenizer import Tokenizer
 from ..layers.onto import onto
-from ..metrics.table import METRICS, of_texts
+from ..layers.output import Output
+from ..metrics.table import METRICS, Of, of_texts
 from ..ops.cross_entropy import IGNORE
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.watch import beat
@@ -54,33 +55,20 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     objective, device = find_objective(task), next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total, targets = 0.0, 0
-    found: list[list[Tensor]] = []  # of each batch
-    wanted: list[list[Tensor]] = []
-    scores: list[list[Tensor]] = []  # of each part of a question
+    total, targets, told = 0.0, 0, Told(objective)
     try:
         for batch in batches:
             beat(step=True)
-            for rows in (found, wanted, scores):
-                rows.append([])
             here = on_device(batch, device)
             out = model(**here, num_items_in_batch=1)  # one item: the sum over targets, whatever their number
             total += float(out.loss)
             targets += count_targets(batch, task)
-            if "answers" in objective.of:
-                there = objective.targets(here["labels"]) != IGNORE  # without what only fills a rank's piece up
-                scores[-1] = list(out.logits[there].double().cpu())
-            if not {"classes", "values", "sets"}.isdisjoint(objective.of):
-                told = objective.told(out.logits)
-                for row, labels in rows_of(told, here) if "tags" in objective.of else ((told, here["labels"]),):
-                    known = objective.targets(labels) != IGNORE
-                    found[-1].append(row[known].float().cpu())
-                    wanted[-1].append(labels[known].float().cpu())
+            told.add(out, here)
             del out  # its logits make room for the next
     finally:
         model.train(was_training)
     total, targets = ranks.sum(total, targets)
-    predicted, right, parts = (ranks.joined(rows) for rows in (found, wanted, scores))
+    predicted, right, parts = (ranks.joined(rows) for rows in (told.predicted, told.right, told.parts))
     loss = total / max(1, targets)
     results = {"eval_loss": loss, "eval_targets": targets}
     names = [*objective.metrics, *metrics]
@@ -90,22 +78,48 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
         results["eval_bits_per_byte"] = total / math.log(2) / text_bytes
     for name in names:
         of, compute = METRICS[name].of, METRICS[name].compute
-        if compute is None or not (predicted or parts):
-            continue
-        if "answers" in of:
-            assert asked is not None
-            answers = asked.answers([part.reshape(-1, 2).numpy() for part in parts])
-            results[f"eval_{name}"] = compute(answers, asked.references)
-        elif "questions" in of:
-            assert asked is not None
-            results[f"eval_{name}"] = compute(*(asked.parted(torch.cat(side).tolist()) for side in (predicted, right)))
-        elif "tags" in of:
-            named = ([[tags[int(i)] for i in row] for row in side] for side in (predicted, right))
-            results[f"eval_{name}"] = compute(*named)
-        else:
-            sides = (torch.cat(side).float().numpy() for side in (predicted, right))
-            results[f"eval_{name}"] = compute(*sides) if targets else 0.0
+        if compute is not None and (predicted or parts):
+            results[f"eval_{name}"] = compute(*sides(of, predicted, right, parts, tags, asked)) if targets else 0.0
     return results
+
+
+@dataclass
+class Told:
+    """What a model says of a set beside its loss, and what is right: a list of each batch's."""
+
+    objective: Objective
+    predicted: list[list[Tensor]] = field(default_factory=list)
+    right: list[list[Tensor]] = field(default_factory=list)
+    parts: list[list[Tensor]] = field(default_factory=list)  # scores of each part of a question
+
+    def add(self, out: Output, batch: Arguments) -> None:
+        """What the model put `out` for `batch`."""
+        objective, predicted, right, parts = self.objective, list[Tensor](), list[Tensor](), list[Tensor]()
+        if "answers" in objective.of:
+            there = objective.targets(batch["labels"]) != IGNORE  # without what only fills a rank's piece up
+            parts += out.logits[there].double().cpu()
+        if not {"classes", "values", "sets"}.isdisjoint(objective.of):
+            told = objective.told(out.logits)
+            for row, labels in rows_of(told, batch) if "tags" in objective.of else ((told, batch["labels"]),):
+                known = objective.targets(labels) != IGNORE
+                predicted.append(row[known].float().cpu())
+                right.append(labels[known].float().cpu())
+        for rows, mine in ((self.predicted, predicted), (self.right, right), (self.parts, parts)):
+            rows.append(mine)
+
+
+def sides(of: Sequence[Of], predicted: Sequence[Tensor], right: Sequence[Tensor], parts: Sequence[Tensor],
+          tags: Sequence[str], asked: Asked | None) -> tuple[Any, Any]:
+    """What a metric `of` that kind compares: what the model says, and what is right."""
+    if "answers" in of:
+        assert asked is not None
+        return asked.answers([part.reshape(-1, 2).numpy() for part in parts]), asked.references
+    if "questions" in of:
+        assert asked is not None
+        return asked.parted(torch.cat([*predicted]).tolist()), asked.parted(torch.cat([*right]).tolist())
+    if "tags" in of:
+        return [[tags[int(i)] for i in row] for row in predicted], [[tags[int(i)] for i in row] for row in right]
+    return torch.cat([*predicted]).float().numpy(), torch.cat([*right]).float().numpy()
 
 
 def rows_of(told: Tensor, batch: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
