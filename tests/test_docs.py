@@ -155,6 +155,14 @@ def test_the_chinese_readme_has_the_same_commands_links_and_figures() -> None:
     assert told("README-zh.md") == told("README.md")
 
 
+@pytest.mark.parametrize("name", ["README.md", "README-zh.md"])
+def test_the_table_of_families_is_the_registrys(name: str) -> None:
+    rows = re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \| ([\w, ]+) \| ([\w, ]+) \|", (PAGE.parents[1] / name).read_text("utf-8"), re.M)
+    told = {kind: {*heads.split(", ")} for *_, kinds, heads in rows for kind in kinds.split(", ")}
+    assert told == {kind: set(family.tasks) for kind, family in families().items()}
+    assert all(hasattr(mc, family) for first, second, *_ in rows for family in (first, second) if family)
+
+
 HOUSE = PAGE.parents[1]
 PAGES = sorted(page for folder in (".", "docs", "benchmarks", "modelcenter/recipes") for page in (HOUSE / folder).glob("*.md"))
 
