@@ -301,9 +301,9 @@ def saving(rank: int, folder: Path, machine: Machine, how: str, clock: Clock) ->
             def work() -> None:
                 with watch.apart(pulse) if how in ("awaited", "beside") else nullcontext():
                     write_new(folder / "file", pieces())
-                    if how == "stands":
-                        clock.pass_by(60.0, 0.0)
-                        time.sleep(600)
+                if how in ("stands", "beside"):
+                    clock.pass_by(60.0, 0.0)
+                    time.sleep(600)
 
             if how in ("awaited", "beside"):
                 with ThreadPoolExecutor(1) as pool:
