@@ -494,7 +494,7 @@ MUTANTS = (
            "test_data_packing.py::test_ragged_lengths_fill_99_percent"),
     Mutant("packed-row-too-long", "data/packing.py", "place = bisect_left(rooms, length)", "place = bisect_left(rooms, length - 1)",
            "test_data_packing.py::test_every_sequence_stands_in_one_bin[lm];test_data_packing.py::test_every_sequence_stands_in_one_bin[seq2seq]"),
-    Mutant("what-is-said-of-vectors-left-on-the-hub", "checkpoint/hub.py", "if \"modules.json\" in sizes else ()", "if False else ()",
+    Mutant("what-is-said-of-vectors-left-on-the-hub", "checkpoint/download.py", "if \"modules.json\" in sizes else ()", "if False else ()",
            "test_hub.py::test_what_is_said_of_vectors_comes_too", "FileNotFoundError"),
     Mutant("every-pooling-is-ours", "checkpoint/sentence.py", "    elif names:\n", "    elif False:\n",
            "test_sentence.py::test_what_is_left_out_is_said[gpt2-modules3-mean_sqrt_len_tokens-said3]"),

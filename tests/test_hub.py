@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 import modelcenter
-from modelcenter.checkpoint import hub
+from modelcenter.checkpoint import download, hub
 from modelcenter.errors import LIMIT, InputError, MissingError
 
 CANARY = "hf_canaryCANARYcanary0123456789"
@@ -46,7 +46,7 @@ class Hub:
     fetched: Counter = field(default_factory=Counter)
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
-    downloading: dict[str, bool] = field(default_factory=dict)  # what `hub.downloading` said as a file was sent
+    downloading: dict[str, bool] = field(default_factory=dict)  # what `downloading` said as a file was sent
 
 
 def lfs(file: str, body: bytes) -> dict[str, dict]:
@@ -114,7 +114,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             status = 200
             if self.command == "GET":
                 state.fetched[file] += 1
-                state.downloading[file] = hub.downloading()
+                state.downloading[file] = download.downloading()
                 body = body[:-1] + b"?" if file == repo.flipped else body
                 if span := self.headers.get("Range"):
                     start = int(span.removeprefix("bytes=").partition("-")[0])
@@ -283,7 +283,7 @@ def test_a_file_that_came_too_short_does_not_stay(server: Hub, monkeypatch: pyte
     """As from a mirror that serves another file than it lists."""
     repo = server.repos["someone/tiny"] = single()
     listed = repo.files["model.safetensors"]
-    monkeypatch.setattr(hub, "pick_weights", lambda names, read: repo.files.update({"model.safetensors": b"short"}) or [
+    monkeypatch.setattr(download, "pick_weights", lambda names, read: repo.files.update({"model.safetensors": b"short"}) or [
         "model.safetensors"])
     assert f"5 bytes came, the hub lists {len(listed)}; removed" in refused("tiny")
     monkeypatch.undo()
@@ -293,17 +293,17 @@ def test_a_file_that_came_too_short_does_not_stay(server: Hub, monkeypatch: pyte
 def test_a_download_moves_a_run_and_is_known_to_be_one(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several ranks that see no progress all end; and who is asked for his end does not wait for a download."""
     beats: list[int] = []
-    monkeypatch.setattr(hub, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(download, "beat", lambda: beats.append(1))
     server.repos["someone/big"] = sharded()
     resolve("someone/big")
     assert len(beats) >= 2 * len(SHARDS), "as each comes, and as it is hashed"
-    assert all(server.downloading[shard] for shard in SHARDS) and not hub.downloading()
+    assert all(server.downloading[shard] for shard in SHARDS) and not download.downloading()
     server.repos["someone/big"].cut = ONE
     server.repos["someone/big"].commit = COMMIT[::-1]
     server.repos["someone/big"].files[ONE] = b"other" * 50
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     refused("someone/big")
-    assert not hub.downloading()
+    assert not download.downloading()
 
 
 def test_what_killed_downloads_left_is_said(server: Hub, capfd: pytest.CaptureFixture[str]) -> None:

@@ -423,9 +423,9 @@ def test_a_log_that_nobody_reads_any_more_loses_nothing(tmp_path: Path) -> None:
 
 FETCHING = """
 import time
-from modelcenter.checkpoint import hub
+from modelcenter.checkpoint import download
 from modelcenter.train.interrupt import Interrupt
-with Interrupt(), hub._download():
+with Interrupt(), download.under_way():
     try:
         print("ready", flush=True)  # here, or the signal comes before there is anything to tidy
         time.sleep(600)

@@ -8,7 +8,7 @@ from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..checkpoint import hub
+from ..checkpoint import download
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -49,9 +49,9 @@ class Interrupt(AbstractContextManager["Interrupt"]):
         if self.asked:
             os._exit(128 + number)  # no clean-up: saves are atomic, and whoever asks twice does not want to wait
         self.asked = True
-        then = "the download ends, what came whole is kept" if hub.downloading() else f"{self.then}; once more ends it now"
+        then = "the download ends, what came whole is kept" if download.downloading() else f"{self.then}; once more ends it now"
         # Not print: the handler may run inside a print of the main program, whose buffer refuses to be entered twice.
         with suppress(OSError):  # a log whose reader is gone, a terminal that is closed
             os.write(2, f"\n{signal.Signals(number).name}: {then}\n".encode())
-        if hub.downloading():  # by an exception, on whose way the client removes the half of a file that it has
+        if download.downloading():  # by an exception, on whose way the client removes the half of a file that it has
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -1,0 +1,235 @@
+"""A download from the hub: what it costs is said first, and what came is what the hub lists, or does not stay.
+
+It takes one copy of the weights (safetensors before .bin, never both) with the tokenizer and configuration files, and fetches the
+weights last, so that a cache which holds all the weights holds everything.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import refuse, refuse_missing, tell
+from ..errors import size as in_words
+from ..parallel.watch import beat
+from .files import read_json
+
+COMPANIONS = re.compile(
+    r"(tokenizer|vocab|special_tokens|added_tokens|generation_config|chat_template|merges|sentencepiece)"
+    r"[\w.-]*\.(json|txt|model|jinja|vocab)|spiece\.model|source\.spm|target\.spm|bpe\.codes")
+MODULE = re.compile(  # with modules.json: checkpoint/sentence.py
+    r"\d{1,3}_(Pooling|Dense)/config\.json|\d{1,3}_Dense/(model\.safetensors|pytorch_model\.bin)", re.ASCII)
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+PATIENCE = 10.0  # seconds to wait for the hub's first answer
+STALE = 3600.0  # seconds after which nobody writes a file of a download any more
+CHUNK = 16 << 20  # bytes hashed at once
+
+_downloads = 0  # under way in this process
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What the hub has of a model that is to be here."""
+
+    name: str  # as the user gave it
+    repo: str
+    revision: str | None
+    folder: Path  # the cache's, which bears the commit's name
+    sizes: Mapping[str, int | None]  # bytes by file
+    hashes: Mapping[str, str]  # sha256 of the large ones
+    weights: list[str]
+    companions: list[str]
+    total: object  # the hub's own count of parameters, if it has one
+
+    @property
+    def todo(self) -> list[str]:
+        """The files that the cache lacks, weights last."""
+        return [f for f in ("config.json", *self.companions, *self.weights) if not whole(self.folder / f, self.sizes[f])]
+
+    def __str__(self) -> str:
+        known = f"hub id {self.repo}, " if self.repo != self.name else ""
+        return f"{self.name}: {known}revision {self.revision or 'main'} (commit {self.folder.name[:7]})"
+
+
+def download(name: str, repo: str, revision: str | None) -> Path:
+    """Ask the hub, say what a download costs, then fetch what the cache lacks."""
+    from huggingface_hub import constants
+
+    listing = look_up(name, repo, revision)
+    todo = listing.todo
+    if not todo:
+        say(f"{listing}, already complete in {constants.HF_HUB_CACHE}")
+        return listing.folder
+    announce(listing, todo)
+    with under_way():
+        for file in todo:
+            bring(listing, file)
+    return listing.folder
+
+
+def look_up(name: str, repo: str, revision: str | None) -> Listing:
+    """What the hub lists of `repo`; refused where there are no weights that we read, or not all."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    # The listing comes first: it fails at once where a file's HEAD request would be retried for half a minute.
+    info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=PATIENCE)
+    if not any(s.rfilename == "config.json" for s in info.siblings or ()):
+        refuse_missing(name, "config.json", f"{repo} has none", "a transformers model repository is wanted")
+    # Asked for by branch, so that the cache learns which commit the branch is and an offline run finds it.
+    folder = Path(hf_hub_download(repo, "config.json", revision=revision)).parent
+    commit = folder.name
+    if info.sha != commit:  # the branch moved between the two answers
+        info = HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=PATIENCE)
+    hashes = {s.rfilename: s.lfs.sha256 for s in info.siblings or () if s.lfs is not None}
+    sizes: dict[str, int | None] = {s.rfilename: s.size for s in info.siblings or ()
+                                    if re.fullmatch(r"[\w-][\w.-]*", s.rfilename, re.ASCII) or MODULE.fullmatch(s.rfilename)}
+
+    weights = pick_weights(sizes, lambda file: read_json(Path(hf_hub_download(repo, file, revision=commit))))
+    if not weights:
+        seen = [f for f in sizes if f.endswith((".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".bin", ".safetensors"))]
+        refuse_missing(name, None, f"{repo} has no weights that we read{' but ' + ', '.join(seen) if seen else ''}",
+                       "model.safetensors or pytorch_model.bin, whole or with an index.json, is wanted")
+    lacking = [f for f in weights if f not in sizes]
+    if lacking:
+        refuse_missing(name, weights[0], f"it lists {lacking[0]!r}, which {repo} lacks", "another revision is wanted")
+    vectors = ("modules.json", *filter(MODULE.fullmatch, sizes)) if "modules.json" in sizes else ()
+    companions = sorted({*vectors, *filter(COMPANIONS.fullmatch, sizes)})
+    total = getattr(getattr(info, "safetensors", None), "total", None)
+    return Listing(name, repo, revision, folder, sizes, hashes, weights, companions, total)
+
+
+def announce(listing: Listing, todo: Collection[str]) -> None:
+    """Say what the files `todo` and the model will take; refused where the disk has no room."""
+    from huggingface_hub import constants
+
+    volume, heavy = (sum(listing.sizes[f] or 0 for f in some) for some in (todo, listing.weights))
+    free = shutil.disk_usage(existing(Path(constants.HF_HUB_CACHE))).free
+    left, lies = left_over(listing.folder)
+    count = parameters(listing.total, read_json(listing.folder / "config.json"), heavy)
+    say(f"{listing}\n"
+        f"  download: {in_words(volume)} in {len(todo)} files to {constants.HF_HUB_CACHE} (disk free: {in_words(free)})\n"
+        f"  memory: {in_words(heavy)} to load; {in_words(16 * count)} to fine-tune with AdamW in fp32 "
+        f"(16 bytes x {count / 1e6:,.1f} M parameters)"
+        + (f"\n  downloads that were killed left {in_words(left)}, which nothing reads: {lies} may be removed" if left else ""))
+    if volume > free:
+        refuse(listing.name, None, f"{in_words(volume)} to download, {in_words(free)} free in {constants.HF_HUB_CACHE}",
+               "make room, or point HF_HOME at a larger disk")
+
+
+def bring(listing: Listing, file: str) -> None:
+    """Fetch one file; what is not as the hub lists it is removed, and refused."""
+    from huggingface_hub import hf_hub_download
+
+    path = listing.folder / file
+    # A file that is there with the wrong size is damage that the hub's client would trust.
+    hf_hub_download(listing.repo, file, revision=listing.folder.name, force_download=path.exists(), tqdm_class=bar())
+    if wrong := damage(path, listing.sizes[file], listing.hashes.get(file)):
+        for place in (path.resolve(), path):  # or a run without the hub would take it
+            place.unlink(missing_ok=True)
+        refuse(listing.name, file, f"{wrong}; removed", "try again")
+
+
+def pick_weights(names: Collection[str], read: Callable[[str], Any]) -> list[str]:
+    """The weight files to use out of `names`, index first; empty when there are none. `read` gives an index's JSON.
+
+    Shards that the index lists come back whether or not `names` has them: the caller says what a gap means.
+    """
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if single in names:
+            return [single]
+        table = f"{single}.index.json"
+        if table in names:
+            content = read(table)
+            rows = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(rows, dict) or not rows:
+                refuse(table, "weight_map", type(rows).__name__, "a table from tensor to shard is wanted")
+            for shard in rows.values():
+                if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*", shard, re.ASCII):
+                    refuse(table, "weight_map", repr(shard), "the plain name of a shard is wanted")
+            return [table, *sorted(set(rows.values()))]
+    return []
+
+
+def damage(path: Path, size: int | None, sha256: str | None) -> str:
+    """What is wrong with a file that has just come; nothing, if it is what the hub lists."""
+    if not whole(path, size):
+        return f"{path.stat().st_size} bytes came, the hub lists {size}"
+    if sha256 is None:
+        return ""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            found.update(chunk)
+            beat()
+    return "" if found.hexdigest() == sha256 else "other bytes came than the hub lists, by their sha256"
+
+
+def whole(path: Path, size: int | None) -> bool:
+    return path.is_file() and size in (None, path.stat().st_size)
+
+
+def parameters(total: object, config: Any, heavy: int) -> int:
+    """How many parameters: the hub's own count, `total`, where it has one, else bytes over the width that config.json names."""
+    if isinstance(total, int) and total > 0:
+        return total
+    kind = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return heavy // WIDTHS.get(kind, 4)
+
+
+def left_over(folder: Path) -> tuple[int, Path]:
+    """The bytes of downloads to this cache that a kill ended, and their names. Each has one of its own: none is gone on with."""
+    blobs = folder.parent.parent / "blobs"
+    size = 0
+    for path in blobs.glob("*.????????.incomplete"):
+        with suppress(OSError):  # it has just become whole
+            stat = path.stat()
+            size += stat.st_size if time.time() - stat.st_mtime > STALE else 0
+    return size, blobs / "*.incomplete"
+
+
+def existing(path: Path) -> Path:
+    """The nearest folder above `path` that is there: its disk is the one that will be filled."""
+    return next(p for p in (path, *path.absolute().parents) if p.is_dir())
+
+
+def bar(**fixed: Any) -> Any:
+    """The client's bar, of which each move is progress: ranks that see none for long take the run to stand still. `fixed` are
+    options that the client does not decide: of a few small files, which may all be here already, none is drawn."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # its module has the same name, and mypy sees that
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, **fixed})  # type: ignore[no-untyped-call]  # tqdm has no types
+
+        def update(self, n: float | None = 1) -> Any:
+            beat()
+            return super().update(n)
+
+    return Bar
+
+
+def downloading() -> bool:
+    """Whether weights are on their way: what asks this process for its end then need not wait for them."""
+    return _downloads > 0
+
+
+@contextmanager
+def under_way() -> Iterator[None]:
+    global _downloads
+    _downloads += 1
+    try:
+        yield
+    finally:
+        _downloads -= 1
+
+
+def say(line: str) -> None:
+    """One line to stderr, from the first rank only."""
+    if os.environ.get("RANK", "0") == "0":
+        tell(f"modelcenter: {line}")
