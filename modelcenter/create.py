@@ -101,7 +101,7 @@ def load(
     family: type[Model] | tuple[type[Model], ...] = Model,
     put_off: Callable[[Callable[[], None]], object] | None = None,
 ) -> Model:
-    """Load a pretrained model, in evaluation mode, from a folder, a preset or a hub id. config.json says of which family it is.
+    """Load a pretrained model, in evaluation mode, from a folder, a preset or a hub id. config.json names its family.
 
     `task`: lm, mlm, seq2seq, classify, tag, qa, embed, backbone, or auto: the checkpoint's own head. A head that the checkpoint
     does not have gets random weights from `seed`, and `load_report` names them. `num_labels` or `id2label` sets a classifier's
@@ -112,8 +112,8 @@ def load(
     `parallelize`.
     `adapter`: put on the model. A folder that holds an adapter in peft's format gives its base with the adapter on it.
     `config`: fields of the config to change, {"dropout": 0.0}. `revision`, `local_files_only`: as for huggingface_hub.
-    `family`: refuse a checkpoint of another class. `put_off`: called with a function that reads the weights, to be run later;
-    without effect where several ranks read or an adapter is put on.
+    `family`: refuse a checkpoint of another class. `put_off`: called with a function that reads the weights, to be called later;
+    it has no effect where several ranks read or an adapter is put on.
 
     Errors: `InputError` for a file, a key or an argument that does not fit, in one line that says what to do.
     """

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -145,11 +146,19 @@ class Model(Guest):
     ) -> Output:
         """Run the model. b: batch, s: tokens, t: tokens including those in the cache, n: packed sequences.
 
-        `input_ids` (b s), or `inputs_embeds` (b s dim). `attention_mask` (b t): 1 where a token is real. `labels` as in
-        transformers: -100 is ignored, a causal model shifts them itself; the summed loss is divided by `num_items_in_batch`, or
-        else by this batch's number of targets. Of question answering they are (b 2), the first and the last token of each answer,
-        or `start_positions` and `end_positions` (b). With labels `logits` is None in training, and so is `last_hidden_state` where
-        the head reads only some positions, because the last block then computes no others; `output_hidden_states` asks for all.
+        `input_ids` (b s), or `inputs_embeds` (b s dim). `attention_mask` (b t): 1 where a token is real. `position_ids` and
+        `token_type_ids` (b s); an encoder-decoder also takes `decoder_input_ids` and `decoder_attention_mask`, of the target.
+        `logits_to_keep`: logits of so many last tokens only.
+
+        `labels` (b s) as in transformers: -100 is ignored, a causal model shifts them itself; a classifier's are (b), or (b labels)
+        if any number may hold. Of question answering they are (b 2), the first and the last token of each answer, or
+        `start_positions` and `end_positions` (b). The summed loss is divided by `num_items_in_batch`, or else by this batch's
+        number of targets.
+
+        Returns an `Output`: `loss` with labels; `logits` (b s vocab) of a language model, (b s labels) of a tagger, (b labels) of a
+        classifier, `start_logits` and `end_logits` (b s), or `embeddings` (b dim); `last_hidden_state` (b s dim). In training with
+        labels `logits` is None, and so is `last_hidden_state` where the head reads only some positions, because the last block then
+        computes no others; `output_hidden_states` asks for all, and for `hidden_states`, those before and behind every block.
 
         Packed sequences come as one row with `cu_seq_lens_q` and `cu_seq_lens_k` (n + 1 cumulative lengths; in an encoder-decoder q
         counts the target, k the source); `max_length_q` and `max_length_k` are upper bounds of their lengths.
@@ -346,7 +355,9 @@ class Model(Guest):
 
 
 def register(cls: M) -> M:
-    """Make a family known under its model_type."""
+    """Make a family known under its model_type; without docstrings of its own the class has its file's."""
+    cls.__doc__ = cls.__doc__ or sys.modules[cls.__module__].__doc__
+    cls.Config.__doc__ = f"The config of {cls.__name__}: its defaults are the base size, `file` holds config.json's other keys."
     FAMILIES[cls.Config.hf.model_type] = cls
     cls.Config.__setattr__ = unchanging  # type: ignore[assignment]  # dataclass gives each class its own, which says less
     return cls

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import stub
 import torch
 import transformers
 
@@ -231,3 +232,18 @@ def test_commands_and_their_keys_are_there(page: Path) -> None:
         if verb in ("train", "plan"):
             keys = {key for part in rest for key, equals, _ in [part.partition("=")] if equals and not part.startswith("-")}
             assert {k for k in keys if not k.startswith(("config.", "generation."))} <= {*KEYS, *ALIASES, *PARTIAL}, line
+
+
+REFUSE = {
+    "load", "build", "parallelize", "load_tokenizer", "add_adapter", "merge_adapter", "AdapterConfig", "Machine", "Recipe",
+}  # fmt: skip
+
+
+def test_public_names_have_docstrings_of_their_own() -> None:
+    """Not those that dataclasses write, which are signatures, nor a base class's."""
+    for name in stub.names():
+        text = getattr(mc, name).__doc__
+        assert text and len(text) > 60 and not text.startswith(f"{name}("), name
+        assert name not in REFUSE or "Errors: `InputError`" in text, f"{name} does not say what it raises"
+    for family in families().values():
+        assert family.__doc__ != mc.Model.__doc__ and "defaults" in str(family.Config.__doc__)

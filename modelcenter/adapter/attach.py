@@ -53,9 +53,10 @@ class Place:
 
 
 def add_adapter(model: "Model", config: AdapterConfig, *, seed: int = 0) -> "Model":
-    """Freeze `model` and put an adapter on it, in place; its first values depend on `seed` and their names, and change nothing.
+    """Freeze `model`, put an adapter on it in place, and return it. A new adapter changes no output.
 
-    A model that is sharded already is refused: the adapter would be another one on every process. Errors: `InputError`.
+    Its weights are drawn by `seed` and their names. Errors: `InputError` for targets that match no layer, and for a model that is
+    sharded already, because every process would draw another adapter.
     """
     if any(type(p) not in PLAIN for p in model.parameters()):
         refuse(None, "adapter", "the model is sharded already", "add_adapter before parallelize, or load(..., machine=, adapter=)")

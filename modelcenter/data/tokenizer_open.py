@@ -51,8 +51,11 @@ def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | None] | None = None) -> Tokenizer:
-    """Load the tokenizer of a folder, a preset or a hub id, of which only the tokenizer's files are downloaded. `presets`: names
-    that stand for hub ids; absent, those of the families. Errors: `InputError`."""
+    """Load the tokenizer of a folder, a preset or a hub id; of the latter two only the tokenizer's files are downloaded.
+
+    `presets`: names that stand for hub ids; absent, those of the families. Errors: `InputError` for a name that is neither, and for
+    a tokenizer whose files are missing, broken or of an unknown kind.
+    """
     folder = Path(name).expanduser()  # which wins over a preset of its name, as for the weights
     if not folder.is_dir():
         folder = _fetch(str(name), presets)

@@ -170,11 +170,11 @@ KEYS = ("loss", "logits", "last_hidden_state", "hidden_states", "past_key_values
 
 
 class Output(dict[Any, Any]):
-    """A mapping that also has its keys as attributes and, like transformers' outputs, indexes as the tuple of what is not None.
+    """What a forward returns: a mapping whose keys are attributes too and, as in transformers, an index counts what is not None.
 
     Keys: loss, logits, last_hidden_state, hidden_states, past_key_values, and what a head adds: pooler_output, embeddings,
-    start_logits, end_logits. An absent one is not among the items, and None by its name, as a key too; an attribute of another name
-    is an `AttributeError`.
+    start_logits, end_logits. One that this forward does not have is not among the items, and None when asked for by name. An
+    attribute of any other name is an `AttributeError`. `Model.forward` gives the shapes.
     """
 
     def __init__(self, *found: Any, **more: Any):
@@ -196,6 +196,7 @@ class Output(dict[Any, Any]):
         return iter(list(self.keys()))
 
     def to_tuple(self) -> tuple[Any, ...]:
+        """What is not None, in order."""
         return tuple(self.values())
 
 

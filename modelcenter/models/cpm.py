@@ -9,7 +9,7 @@ from .cpm_ant import CPMAnt
 
 
 class CPM:
-    """`CPM.from_pretrained(name)` gives the class that config.json names."""
+    """The CPM models: `CPM.from_pretrained(name)` gives the class that config.json names; options as of `modelcenter.load`."""
 
     families: tuple[type[Model], ...] = (CPMAnt,)
 

@@ -48,12 +48,13 @@ def styles(sequence: bool) -> "dict[str, Callable[[], ParallelStyle]]":
 
 def parallelize(model: nn.Module, machine: Machine | str, precision: str | None = None, *,
                 quiet: Callable[[], object] = lambda: None) -> nn.Module:
-    """Shard `model` in place as `machine` (a profile or its name) says. A model on the meta device stays there.
+    """Shard `model` in place as `machine` (a profile or its name) says, and return it. A model on the meta device stays there.
 
-    `precision`: bf16 or fp16 if forwards will run under torch.autocast of it. Ranks then send each other weights in it, half as
-    many bytes; they hold, add up gradients and update in the model's own dtype. `quiet` is called once ranks have said to each
-    other what there is to say: the rest, FSDP's hooks, each does for itself. Errors: `InputError` where the machine asks for what
-    does not go together, before anything is allocated.
+    `precision`: bf16 or fp16 if forwards will run under torch.autocast of it. Ranks then send each other weights in that precision,
+    half as many bytes; they hold and update them, and add up gradients, in the model's own dtype. `quiet`: called when ranks
+    exchange nothing more; what is left, FSDP's hooks, each rank does for itself.
+
+    Errors: `InputError` where the machine asks for what does not go together, before anything is allocated.
     """
     machine = load_machine(machine) if isinstance(machine, str) else machine
     check(machine)

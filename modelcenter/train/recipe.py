@@ -38,7 +38,11 @@ def _is(help: str, **bounds: float) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One training run. Steps are optimizer steps; a length is in tokens; a batch in sequences."""
+    """One training run. Steps are optimizer steps; a length is in tokens; a batch in sequences.
+
+    `modelcenter list keys` says what each key means. `mc.train` takes a Recipe, and `load_recipe` makes one of a name or a file.
+    Errors: `InputError` for a value that does not fit its key, or keys that do not go together.
+    """
 
     model: str = field(metadata=_is("a folder, a preset or a hub id", min=1))
     config: dict[str, Any] = field(default_factory=dict, metadata=_is("model fields to change: config.layers=2"))
