@@ -247,3 +247,56 @@ def test_public_names_have_docstrings_of_their_own() -> None:
         assert name not in REFUSE or "Errors: `InputError`" in text, f"{name} does not say what it raises"
     for family in families().values():
         assert family.__doc__ != mc.Model.__doc__ and "defaults" in str(family.Config.__doc__)
+
+
+BENCHMARKS = HOUSE / "benchmarks"
+FIGURE = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*(?![\w])")
+
+
+def tables(page: Path) -> list[list[list[str]]]:
+    """Each table of a page: its rows without the head, each of its cells."""
+    found = re.findall(r"(?:^\|.*\n)+", page.read_text("utf-8"), re.M)
+    return [[[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]] for table in found]
+
+
+def test_figures_of_the_readme_are_those_of_the_pages_that_measure() -> None:
+    measured = "\n## Measured\n"
+    text = (HOUSE / "README.md").read_text("utf-8").split(measured)[1].split("\n## ")[0]
+    recipes = (HOUSE / "modelcenter/recipes/README.md").read_text("utf-8").split(measured)[1]
+    reached, speed = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    for table, page in ((reached, recipes), (speed, (BENCHMARKS / "README.md").read_text("utf-8"))):
+        there = set(FIGURE.findall(page.replace(",", "")))
+        for row in table.splitlines()[2:]:
+            cells = " ".join(row.strip("|").split("|")[1:3])
+            told = FIGURE.findall(re.sub(r"(?<=\d),(?=\d)", "", cells))
+            assert told and not set(told) - there, f"{row}: {set(told) - there}"
+
+
+def seconds(cell: str) -> float | None:
+    match = re.match(r"([\d.]+) (µs|ms)$", cell)
+    return float(match[1]) * {"µs": 1, "ms": 1000}[match[2]] if match else None
+
+
+def test_ratios_of_ops_are_those_of_their_times() -> None:
+    rows = [row for table in tables(BENCHMARKS / "README.md") for row in table if len(row) == 12 and seconds(row[3])]
+    assert len(rows) > 50
+    for _, _, _, mine, eager, compiled, *_, ratio, _, _ in rows:
+        peers = [time for time in (seconds(eager), seconds(compiled)) if time]
+        assert abs(min(peers) / (seconds(mine) or 0) - float(ratio)) < 0.03, (mine, eager, compiled, ratio)
+
+
+def test_plans_are_counted_as_their_points_say() -> None:
+    points = [[row for row in table if len(row) >= 10 and row[0] in "124"] for table in tables(BENCHMARKS / "plans.md")]
+    counted = [(len(rows), *(sum(abs(float(row[off].rstrip(" %"))) < most for row in rows) for off, most in ((6, 8), (9, 15))))
+               for rows in points if rows]  # fmt: skip
+    told = next(table for table in tables(BENCHMARKS / "README.md") if table[-1][0] == "all" and len(table[-1]) == 7)
+    found = [tuple(int(row[place].split()[0].rstrip(":")) for place in (2, 4, 5)) for row in told[:-1]]
+    assert sorted(counted) == sorted(found)
+    assert [sum(column) for column in zip(*found, strict=True)] == [int(told[-1][place].split(":")[0]) for place in (2, 4, 5)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_make_is_asked_for_is_there(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (HOUSE / "Makefile").read_text("utf-8"), re.M))
+    asked = re.findall(r"(?:`|^    )make ([a-z][a-z -]*[a-z])(?=[` ])", page.read_text("utf-8"), re.M)
+    assert {target for words in asked for target in words.split()} <= targets
