@@ -433,7 +433,7 @@ def check_labels(family: type[Model], task: str, count: int | None, names: Mappi
 
 def labels_of(count: int | None, names: Mapping[int, str] | None) -> tuple[str, ...]:
     if count is not None and (type(count) is not int or count < 1):
-        refuse(None, "num_labels", repr(count), "a whole number from 1 on")
+        refuse(None, "num_labels", repr(count), "a whole number, 1 or more")
     if names is None:
         return tuple(f"LABEL_{i}" for i in range(count or 0))
     names = {int(key) if isinstance(key, str) and key.isdecimal() else key: name for key, name in names.items()}  # as in a file

@@ -290,7 +290,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {  # case: command, what is said
     "a prompt beyond them": (["generate", "gpt2", "a" * 40], "after a prompt of 40 tokens; a shorter prompt"),
     "a character unknown": (["generate", "gpt2", "Zebra"], "character 0: 'Z' is not in the vocabulary"),
     "a model that fills gaps": (["generate", "bert", "the"], "a model with the task 'mlm'; one that predicts the next"),
-    "a ban of nothing": (["generate", "gpt2", "a", "bad_words_ids=[[3], []]"], "bad_words_ids: a run of no ids, which is every"),
+    "a ban of nothing": (["generate", "gpt2", "a", "bad_words_ids=[[3], []]"], "bad_words_ids: an empty sequence, which is every"),
     "no values at all": (["generate", "gpt2", "a", "device=meta"], "device: meta, where weights have no values; "),
     "texts into no folder": (["generate", "gpt2", "a", "out=no/a.jsonl"], "no/a.jsonl: No such file or directory; a new file, "),
     "texts that are not made": (["generate", "gpt2", "Zebra", "out=b.jsonl"], "character 0: 'Z' is not in the vocabulary"),

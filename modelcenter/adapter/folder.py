@@ -337,7 +337,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> Saved:
                 refuse(file, f"{key}.{name}", repr(value), "a layer's name and a number")
     for key, rank in {"r": filled["r"], **{f"rank_pattern.{name}": r for name, r in filled["rank_pattern"].items()}}.items():
         if not isinstance(rank, int) or rank < 1:
-            refuse(file, key, repr(rank), "a whole number from 1 on")
+            refuse(file, key, repr(rank), "a whole number, 1 or more")
     if not 0 <= filled["lora_dropout"] < 1:
         refuse(file, "lora_dropout", repr(filled["lora_dropout"]), "a rate from 0 to below 1")
     if not (folder / WEIGHTS).is_file():

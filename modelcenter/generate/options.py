@@ -100,7 +100,7 @@ class Options:
         if self.max_new_tokens is None and self.max_length is not None and self.min_length > self.max_length:
             refuse(None, "min_length", f"{self.min_length} with max_length {self.max_length}", "at most as many")
         if not all(self.bad_words_ids):
-            refuse(None, "bad_words_ids", "a run of no ids, which is everywhere", "runs of one id at least")
+            refuse(None, "bad_words_ids", "an empty sequence, which is everywhere", "sequences of at least one id")
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             ids = several(getattr(self, name))
             if ids and set(ids) <= set(self.suppress_tokens):

@@ -29,7 +29,7 @@ def rules(o: Options, prompts: int, prompt: int, new: int, mask: Tensor | None, 
         if max(ids, default=0) >= vocab:
             refuse(None, name, str(max(ids)), f"ids below {vocab}, the model's vocabulary")
     if len(set(o.suppress_tokens)) == vocab:
-        refuse(None, "suppress_tokens", f"all {vocab} ids", "some that may be said")
+        refuse(None, "suppress_tokens", f"all {vocab} ids", "at least one id that may be generated")
     words = [word for word in o.bad_words_ids if word not in [(end,) for end in o.ends]]
     least = prompt + o.min_new_tokens if o.min_new_tokens else o.min_length
     out: list[Rule] = []
