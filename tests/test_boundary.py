@@ -233,7 +233,7 @@ def in_another_process(code: str, **environment: str) -> str:
     import os
 
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", f"import test_boundary as t; {code}"], capture_output=True,
-                          text=True, timeout=280, cwd=__file__.rpartition("/")[0], env=os.environ | environment)  # fmt: skip
+                          text=True, timeout=550, cwd=__file__.rpartition("/")[0], env=os.environ | environment)  # fmt: skip
     if done.returncode < 0:
         raise AssertionError(f"{signal.Signals(-done.returncode).name}\n{done.stderr[-2000:]}")
     assert done.returncode == 0, done.stderr[-4000:]

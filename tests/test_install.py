@@ -49,7 +49,7 @@ def build(folder: Path, *command: str, umask: int = -1, **variables: str) -> sub
     command = command or ("build_ext", "--inplace")
     env = {**os.environ, "MODELCENTER_CUDA": "0", "MAX_JOBS": "2", "CFLAGS": "-O0", **variables}
     line = [sys.executable, "setup.py", "-q", *command]
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=280, umask=umask)
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=550, umask=umask)
 
 
 def smoke(folder: Path) -> dict[str, object]:

@@ -19,7 +19,7 @@ QUICK = "(formulas and float32) or exact or twice or misaligned"  # what differs
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which does not know of the workers that pytest has here."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | environment
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=280, cwd=HERE, env=mine)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=550, cwd=HERE, env=mine)
 
 
 TESTS = """

@@ -52,7 +52,7 @@ def ends_of(ranks: int, folder: Path, work: Any, *args: Any, stopped: int | None
     jobs = [context.Process(target=enter, args=(n, ranks, str(folder), pipe, work, args), daemon=True) for n in range(ranks)]
     for job in jobs:
         job.start()
-    multiprocessing.connection.wait([job.sentinel for job in jobs], 2 * LATE)
+    multiprocessing.connection.wait([job.sentinel for job in jobs], 5 * LATE)
     for rank, job in enumerate(jobs):
         if rank != stopped:
             job.join(LATE)
@@ -133,7 +133,7 @@ def asleep(rank: int, recipe: Any, how: str) -> None:
         armed.append(seconds)
 
     def limit(self: Any) -> float:
-        return TIMEOUT if all((place / str(rank)).exists() for rank in range(ranks)) else LATE
+        return TIMEOUT if all((place / str(rank)).exists() for rank in range(ranks)) else 5 * LATE
 
     loop.prefetch, Loader.steps, watch.Watch.limit = prefetched, steps, property(limit)  # type: ignore[assignment, method-assign]
     watch.faulthandler = SimpleNamespace(  # type: ignore[assignment]  # a module, as far as it is asked
