@@ -54,6 +54,7 @@ REFUSED = [  # the command, how its one line goes on
     (("convert", "a", "b", "--dtyp", "bf16"), "command line: dtyp: unknown key; did you mean 'dtype'?"),
     (("convert", "a", "b", "source=c"), "command line: source: given twice; "),
     (("generate", "m"), "command line: prompt: missing; "),
+    (("generate", "m", "x=1, so what is x?"), "command line: x=1, so what is x?: reads as a setting, and there is none of this "),
     (("generate", "m", "p", "prompts=a.txt"), "command line: prompt: given, and so is prompts; "),
     (("generate", "m", "prompts=a.txt", "--stream"), "command line: stream: true with several texts; "),
     (("generate", "m", "p", "num_beams=3", "num_beam_groups=2"), "command line: num_beam_groups: 2 for 3 beams; "),
@@ -362,13 +363,17 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
         said.append(json.loads(capsys.readouterr().out))
     assert main(["generate", "copy", "the cat", "--do-sample", "seed=1", "max_new_tokens=8", "--stream"]) == 0
     assert capsys.readouterr().out == said[0]["text"] + "\n"
-    (here / "p.txt").write_text("the cat\n\na mat. the cat\nthe\n")
+    (here / "p.txt").write_text("the cat\r\n\r\na mat. the cat\r\nthe\r\n", encoding="utf-8-sig")  # as Windows writes it
     (here / "p.jsonl").write_text('{"q": "the cat"}\n{"q": "a mat. the cat"}\n{"q": "the"}\n')
     beams = ["num_beams=3", "num_return_sequences=2", "max_new_tokens=4", "stop_strings=zz"]
     for prompts in (["prompts=p.txt"], ["prompts=p.jsonl", "prompt_key=q", "batch=2", "out=o.jsonl"]):
         assert main(["generate", "copy", *prompts, *beams, "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)
-    assert rows == {"out": "o.jsonl", "texts": 6}
+        assert rows == {"out": "o.jsonl", "texts": 6} or [row["prompt"] for row in rows[::2]] == ["the cat", "a mat. the cat", "the"]
+    (here / "none.jsonl").write_text('{"q": "the cat"}\n{"q": ""}\n')
+    assert main(["generate", "copy", "prompts=none.jsonl", "prompt_key=q", *beams]) == 2
+    assert "error: none.jsonl: line 2: q has no token; a text to go on with is wanted" in capsys.readouterr().err
+    capsys.readouterr()
     rows = [json.loads(line) for line in (here / "o.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["the cat"] * 2 + ["a mat. the cat"] * 2 + ["the"] * 2
     for row in rows:

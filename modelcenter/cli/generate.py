@@ -47,10 +47,19 @@ def generate(args: Arguments) -> Answer:
     many as the model has positions left for. Messages, and with chat=true any prompt, go through the tokenizer's chat template; the
     output is then the answer alone.
     """
+    check_prompt(args)
     asked = settings(Generation, args, ["model", "prompt"])
     check(asked)
     with new_file(asked.out) if asked.out is not None else nullcontext() as out:
         return answered(asked, [setting.partition("=")[0] for setting in args.settings], out)
+
+
+def check_prompt(args: Arguments) -> None:
+    """Refuse a prompt that reads as a setting: `a = b` does not, `a=b and more` does."""
+    known = {f.name for f in fields(Generation)}
+    for word in args.settings:
+        if " " in word and word.partition("=")[0] not in known:
+            refuse(COMMAND_LINE, word, "reads as a setting, and there is none of this name", 'prompt="TEXT" if it is the prompt')
 
 
 def check(asked: Generation) -> None:
@@ -123,7 +132,7 @@ def read_prompts(file: str, key: str) -> "list[Record]":
     if Path(file).suffix not in (".txt", ""):
         return list(read_records(file, key="prompts"))
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         refuse(file, None, getattr(error, "strerror", None) or "not UTF-8", "a .txt with a prompt a line, or .jsonl")
     if not any(line.strip() for line in lines):
@@ -149,7 +158,10 @@ def ids_of(tokenizer: "Tokenizer", template: "Template | None", record: "Record"
     apply_chat_template, whose template writes all special tokens itself."""
     if template is None or talk is None:
         text = record.text(key, "prompt_key")
-        return tokenizer.encode(text) if source else tokenizer.begin(text)
+        ids = tokenizer.encode(text) if source else tokenizer.begin(text)
+        if not ids:
+            record.refuse(f"{key} has no token", "a text to go on with is wanted")
+        return ids
     from ..data.objectives.chat import tools_of
 
     return tokenizer.encode(template.prompt(record, talk, tools_of(record)), special=False)
