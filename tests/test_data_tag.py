@@ -75,6 +75,14 @@ def test_refusals(fields: dict[str, object], words: str) -> None:
         make_examples("tag", [Record(fields, "f", 1)], open_tokenizer("char", ["ab"]), DATA, names=("O", "B-PER"))
 
 
+@pytest.mark.parametrize("tag", ["O", 0])
+def test_one_tag_alone_teaches_nothing(tag: object) -> None:
+    some = [Record({"tokens": ["a", "b"], "tags": [tag, tag]}, "f", 1)]
+    with pytest.raises(InputError, match="f: tags: only the tag (O|LABEL_0); two tags at least"):
+        tag_names(some, DATA)
+    assert tag_names(some, DATA, ("O", "LABEL_1")) == ("O", "LABEL_1")  # of a model that knows more
+
+
 def test_a_list_is_no_tag() -> None:
     with pytest.raises(InputError, match="f: line 1: tags has"):
         tag_names([Record({"tokens": ["a"], "tags": [["O"]]}, "f", 1)], DATA)

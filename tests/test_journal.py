@@ -252,7 +252,7 @@ def test_what_is_drawn() -> None:
     assert keys([]) == [] and runs([], "loss") == []
 
 
-@pytest.mark.parametrize("rows", [ROWS, [], [{"environment": {}}]])
+@pytest.mark.parametrize("rows", [ROWS, [{**SAME, "step": 1, "loss": 0.0, "grad_norm": 0.0}], [], [{"environment": {}}]])
 def test_it_is_drawn(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

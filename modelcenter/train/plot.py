@@ -55,7 +55,7 @@ def draw(folder: Path) -> str:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)
-        if panel[0] in LOG and axes.lines:
+        if panel[0] in LOG and any((row.get(panel[0]) or 0) > 0 for row in rows):  # zeros alone have no logarithm
             axes.set_yscale("log")
     picture = BytesIO()
     figure.savefig(picture, format="png")

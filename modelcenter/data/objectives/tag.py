@@ -74,7 +74,7 @@ def sentence(record: Record, data: DataConfig) -> tuple[list[str], list[Any]]:
         value = record.get(key, option)
         value = value.split() if isinstance(value, str) else value
         if not isinstance(value, list | tuple) or not value:
-            record.refuse(f"{key} is {str(value)[:60]!r}", f"a list is wanted ({option} names the field)")
+            record.refuse(f"{key} is {str(value)[:60]!r}", f"a list that is not empty is wanted ({option} names the field)")
         found.append(list(value))
     words, tags = found
     if len(words) != len(tags):
@@ -103,7 +103,11 @@ def tag_names(records: Sequence[Record], data: DataConfig, known: Names = ()) ->
     if (own := declared(tags)) is not None:
         return own
     if all(isinstance(tag, int) for tag in tags):
-        return tuple(f"LABEL_{n}" for n in range(max(tags) + 1))
-    if odd := [tag for tag in tags if not isinstance(tag, str)]:
+        names = tuple(f"LABEL_{n}" for n in range(max(tags) + 1))
+    elif odd := [tag for tag in tags if not isinstance(tag, str)]:
         refuse(records[0].file, data.tags_key, f"{odd[0]!r} beside names", "names, or numbers, throughout")
-    return tuple(sorted(tags))
+    else:
+        names = tuple(sorted(tags))
+    if len(names) < 2:
+        refuse(records[0].file, data.tags_key, f"only the tag {names[0]}", "two tags at least are wanted")
+    return names
