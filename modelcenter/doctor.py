@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import __version__
+from .errors import counted
 from .ops import _kernels
 from .ops._kernels import NOT, reach
 from .ops.dropout import draw, dropout
@@ -121,7 +122,7 @@ def threads() -> str:
         found = hasattr(ctypes.CDLL(None), "GOMP_parallel")
     except (OSError, TypeError):
         found = False
-    return f"{torch.get_num_threads()} threads" if found else "one thread (no libgomp)"
+    return counted(torch.get_num_threads(), "thread") if found else "one thread (no libgomp)"
 
 
 def report(found: dict[str, Any]) -> str:

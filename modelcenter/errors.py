@@ -58,6 +58,11 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things for people: 1 thread, 2 threads."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def nearest(word: Any, known: Iterable[str]) -> str:
     """`did you mean X?`, or the list of what is known."""
     names = [str(k) for k in known]

@@ -369,7 +369,8 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
     for prompts in (["prompts=p.txt"], ["prompts=p.jsonl", "prompt_key=q", "batch=2", "out=o.jsonl"]):
         assert main(["generate", "copy", *prompts, *beams, "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)
-        assert rows == {"out": "o.jsonl", "texts": 6} or [row["prompt"] for row in rows[::2]] == ["the cat", "a mat. the cat", "the"]
+        said_of = ["the cat", "a mat. the cat", "the"]
+        assert rows == {"out": "o.jsonl", "texts": 6} or [row["prompt"] for row in rows[::2]] == said_of
     (here / "none.jsonl").write_text('{"q": "the cat"}\n{"q": ""}\n')
     assert main(["generate", "copy", "prompts=none.jsonl", "prompt_key=q", *beams]) == 2
     assert "error: none.jsonl: line 2: q has no token; a text to go on with is wanted" in capsys.readouterr().err

@@ -115,6 +115,10 @@ def test_refused_files(tmp_path: Path) -> None:
         read_recipe(tmp_path / "absent.yaml")
     with pytest.raises(InputError, match="not a regular file"):
         read_recipe(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("a: 1")
+    with pytest.raises(InputError, match=r"run: not a regular file; .*run/recipe\.yaml goes on with this run"):
+        read_recipe(tmp_path / "run")
     with pytest.raises(InputError, match="null byte"):
         read_recipe("a\0b")
     os.mkfifo(tmp_path / "fifo.yaml")

@@ -207,8 +207,10 @@ def test_a_long_conversation_loses_its_end_and_one_without_an_answer_is_left_out
     with pytest.warns(UserWarning, match="2 of 3 conversations have no token of the assistant within 20: left out"):
         examples = make_examples("chat", rows([mute, turns, mute]), ours, DataConfig(seq_len=20))
     assert len(examples) == 1 and examples.at(0, 0)[0].tolist() == part[0].tolist()
-    with pytest.raises(InputError, match=r"f: data\.seq_len: no token of the assistant within 20 tokens"):
+    with pytest.raises(InputError, match=r"f: data\.seq_len: .* within 20 tokens of any of the 1 conversations to train on"):
         make_examples("chat", rows([mute]), ours, DataConfig(seq_len=20))
+    with pytest.raises(InputError, match="within 20 tokens of any of the 1 conversations to evaluate on"):
+        make_examples("chat", rows([mute]), ours, DataConfig(seq_len=20), train=False)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padding_free", "packing"])
@@ -250,6 +252,13 @@ def test_refusals(tokenizer: Tokenizer, source: str | None, turns: Any, said: st
     with pytest.raises(InputError, match=said) as error:
         make_examples("chat", rows([turns]), made, DataConfig())
     assert "\n" not in str(error.value)
+
+
+def test_a_named_template_that_has_no_words_for_a_call_is_named(tokenizer: Tokenizer) -> None:
+    made = Tokenizer(tokenizer.raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"})
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(InputError, match="f: line 1: the chat template plain refuses it"):
+        make_examples("chat", rows([[ASKED[0], call]]), made, DataConfig(chat_template="auto"))
 
 
 def test_a_named_template_needs_its_tokens() -> None:

@@ -66,7 +66,7 @@ def test_folders_and_splits(tmp_path: Path) -> None:
     assert train.flat(0, train.total).tolist() == [5, 6, 7, 8, 9, 10] and train.bounds.tolist() == [0, 3, 4, 6]
     assert held.flat(0, held.total).tolist() == [11, 12, 4, 1, 2, 3] and held.bounds.tolist() == [0, 3, 5, 6]
     write(tmp_path / "b", [[1]])
-    with pytest.raises(InputError, match=r"b\.bin: data\.eval_fraction: 1 tokens leave nothing"):
+    with pytest.raises(InputError, match=r"b\.bin: data\.eval_fraction: of 1 token none is left on one side"):
         read_split(DataConfig(path=str(tmp_path / "b.bin"), eval_fraction=0.01))
 
 

@@ -113,7 +113,7 @@ def test_the_last_tenth(tmp_path: Path) -> None:
         split(Records([rows[:1]]), 0.5)
     text = str(write(tmp_path / "t.txt", "abcd"))
     assert [r.fields["text"] for part in read_split(DataConfig(path=text, eval_fraction=1e-45)) for r in part] == ["abc", "d"]
-    with pytest.raises(InputError, match="eval_fraction: 1 records leave nothing on one side"):
+    with pytest.raises(InputError, match="eval_fraction: of 1 record none is left on one side"):
         read_split(DataConfig(path=str(write(tmp_path / "mark.txt", b"\xef\xbb\xbf")), eval_fraction=0.1))
 
 

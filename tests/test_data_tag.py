@@ -78,7 +78,7 @@ def test_refusals(fields: dict[str, object], words: str) -> None:
 @pytest.mark.parametrize("tag", ["O", 0])
 def test_one_tag_alone_teaches_nothing(tag: object) -> None:
     some = [Record({"tokens": ["a", "b"], "tags": [tag, tag]}, "f", 1)]
-    with pytest.raises(InputError, match="f: tags: only the tag (O|LABEL_0); two tags at least"):
+    with pytest.raises(InputError, match=r"f: tags: only the tag (O|LABEL_0); two tags at least"):
         tag_names(some, DATA)
     assert tag_names(some, DATA, ("O", "LABEL_1")) == ("O", "LABEL_1")  # of a model that knows more
 

@@ -77,6 +77,12 @@ SPELLED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("given", "meant"), [("True", "auto"), ("false", "never"), ("runs/a", "runs/a")])
+def test_resuming_may_be_a_boolean_as_there(given: str, meant: str, tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, BASE), [f"resume_from_checkpoint={given}"]).resume == meant
+    assert load_recipe(write(tmp_path, BASE + f"resume_from_checkpoint: {given.lower()}")).resume == meant
+
+
 def test_every_alias_has_a_case() -> None:
     assert set(SPELLED) == set(ALIASES) and not set(ALIASES) & {key.name for key in describe(Recipe)}
 

@@ -37,7 +37,8 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     """The mapping that a YAML file holds. `InputError` names the file and the line of what a recipe may not hold."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):  # before opening: opening a FIFO waits for its writer
-            refuse(path, None, "not a regular file", "a recipe is a YAML file")
+            own = Path(path) / "recipe.yaml"
+            refuse(path, None, "not a regular file", f"{own} goes on with this run" if own.is_file() else "a recipe is a YAML file")
         with open(path, "rb") as f:
             raw = f.read(SIZE + 1)
     except FileNotFoundError:

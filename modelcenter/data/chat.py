@@ -53,7 +53,7 @@ class Template:
         if tokenizer.chat_template is None:
             wanted = f"data.chat_template={' or '.join(NAMED)}, or a chat_template in tokenizer_config.json"
             refuse(tokenizer.name, "objective", "chat with a tokenizer that has no chat template", wanted)
-        self.name, source = tokenizer.name, tokenizer.chat_template
+        self.name, self.own, source = tokenizer.name, "" if name is None else f"{name} ", tokenizer.chat_template
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self.special = {f"{role}_token": token for role, token in tokenizer.special.items()}
         self.compiled = compiled(source, self.name)
@@ -66,7 +66,8 @@ class Template:
         try:
             out: str = self.compiled.render(**self.special, **given)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as e:
-            record.refuse(f"the chat template refuses it ({str(e).strip() or type(e).__name__})", "a conversation that it knows")
+            said = str(e).strip() or type(e).__name__
+            record.refuse(f"the chat template {self.own}refuses it ({said})", "a conversation that it knows")
         return out
 
     def prompt(self, record: Record, messages: Sequence[Message], tools: Any = None) -> str:

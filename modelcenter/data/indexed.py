@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import refuse, refuse_missing
+from ..errors import counted, refuse, refuse_missing
 from .ragged import Ids
 from .record import Part, Record
 from .source import CHUNK, Source
@@ -136,8 +136,8 @@ class Tokens(Part):
         """The ids without and with their last `fraction`."""
         cut = self.first + int(self.total * (1 - fraction))
         if not self.first < cut < self.last:
-            found = f"{self.total} tokens leave nothing on one side of the split"
-            refuse(self.files[0].file, "data.eval_fraction", found, "more data or another fraction is wanted")
+            found = f"of {counted(self.total, 'token')} none is left on one side of the split"
+            refuse(self.files[0].file, "data.eval_fraction", found, "more data, another fraction, or 0 for no evaluation is wanted")
         return Tokens(self.files, self.first, cut), Tokens(self.files, cut, self.last)
 
     def checked(self, tokenizer: "Tokenizer", vocab: int | None) -> "Tokens":

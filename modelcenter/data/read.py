@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import refuse, refuse_missing
+from ..errors import counted, refuse, refuse_missing
 from .config import DataConfig, Format
 from .indexed import TokenFile, Tokens
 from .record import Few, Mixture, Part, Record, Records
@@ -161,8 +161,8 @@ def split(records: Part, fraction: float) -> tuple[Part, Part]:
         tail = replace(here, fields={"text": text[at:]}, start=here.start + at)
         parts = Records([records[:border], Few(head)]), Records([Few([tail]), records[border + 1 :]])
     if not all(map(len, parts)):
-        found = f"{len(records)} records leave nothing on one side of the split"
-        refuse(records[0].file, "data.eval_fraction", found, "more data or another fraction is wanted")
+        found = f"of {counted(len(records), 'record')} none is left on one side of the split"
+        refuse(records[0].file, "data.eval_fraction", found, "more data, another fraction, or 0 for no evaluation is wanted")
     return parts
 
 

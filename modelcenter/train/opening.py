@@ -7,6 +7,7 @@ import torch
 from ..data.config import DataConfig
 from ..data.objective import find_objective
 from ..data.tokenizer_train import made_here
+from ..errors import counted
 from ..layers.adapter import adapted
 from ..ops import _kernels
 from ..ops.linear import has_low_units
@@ -30,9 +31,10 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     shorter = ", the model has no more positions" if most == recipe.data.seq_len < DataConfig.seq_len else ""
     sample = objective.sample(batches[0], tokenizer, labels.names)
     where = ", trained on where it stands in [[ ]]" if "[[" in sample else ""
+    threads = counted(torch.get_num_threads(), "thread")
     lines = [
         f"model: {recipe.model} ({weights}), {setup.parameters / 1e6:,.2f} M parameters, {setup.trained / 1e6:,.2f} M of them "
-        f"trained; {recipe.precision} on {many}{device.type}, {torch.get_num_threads()} threads",
+        f"trained; {recipe.precision} on {many}{device.type}, {threads}",
         f"data: {len(train):,} examples, {len(held) if held else 0:,} for evaluation; {recipe.objective}, "
         f"at most {recipe.data.seq_len} tokens each{shorter}; tokenizer "
         f"{named(recipe, tokenizer.name)} of {len(tokenizer):,} tokens",

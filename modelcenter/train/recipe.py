@@ -249,7 +249,10 @@ def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | N
             refuse(file, str(key), "unknown key", f"did you mean {close[0]!r}?")
     for alias, key in ALIASES.items():
         if alias in tree:
-            ours = _put(ours, alias, key, tree[alias], file)
+            value = tree[alias]
+            if alias == "resume_from_checkpoint":  # there a boolean too
+                value = {"true": "auto", "false": "never"}.get(str(value).lower(), value)
+            ours = _put(ours, alias, key, value, file)
     if half := {alias: convert(tree[alias], bool, file, alias) for alias in ("bf16", "fp16") if alias in tree}:
         chosen = [alias for alias, wanted in half.items() if wanted]
         if len(chosen) == 2:

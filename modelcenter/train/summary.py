@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.atomic import atomic_write
 from ..config import read_recipe
-from ..errors import refuse_missing
+from ..errors import counted, refuse_missing
 from ..metrics.table import METRICS
 from .calibrate import rate
 from .environment import read_processes, redacted
@@ -84,7 +84,7 @@ def facts(recipe: Mapping[str, Any], process: Mapping[str, Any], rows: Sequence[
         out.append(("memory", f"{max(row['memory_gb'] for row in logged):.2f} GB at most{whose}"))
     out += beside(process, logged)
     if process:
-        where = ", ".join(process.get("gpus") or []) if process.get("device") != "cpu" else f"{process['threads']} threads"
+        where = ", ".join(process.get("gpus") or []) if process.get("device") != "cpu" else counted(process["threads"], "thread")
         out.append(("on", f"{process.get('device')} ({where}), {process.get('precision')}, seed {recipe['seed']}"))
         packages = process.get("packages", {})
         out.append(("by", f"modelcenter {process.get('modelcenter')}, torch {packages.get('torch')}"))

@@ -47,14 +47,14 @@ class Chat(Causal):
 
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
                  ) -> Sequences:
-        return Chats(records, read, data)
+        return Chats(records, read, data, "train on" if train else "evaluate on")
 
 
 class Chats(Sequences):
     """Conversations, each cut after seq_len tokens; one of which then nothing is left to train on is left out. Where the template
     writes a turn otherwise once others follow it, there is one for each turn of the assistant."""
 
-    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, use: str) -> None:
         self.fill, self.size, self.ids, self.trained = filler(read.tokenizer), data.seq_len, Ragged(), Ragged()
         template, mute, count = Template(read.tokenizer, data.chat_template), 0, 0
         for record in records:
@@ -67,7 +67,7 @@ class Chats(Sequences):
                 else:
                     mute += 1
         if not len(self.ids):
-            found = f"no token of the assistant within {data.seq_len} tokens of any conversation"
+            found = f"no token of the assistant within {data.seq_len} tokens of any of the {count} conversations to {use}"
             refuse(records[0].file, "data.seq_len", found, "answers, or a greater length")
         if mute:
             warnings.warn(f"{mute} of {count} conversations have no token of the assistant within {data.seq_len}: left out",
