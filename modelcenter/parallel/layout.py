@@ -4,8 +4,10 @@ Memory. On one rank the rehearsed step is all there is. With weights shared out,
 and optimizer; the rehearsal is of a model whose weights have come in the low precision, and what has come is added to each moment:
 the outermost layers' weights for as long as a pass lasts, while blocks are at work two blocks (one computes, the next is on its
 way) and in their backward one block's gradients, in the low precision and as they are summed. A head that is a unit of its own
-(`blocks.py: units`) has sent its gradients by then. ZeRO (Rajbhandari et al., 2020) 1 and 2 keep all that came until the step ends,
-and ZeRO 1 its gradients, if there are several micro-batches.
+(`blocks.py: units`) has sent its gradients by then. What a unit came in, laid end to end, is there until the next one has come, so
+that of the last one beside the head's logits; and what the outermost layers of a micro-batch sent until the next one sends. ZeRO
+(Rajbhandari et al., 2020) 1 and 2 keep all that came until the step ends, and ZeRO 1 its gradients, if there are several
+micro-batches.
 
 Time. Every call takes the longer of its arithmetic and its bytes at the chip's rates; the host's calls are summed over a step
 beside that, those of FSDP and DTensor among them (`host.py`), and the slower of the two counts most, for a host runs ahead
@@ -248,21 +250,24 @@ class Costs:
         back = machine.zero < 3 and forwards == 1  # blocks give back what came when their backward is done
         given = ratio * head if back or machine.zero == 3 else 0.0  # and so does a head that is sent by itself
         last_stack = sum(isinstance(m, Stack) for m in self.job.model.modules()) - 1
+        laid = ratio * (head or block) if n > 1 else 0.0
+        # of the micro-batch before: FSDP waits for it when the first of the next one's units sends
+        late = trained * (outside - head) * (ratio if self.short(machine) else 1.0) if forwards > 1 and not kept else 0.0
 
         def gathered(phase: str) -> float:
             """Bytes of others' weights and of gradients for them: a head has the outermost weights, blocks bring their own."""
             kind, _, of_a_block = phase.partition(" ")
             if kind in ("before", "head"):
-                return there
+                return there + late + (laid if kind == "head" else 0.0)
             if kind == "end":  # gradients of the outermost layers wait, whole, until those of all blocks are exchanged
                 return there - given - ratio * (whole - outside if back else 0) + sent * (outside - head)
             if kind != "backward":
-                return come
+                return come + late
             if not of_a_block:
-                return come + sent * head
+                return come + max(sent * head, late + trained * ratio * head)
             left = come - given - (ratio * self.behind(tp, of_a_block) if back else 0.0)
-            # what a head sends is there until the next unit's gradients are formed
-            first = trained * ratio * (head + block) if of_a_block == f"{last_stack} last" else 0.0
+            # what a head sends, or the outermost layers have sent, is there until the next unit's gradients are formed
+            first = trained * ratio * (head + block) + (0.0 if head else late) if of_a_block == f"{last_stack} last" else 0.0
             return left + max(sent * block, first) + waits
 
         factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": grows}
