@@ -5,8 +5,8 @@ parallelism cost besides, of a block and of a parameter.
     torchrun --nproc-per-node 2 benchmarks/host.py --device cuda       # with NCCL's calls
 
 Steps of models so narrow that a device waits for the host all the time; each number is the slope from few blocks to many, the least
-of some rounds. On a CPU it is the time of this process's processor, tensors of a few elements in it. `parallel/host.py`
-has what came of it.
+of some rounds. On a CPU it is this thread's time on a processor, tensors of a few elements in it, without those of gloo's own.
+`parallel/host.py` has what came of it.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def step_of(name: str, layers: int, machine: Machine, precision: str, device: to
     optimizer: Any = build_optimizer(model, OptimizerConfig())
     here = {key: value.to(device) for key, value in batch.items()}
 
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
     found: dict[str, list[float]] = {"micro-batch": [], "update": [], "another": []}
     for number in range(2 * (rounds + 2)):
         if device.type == "cuda":

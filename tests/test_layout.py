@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from mesh import spawn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import modelcenter as mc
 from modelcenter.errors import InputError
@@ -27,6 +30,7 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel import chips, host
 from modelcenter.parallel.apply import join
+from modelcenter.parallel.blocks import blocks, units
 from modelcenter.parallel.chips import CHIPS, Chip, chip_named, together
 from modelcenter.parallel.deep import Deep, rehearse_deep
 from modelcenter.parallel.layout import GRAPHED, POINT, Costs, Job, layouts
@@ -621,6 +625,61 @@ def test_what_ranks_hold_is_foreseen(family: str, name: str, tmp_path: Path) -> 
     off: dict[Any, float] = {kind: lasting[kind] / machine.fsdp / real[kind] - 1 for kind in ("weights", "gradients", "optimizer")}
     assert all(abs(x) < 0.005 for x in off.values()), off
     assert -0.08 < said.need / real["peak"] - 1 < 0.1, (said.need, real, dict(said.parts))
+
+
+class Sent(TorchDispatchMode):
+    """Counts collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def exchange(rank: int, degrees: list[dict[str, Any]], families: Sequence[str]) -> None:
+    """The collectives of steps of one and of two micro-batches are those of `host.exchanges`."""
+    for family, machine in product(families, [Machine(device="cpu", threads=1, **some) for some in degrees]):
+        ranks, (preset, task, config) = join(machine), FAMILIES[family]
+        model = mc.build(preset, task=task, config=config, machine=machine, precision="bf16").train()
+        inner, parts = len(blocks(model)), len(units(model)) + 1
+        for forwards in (1, 2):
+            for _ in range(2):  # the first step also prepares
+                with Sent() as sent:
+                    some = [batch(1) for _ in range(forwards)]
+                    accumulate(model, some, task, partial(autocast, "bf16", CPU), targets=1000, ranks=ranks)
+            wanted, several = host.exchanges(machine, forwards), machine.fsdp > 1
+            scatter = "_reduce_scatter_base_" if machine.zero == 1 else "alltoall_base_"  # which peers.py adds up
+            gathers = inner * wanted.blocks + (parts - inner) * wanted.outermost
+            foreseen = {"_allgather_base_": several * gathers, scatter: several * parts * wanted.scatters,
+                        "allreduce_": parts * wanted.sums}  # fmt: skip
+            assert dict(sent.found) == {name: n for name, n in foreseen.items() if n}, (family, machine, forwards)
+
+
+@pytest.mark.slow
+def test_the_hosts_calls_are_timed_on_two_ranks() -> None:
+    """A row for each way; one that ranks share comes behind one that each goes alone."""
+    driver = Path(__file__).parents[1] / "benchmarks" / "host.py"
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(driver)]
+    done = subprocess.run([*run, "--models", "gpt2", "--ways", "plain,copies", "--rounds", "1"], capture_output=True, text=True)
+    rows = [line.split("|")[1:3] for line in done.stdout.splitlines() if line.startswith("| gpt2")]
+    assert [[cell.strip() for cell in row] for row in rows] == [["gpt2", "plain"], ["gpt2", "copies"]], done.stderr
+
+
+STAGES: list[dict[str, Any]] = [{}, {"zero": 2}, {"zero": 1}]
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP's, of views
+@pytest.mark.parametrize(("count", "families"), [
+    (2, ("gpt", "head")), pytest.param(4, ("gpt", "head"), marks=pytest.mark.slow),
+    *(pytest.param(n, ("bert", "t5", "llama", "bloom", "cpm-ant"), marks=pytest.mark.slow) for n in (2, 4))])  # fmt: skip
+def test_what_ranks_send_is_foreseen(count: int, families: tuple[str, ...]) -> None:
+    """Copies add up each unit's gradients once a step, and send nothing else; the shards of copies are exchanged as if alone."""
+    shards = {"fsdp": 2} if count == 2 else {"replicate": 2, "fsdp": 2}
+    spawn(count, exchange, [{"replicate": count}, *({**shards, **stage} for stage in STAGES)], families)
 
 
 def test_what_tensor_parallel_cuts_is_known_for_a_part() -> None:

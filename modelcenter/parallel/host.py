@@ -5,6 +5,8 @@ They depend on neither sizes nor ranks. `python benchmarks/host.py` measures the
 from a CPU's and from an H200's host, torch 2.13 and 2.11, which differ by 20 %.
 """
 
+from typing import NamedTuple
+
 from torch import nn
 
 from .blocks import blocks, units
@@ -21,14 +23,30 @@ RECOMPUTED = {"none": 0, "selective": 510, "full": 180}  # a block that is compu
 UPDATED, SHARDED = 1.2, 3.1  # a parameter in an update: its gradient found, told what to do, and dropped; the same of DTensors
 
 
+class Exchanges(NamedTuple):
+    """How often in a step weights of a block come and those of what is outermost, and how often a unit's gradients are shared out
+    and copies add theirs up. Among fsdp ranks the first three are collectives; one alone copies in their place."""
+
+    blocks: int
+    outermost: int
+    scatters: int
+    sums: int
+
+
+def exchanges(machine: Machine, forwards: int) -> Exchanges:
+    """Those of a step of `forwards` micro-batches: what is outermost is there still when the backward begins."""
+    three = machine.zero == 3
+    return Exchanges(2 * forwards if three else 1, forwards if three else 1, 1 if machine.zero == 1 else forwards,
+                     int(machine.replicate > 1))
+
+
 def hooked(model: nn.Module, machine: Machine, forwards: int) -> float:
     """Calls for FSDP in a step of `forwards` micro-batches."""
     if machine.shares == 1:
         return 0.0
-    inner, parts = len(blocks(model)), len(units(model)) + 1
-    gathers = forwards * (inner + parts) if machine.zero == 3 else parts  # of blocks twice
-    scatters = 1 if machine.zero == 1 else forwards
-    return parts * (forwards * HOOKS + scatters * SCATTER + (machine.replicate > 1) * SUM) + gathers * GATHER
+    inner, parts, times = len(blocks(model)), len(units(model)) + 1, exchanges(machine, forwards)
+    gathers = inner * times.blocks + (parts - inner) * times.outermost
+    return parts * (forwards * HOOKS + times.scatters * SCATTER + times.sums * SUM) + gathers * GATHER
 
 
 def recomputed(model: nn.Module, machine: Machine) -> float:

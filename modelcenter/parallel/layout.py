@@ -347,17 +347,15 @@ class Costs:
         gradients = self.lasting(tp)["gradients"]
         ratio = (self.low or self.own).itemsize / self.own.itemsize
         inner, parts = len(blocks(self.job.model)), len(units(self.job.model)) + 1
-        # (bytes, in so many parts, gathered so often): what is outermost is there still when the backward begins
-        come = ((whole - outside, inner, 2 * forwards), (outside, parts - inner, forwards))
-        gathers = come if machine.zero == 3 else ((whole, parts, 1),)
-        scatters = 1 if machine.zero == 1 else forwards
+        times = host.exchanges(machine, forwards)
+        gathers = ((whole - outside, inner, times.blocks), (outside, parts - inner, times.outermost))  # bytes, in parts, so often
         short = self.short(machine)
         bits = ratio if short else 1.0
-        link = sum(of * times * self.collective(size * ratio / of, n, tp) for size, of, times in gathers if of)
-        link += parts * scatters * self.collective(gradients * bits / parts, n, tp)
-        link += parts * self.collective(2 * gradients / n / parts, copies, n * tp)
-        moved = sum(2 * size * ratio * times for size, _, times in gathers)
-        moved += scatters * gradients * (3 * ratio + 1 / n if short else 1 + ratio)
+        link = sum(of * often * self.collective(size * ratio / of, n, tp) for size, of, often in gathers if of)
+        link += parts * times.scatters * self.collective(gradients * bits / parts, n, tp)
+        link += parts * times.sums * self.collective(2 * gradients / n / parts, copies, n * tp)
+        moved = sum(2 * size * ratio * often for size, _, often in gathers)
+        moved += times.scatters * gradients * (3 * ratio + 1 / n if short else 1 + ratio)
         within = min(link, beside * forwards)
         return {"link": link - self.chip.hidden * within, "memory": moved / self.chip.bandwidth}
 
