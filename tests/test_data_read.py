@@ -282,6 +282,21 @@ def test_a_json_list_of_objects(tmp_path: Path) -> None:
         read_records(str(write(tmp_path / "d.json", '[{"text": "a"},\n {]')))
 
 
+def test_an_object_may_stand_over_several_lines_and_articles_are_records(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.json", "\ufeff" + json.dumps(ROWS[0], indent=2))
+    assert [r.fields for r in read_records(str(one))] == ROWS[:1]
+    articles = [{"title": t, "paragraphs": [{"context": "c", "qas": []}]} for t in "abc"]
+    for indent in (None, 2):  # as SQuAD is published, and as XQuAD is
+        file = write(tmp_path / f"{indent}.json", json.dumps({"version": "1.1", "data": articles}, indent=indent) + "\n")
+        assert [r.fields for r in read_records(str(file))] == articles
+        train, held = read_split(DataConfig(path=str(file), eval_fraction=0.4))
+        assert [len(train), len(held)] == [1, 2] and held[1].fields == articles[2]
+    for row in ({"data": [1, 2]}, {"data": [{"x": 1}]}):  # rows like any other
+        assert [r.fields for r in read_records(str(write(tmp_path / "other.json", json.dumps(row))))] == [row]
+    with pytest.raises(InputError, match=r"bad.json: line 3: not JSON"):
+        read_records(str(write(tmp_path / "bad.json", '{\n "text": "a",\n}')))
+
+
 def test_a_file_that_shrinks_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 9)
     records = read_records(str(file))

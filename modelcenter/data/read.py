@@ -333,14 +333,25 @@ def named(file: Path, names: list[str], number: int, row: list[str]) -> Record:
 
 
 def read_json(file: Path) -> Part:
-    """A list of objects, which is read as a whole, or one object a line."""
+    """A list of objects, or one object over several lines, which are read as a whole, or one object a line. Of a file in SQuAD's
+    nesting, one object, each article is a record, so that a part of them can be held out."""
     source = Source(file)
-    if not source.read(0, min(64, source.size)).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        return JsonLines(file)
+    begin = source.read(0, min(64, source.size)).removeprefix(b"\xef\xbb\xbf").lstrip()
+    spread = begin.partition(b"\n")[0].strip() == b"{"  # as SQuAD's layout is often written: a line of its own is no object
+    if not begin.startswith(b"[") and not spread and (len(lines := JsonLines(file)) != 1 or articles(lines[0].fields) is None):
+        return lines
     items = parse(source.text(0, source.size), file, None, "a JSON list of objects, or one object a line, is wanted")
+    if isinstance(items, dict):
+        items = articles(items) or [items]
     if odd := [k for k, item in enumerate(items) if not isinstance(item, dict)]:
         refuse(file, f"item {odd[0] + 1}", f"a JSON {type(items[odd[0]]).__name__}", "an object is wanted")
     return Few([Record(item, str(file), k + 1, unit="item") for k, item in enumerate(items)])
+
+
+def articles(fields: dict[str, Any]) -> list[Any] | None:
+    """What SQuAD's nesting holds under `data`; None of any other object."""
+    found = fields.get("data")
+    return found if isinstance(found, list) and found and isinstance(found[0], dict) and "paragraphs" in found[0] else None
 
 
 def parse(text: str, file: Path, place: str | None, wanted: str) -> Any:
