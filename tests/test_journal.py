@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,10 @@ def test_an_evaluation_needs_data(whole: Path) -> None:
 
     recipe = dict(read_recipe(whole / "recipe.yaml"))
     assert f"modelcenter evaluate {whole}\n" in usage(whole, recipe)
+    spaced = whole.rename(whole.with_name("a run"))
+    commands = [line for line in usage(spaced, recipe).splitlines() if line.startswith("modelcenter ")]
+    spaced.rename(whole)
+    assert commands and all(shlex.split(line)[2].startswith(str(spaced)) for line in commands)
     alone = {**recipe, "data": {**recipe["data"], "eval_fraction": 0.0}}
     assert f"modelcenter evaluate {whole} data.eval_path=FILE\n" in usage(whole, alone)
 
@@ -257,6 +262,9 @@ def test_it_is_drawn(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert plot_loss(tmp_path) == f"loss.png: {tmp_path / 'loss.png'}"
+    named = tmp_path.rename(tmp_path.with_name("a run 输出"))  # letters that the font lacks are nobody's concern
+    assert plot_loss(named) == f"loss.png: {named / 'loss.png'}"
+    named.rename(tmp_path)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 

@@ -1,5 +1,6 @@
 """The curves of a run as a picture: small panels over the steps, drawn from metrics.jsonl."""
 
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from io import BytesIO
@@ -58,7 +59,9 @@ def draw(folder: Path) -> str:
         if panel[0] in LOG and any((row.get(panel[0]) or 0) > 0 for row in rows):  # zeros alone have no logarithm
             axes.set_yscale("log")
     picture = BytesIO()
-    figure.savefig(picture, format="png")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a folder's name may have letters that its font lacks
+        figure.savefig(picture, format="png")
     try:
         atomic_write(folder / "loss.png", picture.getvalue())
     except InputError as error:

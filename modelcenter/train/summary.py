@@ -1,6 +1,7 @@
 """summary.md: a run told to a colleague, from the files of its folder alone; and several runs side by side."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -134,19 +135,24 @@ def measures(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [("metric", "first", "last", "best"), *out] if out else []
 
 
+def typed(path: Path) -> str:
+    """A path as a shell takes it: in quotes where it has blanks, but not for its letters."""
+    return str(path) if not set(str(path)) & set(" \t\n'\"`$&|;<>()*?[]#~!{}\\") else shlex.quote(str(path))
+
+
 def usage(folder: Path, recipe: Mapping[str, Any]) -> str:
     """Where the model is and how to open it; how to go on with the run."""
-    commands = [f"modelcenter train {folder / RECIPE}    # goes on where it stopped"]
+    commands = [f"modelcenter train {typed(folder / RECIPE)}    # goes on where it stopped"]
     model = folder / "model"
     if not model.is_dir():
         return f"There is no model yet.\n\n```\n{commands[0]}\n```"
     judged = recipe["data"].get("eval_path") or recipe["data"].get("eval_fraction")
-    commands.insert(0, f"modelcenter evaluate {folder}" + ("" if judged else " data.eval_path=FILE"))
+    commands.insert(0, f"modelcenter evaluate {typed(folder)}" + ("" if judged else " data.eval_path=FILE"))
     if recipe["objective"] in ("lm", "seq2seq", "span"):
-        commands.insert(1, f"modelcenter generate {model} \"...\"")
+        commands.insert(1, f"modelcenter generate {typed(model)} \"...\"")
     lines = [f"import modelcenter as mc\n\nmodel = mc.load({str(model)!r})"]
     if (model / "adapter_config.json").is_file():
-        commands.append(f"modelcenter merge {model} merged    # whole weights")
+        commands.append(f"modelcenter merge {typed(model)} merged    # whole weights")
         lines.append(f"import peft\n\nmodel = peft.{opener(model)}.from_pretrained({str(model)!r})")
     elif named := (json.loads((model / "config.json").read_text("utf-8")).get("architectures") or [None])[0]:
         lines.append(f"import transformers\n\nmodel = transformers.{named}.from_pretrained({str(model)!r})")
