@@ -95,6 +95,13 @@ def till_the_end() -> Iterator[None]:
         time.sleep(600)
 
 
+def ends_nobody(later: Any = lambda seconds, **options: None) -> None:
+    """Faulthandler's thread has a clock of its own, by which a watch that is given no processor has ended."""
+    cancel = faulthandler.cancel_dump_traceback_later
+    watch.faulthandler = SimpleNamespace(  # type: ignore[assignment]  # a module, as far as it is asked
+        dump_traceback_later=later, cancel_dump_traceback_later=cancel)  # fmt: skip
+
+
 def asleep(rank: int, recipe: Any, how: str) -> None:
     """After its sixth step rank 1 gets no more batches: its loader sleeps, lets no other thread of it run, or stops it. The others
     wait for its seventh. Nothing is a stall before all are there: how long they take to come so far is no matter."""
@@ -129,15 +136,15 @@ def asleep(rank: int, recipe: Any, how: str) -> None:
         (place / str(rank)).touch()
 
     def later(seconds: float, **options: Any) -> None:
-        faulthandler.dump_traceback_later(seconds, **options)
+        if rank == 1 and how == "held":
+            faulthandler.dump_traceback_later(seconds, **options)
         armed.append(seconds)
 
     def limit(self: Any) -> float:
         return TIMEOUT if all((place / str(rank)).exists() for rank in range(ranks)) else 5 * LATE
 
     loop.prefetch, Loader.steps, watch.Watch.limit = prefetched, steps, property(limit)  # type: ignore[assignment, method-assign]
-    watch.faulthandler = SimpleNamespace(  # type: ignore[assignment]  # a module, as far as it is asked
-        dump_traceback_later=later, cancel_dump_traceback_later=faulthandler.cancel_dump_traceback_later)  # fmt: skip
+    ends_nobody(later)
     if rank != 1:
         Thread(target=others, daemon=True).start()
     with till_the_end():
@@ -188,6 +195,7 @@ def test_who_waits_for_others(files: tuple[str, ...], verb: str) -> None:
 def late(rank: int, folder: Path, machine: Machine) -> None:
     """Rank 1 has made progress just now: it hears of the end from rank 0 alone, which does not wait for it. It does here, for a
     rank 1 that is given a processor late: before the second has begun, and before it ends."""
+    ends_nobody()
     ranks = join(machine)
     there = folder.parent / "there"
 
@@ -290,6 +298,7 @@ def saving(rank: int, folder: Path, machine: Machine, how: str, clock: Clock) ->
             yield b"piece"
 
     watch.time = SimpleNamespace(monotonic=lambda: clock.now.value, sleep=time.sleep)  # type: ignore[assignment]  # a module, as far as it is asked
+    ends_nobody()
     ranks = join(machine)
     with watch.Watch(folder / "ranks", ranks, 1.5) as guard, till_the_end():
         watch.beat(step=True)
