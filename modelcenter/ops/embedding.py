@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._kernels import call
 from ._op import Kernel, op, raw
+from ._tied import of_rows, summed_to_whole
 
 RUN = 32  # tokens, sorted by row, that a block adds up; csrc/embedding.cu
 
@@ -64,6 +65,11 @@ def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
 
 
 def backward(grad: Tensor, ids: Tensor, vocab: int, pad: int | None) -> Sequence[Tensor | None]:
+    if ids.is_cpu and summed_to_whole(1):
+        read, place = torch.unique(ids, return_inverse=True)
+        there = [] if pad is None else (read == pad).nonzero().flatten().tolist()
+        rows = embedding_backward(grad, place, len(read), there[0] if there else None)
+        return None, of_rows(read, rows, vocab), None
     return None, embedding_backward(grad, ids, vocab, pad), None
 
 

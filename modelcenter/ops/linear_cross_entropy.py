@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from ._kernels import call
 from ._mode import autocast_dtype, fake, kept_graph, on_gpu, real, unseen, without_autocast
 from ._op import OPS, Kernel, Op, look, raw
+from ._tied import whole
 from .cross_entropy import IGNORE, cross_entropy, summed
 from .linear import LOW, has_low_units, multiply
 
@@ -173,6 +174,8 @@ def backward(grad: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, grads: in
         out: Tensor = scaled(total, grad)
         return out.to(dtype)
 
+    if grads & WEIGHT and dweight.is_cpu:
+        whole(1)
     return (
         times(dx, of_x) if grads & X else None,
         times(dweight, of_weight) if grads & WEIGHT else None,

@@ -1,0 +1,39 @@
+"""A table whose rows are read by number and which is multiplied by as a whole has two gradients, that of the rows and one as large
+as the table. The second is formed first; the first then need not be as large, only to be added to the rows that were read.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._mode import kept_graph, unseen
+
+MARK = "modelcenter: where and when a gradient of the whole was formed"
+
+
+def whole(argument: int) -> None:
+    """In a backward: it returns a gradient of that tensor argument which has all its elements."""
+    if unseen():
+        node, which, task = summand(argument)
+        node.metadata[MARK] = which, task
+
+
+def summed_to_whole(argument: int) -> bool:
+    """In a backward: whether torch adds a gradient of that tensor argument to one that has all its elements."""
+    if not unseen() or kept_graph():
+        return False
+    node, which, task = summand(argument)
+    return bool(node.metadata.get(MARK) == (which, task))
+
+
+def summand(argument: int) -> tuple[Any, int, int]:
+    """Of the backward that runs: where a tensor argument's gradient goes, as which of the inputs there; and the graph task."""
+    node, which = torch._C._current_autograd_node().next_functions[argument]
+    return node, which, torch._C._current_graph_task_id()
+
+
+def of_rows(numbers: Tensor, rows: Tensor, count: int) -> Tensor:
+    """The gradient of a table of `count` rows that is zero but at `numbers` (each once, in order), where it is `rows`."""
+    size = (count, rows.size(1))
+    return torch.sparse_coo_tensor(numbers[None], rows, size, is_coalesced=True, check_invariants=False)
