@@ -1,5 +1,6 @@
 """What other people's programs ask of a model by transformers' names: Trainer, accelerate, peft, pipelines."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,6 @@ from torch import Tensor, nn
 from .errors import refuse
 from .generate.options import FILE
 from .generate.run import beside
-from .layers import LMHead
 from .layers.output import shift_right
 from .parallel.blocks import kept, recompute, recomputed
 
@@ -17,6 +17,9 @@ class Guest(nn.Module):
     """A model among transformers' own. `generation_config` is made when it is first asked for, and changes what `generate` does."""
 
     accepts_loss_kwargs = True  # every head divides its summed loss by `num_items_in_batch`
+    head: Any
+    shared: Any
+    load_report: Any
     companions: Any  # files that travel with the weights
     _options: Any = None
 
@@ -35,7 +38,7 @@ class Guest(nn.Module):
     @property
     def loss_type(self) -> str | None:
         """By this Trainer knows that nobody predicts the first label of a row, and does not count it among a step's targets."""
-        return "ForCausalLM" if isinstance(self.head, LMHead) and self.head.shift else None
+        return "ForCausalLM" if getattr(self.head, "shift", False) else None
 
     # ---- tied weights: one tensor has one name, as safetensors asks of what it writes; either name is read
 
@@ -57,8 +60,15 @@ class Guest(nn.Module):
     def held(self) -> dict[str, str]:
         """Tied parameter -> the one that it still is."""
         now = dict(self.named_parameters(remove_duplicate=False))
-        shared: Mapping[str, str] = self.shared  # type: ignore[assignment]  # of a Model
-        return {name: source for name, source in shared.items() if source in now and now.get(name) is now[source]}
+        return {name: source for name, source in self.shared.items() if source in now and now.get(name) is now[source]}
+
+    def check_tied(self) -> None:
+        """Refuse to save one matrix where there are two: peft, asked to train a head whole, gives it one of its own."""
+        now, shared = dict(self.named_parameters(remove_duplicate=False)), self.shared
+        for name in sorted(shared.keys() - self.held().keys()):
+            if name in now and shared[name] in now:
+                found = f"no longer {shared[name]}, which is all that a file of a tied model has"
+                refuse(None, name, found, "model.tie(), or to save the adapter before it is merged")
 
     # ---- recompute
 
@@ -93,11 +103,33 @@ class Guest(nn.Module):
     def enable_input_require_grads(self) -> None:
         """Nothing to do: recompute here needs no gradient of its input."""
 
+    # ---- peft
+
+    def look(self) -> None:
+        """Warn of what peft does to a model that is not of transformers' classes: a head that it does not know by name stays as it
+        was drawn, and one that shares its matrix is merged into the embedding too."""
+        drawn = [name for name in self.load_report.new if name.startswith("head.out.")]
+        if drawn and not any(p.requires_grad for p in self.head.parameters()):
+            warnings.warn("head: drawn at random, and not trained; peft trains it with modules_to_save=['head']", stacklevel=5)
+        base = getattr(getattr(self.head, "out", None), "base_layer", None)
+        if base is not None and base.weight is self.get_submodule("embed.tokens").weight:
+            said = "merged, what is added to it would change the embedding too"
+            warnings.warn(f"head.out: the embedding's own matrix; {said}: peft's exclude_modules=['head.out']", stacklevel=5)
+
     # ---- generation
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The matrix that gives scores over the vocabulary, if there is one."""
+        return self.head.out if self.scores else None
 
     def can_generate(self) -> bool:
         """Whether `generate` goes on from a prompt."""
-        return isinstance(self.head, LMHead) and (self.head.shift or bool(self.encoder_decoder))
+        return self.scores and (bool(self.head.shift) or bool(self.encoder_decoder))
+
+    @property
+    def scores(self) -> bool:
+        """Whether the head, or what peft has put around it, gives scores over the vocabulary."""
+        return hasattr(self.head, "shift")
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """What a decoder reads to write `labels` (b s): for collators."""

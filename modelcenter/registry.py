@@ -24,7 +24,7 @@ from .checkpoint.save import save_model
 from .errors import nearest, refuse
 from .generate.run import generate as generate_tokens
 from .guest import Guest
-from .layers import Batch, Cache, Head, LMHead, Output
+from .layers import Batch, Cache, Head, Output
 from .layers.adapter import current_names
 from .layers.cache import Fixed
 from .layers.initial import initial
@@ -183,12 +183,12 @@ class Model(Guest):
             refuse(None, "return_dict", "False", "leave it out: the output has to_tuple(), and an index counts in that")
         if input_ids is not None and inputs_embeds is not None:
             refuse(None, "inputs_embeds", "given beside input_ids", "one of the two")
-        if logits_to_keep and not isinstance(self.head, LMHead):
+        if logits_to_keep and not self.scores:
             refuse(None, "logits_to_keep", f"{logits_to_keep} with the task {self.task!r}", "leave it out: this head reads all")
         for name, ids in (("input_ids", input_ids), ("decoder_input_ids", decoder_input_ids)):
             if ids is not None:
                 check_tokens(ids, name)
-        if labels is not None and isinstance(self.head, LMHead):
+        if labels is not None and self.scores:
             check_tokens(labels, "labels")
         elif labels is not None and not isinstance(labels, Tensor):
             refuse(None, "labels", f"a {type(labels).__name__}", "a tensor")
@@ -206,10 +206,12 @@ class Model(Guest):
             self.encoder_decoder,
         )  # fmt: skip
         if self.config.file.get("prefix_lm") is True and not self.encoder_decoder:
-            batch = batch.prefixed(labels if isinstance(self.head, LMHead) else None)
+            batch = batch.prefixed(labels if self.scores else None)
         if self.task == "classify":
             batch = replace(batch, pad=self.config.file.get("pad_token_id"))
         self.check_sizes(batch)
+        if self.training and labels is not None and not torch.compiler.is_compiling():
+            self.look()
         batch = self.head.prepared(batch if target_places is None else replace(batch, labelled=target_places))
         with recorded(self, output_hidden_states) as trace:
             h = self.body(replace(batch, wanted=None) if output_hidden_states else batch)
@@ -246,7 +248,7 @@ class Model(Guest):
     @property
     def shared(self) -> dict[str, str]:
         """Of what the family ties that which this model has, its task's head being what it is."""
-        return {n: s for n, s in self.tied(self.config).items() if isinstance(self.head, LMHead) or not n.startswith("head.")}
+        return {n: s for n, s in self.tied(self.config).items() if self.scores or not n.startswith("head.")}
 
     def tie(self) -> None:
         """Make every tied parameter the one it shares."""
@@ -284,6 +286,7 @@ class Model(Guest):
         written, in peft's format. Errors: `InputError`; the folder appears complete or not at all."""
         settle(self)
         self.settle_options()
+        self.check_tied()
         if self.adapter is not None:
             save_adapter(self, Path(folder))
         else:

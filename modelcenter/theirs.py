@@ -62,7 +62,6 @@ MODEL = {  # attributes of a model
     "get_decoder": "model.decoder, or mc.load(name, task='backbone') for hidden states",
     "get_encoder": "model.encoder, or mc.load(name, task='embed') for vectors of texts",
     "get_memory_footprint": "sum(p.nbytes for p in model.parameters())",
-    "get_output_embeddings": "model.head.out",
     "init_weights": "mc.build(name, seed=0), which draws them",
     "lm_head": "model.head.out",
     "load_adapter": "mc.load(folder of the adapter), which loads its base too",

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -212,3 +213,82 @@ def test_an_output_holds_what_is_there() -> None:
     assert list(out) == ["loss"] and out["logits"] is None and out.logits is None and len(out.to_tuple()) == 1
     with pytest.raises(KeyError):
         out["nothing"]
+
+
+# ---- peft --------------------------------------------------------------------------------------------------------------
+
+
+def steps(model: Any, config: Any, labels: torch.Tensor | None = None) -> tuple[Any, list[float]]:
+    """peft's model after three steps, and their losses. Its first values are drawn, so a seed is set."""
+    torch.manual_seed(0)
+    ids = torch.randint(4, 128, (2, 9), generator=torch.Generator().manual_seed(1))
+    tuned = peft.get_peft_model(model, config)
+    optimizer, losses = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.1), []
+    for _ in range(3):
+        loss = tuned.train()(input_ids=ids, labels=ids if labels is None else labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return tuned.eval(), losses
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
+@pytest.mark.parametrize("kind", ["llama", "t5", "bert"])
+def test_peft_trains_ours_as_theirs(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Saved, loaded onto another of ours, merged, and the merged model opened by transformers."""
+    task = {"llama": "lm", "t5": "seq2seq", "bert": "mlm"}[kind]
+    names = {"llama": ("q_proj", "v_proj"), "t5": ("q", "v"), "bert": ("query", "value")}[kind]
+    theirs, ours = quiet(kind, task)
+    (_, wanted), (tuned, found) = (
+        steps(model, peft.LoraConfig(target_modules=[*targets], r=4, **options)) for model, targets in ((theirs, names), (ours, "qv"))
+    )
+    assert found == pytest.approx(wanted, rel=1e-5) and found[2] < found[0]
+    ids = torch.arange(5, 12)[None]
+    asked = {"input_ids": ids, **({"decoder_input_ids": ids} if kind == "t5" else {})}
+    logits = tuned(**asked).logits
+    tuned.save_pretrained(str(tmp_path / "adapter"))
+    again = peft.PeftModel.from_pretrained(quiet(kind, task)[1], str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(again(**asked).logits, logits)
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
+    opened = type(theirs).from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(opened(**asked).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_peft_is_told_to_train_a_new_head() -> None:
+    theirs, ours = quiet("bert", "classify")
+    labels, words = torch.tensor([0, 2]), {"task_type": "SEQ_CLS", "r": 4}
+    _, wanted = steps(theirs, peft.LoraConfig(target_modules=["query", "value"], **words), labels)
+    folder = zoo.reference(zoo.Case("bert", "default", "mlm"))[1]
+    with pytest.warns(UserWarning, match=r"^head: drawn at random, and not trained; .*modules_to_save=\['head'\]"):
+        steps(mc.load(folder, task="classify", num_labels=3), peft.LoraConfig(target_modules=["q", "v"], **words), labels)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, found = steps(ours, peft.LoraConfig(target_modules=["q", "v"], modules_to_save=["head"], **words), labels)
+    assert not [w for w in said if "head" in str(w.message)]
+    assert found[2] < found[0] and found[0] == pytest.approx(wanted[0], rel=1e-5)
+
+
+def test_peft_and_tied_weights(tmp_path: Path) -> None:
+    """It leaves the head out of "all-linear" of its own models alone, and trains a head whole beside the embedding."""
+    everything = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "r": 4}
+    with pytest.warns(UserWarning, match=r"^head.out: the embedding's own matrix; .*exclude_modules=\['head.out'\]"):
+        steps(quiet("gpt2", "lm")[1], peft.LoraConfig(**everything))
+    tuned, _ = steps(quiet("gpt2", "lm")[1], peft.LoraConfig(**everything, exclude_modules=["head.out"]))
+    ids = torch.arange(5, 12)[None]
+    logits = tuned(input_ids=ids).logits
+    torch.testing.assert_close(tuned.merge_and_unload()(ids).logits, logits, rtol=1e-4, atol=1e-4)
+    tuned, _ = steps(quiet("gpt2", "lm")[1], peft.LoraConfig(target_modules=["q"], modules_to_save=["head"], task_type="CAUSAL_LM"))
+    assert tuned.generate(input_ids=ids, max_new_tokens=3).shape == (1, 10)
+    with pytest.raises(mc.InputError, match=r"^head.out.weight: no longer embed.tokens.weight"):
+        tuned.merge_and_unload().save_pretrained(tmp_path)
+
+
+def test_a_prompt_of_peft_is_not_passed_over() -> None:
+    theirs, ours = quiet("gpt2", "lm")
+    config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    (_, wanted), (tuned, found) = (steps(model, config) for model in (theirs, ours))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(mc.InputError, match=r"^generate: peft's prompt before the text"):
+        tuned.generate(input_ids=torch.arange(5, 12)[None])
+    assert ours.generate(torch.arange(5, 12)[None], max_new_tokens=1).shape == (1, 8)  # ours alone goes on as ever

@@ -165,12 +165,14 @@ def unchanging(config: Config, name: str, value: Any) -> None:
     """What a config does where a field, or a key of config.json, is set: dataclasses' own error says nothing of what to do.
 
     The ids of special tokens are no part of what is computed, and are what a tokenizer says they are: set, they are read and saved
-    as if the file had them. `use_cache = False`, which Trainer sets, is how it is."""
+    as if the file had them. `use_cache = False`, which Trainer sets, is how it is, and so is what is set to the value that it has
+    (peft sets `pretraining_tp = 1`)."""
     if name in TOKENS:
         check_common({name: value}, None)
         object.__setattr__(config, "file", {**config.file, name: value})
         return
-    if name == "use_cache" and not value:
+    values = config.to_dict()
+    if (name == "use_cache" and not value) or (name in values and type(value) is type(values[name]) and value == values[name]):
         return
     known = dict(rows(config))
     field = next((now for key, now in known.items() if name in key.split("|")), name)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..checkpoint.files import parse_json
 from ..errors import refuse
-from ..layers import LMHead
 from ..layers.output import check_tokens
 from .beam import search
 from .options import FILE, Options, read
@@ -46,8 +45,11 @@ def generate(
     `streamer.end()` at the end, as in transformers. `tokenizer.decode(ids)` is needed for `stop_strings`.
     `prefix_allowed_tokens_fn(row, ids)` returns the ids that may follow. Errors: `InputError`.
     """
-    if not isinstance(model.head, LMHead) or not (model.head.shift or model.encoder_decoder):
+    if not model.can_generate():
         refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")
+    if getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model) is not model:  # where a prompt is vectors
+        found = "peft's prompt before the text, of which nothing is known here"
+        refuse(None, "generate", found, "a loop over the forward of peft's model, peft_model(input_ids=ids).logits")
     if input_ids is None:
         instead = next((name for name in ("inputs", "inputs_embeds") if options.get(name) is not None), None)
         refuse(None, "input_ids", f"{instead} in its place" if instead else "missing", "the prompt's ids (batch, tokens)")

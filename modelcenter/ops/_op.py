@@ -75,7 +75,8 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
             index = a.get_device() if device == "cuda" else -1
             empty = device == "meta"
         elif a.is_meta is not empty:
-            raise ValueError(f"an op's tensors are on {device} and on {a.device.type}; all of them have values, or none has")
+            raise ValueError(f"an op's tensors are on {device} and on {a.device.type}; all of them have values, or none has"
+                             " (accelerate's offload takes weights away that no call brings back here)")
         if a.dtype not in DTYPES:
             known = False
         if a.dtype is torch.bfloat16:
