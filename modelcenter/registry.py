@@ -301,7 +301,11 @@ class Model(Guest):
             if theirs:
                 found = f"{min(theirs)}: transformers' names, where ours are {next(iter(self.shapes))} ..."
                 refuse(None, "state_dict", found, "save_pretrained of that model into a folder, and mc.load of it")
-        return super().load_state_dict(state_dict, strict, assign)
+        tied = self.held()
+        found = super().load_state_dict(state_dict, strict, assign)
+        if assign and tied:  # one tensor of the file has become a parameter for each of its names
+            self.tie()
+        return found
 
     def __getattr__(self, name: str) -> Any:
         try:
