@@ -1068,7 +1068,7 @@ MUTANTS = (
     Mutant("generation-from-a-prompt-of-one-direction", "layers/output.py", "self.cache is not None and self.cache.length:\n            return self",
            "self.cache is not None:\n            return self",
            "test_prefix_lm.py::test_a_prompt_is_generated_from_as_it_is_trained_on[llama]"),
-    Mutant("tags-taken-for-words", "registry.py", "batch.prefixed(labels if isinstance(self.head, LMHead) else None)", "batch.prefixed(labels)",
+    Mutant("tags-taken-for-words", "registry.py", "batch.prefixed(labels if self.scores else None)", "batch.prefixed(labels)",
            "test_prefix_lm.py::test_labels_that_are_no_words_leave_both_directions[tag]"),
     Mutant("adapter-reads-as-its-base", "create.py", "file={**full.file, **saved.settled}", "file=full.file",
            "test_prefix_lm.py::test_an_adapter_says_it_too_and_its_base_does_not", "KeyError"),
