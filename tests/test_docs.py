@@ -10,6 +10,7 @@ import pytest
 import stub
 import torch
 import transformers
+from test_house import FLOORS
 
 import modelcenter as mc
 from modelcenter.__main__ import VERBS
@@ -300,3 +301,14 @@ def test_what_make_is_asked_for_is_there(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (HOUSE / "Makefile").read_text("utf-8"), re.M))
     asked = re.findall(r"(?:`|^    )make ([a-z][a-z -]*[a-z])(?=[` ])", page.read_text("utf-8"), re.M)
     assert {target for words in asked for target in words.split()} <= targets
+
+
+def test_the_architecture_lists_every_part_and_its_floor() -> None:
+    text = (HOUSE / "ARCHITECTURE.md").read_text("utf-8")
+    tree = text.split("```")[1].split("\ncsrc/")[0]
+    parts = re.findall(r"^  ((?:\w+(?:/|\.py) +)+)", tree, re.M)
+    listed = {name.rstrip("/") for names in parts for name in names.split()}
+    there = {part.name for part in (HOUSE / "modelcenter").iterdir() if part.suffix == ".py" or (part / "__init__.py").is_file()}
+    assert listed - {"recipes"} == there - {"__init__.py"}
+    line = next(line for line in text.splitlines() if line.startswith("    errors < "))
+    assert [set(floor.split(", ")) for floor in line.strip().split(" < ")] == [set(floor) for floor in FLOORS]
