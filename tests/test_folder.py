@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from modelcenter.checkpoint import load
+from modelcenter.checkpoint import match
 from modelcenter.checkpoint.exchange import position
 from modelcenter.checkpoint.folder import DTYPES, BinSlice, Folder, raw, read_bin
 from modelcenter.errors import LIMIT, InputError, MissingError
@@ -196,11 +196,11 @@ def test_tied_weights_of_a_bin_are_the_same_unread(tmp_path, monkeypatch):
     torch.save({"a": value, "tied": value, "copy": value.clone(), "other": value + 1}, tmp_path / "pytorch_model.bin")
     with Folder(tmp_path) as folder:
         a, tied, copy, other = (folder.slice(name) for name in ("a", "tied", "copy", "other"))
-        assert load.same(a, copy) and not load.same(a, other)
+        assert match.same(a, copy) and not match.same(a, other)
         square = torch.arange(9.0).view(3, 3)
-        assert not load.same(BinSlice(square, tmp_path, 0), BinSlice(square.t(), tmp_path, 1))  # one storage, read in two ways
+        assert not match.same(BinSlice(square, tmp_path, 0), BinSlice(square.t(), tmp_path, 1))  # one storage, read in two ways
         monkeypatch.setattr(BinSlice, "__getitem__", lambda *_: pytest.fail("read"))
-        assert load.same(a, tied)
+        assert match.same(a, tied)
 
 
 def recompressed(path):
