@@ -293,3 +293,17 @@ def test_a_prompt_of_peft_is_not_passed_over() -> None:
     with pytest.raises(mc.InputError, match=r"^generate: peft's prompt before the text"):
         tuned.generate(input_ids=torch.arange(5, 12)[None])
     assert ours.generate(torch.arange(5, 12)[None], max_new_tokens=1).shape == (1, 8)  # ours alone goes on as ever
+
+
+@pytest.mark.parametrize(("kind", "task", "name"), [
+    ("gpt2", "lm", "text-generation"), ("bert", "mlm", "fill-mask"), ("bert", "classify", "text-classification"),
+    ("bert", "tag", "token-classification"),
+], ids=str)
+def test_a_pipeline_takes_ours(kind: str, task: str, name: Any) -> None:
+    text = "w5 [MASK] w33" if task == "mlm" else "w5 w9 w33"
+    asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False} if task == "lm" else {}
+    wanted, found = (transformers.pipeline(name, model=model, tokenizer=tokenizer(), device="cpu")(text, **asked)
+                     for model in quiet(kind, task))  # fmt: skip
+    for one, other in zip(wanted, found, strict=True):
+        for key, value in one.items():
+            assert other[key] == (pytest.approx(float(value), rel=1e-4) if key == "score" else value)

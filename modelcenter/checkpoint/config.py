@@ -139,7 +139,10 @@ class Config:
     def __getattr__(self, name: str) -> Any:  # asked for what is no field: a key of config.json, which others' programs read
         if not name.startswith("_"):
             values = self.to_dict()
-            if name in values or name in TOKENS:
+            if name in ("id2label", "label2id"):  # by numbers, which JSON has as texts
+                names = dict(enumerate(self.labels))
+                return names if name == "id2label" else {label: i for i, label in names.items()}
+            if name in values or name in (*TOKENS, "problem_type"):
                 return values.get(name)
             if name == "is_encoder_decoder":  # only that of T5's encoder alone is told
                 return values.get("decoder_start_token_id") is not None
