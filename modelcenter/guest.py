@@ -108,7 +108,8 @@ class Guest(nn.Module):
     def look(self) -> None:
         """Warn of what peft does to a model that is not of transformers' classes: a head that it does not know by name stays as it
         was drawn, and one that shares its matrix is merged into the embedding too."""
-        drawn = [name for name in self.load_report.new if name.startswith("head.out.")]
+        report = vars(self).get("load_report")  # a model that was built has none
+        drawn = [name for name in (report.new if report is not None else ()) if name.startswith("head.out.")]
         if drawn and not any(p.requires_grad for p in self.head.parameters()):
             warnings.warn("head: drawn at random, and not trained; peft trains it with modules_to_save=['head']", stacklevel=5)
         base = getattr(getattr(self.head, "out", None), "base_layer", None)

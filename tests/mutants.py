@@ -421,7 +421,7 @@ MUTANTS = (
     Mutant("rows-beside-a-whole-of-another-tensor", "ops/_tied.py", "node.metadata.get(MARK) == (which, task)",
            "node.metadata.get(MARK, (0, -1))[1] == task", "test_tied.py::test_a_gradient_of_the_whole_where_there_is_no_other[halves]",
            "RuntimeError"),
-    Mutant("pad-trained-beside-a-tied-head", "ops/embedding.py", "there[0] if there else None", "None",
+    Mutant("pad-trained-beside-a-tied-head", "ops/embedding.py", "(read == pad)[:, None], 0)", "(read < 0)[:, None], 0)",
            "test_tied.py::test_the_bits_of_two_gradients_of_the_whole[2-read-torch.float32]"),
     Mutant("kernels-on-any-gpu", "ops/_kernels.py", "bool(_C.cuda_architectures) and covered(index)", "bool(_C.cuda_architectures)",
            "test_op.py::test_the_reference_computes_where_no_kernel_would_run[0]"),

@@ -284,7 +284,9 @@ def test_labels_that_are_known_need_not_all_occur() -> None:
     listed = rows({"label": ["pos"]}, {"label": []})
     assert set_names(listed, DataConfig(), known) == known
     tagged = rows({"tokens": ["a"], "tags": ["pos"]})
-    assert tag_names(tagged, DataConfig(), known) == known and tag_names(tagged, DataConfig()) == ("pos",)
+    assert tag_names(tagged, DataConfig(), known) == known
+    with pytest.raises(InputError, match="only the tag pos"):
+        tag_names(tagged, DataConfig())
     for values, words in (([2, 2], "numbers from 0 on"), (["pos"], "only the class pos"), ([3], "numbers from 0 on")):
         with pytest.raises(InputError, match=words):
             label_names(rows(*({"label": v} for v in values)), DataConfig(), known if values == [3] else ())

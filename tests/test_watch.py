@@ -1,8 +1,6 @@
 """A run that stands still ends with every rank's stacks, and the rank at fault is named."""
 
 import ctypes
-import faulthandler
-import math
 import multiprocessing.connection
 import os
 import signal
@@ -10,10 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +23,6 @@ from modelcenter.__main__ import main
 from modelcenter.checkpoint import state
 from modelcenter.checkpoint.atomic import write_new
 from modelcenter.data.loader import Loader
-from modelcenter.data.prefetch import prefetch
 from modelcenter.parallel import watch
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.machine import Machine
@@ -52,7 +47,7 @@ def ends_of(ranks: int, folder: Path, work: Any, *args: Any, stopped: int | None
     jobs = [context.Process(target=enter, args=(n, ranks, str(folder), pipe, work, args), daemon=True) for n in range(ranks)]
     for job in jobs:
         job.start()
-    multiprocessing.connection.wait([job.sentinel for job in jobs], 5 * LATE)
+    multiprocessing.connection.wait([job.sentinel for job in jobs], 2 * LATE)
     for rank, job in enumerate(jobs):
         if rank != stopped:
             job.join(LATE)
@@ -86,69 +81,21 @@ def test_a_stopped_rank_ends_the_run(victim: int, tmp_path: Path, monkeypatch: p
     assert "thread MainThread:" in text and "train/loop.py" in text and "torch/distributed" in text
 
 
-@contextmanager
-def till_the_end() -> Iterator[None]:
-    """That another rank has ended is no end of this one: its watch has the word."""
-    try:
-        yield
-    except Exception:
-        time.sleep(600)
-
-
-def ends_nobody(later: Any = lambda seconds, **options: None) -> None:
-    """Faulthandler's thread has a clock of its own, by which a watch that is given no processor has ended."""
-    cancel = faulthandler.cancel_dump_traceback_later
-    watch.faulthandler = SimpleNamespace(  # type: ignore[assignment]  # a module, as far as it is asked
-        dump_traceback_later=later, cancel_dump_traceback_later=cancel)  # fmt: skip
-
-
 def asleep(rank: int, recipe: Any, how: str) -> None:
-    """After its sixth step rank 1 gets no more batches: its loader sleeps, lets no other thread of it run, or stops it. The others
-    wait for its seventh. Nothing is a stall before all are there: how long they take to come so far is no matter."""
+    """From its sixth step on rank 1 makes no more batches: it sleeps, lets no other thread of it run, or is stopped."""
     loop.plot_loss = lambda folder: "not drawn"
-    real, ranks, place, taken, armed = Loader.steps, recipe.batch // 2, Path(recipe.output_dir).parent, list[int](), list[float]()
-
-    def prefetched(items: Any) -> Any:
-        for item in prefetch(items):
-            taken.append(1)
-            yield item
-
-    def wait(count: int, where: str) -> None:
-        while len(taken) < count or not watch.stacks()[0].startswith(where):
-            time.sleep(0.01)
+    real = Loader.steps
 
     def steps(self: Any, *rest: Any, **options: Any) -> Any:
         for n, item in enumerate(real(self, *rest, **options)):
-            if rank == 1 and n == 6:
-                wait(6, "stands at data/prefetch.py:")
-                if how != "asleep":
-                    watch._run.last = math.inf  # its own watch is not the one that ends it
-                (place / "1").touch()
+            if rank == 1 and n == 6:  # of which two wait in the prefetch, so that some steps are done
                 if how == "stopped":
                     os.kill(os.getpid(), signal.SIGSTOP)
-                while how == "held" and armed[-1] > LATE:
-                    time.sleep(0.01)
                 ctypes.PyDLL(None).sleep(600) if how == "held" else time.sleep(600)
             yield item
 
-    def others() -> None:
-        wait(7, "waits for others at parallel/ranks.py:")
-        (place / str(rank)).touch()
-
-    def later(seconds: float, **options: Any) -> None:
-        if rank == 1 and how == "held":
-            faulthandler.dump_traceback_later(seconds, **options)
-        armed.append(seconds)
-
-    def limit(self: Any) -> float:
-        return TIMEOUT if all((place / str(rank)).exists() for rank in range(ranks)) else 5 * LATE
-
-    loop.prefetch, Loader.steps, watch.Watch.limit = prefetched, steps, property(limit)  # type: ignore[assignment, method-assign]
-    ends_nobody(later)
-    if rank != 1:
-        Thread(target=others, daemon=True).start()
-    with till_the_end():
-        train(recipe, Machine(device="cpu", threads=1, fsdp=ranks, timeout=TIMEOUT))
+    Loader.steps = steps  # type: ignore[method-assign]
+    train(recipe, Machine(device="cpu", threads=1, fsdp=recipe.batch // 2, timeout=TIMEOUT))
 
 
 def test_a_loader_that_sleeps_is_named(tmp_path: Path) -> None:
@@ -164,6 +111,7 @@ def test_the_others_of_a_stopped_rank_end(tmp_path: Path) -> None:
     ends = ends_of(2, tmp_path, asleep, run_of(tmp_path, **{**ENDLESS, "batch": 4}), "stopped", stopped=1)
     assert ends == [watch.STALLED, -signal.SIGKILL], "it stays stopped, until it is killed here"
     folder = tmp_path / "out" / "ranks"
+    # wherever it is: the loader's thread stops the process in the middle of a step
     assert (folder / "0.txt").read_text().startswith("rank 0: waits for others at ") and not (folder / "1.txt").exists()
     with pytest.raises(launch.RankError, match=r"rank 1: says nothing, .* rank 0: waits for others at"):
         launch.stalled(folder, range(2), TIMEOUT, {})
@@ -193,25 +141,9 @@ def test_who_waits_for_others(files: tuple[str, ...], verb: str) -> None:
 
 
 def late(rank: int, folder: Path, machine: Machine) -> None:
-    """Rank 1 has made progress just now: it hears of the end from rank 0 alone, which does not wait for it. It does here, for a
-    rank 1 that is given a processor late: before the second has begun, and before it ends."""
-    ends_nobody()
+    """Rank 1 has made progress just now: it hears of the end from rank 0 alone, which does not wait for it."""
     ranks = join(machine)
-    there = folder.parent / "there"
-
-    def sleep(seconds: float) -> None:
-        while rank == 0 and not (folder / "1.txt").exists():
-            time.sleep(0.01)
-        time.sleep(seconds)
-
-    watch.time = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)  # type: ignore[assignment]  # a module, as far as it is asked
-    with watch.Watch(folder, ranks, 1.0 if rank == 0 else LATE):
-        watch.beat(step=rank == 1)
-        if rank == 1:
-            there.touch()
-        while not there.exists():
-            watch.beat()
-            time.sleep(0.01)
+    with watch.Watch(folder, ranks, 1.0 if rank == 0 else 60.0):
         watch.beat(step=True)
         time.sleep(600)
 
@@ -266,53 +198,26 @@ def test_a_slow_run_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "ranks").exists()
 
 
-class Clock:
-    """The time of two ranks, which passes where the first says so."""
-
-    def __init__(self) -> None:
-        self.now, self.heard = (multiprocessing.get_context("fork").Value("d", start, lock=False) for start in (1000.0, 0.0))
-
-    def listens(self, guard: watch.Watch) -> None:
-        """In the second rank: until when it has heard of progress."""
-        while True:
-            self.heard.value = max(watch._run.last, guard.heard)
-            time.sleep(0.01)
-
-    def pass_by(self, seconds: float, until: float) -> None:
-        """As soon as the second rank has heard of what was until then. Where it hears nothing all the time passes."""
-        tried = 0
-        while self.heard.value < until and tried < 3000:
-            tried += 1
-            time.sleep(0.01)
-        self.now.value += seconds if self.heard.value >= until else 1000.0
+def pieces(seconds: float) -> Iterator[bytes]:
+    """A file that a slow disk takes for so long."""
+    for _ in range(round(seconds / 0.25)):
+        time.sleep(0.25)
+        yield b"piece"
 
 
-def saving(rank: int, folder: Path, machine: Machine, how: str, clock: Clock) -> None:
+def saving(rank: int, folder: Path, machine: Machine, how: str) -> None:
     """The first rank's share of a save takes twice the limit or more. It comes along; or its disk stops to take any; or it is
     written in the background, waited for by the run's thread, or while that stands still elsewhere."""
-
-    def pieces() -> Iterator[bytes]:
-        for _ in range({"stands": 2, "beside": 240}.get(how, 12)):
-            time.sleep(0.25 if how == "beside" else 0)
-            clock.pass_by(0.25, 1000.0 if how == "beside" else clock.now.value)
-            yield b"piece"
-
-    watch.time = SimpleNamespace(monotonic=lambda: clock.now.value, sleep=time.sleep)  # type: ignore[assignment]  # a module, as far as it is asked
-    ends_nobody()
     ranks = join(machine)
-    with watch.Watch(folder / "ranks", ranks, 1.5) as guard, till_the_end():
+    with watch.Watch(folder / "ranks", ranks, 1.5):
         watch.beat(step=True)
-        if rank == 1:
-            Thread(target=clock.listens, args=(guard,), daemon=True).start()
         if rank == 0:
-            pulse = watch.Pulse()
+            seconds, pulse = {"stands": 0.5, "beside": 60.0}.get(how, 3.0), watch.Pulse()
 
             def work() -> None:
                 with watch.apart(pulse) if how in ("awaited", "beside") else nullcontext():
-                    write_new(folder / "file", pieces())
-                if how in ("stands", "beside"):
-                    clock.pass_by(60.0, 0.0)
-                    time.sleep(600)
+                    write_new(folder / "file", pieces(seconds))
+                    time.sleep(600 if how == "stands" else 0)
 
             if how in ("awaited", "beside"):
                 with ThreadPoolExecutor(1) as pool:
@@ -326,7 +231,7 @@ def saving(rank: int, folder: Path, machine: Machine, how: str, clock: Clock) ->
 
 @pytest.mark.parametrize(("how", "ends"), [("comes", 0), ("awaited", 0), ("stands", watch.STALLED), ("beside", watch.STALLED)])
 def test_a_long_save_is_no_stall_as_long_as_it_comes_along(how: str, ends: int, tmp_path: Path) -> None:
-    assert ends_of(2, tmp_path, saving, tmp_path, machine_of((2, 1)), how, Clock()) == [ends] * 2
+    assert ends_of(2, tmp_path, saving, tmp_path, machine_of((2, 1)), how) == [ends] * 2
     written = (tmp_path / "file").stat().st_size // len(b"piece")
     assert written < 200 if how == "beside" else written == (2 if how == "stands" else 12), "when it stood, and not before"
 
