@@ -116,6 +116,7 @@ def judged(recipe: "Recipe", machine: "Machine") -> Answer:
 def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, float], bool]:
     """Lines if texts are cut sooner than the recipe says, or labels leave a metric undefined, the results, and whether this is the
     process that says them."""
+    from ..train.heap import kept
     from ..train.prepare import enter, prepare
     from ..train.progress import Progress
     from ..train.resolve import resolve
@@ -127,7 +128,7 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     setup = prepare(recipe, machine, device, ranks, judged=True)
     assert setup.evaluation is not None
     said += "".join(f"{line}\n" for line in setup.evaluation.undefined())
-    with autocast(recipe.precision, device):
+    with autocast(recipe.precision, device), kept(device):
         tell = partial(Progress(1, silent=not ranks.first).part, "texts written")
         return said, setup.evaluation(setup.model, tell), ranks.first
 

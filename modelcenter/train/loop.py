@@ -33,6 +33,7 @@ from .environment import check_data
 from .fit import Verdict, verdict
 from .folder import check_steps, claim, find_start, flat, write_recipe
 from .graphs import graphs_of
+from .heap import kept
 from .interrupt import Interrupt
 from .journal import Journal
 from .launch import launch, to_launch
@@ -94,7 +95,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     folder = Path(recipe.output_dir)
 
     with (claim(folder, recipe, ranks), Interrupt() as interrupt, Journal(folder, recipe, silent=not ranks.first) as journal,
-          Memory(recipe, machine) as memory, Watch(folder / "ranks", ranks, machine.timeout), repeatable(machine)):
+          Memory(recipe, machine) as memory, Watch(folder / "ranks", ranks, machine.timeout), repeatable(machine), kept(device)):
         session = begin(recipe, machine, device, ranks, journal, memory)
         steps = prefetch(session.setup.loader.steps(session.at.sample, micro_batch=recipe.micro_batch))
         session.model.train()

@@ -1,0 +1,34 @@
+"""What a step on a CPU frees, the next one finds.
+
+Each step asks for gigabytes and frees them. glibc hands the top of its heap back to the system as it becomes free, which then has
+every page of it to clear for the next step.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# parameters of mallopt(3). Larger blocks stay the system's own, or a heap of ragged batches would be full of holes that fit none
+TRIM_THRESHOLD, MMAP_THRESHOLD, LARGE = -1, -3, 32 << 20
+VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+
+
+@contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """While it lasts freed memory of the host is kept, if `device` is the CPU; then it is handed back. Nothing happens where the
+    C library is not glibc, or where the environment says how it is to do this."""
+    libc = ctypes.CDLL(None)
+    told = any(name in os.environ for name in VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if device.type != "cpu" or told or not hasattr(libc, "gnu_get_libc_version"):
+        yield
+        return
+    libc.mallopt(MMAP_THRESHOLD, LARGE)
+    libc.mallopt(TRIM_THRESHOLD, -1)
+    try:
+        yield
+    finally:
+        libc.mallopt(TRIM_THRESHOLD, 2 * LARGE)  # as glibc itself sets it in a process that frees blocks of this size
+        libc.malloc_trim(0)
