@@ -33,7 +33,7 @@ def left(size, count):  # MiB that stay in memory of so many blocks of so many
     del blocks
     return resident() - before
 
-found = [left(16, 16)]
+found = []
 try:
     with kept(torch.device("cpu")):
         found += [left(256, 1), left(16, 16)]
@@ -68,8 +68,7 @@ def test_it_is_kept_while_it_lasts_and_no_longer(monkeypatch: pytest.MonkeyPatch
     for name in (*heap.VARIABLES, "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=250, check=True)
-    before, large, within, back = map(int, done.stdout.split())
-    assert before < 100, "as ever"
+    large, within, back = map(int, done.stdout.split())
     assert large < 100, "large blocks are the system's own: a heap of ragged ones would be full of holes"
     assert within > 200, "what is freed is there for the next step"
     assert back > 100, "and at the end the system's again"
