@@ -15,7 +15,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 PUBLIC = {
-    "load": "create", "build": "create", "Model": "registry", "parallelize": "parallel.apply",
+    "load": "create", "build": "create", "Model": "model", "parallelize": "parallel.apply",
     "Machine": "parallel.machine", "Recipe": "train.recipe", "load_tokenizer": "data.tokenizer_open",
     "AdapterConfig": "adapter.config", "add_adapter": "adapter.attach", "merge_adapter": "adapter.attach",
     "InputError": "errors", "Cache": "layers", "Output": "layers",

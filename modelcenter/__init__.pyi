@@ -9,6 +9,7 @@ from .data.tokenizer_open import load_tokenizer as load_tokenizer
 from .errors import InputError as InputError
 from .layers import Cache as Cache
 from .layers import Output as Output
+from .model import Model as Model
 from .models.bert import BERT as BERT
 from .models.bloom import BLOOM as BLOOM
 from .models.cpm import CPM as CPM
@@ -20,7 +21,6 @@ from .models.mt5 import MT5 as MT5
 from .models.t5 import T5 as T5
 from .parallel.apply import parallelize as parallelize
 from .parallel.machine import Machine as Machine
-from .registry import Model as Model
 from .train.loop import train as train
 from .train.recipe import Recipe as Recipe
 

@@ -34,12 +34,13 @@ from .errors import nearest, refuse
 from .layers import EmbedHead
 from .layers.initial import initial
 from .layers.linear import Linear
+from .model import Model, Preset, check_task, resize, skeleton
 from .names import Lazy, Names
 from .parallel.blocks import fit_blocks
 from .parallel.check import check
 from .parallel.device import check_device, device_of
 from .parallel.machine import Machine, load_machine
-from .registry import Model, Preset, check_task, families, hubs, presets, resize, skeleton
+from .registry import families, hubs, presets
 from .theirs import LOAD, arguments
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -24,7 +24,8 @@ from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.data.tokenizer_open import load_tokenizer
 from modelcenter.data.tokenizer_train import train_tokenizer
-from modelcenter.registry import Model, families, skeleton
+from modelcenter.model import Model, skeleton
+from modelcenter.registry import families
 from modelcenter.train.evaluate import count_targets, count_tokens
 
 KEYS = {"prompt_key": "prompt", "response_key": "response"}

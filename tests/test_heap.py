@@ -13,7 +13,7 @@ import torch
 from test_train import recipe_of
 
 from modelcenter.__main__ import main
-from modelcenter.registry import Model
+from modelcenter.model import Model
 from modelcenter.train import heap, loop
 from modelcenter.train.heap import kept
 from modelcenter.train.loop import train

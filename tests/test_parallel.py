@@ -21,7 +21,7 @@ import modelcenter as mc
 from modelcenter.checkpoint.load import fill
 from modelcenter.create import place
 from modelcenter.layers.initial import initial
-from modelcenter.registry import skeleton
+from modelcenter.model import skeleton
 
 CASES = cases(all_tasks=False, all_variants=False)
 MESHES: dict[str, dict[str, Any]] = {

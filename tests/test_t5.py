@@ -28,7 +28,7 @@ def theirs(where: Path, dtype: torch.dtype = torch.float32) -> Any:
     return cls.from_pretrained(where, attn_implementation="eager", dtype=dtype).eval()
 
 
-def agrees(where: Path) -> mc.registry.Model:
+def agrees(where: Path) -> mc.model.Model:
     """Load a folder here and there, and compare."""
     ours, args = mc.load(where), inputs(PLAIN)
     with zoo.wide(torch.float64):

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import modelcenter as mc
-from modelcenter.registry import Model, families
+from modelcenter.model import Model
+from modelcenter.registry import families
 
 try:
     import transformers

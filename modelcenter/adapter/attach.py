@@ -25,7 +25,7 @@ from ..ops._mode import PLAIN
 from .config import ALL, AdapterConfig
 
 if TYPE_CHECKING:
-    from ..registry import Model
+    from ..model import Model
 
 QUANTIZED: dict[str, type[QuantizedLinear]] = {"nf4": NF4Linear, "int8": Int8Linear}
 LABELLED = ("classify", "tag", "qa")  # tasks whose head no checkpoint of the family shares

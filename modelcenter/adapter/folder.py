@@ -32,7 +32,7 @@ from .attach import Place, Site, ends, sites
 from .config import ALL, AdapterConfig
 
 if TYPE_CHECKING:
-    from ..registry import Model
+    from ..model import Model
 
 (CONFIG, WEIGHTS), PREFIX = ADAPTER, "base_model.model."
 A, B, M = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"

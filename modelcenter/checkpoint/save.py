@@ -21,7 +21,7 @@ from .sentence import files_of
 from .write import Item, arranged, layout, save_folder
 
 if TYPE_CHECKING:
-    from ..registry import Model
+    from ..model import Model
 
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..data.chat import Template
     from ..data.record import Record
     from ..data.tokenizer import Tokenizer
-    from ..registry import Model
+    from ..model import Model
 
 
 @dataclass(frozen=True, kw_only=True)

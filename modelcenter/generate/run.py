@@ -19,7 +19,7 @@ from .state import State
 from .stop import Over, Stop
 
 if TYPE_CHECKING:
-    from ..registry import Model
+    from ..model import Model
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from ..layers import Cache
 from .steps import Steps, last, suits
 
 if TYPE_CHECKING:
-    from ..registry import Model
+    from ..model import Model
 
 
 ROOM = 64  # the cache's places are a multiple of it, which kernels like in a mask

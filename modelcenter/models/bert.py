@@ -17,9 +17,9 @@ from .. import ops
 from ..checkpoint.config import Config, Table, choice
 from ..layers import FFN, Attention, Batch, Embedding, EmbedHead, LayerNorm, Linear, PostNorm, Stack, first_token, mean_token
 from ..layers.head import ClassifyHead, LMHead, PoolHead, SpanHead, TagHead, Transform
+from ..model import Model, Preset, Task, register
 from ..names import Row
 from ..ops import Op
-from ..registry import Model, Preset, Task, register
 
 LARGE = {"dim": 1024, "hidden": 4096, "heads": 16, "layers": 24}
 TANH = {"gelu_new": ops.gelu_tanh, "gelu_pytorch_tanh": ops.gelu_tanh}

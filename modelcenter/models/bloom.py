@@ -14,8 +14,8 @@ from ..checkpoint.config import Config, Table
 from ..errors import refuse
 from ..layers import FFN, ALiBi, Attention, Batch, Embedding, EmbedHead, LayerNorm, PreNorm, Stack, last_token
 from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead
+from ..model import Model, Preset, Task, register
 from ..names import PerHead, Row
-from ..registry import Model, Preset, Task, register
 
 
 @dataclass(frozen=True, kw_only=True)

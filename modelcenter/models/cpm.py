@@ -4,7 +4,7 @@ from os import PathLike
 from typing import Any
 
 from ..create import load
-from ..registry import Model
+from ..model import Model
 from .cpm_ant import CPMAnt
 
 

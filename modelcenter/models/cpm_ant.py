@@ -19,8 +19,8 @@ from ..errors import refuse
 from ..layers import Attention, Batch, Embedding, EmbedHead, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack
 from ..layers.output import context_of
 from ..layers.pick import mean_token
+from ..model import Model, Preset, Task, register
 from ..names import Row, Shape
-from ..registry import Model, Preset, Task, register
 
 PROMPT, TEXT = 0, 2  # segments; the prompt used is the third of the table, as in transformers
 

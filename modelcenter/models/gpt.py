@@ -13,9 +13,9 @@ from .. import ops
 from ..checkpoint.config import Config, Table, choice
 from ..layers import FFN, Attention, Batch, Embedding, EmbedHead, LayerNorm, PreNorm, Stack, last_token
 from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead
+from ..model import Model, Preset, Task, register
 from ..names import Row, Shape, T
 from ..ops import Op
-from ..registry import Model, Preset, Task, register
 
 GELUS = {"gelu_new": ops.gelu_tanh, "gelu_pytorch_tanh": ops.gelu_tanh, "gelu": ops.gelu, "relu": ops.relu, "silu": ops.silu}
 

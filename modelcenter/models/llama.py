@@ -16,9 +16,9 @@ from ..checkpoint.rope import rope_keys, verify_rope
 from ..layers import Attention, Batch, Embedding, EmbedHead, GatedFFN, PreNorm, RMSNorm, Rotary, Stack, last_token
 from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead
 from ..layers.rope import PLAIN, Llama3, Plain
+from ..model import Model, Preset, Task, register
 from ..names import Row
 from ..ops import Op
-from ..registry import Model, Preset, Task, register
 
 GATES = {
     "silu": ops.swiglu, "swish": ops.swiglu, "gelu": ops.geglu, "gelu_pytorch_tanh": ops.geglu_tanh,

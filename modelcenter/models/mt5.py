@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from .. import ops
 from ..checkpoint.config import Table
+from ..model import Preset, Task, register
 from ..ops import Op
-from ..registry import Preset, Task, register
 from .t5 import T5, T5Config
 
 

@@ -14,9 +14,9 @@ from .. import ops
 from ..checkpoint.config import Config, Key, Table, choice, token
 from ..layers import FFN, Attention, Batch, Dropout, Embedding, EmbedHead, GatedFFN, LMHead, PreNorm, RelativeBias, RMSNorm, Stack
 from ..layers.pick import mean_token
+from ..model import Model, Preset, Task, register
 from ..names import Row, Shape
 from ..ops import Op
-from ..registry import Model, Preset, Task, register
 
 ACTS = {"relu": ops.relu, "gated-gelu": ops.geglu_tanh, "gated-silu": ops.swiglu}
 WIDE, GATED = dict(dim=1024, head_dim=128, layers=24), dict(act=ops.geglu_tanh, scale=False, tie=False)

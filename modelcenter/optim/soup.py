@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from ..errors import refuse
-from ..registry import Model
+from ..model import Model
 
 
 @torch.no_grad()

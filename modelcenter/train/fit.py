@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..adapter.attach import choose, insert
 from ..errors import printable, refuse, size
+from ..model import Model, skeleton
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
 from ..parallel.chips import CHIPS, chip_here
@@ -18,7 +19,7 @@ from ..parallel.device import memory_of
 from ..parallel.layout import RECOMPUTES, Costs, Estimate, Job
 from ..parallel.machine import Machine
 from ..parallel.plan import Plan
-from ..registry import Model, families, skeleton
+from ..registry import families
 from .calibrate import NOTHING, Learned, learn
 from .evaluate import count_targets
 from .recipe import Recipe

@@ -35,9 +35,10 @@ from ..generate.options import FILE, several
 from ..generate.run import beside
 from ..layers import ClassifyHead, EmbedHead, LMHead, last_token
 from ..metrics.table import of_texts
+from ..model import Model
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
-from ..registry import Model, hubs, presets
+from ..registry import hubs, presets
 from .evaluate import Evaluation, stream_bytes
 from .launch import follow
 from .opening import opening

@@ -10,7 +10,7 @@ from ..checkpoint.atomic import disk_errors
 from ..data.loader import Loader
 from ..data.tokenizer import Tokenizer
 from ..generate.options import FILE
-from ..registry import Model
+from ..model import Model
 from .evaluate import Evaluation
 
 

@@ -8,7 +8,7 @@ import torch
 from ..data.tokenizer import Tokenizer
 from ..errors import refuse
 from ..generate.run import settings
-from ..registry import Model
+from ..model import Model
 
 
 class Spelled:

@@ -1,0 +1,444 @@
+"""What a family declares (`Model`, its `Preset`s and `Task`s), and a model without storage (`skeleton`)."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from inspect import signature
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .adapter.config import AdapterConfig
+from .adapter.folder import save_adapter
+from .checkpoint.config import Config, changed, unchanging
+from .checkpoint.match import LoadReport
+from .checkpoint.save import save_model
+from .errors import nearest, refuse
+from .generate.run import generate as generate_tokens
+from .guest import Guest
+from .layers import Batch, Cache, Head, Output
+from .layers.adapter import current_names
+from .layers.cache import Fixed
+from .layers.initial import initial
+from .layers.output import batch_of, check_tokens, recorded, shift_right
+from .names import Names, Row, Shape
+from .parallel.ranks import settle
+from .theirs import FORWARD, MODEL, SAVE, arguments, refuse_argument
+
+M = TypeVar("M", bound="type[Model]")
+FAMILIES: dict[str, type["Model"]] = {}  # transformers' model_type -> class
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model: hub id (None: no public weights), parameter count, and the fields that differ from the defaults.
+
+    `task` is what it is published for, where that is not the family's own default; the count is of the model with that head.
+    """
+
+    hub: str | None
+    parameters: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    task: str | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A head that a family offers: transformers' class with it, how to build it from the config, and its rows of names."""
+
+    architecture: str
+    head: Callable[[Any], Head] = lambda c: Head()
+    rows: tuple[Row, ...] = ()
+    prefix: str | None = None  # of the backbone's names in this class, where it is not the family's
+    without: tuple[str, ...] = ()  # modules of the backbone that this class has not: of an encoder alone, the decoder's
+
+
+class Model(Guest):
+    """A family: what a model file declares. Everything else is derived from these.
+
+    A model comes from `from_pretrained`, `modelcenter.load` or `modelcenter.build`, is called as those of transformers are
+    (`forward`), and is written by `save_pretrained`; `load_report` says what became of each tensor of the files.
+    """
+
+    Config: ClassVar[type[Config]]
+    presets: ClassVar[Mapping[str, Preset]]
+    tasks: ClassVar[Mapping[str, Task]]
+    default_task: ClassVar[str | None] = None  # what `auto` means where `architectures` names no head
+    prefix: ClassVar[str] = ""  # of the backbone's names, left out of a bare backbone's file
+    aliases: ClassVar[Mapping[str, str]] = {}  # their name of a copy -> their name of the tensor it repeats
+    ignored: ClassVar[tuple[str, ...]] = ()  # patterns of their names that hold nothing to load
+    encoder_decoder: bool = False  # of a model without its decoder: False
+    wide: ClassVar[bool] = False  # activations of the published weights overflow fp16
+    prefixed: ClassVar[bool] = False  # the body puts something before each packed sequence, whose bounds it reads on the host
+
+    config: Any  # a value of the family's own Config
+    head: Head
+    task: str
+    shapes: dict[str, Shape]  # of the parameters as a file holds them: no padding, not sharded
+    load_report: LoadReport
+    companions: Mapping[str, bytes]  # tokenizer and generation files that travel with the weights
+    source: str | None = None  # where the weights came from: a hub id, or a folder's whole path
+    revision: str | None = None  # of the hub id, if one was asked for
+    adapter: AdapterConfig | None = None  # what is trained in place of the weights
+    merged: bool = False  # the weights are the source's no more: they have an adapter in them
+    resized: frozenset[str] = frozenset()  # parameters that have a row for every word, where those are no longer the source's
+
+    def __init__(self, config: Any):
+        super().__init__()
+        if torch.get_default_device().type != "meta":  # `skeleton` has storage, head and values to come
+            name, preset = type(self).__name__, next(iter(type(self).presets), "NAME")
+            wanted = f"mc.build({preset!r}, config={{...}}), its weights random, or mc.{name}.from_pretrained({preset!r})"
+            refuse(None, f"mc.{name}", "called with a config, which gives it no head and no weights", wanted)
+        self.config = config
+
+    def body(self, batch: Batch) -> Tensor:
+        """The backbone: hidden states (b s dim) of a batch."""
+        raise TypeError(f"{type(self).__name__} declares no body")
+
+    @staticmethod
+    def names(c: Any) -> Iterable[Row]:
+        """The backbone's rows of names."""
+        raise TypeError("a family declares names")
+
+    @staticmethod
+    def tied(c: Any) -> Mapping[str, str]:
+        """Parameter -> the parameter it shares."""
+        return {}
+
+    def init_std(self, name: str, shape: Shape) -> float:
+        """The standard deviation of a new weight."""
+        return float(self.config.get("initializer_range", 0.02))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        logits_to_keep: int | None = None,
+        past_key_values: Cache | None = None,
+        output_hidden_states: bool = False,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        target_places: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **others: Any,
+    ) -> Output:
+        """Run the model. b: batch, s: tokens, t: tokens including those in the cache, n: packed sequences.
+
+        `input_ids` (b s), or `inputs_embeds` (b s dim). `attention_mask` (b t): 1 where a token is real. `position_ids` and
+        `token_type_ids` (b s); an encoder-decoder also takes `decoder_input_ids` and `decoder_attention_mask`, of the target.
+        `logits_to_keep`: logits of so many last tokens only.
+
+        `labels` (b s) as in transformers: -100 is ignored, a causal model shifts them itself; a classifier's are (b), or (b labels)
+        if any number may hold. Of question answering they are (b 2), the first and the last token of each answer, or
+        `start_positions` and `end_positions` (b). The summed loss is divided by `num_items_in_batch`, or else by this batch's
+        number of targets.
+
+        Returns an `Output`: `loss` with labels; `logits` (b s vocab) of a language model, (b s labels) of a tagger, (b labels) of a
+        classifier, `start_logits` and `end_logits` (b s), or `embeddings` (b dim); `last_hidden_state` (b s dim). In training with
+        labels `logits` is None, and so is `last_hidden_state` where the head reads only some positions, because the last block then
+        computes no others; `output_hidden_states` asks for all, and for `hidden_states`, those before and behind every block.
+
+        Packed sequences come as one row with `cu_seq_lens_q` and `cu_seq_lens_k` (n + 1 cumulative lengths; in an encoder-decoder q
+        counts the target, k the source); `max_length_q` and `max_length_k` are upper bounds of their lengths.
+        `target_places` (int64 indices into the flattened labels) includes all positions with a label; with it a head need not wait
+        for the device to find them.
+
+        `past_key_values` holds the tokens seen so far; `use_cache` creates one for the next forward. Where config.json says
+        `"prefix_lm": true`, what stands before the first word to be predicted is read in both directions; without such labels and a
+        cache, everything is.
+
+        Errors: `InputError` for arguments that do not fit each other or the model, and for those of transformers that cannot be
+        honoured: `output_attentions`, `return_dict=False`, and what else has a value (`others`).
+        """
+        for name, value in others.items():
+            if value is not None or name not in FORWARD:
+                refuse_argument("forward", name, FORWARD, signature(type(self).forward).parameters)
+        if past_key_values is not None and not isinstance(past_key_values, Cache):
+            refuse(None, "past_key_values", f"a {type(past_key_values).__name__}", "mc.Cache(), or use_cache=True for the first")
+        if output_attentions:
+            refuse(None, "output_attentions", "True", "leave it out: attention here keeps no weights")
+        if return_dict is False:
+            refuse(None, "return_dict", "False", "leave it out: the output has to_tuple(), and an index counts in that")
+        if input_ids is not None and inputs_embeds is not None:
+            refuse(None, "inputs_embeds", "given beside input_ids", "one of the two")
+        if logits_to_keep and not self.scores:
+            refuse(None, "logits_to_keep", f"{logits_to_keep} with the task {self.task!r}", "leave it out: this head reads all")
+        for name, ids in (("input_ids", input_ids), ("decoder_input_ids", decoder_input_ids)):
+            if ids is not None:
+                check_tokens(ids, name)
+        if labels is not None and self.scores:
+            check_tokens(labels, "labels")
+        elif labels is not None and not isinstance(labels, Tensor):
+            refuse(None, "labels", f"a {type(labels).__name__}", "a tensor")
+        if start_positions is not None or end_positions is not None:
+            labels = self.span(start_positions, end_positions, labels)
+        if use_cache and past_key_values is None:
+            past_key_values = Cache()
+        if labels is not None and self.task == "classify":
+            self.config.numbers() if labels.is_floating_point() else self.config.single_label()
+        if self.encoder_decoder and decoder_input_ids is None and labels is not None:
+            decoder_input_ids = shift_right(labels, cu_seq_lens_q, self.config.start, self.config.file.get("pad_token_id") or 0)
+        batch = batch_of(
+            input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, token_type_ids, labels,
+            decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, past_key_values,
+            self.encoder_decoder,
+        )  # fmt: skip
+        if self.config.file.get("prefix_lm") is True and not self.encoder_decoder:
+            batch = batch.prefixed(labels if self.scores else None)
+        if self.task == "classify":
+            batch = replace(batch, pad=self.config.file.get("pad_token_id"))
+        self.check_sizes(batch)
+        if self.training and labels is not None and not torch.compiler.is_compiling():
+            self.look()
+        batch = self.head.prepared(batch if target_places is None else replace(batch, labelled=target_places))
+        with recorded(self, output_hidden_states) as trace:
+            h = self.body(replace(batch, wanted=None) if output_hidden_states else batch)
+        if batch.packing is not None and any(t.size(1) != h.size(1) for t in trace):
+            refuse(None, "output_hidden_states", "packed sequences behind soft prompts", "one sequence a row")
+        out: Output = self.head(h[:, -logits_to_keep:] if logits_to_keep else h, batch, num_items_in_batch)
+        if output_hidden_states:
+            out["hidden_states"] = (*(t[:, -h.size(1) :] for t in trace), h)
+        if past_key_values is not None:
+            out["past_key_values"] = past_key_values
+            past_key_values.length = (batch.target or batch).keys
+        return out
+
+    def span(self, start: Tensor | None, end: Tensor | None, labels: Tensor | None) -> Tensor:
+        """Labels (b 2) of answers that are given as two tensors (b)."""
+        if self.task != "qa" or start is None or end is None or labels is not None:
+            found = f"with the task {self.task!r}" if self.task != "qa" else "beside labels" if labels is not None else "one alone"
+            refuse(None, "start_positions, end_positions", found, "both, of a model with task='qa'; or labels (b 2)")
+        return torch.stack((start.flatten(), end.flatten()), 1)
+
+    def check_sizes(self, batch: Batch) -> None:
+        """Refuse labels that the head's loss has no use for, and more tokens than a table has positions: on a GPU an index
+        beyond it ends the process. What is compiled or exported is not asked, lest its shapes become bounded."""
+        if batch.labels is not None and self.task == "backbone" and not self.encoder_decoder:  # there they make the decoder's ids
+            refuse(None, "labels", "with the task 'backbone', which has no loss", f"another task: {', '.join(self.tasks)}")
+        if batch.labels is not None:
+            self.head.check(batch.labels, batch)
+        room = getattr(getattr(getattr(self, "embed", None), "positions", None), "num_embeddings", None)
+        if room is None or batch.positions is not None or batch.packing is not None or isinstance(batch.cache, Fixed):
+            return
+        if not torch.compiler.is_compiling() and batch.keys > room:
+            refuse(None, "input_ids", f"{batch.keys} tokens", f"at most {room}: the model has no more positions")
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """Of what the family ties that which this model has, its task's head being what it is."""
+        return {n: s for n, s in self.tied(self.config).items() if self.scores or not n.startswith("head.")}
+
+    def tie(self) -> None:
+        """Make every tied parameter the one it shares."""
+        for name, source in self.shared.items():
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, self.get_parameter(source))
+
+    @property
+    def table(self) -> Names:
+        """The names of this model's backbone and head, as transformers' class for its task has them."""
+        task, out = self.tasks[self.task], Names(self.names(self.config), self.prefix)
+        out = out if task.prefix is None else out.under(task.prefix)
+        out.rows += Names(task.rows).rows
+        return out
+
+    @property
+    def bare(self) -> bool:
+        """Whether transformers saves this task without the backbone's prefix."""
+        return self.task in ("backbone", "embed")
+
+    @classmethod
+    def from_pretrained(cls, name: str | PathLike[str], **options: Any) -> Self:
+        """Load a model of this family from a folder, a preset or a hub id, with the options of `modelcenter.load`: `task`, `dtype`,
+        `device`, `machine`, `adapter`, `config`, `num_labels`, `revision` ... (`help(modelcenter.load)`).
+
+        A subclass of a family gives an instance of itself. Errors: `InputError`, also for a checkpoint of another family."""
+        from .create import load  # which makes models of what stands here
+
+        return cast(Self, load(name, family=cls, **options))
+
+    @arguments(SAVE)
+    def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
+        """Write a folder that transformers and `from_pretrained` open: safetensors in shards of at most `max_shard_size` (bytes, or
+        "5GB"), config.json, and the tokenizer that the model came with. Of a model with an adapter only the adapter is
+        written, in peft's format. Errors: `InputError`; the folder appears complete or not at all."""
+        settle(self)
+        self.settle_options()
+        self.check_tied()
+        if self.adapter is not None:
+            save_adapter(self, Path(folder))
+        else:
+            save_model(self, Path(folder), self.table, max_shard_size)
+
+    generate = generate_tokens  # type: ignore[has-type]  # mypy meets the decorated function in an import cycle
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module; weights by transformers' names are refused in a line, where torch would name each of them."""
+        if strict and not state_dict.keys() & self.shapes.keys():
+            theirs = {entry.theirs for entry in self.table.entries(self.shapes, bare=self.bare)} & state_dict.keys()
+            if theirs:
+                found = f"{min(theirs)}: transformers' names, where ours are {next(iter(self.shapes))} ..."
+                refuse(None, "state_dict", found, "save_pretrained of that model into a folder, and mc.load of it")
+        tied = self.held()
+        found = super().load_state_dict(state_dict, strict, assign)
+        if assign and tied:  # one tensor of the file has become a parameter for each of its names
+            self.tie()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in MODEL:
+                raise
+            raise AttributeError(f"{type(self).__name__} has no {name}; {MODEL[name]}", name=name, obj=self) from None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights."""
+        return self.get_input_embeddings().weight.dtype
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The table of tokens: weight (vocab dim), on several ranks with rows that only pad it."""
+        return self.get_submodule("embed.tokens")  # type: ignore[return-value]  # an embedding
+
+    def resize_token_embeddings(self, vocab: int, pad_to_multiple_of: int | None = None, *, seed: int = 0) -> nn.Embedding:
+        """Grow or shrink the vocabulary, up to the next multiple if one is given; new rows are drawn like new weights, the others
+        keep their values. Errors: `InputError` for a size below 1."""
+        for name, number in (("vocab", vocab), ("pad_to_multiple_of", 1 if pad_to_multiple_of is None else pad_to_multiple_of)):
+            if type(number) is not int or number < 1:
+                refuse(None, f"resize_token_embeddings({name})", repr(number), "a whole number, 1 or more")
+        step = pad_to_multiple_of or 1
+        resize(self, -(-vocab // step) * step, seed)
+        return self.get_input_embeddings()
+
+    def freeze(self, *patterns: str) -> list[str]:
+        """Freeze the parameters whose names match a pattern (`embed.*`), by our names or Hugging Face's. Returns our names of them.
+        Errors: `InputError` for a pattern that matches none."""
+        names: dict[str, tuple[str, ...]] = {name: (name,) for name in self.shapes}
+        names |= {entry.theirs: entry.ours for entry in self.table.entries(self.shapes, bare=self.bare)}
+        frozen: list[str] = []
+        for pattern in patterns:
+            hits = [ours for n, ours in names.items() if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")]
+            if not hits:
+                stems = {name.rpartition(".")[0] for name in names}
+                refuse(None, "freeze", f"{pattern!r} matches no parameter", nearest(pattern, {*names, *stems}))
+            frozen += [name for ours in hits for name in ours if name not in frozen]
+        now = current_names(self)
+        for name in frozen:
+            self.get_parameter(now[name]).requires_grad_(False)
+        return frozen
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
+        """What a forward of the next step takes (for tools that drive generation themselves)."""
+        return {"input_ids": input_ids, **rest}
+
+
+def register(cls: M) -> M:
+    """Make a family known under its model_type; without docstrings of its own the class has its file's."""
+    cls.__doc__ = cls.__doc__ or sys.modules[cls.__module__].__doc__
+    cls.Config.__doc__ = f"The config of {cls.__name__}: its defaults are the base size, `file` holds config.json's other keys."
+    FAMILIES[cls.Config.hf.model_type] = cls
+    cls.Config.__setattr__ = unchanging  # type: ignore[assignment]  # dataclass gives each class its own, which says less
+    return cls
+
+
+class Undrawn(TorchFunctionMode):
+    """torch.nn's initial weights are not drawn: the skeleton has no storage, `fill` gives it values, and `normal_` on a meta tensor
+    imports torch's compiler first, for seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def skeleton(family: type[Model], config: Any, task: str, dtype: torch.dtype) -> Model:
+    """The model without storage: every parameter on the meta device."""
+    check_task(family, task)
+    if family.wide and dtype == torch.float16:
+        warnings.warn(f"{family.__name__} in fp16: activations of the published weights overflow; use bf16 or fp32", stacklevel=3)
+    try:
+        with torch.device("meta"), Undrawn():
+            model = family(config)
+            model.head = family.tasks[task].head(config)
+            for part in family.tasks[task].without:
+                setattr(model, part, None)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        refuse(None, "config", "sizes whose product does not fit 64 bits", "a model that a machine can hold")
+    model.task = task
+    model.encoder_decoder = family.encoder_decoder and "decoder" not in family.tasks[task].without
+    model.companions = {}
+    model.to(dtype)
+    model.tie()
+    model.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return model
+
+
+def check_task(family: type[Model], task: str) -> None:
+    """Refuse a head that the family does not offer."""
+    if task not in family.tasks:
+        refuse(None, "task", f"{task!r} is none of {family.__name__}'s", nearest(task, family.tasks))
+
+
+def resize(model: Model, vocab: int, seed: int) -> None:
+    """See `Model.resize_token_embeddings`; of a model on the meta device the shapes alone."""
+    words, now = vocabulary(model), current_names(model)
+    if odd := [name for name in words if now[name] != name]:
+        refuse(None, "resize_token_embeddings", f"an adapter on {odd[0].rpartition('.')[0]}", "resize first, then the adapter")
+    old = {name: model.get_parameter(name) for name in words}
+    full = changed(model.config, {"vocab": vocab})
+    fresh = skeleton(type(model), full, model.task, next(iter(old.values())).dtype)
+    drawn = initial(fresh, {n: fresh.shapes[n] for n in old}, seed, model.init_std)
+    for name, before in old.items():
+        if before.is_meta:
+            weight = before.new_empty(fresh.shapes[name])
+        else:
+            weight = drawn[name][tuple(slice(0, n) for n in fresh.shapes[name])].to(before)
+            kept = min(len(weight), len(before))
+            weight[:kept] = before.detach()[:kept]
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(weight, requires_grad=before.requires_grad))
+    model.config, model.shapes, model.resized = full, fresh.shapes, frozenset(words)
+    for part in model.modules():
+        if hasattr(part, "vocab"):
+            part.vocab = vocab  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or a module
+    model.tie()
+    for part in model.modules():  # torch's own word of a size, which others' tools read
+        if isinstance(part, nn.Embedding):
+            part.num_embeddings = len(part.weight)
+        elif isinstance(part, nn.Linear):
+            part.out_features = len(part.weight)
+
+
+def vocabulary(model: Model) -> list[str]:
+    """The parameters with a row for every word."""
+    other = skeleton(type(model), replace(model.config, vocab=model.config.vocab + 1), model.task, torch.float32)
+    return [name for name, shape in model.shapes.items() if other.shapes[name] != shape]
