@@ -89,6 +89,7 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "finetune", *DATA, "leraning_rate=1"), "command line: leraning_rate: unknown key; did you mean 'learning_rate'?"),
     (("train", "finetune", "pth=a.txt"), "command line: pth: unknown key; did you mean 'data.path'?"),
     (("train", "finetune", *DATA, "machinq.fsdp=2"), "command line: machinq.fsdp: unknown key; did you mean 'machine.fsdp'?"),
+    (("train", "finetune", *DATA, "fsdp=2"), "command line: fsdp: unknown key; did you mean 'machine.fsdp'?"),
     (("train", "finetune", *DATA, "optimiser.lr=2"), "command line: optimiser: unknown key; did you mean 'optimizer'?"),
     (("train", "finetune", *DATA, "machine.fdsp=2"), "command line: machine.fdsp: unknown key; did you mean 'machine.fsdp'?"),
     (("train", "finetune", *DATA, "machine=gpu24"), "command line: machine=gpu24: a machine is no part of a recipe; --mach"),

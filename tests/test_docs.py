@@ -96,6 +96,14 @@ def test_every_argument_of_their_scripts_has_a_key() -> None:
     assert len(arguments) == 23 and all(argument.startswith("--") for argument in arguments)
     found = {span.partition("=")[0] for _, text in section(SCRIPTS) for span in SPAN.findall(text) if not span.startswith("--")}
     assert {*KEYS, "wsd"} >= found and len(found) > 18
+    for theirs, text in section(SCRIPTS):
+        for argument in SPAN.findall(theirs):
+            key = argument[2:].replace("-", "_")
+            if key not in {*KEYS, *ALIASES, *PARTIAL}:
+                with pytest.raises(mc.InputError) as refused:
+                    load_recipe("finetune", [f"{key}=1"])
+                told = [span.partition("=")[0] for span in SPAN.findall(text)]
+                assert any(name in str(refused.value).partition("; ")[2] for name in told), argument
 
 
 def test_fields_of_a_config_are_there() -> None:

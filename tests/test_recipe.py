@@ -136,6 +136,36 @@ def test_partial_aliases(tmp_path: Path) -> None:
     assert load_recipe(file, ["bf16=false", "fp16=true"]).precision == "fp16"
 
 
+OTHERS = {  # what was given: what it is called here
+    "train_iters=5": "train_iters: unknown key; here it is max_steps",
+    "load=x": "load: unknown key; here it is resume",
+    "global_batch_size=8": "global_batch_size: unknown key; here it is batch",
+    "gradient_checkpointing=true": "gradient_checkpointing: unknown key; here it is machine.recompute",
+    "use_flash_attn=true": "use_flash_attn: unknown key; leave it out: the fastest of those that compute the same is taken",
+    "data.max_length=64": "data.max_length: unknown key; here it is data.seq_len",  # and not span_length
+    "adapter.lora_alpha=3": "adapter.lora_alpha: unknown key; here it is adapter.alpha",
+    "optimizer.learning_rate=1": "optimizer.learning_rate: unknown key; here it is optimizer.lr",
+    "data.seq_lenn=64": "data.seq_lenn: unknown key; did you mean 'data.seq_len'?",
+    "learning_rat=1": "learning_rat: unknown key; did you mean 'learning_rate'?",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", OTHERS)
+def test_names_of_other_programs_say_ours(asked: str, tmp_path: Path) -> None:
+    said = OTHERS[asked]
+    with pytest.raises(InputError) as refused:
+        load_recipe(write(tmp_path, BASE), [asked])
+    assert str(refused.value) == f"command line: {said}"
+    key, _, value = asked.partition("=")
+    section, _, leaf = key.rpartition(".")
+    tree: dict[str, Any] = {"model": "gpt2", "output_dir": "out", "max_steps": 10, "data": {"path": "a"}}
+    (tree.setdefault(section, {}) if section else tree)[leaf] = value
+    file = write(tmp_path, dump_yaml(tree))
+    with pytest.raises(InputError) as refused:
+        load_recipe(file)
+    assert str(refused.value) == f"{file}: {said}"
+
+
 @pytest.mark.parametrize(
     ("file", "line", "batch", "micro"),
     [

@@ -15,8 +15,12 @@ import zoo
 
 import modelcenter as mc
 from modelcenter import theirs
+from modelcenter.__main__ import VERBS
+from modelcenter.config import describe
 from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.generate.options import Options
+from modelcenter.parallel.machine import Machine
+from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe
 
 SIZES = {"layers": 2, "dim": 32, "heads": 2, "vocab": 50, "positions": 32}
 BERT = {**SIZES, "hidden": 64}
@@ -81,6 +85,24 @@ def test_what_is_advised_is_there() -> None:
         for text in table.values():
             if re.fullmatch(r"\w+", text):
                 assert text in known, text
+
+
+def test_what_a_recipe_is_told_is_there() -> None:
+    """A remedy begins with a key, a verb or a recipe of ours; no name is a key of ours already, or an alias."""
+    recipe = {key.name for key in describe(Recipe)}
+    keys = recipe | {key.name for key in describe(Machine, "machine.")} | {f"generation.{f.name}" for f in fields(Options)}
+    keys |= {f"config.{f.name}" for f in fields(mc.GPT.Config)}  # type: ignore[arg-type]  # a dataclass
+    assert len(theirs.RECIPE) > 100
+    assert not theirs.RECIPE.keys() & {*ALIASES, *PARTIAL, *(key.partition(".")[0] for key in recipe)}
+    for name, text in theirs.RECIPE.items():
+        words = re.findall(r"[a-z_]+(?:\.[a-z_]+)?", text)
+        assert words[0] in keys or text.startswith(("leave it out: ", "the verb ", "the recipe ", "hf upload ")), name
+        assert {word for word in words if "." in word} <= keys | {"translation.en", "translation.de"}, name
+        if text.startswith("the verb "):
+            assert words[2] in VERBS
+    arguments = {f.name for f in fields(transformers.TrainingArguments)}
+    told = {"optim", "eval_strategy", "save_strategy", "metric_for_best_model", "torch_compile", "gradient_checkpointing"}
+    assert told <= theirs.RECIPE.keys() & arguments
 
 
 @pytest.mark.parametrize(("asked", "line"), [

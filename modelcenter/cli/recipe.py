@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe and the machine that a command line names, `machine.key=value` put over the latter."""
+    from ..parallel.machine import Machine
     from ..train.recipe import Recipe, load_recipe
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
@@ -24,9 +25,11 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
         refuse(COMMAND_LINE, whole[0], "a machine is no part of a recipe", f"--machine {whole[0].partition('=')[2]}")
     if data := [name for name in args.names[1:] if Path(name).exists()]:
         refuse(COMMAND_LINE, data[0], "a file without its key", f"data.path={data[0]}")
-    known = [field.name for field in fields(Recipe)]
+    known, places = [field.name for field in fields(Recipe)], {field.name for field in fields(Machine)}
     for setting in args.settings:
         section, _, rest = setting.partition("=")[0].partition(".")
+        if not rest and section in places:
+            refuse(COMMAND_LINE, section, "unknown key", f"did you mean 'machine.{section}'?")
         if rest and section != "machine" and get_close_matches(section, ["machine", *known], n=1) == ["machine"]:
             refuse(COMMAND_LINE, f"{section}.{rest}", "unknown key", f"did you mean 'machine.{rest}'?")
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])

@@ -6,8 +6,8 @@ spellings in one place is refused. On the command line either spelling wins over
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -20,6 +20,7 @@ from ..errors import nearest, refuse, refuse_missing
 from ..generate.options import Options
 from ..metrics.table import check
 from ..optim.config import LossConfig, OptimizerConfig, ScheduleConfig, refuse_changed
+from ..theirs import RECIPE
 
 LARGE = ("lm", "mlm", "seq2seq")  # heads over the vocabulary
 MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed
@@ -243,10 +244,11 @@ def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | N
     """`tree` with its aliases replaced; what one of them says only in part is completed from `base`."""
     known = (*ALIASES, *PARTIAL)
     ours = {key: value for key, value in tree.items() if key not in known}
-    sections = {setting.name for setting in fields(Recipe)}
-    for key in ours:  # one that is nearer to an alias than `bind` would find it to be to our own
-        if key not in sections and (close := get_close_matches(str(key), known, n=1, cutoff=0.85)):
-            refuse(file, str(key), "unknown key", f"did you mean {close[0]!r}?")
+    for key, name in _unknown(ours):
+        if wanted := RECIPE.get(name) or ALIASES.get(name):
+            refuse(file, key, "unknown key", wanted if wanted.startswith("leave") else f"here it is {wanted}")
+        if key == name and (close := get_close_matches(key, known, n=1, cutoff=0.85)):  # `bind` would look among ours alone
+            refuse(file, key, "unknown key", f"did you mean {close[0]!r}?")
     for alias, key in ALIASES.items():
         if alias in tree:
             value = tree[alias]
@@ -268,6 +270,17 @@ def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | N
     if "gradient_accumulation_steps" in tree:
         ours |= _batches(tree["gradient_accumulation_steps"], ours, base, file)
     return ours
+
+
+def _unknown(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What is no key of a recipe: in whole, and without its section."""
+    sections: dict[str, Any] = {setting.name: setting.default_factory for setting in fields(Recipe)}
+    for key, value in tree.items():
+        if key not in sections:
+            yield str(key), str(key)
+        elif is_dataclass(sections[key]) and isinstance(value, Mapping):
+            known = {setting.name for setting in fields(sections[key])}
+            yield from ((f"{key}.{name}", str(name)) for name in value if name not in known)
 
 
 def _batches(
