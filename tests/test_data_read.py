@@ -240,6 +240,21 @@ def test_a_text_of_several_fields() -> None:
         record.text("{n} of {b}", "data.text_key")
 
 
+def test_a_dot_goes_into_a_field() -> None:
+    """Translation rows, as transformers' examples read them; a field whose name has a dot comes first."""
+    row = Record({"translation": {"en": "a cat", "de": "eine Katze"}, "a.b": "whole", "a": {"b": "part"}, "n": 1}, "f", 3)
+    assert row.text("translation.de", "o") == "eine Katze" and row.text("a.b", "o") == "whole"
+    assert row.text("{translation.en} = {translation.de}", "o") == "a cat = eine Katze"
+    for key, said in {
+        "source": r"f: line 3: no field 'source'; known: a.b, a.b, n, translation.de, translation.en \(o names the field\)",
+        "translation.fr": "no field 'translation.fr'; did you mean 'translation",
+        "n.x": "no field 'n.x'; known: ",
+        "translation": r"translation is {\"en\".*; text is wanted, such as translation.en \(o names the field\)",
+    }.items():
+        with pytest.raises(InputError, match=said):
+            row.text(key, "o")
+
+
 def test_a_long_text_is_documents_that_end_with_a_line(tmp_path: Path) -> None:
     lines = [f"{k} é {'x' * (k % 5000)}\n" for k in range(4500)]
     file = write(tmp_path / "long.txt", text := "\ufeff" + "".join(lines))

@@ -25,10 +25,19 @@ class Record:
     unit: str = "line"  # what `line` counts: a table has rows
 
     def get(self, key: str, option: str) -> Any:
-        """The field `key`; `option` is the recipe's key that named it. A record without it is refused."""
-        if key not in self.fields:
-            self.refuse(f"no field {key!r}", f"{nearest(key, self.fields)} ({option} names the field)")
-        return self.fields[key]
+        """The field `key`, or `outer.inner` of one that is a mapping; `option` is the recipe's key that named it. A record without
+        it is refused."""
+        if key in self.fields:
+            return self.fields[key]
+        outer, _, inner = key.partition(".")
+        if isinstance(within := self.fields.get(outer), dict) and inner in within:
+            return within[inner]
+        self.refuse(f"no field {key!r}", f"{nearest(key, self.names())} ({option} names the field)")
+
+    def names(self) -> list[str]:
+        """Its fields as a key may name them."""
+        inside = {name: [f"{name}.{n}" for n in value] if isinstance(value, dict) else [] for name, value in self.fields.items()}
+        return [name for outer, names in inside.items() for name in names or [outer]]
 
     def text(self, key: str, option: str) -> str:
         """The field `key` where it must be text; where `key` is no field, a text that names fields in braces."""
@@ -36,7 +45,8 @@ class Record:
             return FIELD.sub(lambda field: self.text(field[1], option), key)
         value = self.get(key, option)
         if not isinstance(value, str):
-            self.refuse(f"{key} is {json.dumps(value, default=str)[:60]}", f"text is wanted ({option} names the field)")
+            inside = f", such as {key}.{next(iter(value))}" if isinstance(value, dict) and value else ""
+            self.refuse(f"{key} is {json.dumps(value, default=str)[:60]}", f"text is wanted{inside} ({option} names the field)")
         try:
             value.encode()
         except UnicodeEncodeError as e:
