@@ -193,14 +193,31 @@ def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path, capfd: An
 
 @pytest.mark.usefixtures("terminal")
 def test_a_terminal_that_ends_asks_the_ranks_once() -> None:
-    """Its second SIGHUP would be a second signal to them, on which they end without saving."""
+    """Its second SIGHUP would be a second signal, on which they are ended without saving."""
     heard: list[int] = []
     with launch.forwarding([SimpleNamespace(send_signal=heard.append)]):  # type: ignore[list-item]  # all that is asked of a process
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)
         assert heard == [signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)
-    assert heard == [signal.SIGTERM] * 2
+    assert heard == [signal.SIGTERM, signal.SIGKILL]
+
+
+@pytest.mark.parametrize(("asked", "ended"), [
+    ((signal.SIGTERM, signal.SIGINT), signal.SIGKILL), ((signal.SIGINT,), signal.SIGTERM),
+])  # fmt: skip
+def test_who_asked_is_told_nothing_new(asked: tuple[int, ...], ended: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, or before a rank has begun: the status is that of one process, and that ranks were then killed is no news."""
+
+    def once(*rest: Any) -> Any:
+        for number in asked:
+            os.kill(os.getpid(), number)
+        raise launch.RankError(f"rank 0 was ended by signal {ended}", 128 + ended)
+
+    monkeypatch.setattr(launch, "once", once)
+    with pytest.raises(launch.RankError) as caught:
+        launch.launch(run_of(tmp_path), Machine(restarts=2))
+    assert caught.value.status == 128 + signal.SIGINT and caught.value.heard
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.watch import PARENT
 from modelcenter.train import plot, session
 from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
@@ -404,6 +405,22 @@ def test_a_terminal_that_ends_is_asked_for_the_end_once(monkeypatch: pytest.Monk
             assert not interrupt
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_rank_is_asked_for_its_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who ends a job may tell each of its processes, of which one is the launcher, that tells the ranks: they save all the same."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setenv(PARENT, "1")
+    with Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt and not ended
+    monkeypatch.delenv(PARENT)
+    with Interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [128 + signal.SIGTERM]
 
 
 def test_a_log_that_nobody_reads_any_more_loses_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ def train(args: Arguments) -> Answer:
     recipe, machine = run_of(args)
     if recipe.init == "pretrained":
         check_model(recipe.model)
-    from ..train.launch import PARENT, launch, to_launch
+    from ..parallel.watch import PARENT
+    from ..train.launch import launch, to_launch
 
     if machine.devices is not None:
         from ..train.choose import choose

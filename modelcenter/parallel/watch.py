@@ -23,6 +23,7 @@ from typing import Any
 from ..errors import printable, tell
 from .ranks import Ranks
 
+PARENT = "MODELCENTER_LAUNCHER"  # of the environment: the process that has started this rank, and speaks for all (train/launch.py)
 STALLED = 76  # the exit status of a rank of a run that stood still
 LOST = 75  # that of a rank that has lost another
 FIRST = 3  # times as long as between any two beats it may take to the first one: data is read, kernels are compiled
@@ -136,7 +137,7 @@ class Watch(AbstractContextManager["Watch"]):
         with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(f"rank {rank}: {where}\n{why}\n\n{text}", encoding="utf-8")
-        if "MODELCENTER_LAUNCHER" not in os.environ:  # which says it for all
+        if PARENT not in os.environ:
             tell(f"modelcenter: error: {printable(why)}: rank {rank} {where}; {self.file} has its stacks")
         threading.Thread(target=self.tell, args=(why,), daemon=True).start()
         time.sleep(GRACE)

@@ -1,5 +1,6 @@
 """Asking a run to stop: the first SIGTERM, Ctrl-C or end of its terminal lets it finish its step and save, a second one ends it at
-once. A download, which may take an hour and leaves nothing to save, is not waited for."""
+once. Of several ranks the process that has started them says which is the second (train/launch.py). A download, which may take an
+hour and leaves nothing to save, is not waited for."""
 
 import os
 import signal
@@ -9,6 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ..checkpoint import download
+from ..parallel.watch import PARENT
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -44,8 +46,8 @@ class Interrupt(AbstractContextManager["Interrupt"]):
         self.then = "finishing the step and saving"
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGHUP:
-            return  # a terminal that ends sends several
+        if self.asked and (number == signal.SIGHUP or PARENT in os.environ):
+            return  # a terminal that ends sends several; to a rank comes what its whole job was sent, and its launcher's word too
         if self.asked:
             os._exit(128 + number)  # no clean-up: saves are atomic, and whoever asks twice does not want to wait
         self.asked = True

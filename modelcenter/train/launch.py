@@ -29,11 +29,11 @@ from ..parallel.check import check
 from ..parallel.machine import Machine
 from ..parallel.ranks import named
 from ..parallel.variable import variable
-from ..parallel.watch import LOST, STALLED
+from ..parallel.watch import LOST, PARENT, STALLED
 from .interrupt import SIGNALS, heeded
 from .recipe import Recipe
 
-STORE, PARENT = "MODELCENTER_STORE", "MODELCENTER_LAUNCHER"  # where ranks find each other, and who has started them
+STORE = "MODELCENTER_STORE"  # where ranks find each other
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # by which torch is told how to manage a GPU's memory; the newer first
 BAD_INPUT = 2  # the exit status of a rank that found what a user has to mend
@@ -81,6 +81,8 @@ def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, A
             try:
                 return once(recipe, machine, ranks, verb)
             except RankError as error:
+                if len(asked) > 1 or (asked and error.status == 128 + signal.SIGTERM):  # at once, or before a rank had begun
+                    raise RankError(str(error), 128 + asked[-1], heard=True) from None
                 if not left or asked or not error.passing:
                     raise
                 tell(f"modelcenter: {error}; the run is started again, {left} times at most")
@@ -189,16 +191,17 @@ def stalled(folder: Path, mine: range, seconds: float, before: Mapping[str, int]
 
 @contextmanager
 def forwarding(ranks: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]]:
-    """Send each rank what asks this process for its end, and note it. Nothing outside the main thread, where Python lets nobody
-    listen."""
+    """Ask each rank for its end when this process is, and note it; at the second time end them. They themselves hear SIGTERM once
+    (`Interrupt`), for who ends a job may have sent it to all processes of it. Nothing outside the main thread, where Python lets
+    nobody listen."""
     asked: list[int] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
         if asked and number == signal.SIGHUP:
-            return  # a terminal that ends sends several, and to a rank a second signal is its end
+            return  # a terminal that ends sends several
         asked.append(number)
         for process in ranks:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
 
     if current_thread() is not main_thread():
         yield asked
