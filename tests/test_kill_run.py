@@ -1,4 +1,4 @@
-"""Runs that are killed and stopped (kill_run.py): a few times here, 200 times each with the slow tests."""
+"""Runs that are killed and stopped (kill_run.py): a few times here, 200 times each with the slow tests; of several ranks fewer."""
 
 import os
 import re
@@ -41,11 +41,23 @@ def test_nothing_is_lost(kind: str, settings: tuple[str, ...], more: str, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("kind", kill_run.KINDS)
+@pytest.mark.parametrize("kind", ["kills", "signals"])
 @pytest.mark.parametrize("settings", [(), BEHIND, ("--best",)], ids=["", "behind", "best"])
 def test_nothing_is_lost_in_200(kind: str, settings: tuple[str, ...]) -> None:
     said = run(kind, 200, settings=settings)
     assert re.match(rf"200 {kind} over \d+ runs of 300 steps in \d+ s: 0 wrong\n", said), said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("settings", [
+    ("machine.fsdp=2",), ("machine.fsdp=2", "machine.zero=1"), ("machine.tensor_parallel=2",), ("machine.replicate=2", *BEHIND),
+    ("machine.fsdp=2", "machine.tensor_parallel=2", *BEHIND),
+])  # fmt: skip
+def test_nothing_is_lost_of_ranks(settings: tuple[str, ...]) -> None:
+    """Each kind of end twice."""
+    said = run("ranks", 2 * len(kill_run.ENDS), settings=(*settings, "--steps", "40"))
+    assert f"{2 * len(kill_run.ENDS)} ranks over " in said and ": 0 wrong\n" in said, said
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)]), 16])
