@@ -1,7 +1,9 @@
 """Ranks that would not do the same are found before the first step, and named."""
 
+import errno
 import os
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,36 @@ def refused(rank: int, recipe: Any) -> None:
 def test_a_run_asks_before_anything_is_written(tmp_path: Path) -> None:
     spawn(2, refused, run_of(tmp_path))
     assert not steps(tmp_path / "out") and not (tmp_path / "out").exists() and torch._dynamo
+
+
+def unmounted(rank: int, recipe: Any, how: str) -> None:
+    """Rank 1 runs on a machine where the folder is not there, or may not be written, or comes to be seen late."""
+    loop.plot_loss = lambda folder: "not drawn"
+    agree.APPEARS = 0.0 if how == "missing" else 250.0
+    real, looks = os.open, count()
+
+    def opened(path: Any, *rest: Any, **options: Any) -> int:
+        if rank == 1 and ".tmp-ranks-" in str(path):
+            if how == "read-only":
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            if how == "missing" or next(looks) < 3:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return real(path, *rest, **options)
+
+    os.open = opened  # type: ignore[assignment]
+    if how == "late":
+        assert loop.train(recipe, machine_of((2, 1))).step == 1
+        return
+    why = "Read-only file system" if how == "read-only" else "No such file or directory"
+    with pytest.raises(mc.InputError, match=rf"output_dir: rank 1 cannot write to .*out \({why}, on "):
+        loop.train(recipe, machine_of((2, 1)))
+
+
+@pytest.mark.parametrize("how", ["missing", "read-only", "late"])
+def test_an_output_that_one_machine_has_not_mounted(how: str, tmp_path: Path) -> None:
+    """Said before the first step, by all ranks, and nothing is left; what only takes a while to be seen is waited for."""
+    spawn(2, unmounted, run_of(tmp_path, max_steps=1, eval_steps=None, save_steps=None), how)
+    assert (tmp_path / "out").exists() == (how == "late") and not list(tmp_path.glob("out/.tmp-*"))
 
 
 def test_contents_count_and_times_do_not(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def rank_of(rank: int, size: int, port: int, pipe: Any, act: Callable[[int], Non
     try:
         act(rank)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = connect.meet(rank, size, LATE)
+        store = connect.meet(rank, size, LATE, os.environ.get("DEVICE", "cpu"))
         store.add("left", 1)
         while rank == 0 and store.add("left", 0) < size:  # the first rank has the store
             time.sleep(0.02)
@@ -167,6 +167,16 @@ def test_sizes_that_differ() -> None:
 
     said = meeting(2, act)
     assert len(set(said)) == 1 and re.match(r"environment: WORLD_SIZE: 2 on rank 0 \(.*\) and 4 on rank 1 ", said[0]), said
+
+
+def test_a_machine_whose_gpus_are_not_found() -> None:
+    """One rank would compute on its processor, and the others wait for it in a backend that it lacks."""
+
+    def act(rank: int) -> None:
+        os.environ["DEVICE"] = "cpu" if rank == 1 else "cuda"
+
+    said = meeting(3, act)
+    assert len(set(said)) == 1 and re.match(r"environment: device: cuda on rank 0 \(.*\) and cpu on rank 1 ", said[0]), said
 
 
 def waits_no_longer(rank: int, than: Callable[[Any], None]) -> None:

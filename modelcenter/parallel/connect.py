@@ -42,7 +42,7 @@ def start(device: torch.device, machine: Machine) -> None:
         refuse("environment", "WORLD_SIZE", f"{size}, for a machine of {machine.ranks} ranks",
                "start as many, or machine.fsdp=auto, which takes those that there are")
     check_interfaces()
-    store = meet(rank, size, machine.timeout)
+    store = meet(rank, size, machine.timeout, device.type)
     both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
     # Whoever watches over the steps speaks first; this limit is for what nobody watches.
     limit = timedelta(seconds=FIRST * machine.timeout + 60)
@@ -62,10 +62,11 @@ def check_interfaces() -> None:
         refuse("environment", "NCCL_SOCKET_IFNAME", repr(wanted), f"an interface of this machine: {', '.join(there)}")
 
 
-def meet(rank: int, size: int, seconds: float) -> Any:
+def meet(rank: int, size: int, seconds: float, device: str) -> Any:
     """The store through which the ranks have found each other: all of them are there, and fit."""
     until = time.monotonic() + seconds
-    me = {"host": platform.node(), "pid": os.getpid(), "WORLD_SIZE": size, "modelcenter": __version__, "torch": torch.__version__}
+    me = {"host": platform.node(), "pid": os.getpid(),
+          "WORLD_SIZE": size, "modelcenter": __version__, "torch": torch.__version__, "device": device}  # fmt: skip
     mine = json.dumps(me)
     found = ""
     while True:
@@ -115,7 +116,7 @@ def verdict(store: Any, size: int, until: float, seconds: float) -> tuple[str | 
             said = True
         time.sleep(0.02 if time.monotonic() - began < PATIENCE else RETRY)
     all_of_them = [json.loads(store.get(key)) for key in keys]
-    for key in ("WORLD_SIZE", "modelcenter", "torch"):
+    for key in ("WORLD_SIZE", "modelcenter", "torch", "device"):
         odd = next((rank for rank, one in enumerate(all_of_them) if one[key] != all_of_them[0][key]), None)
         if odd is not None:
             two = [f"{all_of_them[rank][key]} on rank {rank} ({all_of_them[rank]['host']})" for rank in (0, odd)]

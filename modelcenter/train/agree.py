@@ -1,10 +1,16 @@
-"""Before the first step: are all ranks about to do the same?
+"""Before the first step: are all ranks about to do the same, and can each of them write its part of a state?
 
 A rank with another recipe, an older checkout or half the data would train all the same, and the result would be nobody's. Each says
-what it has as one hash; only where these differ do they say it all, and the first thing that differs is named.
+what it has as one hash; only where these differ do they say it all, and the first thing that differs is named. A rank on a machine
+that has not mounted the output would be noticed at the first state, after hours of work that nothing then saves.
 """
 
 import json
+import os
+import platform
+import secrets
+import shutil
+import time
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +25,8 @@ from .folder import flat
 from .recipe import Recipe
 
 PACKAGE = Path(__file__).resolve().parents[1]
+APPEARS = 60.0  # seconds after which others see what one machine has made: so long NFS believes that a name is not there
+LOOK = 0.1  # seconds between two looks
 
 
 def agree(recipe: Recipe, machine: Machine, ranks: Ranks) -> None:
@@ -39,6 +47,36 @@ def agree(recipe: Recipe, machine: Machine, ranks: Ranks) -> None:
     if len(set(hashes)) > 1:
         key, found = difference([json.loads(said) for said in ranks.agree(text)])
         refuse(None, key, found, "the same for every rank")
+
+
+def check_output(folder: Path, ranks: Ranks) -> None:
+    """Refuse a `folder`, claimed by the first rank, in which not every rank can write as it would in saving a state."""
+    if ranks.size == 1:
+        return
+    place = Path(ranks.tell(str(folder.resolve() / f".tmp-ranks-{secrets.token_hex(4)}")))
+    try:
+        said = ranks.agree(unwritable(place, ranks))
+    finally:
+        if ranks.first:
+            shutil.rmtree(place, ignore_errors=True)
+    if failed := [rank for rank, why in enumerate(said) if why]:
+        found = f"{named(failed)} cannot write to {place.parent} ({said[failed[0]]})"
+        refuse(folder, "output_dir", found, "one folder of a file system that every machine has mounted there")
+
+
+def unwritable(place: Path, ranks: Ranks) -> str:
+    """Why this rank can make no file in `place`, a folder that the first one makes, and where it runs; "" if it can."""
+    until = time.monotonic() + APPEARS
+    while True:
+        try:
+            if ranks.first:
+                place.mkdir()
+            os.close(os.open(place / str(ranks.rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            return ""
+        except OSError as error:
+            if ranks.first or not isinstance(error, FileNotFoundError) or time.monotonic() > until:
+                return f"{error.strerror or error}, on {platform.node()}"
+        time.sleep(LOOK)
 
 
 def facts(recipe: Recipe, machine: Machine) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ..parallel.machine import Machine, load_machine
 from ..parallel.ranks import Ranks, Silent
 from ..parallel.replicas import check_replicas
 from ..parallel.watch import Watch
-from .agree import agree
+from .agree import agree, check_output
 from .background import Background
 from .choose import choose
 from .environment import check_data
@@ -130,6 +130,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
 def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, journal: Journal, memory: Memory) -> Session:
     """Prepare a run (`recipe` is resolved), or put it back where it was, and say how it will go."""
     folder = Path(recipe.output_dir)
+    check_output(folder, ranks)
     start = find_start(recipe.resume, folder, ranks)
     if start is not None and ranks.first:
         check_data(start.parent, recipe.data)
