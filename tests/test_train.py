@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
@@ -49,6 +50,7 @@ from modelcenter.train.step import accumulate, update
 
 MACHINE = Machine(device="cpu", threads=1)
 TINY = {"layers": 2, "dim": 32, "heads": 2, "positions": 32}
+TINY_BERT = {"layers": 2, "dim": 32, "heads": 2, "hidden": 64, "positions": 32, "vocab": 50}
 STILL = {"dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0, "head_dropout": 0.0}
 TEXT = "\n".join(f"def f{n}(x):\n    return x * {n} + {n * n}" for n in range(120))
 
@@ -1011,7 +1013,51 @@ def test_label_smoothing_equals_transformers(task: str) -> None:
     torch.testing.assert_close(ours(**args).loss, theirs.eval()(**args).loss)
 
 
+@pytest.mark.parametrize("items", [None, 5])
+def test_r_drop_is_torchs_formula(items: int | None) -> None:
+    """The mean cross entropy of both passes and the mean of their divergences, of the rows that have a label, and its gradients;
+    evaluation is without."""
+    ours = mc.build("bert-base-uncased", config={**TINY_BERT, "dropout": 0.3}, task="classify", dtype=torch.float64).train()
+    with torch.no_grad():
+        ours.head.out.weight.mul_(100)
+    ids = torch.randint(3, 50, (4, 7), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    args = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1, -100, 1])}
+    theirs, count = copy.deepcopy(ours), items or 3
+
+    torch.manual_seed(7)
+    logits = theirs(**{name: torch.cat((value, value)) for name, value in args.items()}).logits
+    first, second = logits.log_softmax(-1).chunk(2)
+    real = args["labels"] != -100
+    apart = [F.kl_div(q[real], p[real], log_target=True, reduction="sum") for p, q in ((first, second), (second, first))]
+    entropies = [F.cross_entropy(p, args["labels"], label_smoothing=0.1, reduction="sum") for p in (first, second)]
+    wanted = (sum(entropies) / 2 + 0.7 * sum(apart) / 2) / count
+    wanted.backward()
+    assert sum(apart) > 0.01
+
+    ours.head.r_drop, ours.head.smoothing = 0.7, 0.1
+    torch.manual_seed(7)
+    out = ours(**args, num_items_in_batch=items)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, wanted)
+    torch.testing.assert_close(out.logits, logits[:4])
+    torch.testing.assert_close(gradients(ours), gradients(theirs))
+    torch.testing.assert_close(ours.eval()(**args).loss, theirs.eval()(**args).loss)
+
+
+def test_r_drop_wants_a_sequence_a_row() -> None:
+    ours = mc.build("bert-base-uncased", config=TINY_BERT, task="classify").train()
+    ours.head.r_drop = 1.0
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 4, "max_length_k": 4}
+    with pytest.raises(InputError, match=r"loss\.r_drop: packed sequences"):
+        ours(torch.full((1, 7), 5), labels=torch.tensor([0, 1]), **packed)
+
+
 @pytest.mark.parametrize(("changes", "found"), [
+    ({"loss.r_drop": 1.0}, r"loss\.r_drop: 1\.0 with objective lm"),
+    ({"loss.r_drop": 1.0, "objective": "classify", "data.padding_free": True}, r"data\.padding_free: true with loss\.r_drop 1\.0"),
     ({"freeze": ["wtf"]}, r"freeze: 'wtf' matches no parameter"),
     ({"freeze": ["*"]}, r"freeze: all parameters of the model; one at least is to be trained"),
     ({"loss.z_loss": 1e-4, "objective": "classify"}, r"loss\.z_loss: 0\.0001 with objective classify"),

@@ -17,7 +17,7 @@ from ..ops.cross_entropy import IGNORE
 from ..ops.linear_cross_entropy import chunked
 from .dropout import Dropout
 from .linear import Linear
-from .losses import classes, label_loss, mean, place_loss, sequences, value_loss
+from .losses import classes, drift_loss, label_loss, mean, place_loss, sequences, value_loss
 from .output import Batch, Output
 from .pick import first_token, places
 
@@ -162,9 +162,14 @@ class ClassifyHead(Head):
     """One label a sequence from one vector a sequence: out(dropout(tanh(pooler(x)))), the pooler where the family has one. Labels
     that are numbers and no classes are a regression, or, of several outputs, labels that may be there together.
 
+    `r_drop`: set on the head, in training every row is computed twice, with other dropout, and so many times how far the two are
+    apart is added to the mean of their losses (R-Drop; Liang et al., 2021, whose alpha is twice as much beside the sum).
+
     `pick` chooses the vector (b dim) out of hidden states (b s dim); where no mask says what pads it is known by its id, as in
     transformers.
     """
+
+    r_drop = 0.0
 
     def __init__(
         self,
@@ -192,8 +197,15 @@ class ClassifyHead(Head):
             refuse(None, "labels", f"numbers of shape {list(labels.shape)}", wanted)
 
     def prepared(self, batch: Batch) -> Batch:
-        trains = self.training and batch.labels is not None
-        return replace(batch, wanted=places(self.pick, self.seen(batch))) if trains else batch
+        if not self.training or batch.labels is None:
+            return batch
+        if self.compares(batch.labels):
+            batch = batch.twice()
+        return replace(batch, wanted=places(self.pick, self.seen(batch)))
+
+    def compares(self, labels: Tensor) -> bool:
+        """Whether two passes are compared."""
+        return self.training and self.r_drop > 0 and not labels.is_floating_point()
 
     def seen(self, batch: Batch) -> Batch:
         """`batch` with a mask of what pads, if its ids tell."""
@@ -211,6 +223,10 @@ class ClassifyHead(Head):
             return Output(logits=logits, last_hidden_state=whole)
         if batch.labels.is_floating_point():
             return Output(loss=value_loss(logits, batch.labels, items), logits=logits, last_hidden_state=whole)
+        if self.compares(batch.labels):
+            loss = label_loss(logits, batch.labels, None if items is None else 2 * items, self.smooth)
+            loss = loss + self.r_drop * drift_loss(logits, batch.labels, items)
+            return Output(loss=loss, logits=logits.chunk(2)[0], last_hidden_state=None if whole is None else whole.chunk(2)[0])
         return Output(loss=label_loss(logits, batch.labels, items, self.smooth), logits=logits, last_hidden_state=whole)
 
 

@@ -22,6 +22,15 @@ def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoot
     return mean(ops.cross_entropy(logits.flatten(0, -2), labels.flatten(), smoothing), labels, items)
 
 
+def drift_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
+    """How far two passes over the same rows are apart: the mean of their two Kullback-Leibler divergences (Liang et al., 2021,
+    equation 1). logits 2b n, labels 2b: the first pass, then the second."""
+    p, q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).chunk(2)
+    first = labels.chunk(2)[0]
+    apart = ((p.exp() - q.exp()) * (p - q)).sum(-1) / 2
+    return mean(apart.masked_fill(first == IGNORE, 0).sum(), first, items)
+
+
 def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: float) -> Tensor:
     """The summed cross entropy of places in sequences: scores b s, labels b. Padding is no place, so that a loss does not depend on
     what a sequence is batched with; transformers' does."""

@@ -63,6 +63,15 @@ class Batch:
     def past(self) -> int:
         return self.cache.length + self.prompt if self.cache is not None and self.cache.length else 0
 
+    def twice(self) -> "Batch":
+        """Every row once more, behind them all."""
+        if self.packing is not None or self.cache is not None:
+            refuse(None, "loss.r_drop", "packed sequences, or a cache", "a sequence a row: data.padding_free=false")
+        rows = {name: getattr(self, name) for name in ("x", "mask", "positions", "segments", "labels", "context")}
+        whole = {name: value for name, value in rows.items() if value is not None and value.size(0) == self.x.size(0)}
+        doubled: dict[str, Any] = {name: torch.cat((value, value)) for name, value in whole.items()}
+        return replace(self, **doubled)
+
     def whole(self, x: Tensor) -> Tensor | None:
         """Hidden states of every place (b s dim); None for those of what is `wanted` alone (1 n dim)."""
         every = (self.target or self).x

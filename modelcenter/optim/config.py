@@ -94,6 +94,10 @@ class LossConfig:
         default=0.0, metadata={"min": 0, "below": 1, "help": "part of a target spread over all classes (Szegedy et al., 2016)"}
     )
     z_loss: float = field(default=0.0, metadata={"min": 0, "help": "factor of the squared log of the normaliser (PaLM: 1e-4)"})
+    r_drop: float = field(
+        default=0.0,
+        metadata={"min": 0, "help": "classify: factor of how far two passes with other dropout are apart (Liang et al., 2021)"},
+    )
     scale: float = field(default=20.0, metadata={"above": 0, "help": "contrastive: factor of the cosines, 1 / temperature"})
     symmetric: bool = field(default=False, metadata={"help": "contrastive: also find the first text by the second"})
 

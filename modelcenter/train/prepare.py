@@ -181,6 +181,8 @@ def configure(model: Model, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) 
     if recipe.freeze and not any(p.requires_grad for p in model.parameters()):
         refuse(None, "freeze", "all parameters of the model", "one at least is to be trained")
     model.head.smoothing = recipe.loss.label_smoothing
+    if isinstance(model.head, ClassifyHead):
+        model.head.r_drop = recipe.loss.r_drop
     if isinstance(model.head, EmbedHead):
         model.head.scale, model.head.symmetric = recipe.loss.scale, recipe.loss.symmetric
         if ranks.shares > 1:

@@ -159,6 +159,11 @@ class Recipe:
             refuse(None, "freeze", f"with adapter.name {self.adapter.name}", "an adapter freezes all: modules_to_save are trained")
         if self.objective != "contrastive":
             refuse_changed(self.loss, ["scale", "symmetric"], f"with objective {self.objective}, which has none", "loss.")
+        if self.loss.r_drop and self.objective != "classify":
+            refuse(None, "loss.r_drop", f"{self.loss.r_drop} with objective {self.objective}", "0: it compares a text's classes")
+        if self.loss.r_drop and (self.data.packing or self.data.padding_free):
+            key = "data.packing" if self.data.packing else "data.padding_free"
+            refuse(None, key, f"true with loss.r_drop {self.loss.r_drop}", "false, or loss.r_drop=0")
         if self.loss.z_loss and self.head not in LARGE:
             refuse(None, "loss.z_loss", f"{self.loss.z_loss} with objective {self.objective}", "it is for heads over a vocabulary")
         if self.schedule.decay_steps and self.max_steps:
