@@ -385,7 +385,8 @@ def check_memory(model: Model, device: torch.device) -> None:
         return
     need = sum(math.prod(r.stop - r.start for r in local(p)[0]) * p.itemsize for p in model.parameters())
     if need > have:
-        refuse(None, "model", f"{need / 1e9:,.0f} GB of weights", f"at most {have / 1e9:,.0f} GB, the memory of {device}")
+        room, ways = f"at most {have / 1e9:,.0f} GB, the memory of {device}", "bf16, an adapter on nf4, or more ranks (fsdp)"
+        refuse(None, "model", f"{need / 1e9:,.0f} GB of weights", f"{room}: {ways}")
 
 
 def group_of(machine: Machine | None) -> Group | None:

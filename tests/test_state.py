@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from modelcenter.checkpoint import atomic, manifest, state
+from modelcenter.checkpoint.hub import resolve
 from modelcenter.checkpoint.lock import lock
 from modelcenter.checkpoint.manifest import verify
 from modelcenter.checkpoint.optimizer import flatten_optimizer, restore_optimizer
@@ -32,7 +33,11 @@ from modelcenter.checkpoint.state import (
     steps,
     sweep,
 )
+from modelcenter.cli.arguments import take_apart
+from modelcenter.cli.evaluate import evaluate
+from modelcenter.data.tokenizer_open import load_tokenizer
 from modelcenter.errors import InputError, MissingError
+from modelcenter.train.folder import found_start
 
 
 def tables(seed: int = 0, size: int = 50) -> dict[str, dict[str, Tensor]]:
@@ -46,6 +51,23 @@ def tables(seed: int = 0, size: int = 50) -> dict[str, dict[str, Tensor]]:
         },
         "optimizer": {"step/w": torch.tensor(float(seed)), "rng": g.get_state(), "n": torch.tensor(2**62 + seed)},
     }
+
+
+def test_a_state_that_was_removed_is_told_by_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("run")  # two parts in all, as a hub id has
+    for step in (2, 4, 6):
+        put(run, step, keep=2)
+    said = r"^run/step-2: no such training state; step-6, step-4: those kept in run$"
+    asked: list[Callable[[str], object]] = [
+        lambda name: resolve(name, presets={}), load_tokenizer, lambda name: found_start(name, Path("other")),
+        lambda name: evaluate(take_apart([name])),
+    ]  # fmt: skip
+    for ask in asked:
+        with pytest.raises(MissingError, match=said):
+            ask("run/step-2")
+    state.check_there(run / "step-4")
+    state.check_there("nowhere/step-2")  # what is said of any folder is said of it
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -133,6 +133,12 @@ def test_generate_refuses(asked: dict[str, Any], line: str) -> None:
 def test_generate_takes_none_for_an_argument_of_theirs() -> None:
     ids = torch.ones(1, 3, dtype=torch.long)
     assert gpt().generate(ids, past_key_values=None, stopping_criteria=None, max_new_tokens=1).shape == (1, 4)
+    empty = {"logits_processor": transformers.LogitsProcessorList(), "stopping_criteria": transformers.StoppingCriteriaList()}
+    assert gpt().generate(ids, **empty, max_new_tokens=1).shape == (1, 4)
+    with pytest.raises(mc.InputError, match=r"^generate\(nobody\): no such argument"):
+        gpt().generate(ids, nobody=[])
+    with pytest.raises(mc.InputError, match=r"^generate\(logits_processor\): no such argument; prefix_allowed_tokens_fn"):
+        gpt().generate(ids, logits_processor=transformers.LogitsProcessorList([transformers.TopKLogitsWarper(3)]))
 
 
 def test_a_config_says_how_it_is_changed() -> None:

@@ -205,7 +205,7 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "float for int": ({"config.layers": "2.0"}, "config.layers: 2.0 (float); a whole number"),
     "null for int": ({"config.layers": "null"}, "config.layers: None (NoneType)"),
     "absurd depth": ({"config.layers": "1000000000"}, "config.layers: 1000000000; a size from 1 to 1024"),
-    "beyond the memory": ({"config.vocab": "2147483647", "config.dim": "1024"}, "GB of weights; at most"),
+    "beyond the memory": ({"config.vocab": "2147483647", "config.dim": "1024"}, "cpu: bf16, an adapter on nf4, or more ranks"),
     "activation": ({"config.act": "mish"}, "config.act: 'mish'; known: gelu, gelu_new"),
     "mechanism by number": ({"config.act": "3"}, "config.act: 3; known: gelu"),
     "rope by name": ({"model": "llama-7b", "config.rope": "linear"}, "config.rope: 'linear'; give it in the model's"),

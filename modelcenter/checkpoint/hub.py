@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from ..errors import InputError, MissingError, message, refuse, refuse_missing
 from .download import bar, download, pick_weights, say
 from .files import read_json
+from .state import check_there
 
 PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 
@@ -30,6 +31,7 @@ def resolve(name: str | os.PathLike[str], *, revision: str | None = None, local_
         if revision not in (None, "main"):
             refuse(name, "revision", f"{revision!r} of a local folder", "a revision belongs to a hub id; drop it")
         return Path(name).expanduser()
+    check_there(name)
     repo = presets.get(name, name)
     if repo is None:
         refuse_missing(name, None, "a preset without public weights",

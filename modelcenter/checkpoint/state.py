@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, printable, refuse, tell
+from ..errors import InputError, printable, refuse, refuse_missing, tell
 from ..parallel.ranks import ALONE, OtherRankError, Ranks
 from .atomic import check_space, commit_folder, disk_errors, staging, sync
 from .files import read_json
@@ -171,6 +171,13 @@ def steps(output_dir: str | os.PathLike[str]) -> list[Path]:
     with disk_errors(folder):
         names = os.listdir(folder) if folder.is_dir() else []
     return [folder / name for name in sorted(filter(STEP.fullmatch, names), key=lambda n: -int(n[5:]))]
+
+
+def check_there(state: str | os.PathLike[str]) -> None:
+    """Refuse a `step-N` that is not there by those which its run has."""
+    path = Path(state)
+    if STEP.fullmatch(path.name) and not path.exists() and (left := [other.name for other in steps(path.parent)]):
+        refuse_missing(state, None, "no such training state", f"{', '.join(left[:5])}: those kept in {path.parent}")
 
 
 def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..adapter.config import AdapterConfig
 from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.state import check_there
 from ..config import COMMAND_LINE, bind, names, packaged
 from ..errors import refuse, refuse_missing
 from ..parallel.variable import variable
@@ -60,6 +61,7 @@ def evaluate(args: Arguments) -> Answer:
         recipe, machine = recipe_of(folder, args)
     else:
         if folder is not None and not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
+            check_there(folder)
             refuse_missing(folder, None, "no such folder, and no recipe", "a run's output_dir, a model's folder, or a recipe")
         recipe, machine = run_of(args)
         if recipe.init == "random":

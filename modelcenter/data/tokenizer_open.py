@@ -18,6 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ..checkpoint.files import read_json
 from ..checkpoint.hub import fetch
+from ..checkpoint.state import check_there
 from ..errors import InputError, refuse, refuse_missing
 from .tokenizer import HABITS, ROLES, CharTokenizer, ForeignTokenizer, Tokenizer
 from .tokenizer_train import SPECIAL, byte_level, made_here, train_tokenizer
@@ -160,6 +161,7 @@ def _from_transformers(folder: Path) -> Tokenizer:
 
 def _fetch(name: str, presets: Mapping[str, str | None] | None) -> Path:
     """The folder of a hub id's tokenizer files."""
+    check_there(name)
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         if presets:  # it is the model's
             refuse_missing(name, "model", "no such folder", "an existing folder, a preset or a hub id is wanted")

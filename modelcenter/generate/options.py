@@ -132,11 +132,13 @@ def several(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
 def read(given: Mapping[str, Any], options: Mapping[str, Any], config: Mapping[str, Any], file: str | None) -> Options:
     """Every option: from the call, else from `given` (what `file` holds), else from the model's `config`, else the default.
 
-    None means not given. What transformers knows and this package does not do is refused, unless its value does nothing.
+    None means not given. What transformers knows and this package does not do is refused, unless its value does nothing: an empty
+    list of processors or criteria.
     """
     known = [f.name for f in fields(Options)]
     for name in options:
-        if name not in (*known, *UNSUPPORTED, *WITHOUT_EFFECT) and (options[name] is not None or name not in GENERATE):
+        nothing = options[name] is None or (isinstance(options[name], list) and not options[name])
+        if name not in (*known, *UNSUPPORTED, *WITHOUT_EFFECT) and not (nothing and name in GENERATE):
             refuse_argument("generate", name, GENERATE, known)
     base, over = chosen(given, known, file), chosen(options, known, None)
     if "max_length" in over:

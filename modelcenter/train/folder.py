@@ -8,7 +8,7 @@ from typing import Any
 from ..checkpoint.atomic import atomic_write, sweep_files
 from ..checkpoint.lock import lock
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.state import find_state, step_of, steps
+from ..checkpoint.state import check_there, find_state, step_of, steps
 from ..config import bind, dump_yaml, read_recipe, to_dict
 from ..data.objective import find_objective
 from ..errors import refuse, refuse_missing
@@ -129,6 +129,7 @@ def found_start(resume: str, folder: Path) -> Path | None:
         return source  # verified as it is loaded
     found = find_state(source)
     if found is None and resume != "auto":
+        check_there(source)
         refuse_missing(source, "resume", "no valid training state", "a run's folder, a step-N in one, auto or never")
     if found is None and (broken := [path.name for path in steps(folder)]):
         refuse(folder, "resume", f"auto, and {', '.join(broken[:3])} broken, as said above", "move them away to begin again")

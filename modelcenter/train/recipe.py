@@ -99,7 +99,7 @@ class Recipe:
     save_steps: int | None = field(
         default=None, metadata=_is("steps between saved training states; absent: one if stopped", min=1)
     )
-    save_total_limit: int | None = field(default=None, metadata=_is("training states kept; absent: all", min=1))
+    save_total_limit: int | None = field(default=None, metadata=_is("training states kept, two at least; absent: all", min=1))
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = field(
         default=(), metadata=_is("services that get the metrics too; metrics.jsonl and loss.png are always written")
     )
