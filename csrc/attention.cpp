@@ -3,7 +3,8 @@
 // Sequences are runs of rows of q (s h d) and of k, v (t kv d), d innermost, and a task is one sequence and one head of k and v with
 // all the heads of q that share it; so nothing is summed across tasks and results do not depend on the number of threads. A task
 // copies its keys and values once into fp32 tiles: then every product is one register-blocked loop, whatever the dtype, the strides
-// and the head dim. Of the probabilities only the logarithm of each row's sum is kept; the backward computes them again.
+// and the head dim. Of the probabilities each row's largest score and its sum are kept, and the backward computes
+// them again as they were: one logarithm for both, once rounded, would be off by as much for the whole row.
 //
 // Where a processor multiplies pairs of bf16 and adds both to a sum in fp32, twice the products of an instruction, bf16 is not widened:
 // what is summed over lies in pairs, and probabilities and their gradients are rounded to bf16 before they are multiplied.
@@ -147,11 +148,12 @@ void part(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const fl
 
 // PAIRS: a and b hold pairs of what is summed over, k of them single; a product that is not added is multiplied by `times`.
 // n is a multiple of 16; of a and c there are as many rows as make m a multiple of DOWN. Sums of many are sums of sums of SUM: a number
-// that is added to a large one loses what it has below that one's last digit.
+// that is added to a large one loses what it has below that one's last digit. What is not added to anything is scores, whose error is
+// most of all that follows.
 template <bool PAIRS, bool TURNED>
 void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add,
              float times = 1) {
-    constexpr int64_t SUM = 64;
+    const int64_t SUM = TURNED || add ? 64 : 32;
     if (PAIRS) return part<true, TURNED>(m, n, (k + 1) / 2, a, lda, b, ldb, c, ldc, add, times);
     for (; k > SUM; k -= SUM, a += TURNED ? SUM * lda : SUM, b += SUM * ldb, add = true)
         part<false, TURNED>(m, n, SUM, a, lda, b, ldb, c, ldc, add, 1);
@@ -280,7 +282,7 @@ MC_INLINE vf first(vf x, int64_t n, float rest) {  // the first n lanes of x
 struct Problem {
     const void *q, *k, *v, *out, *grad, *mask;
     void *to, *dq, *dk, *dv;  // to: the forward's out
-    float *lse, *dmask;
+    float *top, *share, *dmask;  // of each row the largest score, and 1 over the sum of e^(score - that)
     Dtype mask_dtype;
     int64_t b, s, t, heads, kv, d, wide, sequences, span;
     int64_t mask_b, mask_h, mask_s, mask_t;
@@ -290,6 +292,7 @@ struct Problem {
     uint64_t seed;
     Rate rate{0.0};
 
+    void keep(const Array& stats) { top = stats.as<float>(), share = top + b * heads * s; }
     int64_t length(const Array& lengths, int64_t i) const {
         return lengths.dtype == mc::I64 ? lengths.as<int64_t>()[i] : lengths.as<int32_t>()[i];
     }
@@ -457,9 +460,10 @@ void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const f
         product<PAIRS, false>(rows, wide, keys, x, LINE, values + (PAIRS ? from / 2 : from) * wide, wide, sums, wide, true);
     }
     for (int64_t r = 0; r < rows; r++) {
-        const float part = total[r] == 0 ? 0 : (p.drop ? p.rate.scale : 1.0f) / total[r];
-        scatter(static_cast<T*>(p.to) + h.queries(i + r), sums + r * wide, 1, 0, p.d, wide, part);
-        p.lse[h.row(i + r)] = total[r] == 0 ? INFINITY : top[r] + std::log(total[r]);  // a row that sees nothing: e^(x - inf) is 0
+        const bool blind = total[r] == 0;  // it sees nothing; e^(x - inf) is 0
+        const float share = blind ? 0 : 1 / total[r];
+        scatter(static_cast<T*>(p.to) + h.queries(i + r), sums + r * wide, 1, 0, p.d, wide, p.drop ? share * p.rate.scale : share);
+        p.top[h.row(i + r)] = blind ? INFINITY : top[r], p.share[h.row(i + r)] = share;
     }
 }
 
@@ -546,7 +550,7 @@ void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratc
                 for (int64_t r = 0; r < rows; r++) {
                     float *row = x + r * LINE, *drow = dx + r * LINE;
                     const int64_t n = most(0, least(keys, h.sees(i + r) - begin));
-                    const float lse = p.lse[h.row(i + r)], mean = inner[i + r], scale = p.rate.scale;
+                    const float top = p.top[h.row(i + r)], share = p.share[h.row(i + r)], mean = inner[i + r], scale = p.rate.scale;
                     const int64_t hidden = p.mask ? h.hidden(i + r) + begin : 0;
                     uint16_t random[KEYS];
                     if (p.drop) h.bits(random, i + r, begin, n);
@@ -554,7 +558,7 @@ void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratc
                         vf score = load(row + j), change = load(drow + j);
                         if (p.mask) score += h.bias(hidden + j, lanes);
                         if (lanes < LANES) score = first(score, lanes, -INFINITY);
-                        const vf e = below(score - lse);
+                        const vf e = below(score - top) * share;
                         if (p.drop) {
                             store(row + j, masked(e * scale, random + j, p.rate.threshold));
                             change = masked(change * scale, random + j, p.rate.threshold);
@@ -678,7 +682,7 @@ MC_KERNEL(attention) {
     Problem p = read(call, q, longest_q, longest_k);
     const Array mask = read_mask(call, p);
     p.to = call.out("out", q.dtype, q.shape).data;
-    p.lse = call.out("lse", F32, Shape{p.b, p.heads, p.s}).as<float>();
+    p.keep(call.out("stats", F32, Shape{2, p.b, p.heads, p.s}));
     read_rest(call, p, mask, longest_q, longest_k);
     call.ready();
     if (!q.shape.count()) return;
@@ -693,7 +697,7 @@ MC_KERNEL(attention_backward) {
     Problem p = read(call, q, longest_q, longest_k);
     const Array mask = read_mask(call, p);
     p.out = call.in("out", q.dtype, q.shape).data;
-    p.lse = call.in("lse", F32, Shape{p.b, p.heads, p.s}).as<float>();
+    p.keep(call.in("stats", F32, Shape{2, p.b, p.heads, p.s}));
     p.grad = call.in("grad", q.dtype, q.shape).data;
     p.dq = call.out("dq", q.dtype, q.shape).data;
     p.dk = call.out("dk", q.dtype, Shape{p.b, p.t, p.kv, p.d}).data;

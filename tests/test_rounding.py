@@ -79,4 +79,5 @@ def test_the_gradient_of_a_branch_is_rounded_once(name: str, device: str) -> Non
 def test_attention_adds_up_sums_of_few() -> None:
     q, k, v = normal("cpu", (1, 2048, 2, 64), (1, 2048, 2, 64), (1, 2048, 2, 64))
     found = errors("attention", (q, k, v, None, None, None, 0.125, False, None, 0.0))
-    assert max(found) < 6e-7, found
+    most = 4.5e-7 if _kernels._C.cpu_level == "base" else 3.2e-7  # where a product is rounded before it is added
+    assert max(found) < most, found

@@ -72,20 +72,21 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
     scale: float, causal: bool, seed: Tensor | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result, and of each row (2 b h s, fp32) its largest score and 1 over the sum of e^(score - that)."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     mask, lengths_q, lengths_k = (a.contiguous() if a is not None else None for a in (mask, lengths_q, lengths_k))
-    out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    call("attention", q, k, v, mask, lengths_q, lengths_k, scale, causal, seed, p, out, lse)
-    return out, lse
+    out, stats = torch.empty_like(q), q.new_empty((2, q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    call("attention", q, k, v, mask, lengths_q, lengths_k, scale, causal, seed, p, out, stats)
+    return out, stats
 
 
 @raw(
-    f"({ARGS}, Tensor out, Tensor lse, Tensor grad, bool wanted) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"({ARGS}, Tensor out, Tensor stats, Tensor grad, bool wanted) -> (Tensor, Tensor, Tensor, Tensor)",
     devices=("cpu",),
 )
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
-    scale: float, causal: bool, seed: Tensor | None, p: float, out: Tensor, lse: Tensor, grad: Tensor, wanted: bool,
+    scale: float, causal: bool, seed: Tensor | None, p: float, out: Tensor, stats: Tensor, grad: Tensor, wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the mask, in fp32."""
     q, k, v, grad = q.contiguous(), k.contiguous(), v.contiguous(), grad.contiguous()
@@ -93,7 +94,7 @@ def attention_backward(
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     dmask = q.new_zeros(mask.shape if wanted and mask is not None else (0,), dtype=torch.float32)
     sum_of_mask = dmask if wanted else None
-    call("attention_backward", q, k, v, mask, lengths_q, lengths_k, scale, causal, seed, p, out, lse, grad, dq, dk, dv, sum_of_mask)
+    call("attention_backward", q, k, v, mask, lengths_q, lengths_k, scale, causal, seed, p, out, stats, grad, dq, dk, dv, sum_of_mask)
     return dq, dk, dv, dmask
 
 
@@ -103,8 +104,8 @@ def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
 
 
 def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
-    *args, out, lse, wanted, dtype = rest
-    dq, dk, dv, dmask = attention_backward(*args, out, lse, grad, wanted)
+    *args, out, stats, wanted, dtype = rest
+    dq, dk, dv, dmask = attention_backward(*args, out, stats, grad, wanted)
     return dq, dk, dv, dmask.to(dtype) if wanted else None, *(None,) * 6
 
 
