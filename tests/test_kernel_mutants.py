@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant("no-label-is-ignored", "cross_entropy.h", "constexpr int64_t IGNORE = -100;", "constexpr int64_t IGNORE = -1;",
            exact("cross_entropy"), "ValueError"),
     Mutant("gradient-over-the-logits-unscaled", "cross_entropy.h", 'if (PASS == BOTH) scale = static_cast<F>(call.real("scale"));',
-           'if (PASS == BOTH) call.real("scale");', "test_head.py::test_autocast[True-torch.float16]"),
+           'if (PASS == BOTH) call.real("scale");', "test_head.py::test_autocast[op-True-torch.float16]"),
     Mutant("half-of-the-z-loss", "cross_entropy.cpp", "grad * (1 + 2 * loss.z * lse[i])", "grad * (1 + loss.z * lse[i])",
            exact("cross_entropy")),
     Mutant("sum-of-earlier-keys-not-rescaled", "attention.cpp", "                total[r] *= less;\n", "", exact("attention")),
