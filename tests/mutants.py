@@ -846,6 +846,8 @@ MUTANTS = (
            "test_guest.py::test_tied_weights_have_one_name_and_answer_to_two"),
     Mutant("a-tied-weight-by-one-name-alone", "guest.py", "state_dict.setdefault(prefix + name, state_dict[prefix + source])", "pass",
            "test_guest.py::test_tied_weights_have_one_name_and_answer_to_two", "RuntimeError"),
+    Mutant("a-wrapped-models-head-not-read", "guest.py", "state_dict.setdefault(prefix + name, state_dict[prefix + source])", "return",
+           "test_wrapped.py::test_equals_one_process[gpt2-ddp];test_wrapped.py::test_equals_one_process[gpt2-fully_shard]", "RuntimeError"),
     Mutant("targets-of-the-first-token", "guest.py", 'return "ForCausalLM" if', 'return None if',
            "test_guest.py::test_trainer_counts_the_targets_of_gpt2"),
     Mutant("smoothed-against-the-same-token", "guest.py", "return self.architecture\n\n    def __repr__", "return type(self).__name__\n\n    def __repr__",
