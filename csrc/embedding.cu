@@ -11,8 +11,32 @@ namespace {
 
 constexpr int RUN = 32;  // ops/embedding.py
 
-// a warp a token; an id that the table does not have gives NaN
-template <class T, bool VECTOR>
+// An id that the table does not have gives NaN. Where rows are aligned, a block's PACKS of the result as it lies, so that short and long
+// rows have as many bytes under way; what is read stays in the second cache and what is written does not, since a text has its words again.
+constexpr int SIDE_BY_SIDE = 128, PACKS = 2 * SIDE_BY_SIDE;
+__global__ __launch_bounds__(SIDE_BY_SIDE) void gather_packs(
+    const int64_t* ids, const uint4* table, uint4* out, int64_t count, int64_t vocab, int64_t width, uint32_t nan) {
+    const int64_t begin = int64_t{blockIdx.x} * PACKS, row = quotient(begin, width);
+    const auto of_row = static_cast<uint32_t>(width), within = static_cast<uint32_t>(begin - row * width) + threadIdx.x;
+    const uint4* from[2];
+    uint4 found[2];
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+        const uint32_t place = within + u * SIDE_BY_SIDE, further = place / of_row;
+        const int64_t id = begin + threadIdx.x + u * SIDE_BY_SIDE < count ? ids[row + further] : -1;
+        from[u] = id >= 0 && id < vocab ? table + id * width + (place - further * of_row) : nullptr;
+    }
+#pragma unroll
+    for (int u = 0; u < 2; u++) found[u] = from[u] ? read_passing(from[u]) : make_uint4(nan, nan, nan, nan);
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+        const int64_t at = begin + threadIdx.x + u * SIDE_BY_SIDE;
+        if (at < count) __stcs(out + at, found[u]);
+    }
+}
+
+// Other rows, a warp a token.
+template <class T>
 __global__ __launch_bounds__(256) void gather(const int64_t* ids, const T* table, T* out, int64_t n, int64_t vocab, int64_t dim) {
     if (!present<T>) return;
     const int64_t token = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -22,25 +46,17 @@ __global__ __launch_bounds__(256) void gather(const int64_t* ids, const T* table
     const T* from = table + (known ? id : 0) * dim;
     T* const to = out + token * dim;
     const int64_t there = known ? dim : 0;
-    constexpr int N = SPAN<T>, AHEAD = VECTOR ? 8 : 2;  // packs read before the first is written
+    constexpr int N = SPAN<T>, AHEAD = 2;  // packs read before the first is written
     for (int64_t column = threadIdx.x * N; column < dim; column += 32 * N * AHEAD) {
         Pack<T, N> packs[AHEAD];
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) {
-            const T* const p = from + column + u * 32 * N;
-            if constexpr (VECTOR) {
-                const uint4 words = column + u * 32 * N < there ? read_passing(reinterpret_cast<const uint4*>(p)) : uint4{};
-                packs[u] = *reinterpret_cast<const Pack<T, N>*>(&words);
-            } else {
-                packs[u] = load<VECTOR, N>(p, some<N, VECTOR>(column + u * 32 * N, there));
-            }
-        }
+        for (int u = 0; u < AHEAD; u++) packs[u] = load<false, N>(from + column + u * 32 * N, some<N>(column + u * 32 * N, there));
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
 #pragma unroll
             for (int i = 0; i < N; i++)
                 if (!known) packs[u].at[i] = from_float<T>(__int_as_float(0x7FC00000));
-            store<VECTOR>(to + column + u * 32 * N, packs[u], some<N, VECTOR>(column + u * 32 * N, dim));
+            store<false>(to + column + u * 32 * N, packs[u], some<N>(column + u * 32 * N, dim));
         }
     }
 }
@@ -181,11 +197,17 @@ MC_KERNEL(embedding) {
     call.ready();
     check_present(call, table.dtype);
     if (!n || !dim) return;
-    const bool vector = table.aligned() && out.aligned() && dim % 8 == 0;
-    const auto blocks = static_cast<unsigned>((n + TEAM - 1) / TEAM);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(table.dtype, T, MC_FOR_BOOL(vector, VECTOR,
-        gather<T, VECTOR><<<blocks, WARPS, 0, stream>>>(ids.as<int64_t>(), table.as<T>(), out.as<T>(), n, vocab, dim)))
+    const int64_t width = dim * (table.dtype == F32 ? 4 : 2) / 16, packs = n * width;
+    if (table.aligned() && out.aligned() && dim % 8 == 0 && width < INT32_MAX) {
+        const uint32_t nan = table.dtype == F32 ? 0x7FC00000u : table.dtype == BF16 ? 0x7FC07FC0u : 0x7E007E00u;
+        gather_packs<<<static_cast<unsigned>((packs + PACKS - 1) / PACKS), SIDE_BY_SIDE, 0, stream>>>(
+            ids.as<int64_t>(), table.as<uint4>(), out.as<uint4>(), packs, vocab, width, nan);
+        return;
+    }
+    const auto blocks = static_cast<unsigned>((n + TEAM - 1) / TEAM);
+    MC_FOR_FLOAT(table.dtype, T,
+        gather<T><<<blocks, WARPS, 0, stream>>>(ids.as<int64_t>(), table.as<T>(), out.as<T>(), n, vocab, dim))
 }
 
 MC_KERNEL(embedding_backward) {

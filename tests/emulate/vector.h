@@ -26,6 +26,10 @@ template <class T>
 void __stwb(T* p, T x) {
     *p = x;
 }
+template <class T>
+void __stcs(T* p, T x) {
+    *p = x;
+}
 
 struct dim3 {
     uint32_t x, y, z;
