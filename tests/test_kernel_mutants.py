@@ -54,7 +54,7 @@ MUTANTS = (
            "test_rounding.py::test_the_norm_of_a_sum_is_rounded_once[768-torch.bfloat16-add_layer_norm-cpu]"),
     Mutant("what-is-but-rounding-normed", "norm.cpp", "if (whole && found.far())", "if (false)",
            "test_ops.py::test_values_and_gradients_are_the_formulas[torch.bfloat16-add_layer_norm]"),
-    Mutant("one-sum-of-many", "attention.cpp", "int64_t SUM = TURNED || add ? 64 : 32;", "int64_t SUM = TURNED || add ? 1 << 20 : 32;",
+    Mutant("one-sum-of-many", "attention.cpp", "SUM = TURNED || add ? 64 : 32;", "SUM = TURNED || add ? 1 << 20 : 32;",
            "test_rounding.py::test_attention_adds_up_sums_of_few"),
     Mutant("scores-summed-at-once", "attention.cpp", "int64_t SUM = TURNED || add ? 64 : 32;", "int64_t SUM = 64;",
            "test_rounding.py::test_attention_adds_up_sums_of_few"),

@@ -93,8 +93,8 @@ def attention_backward(
     mask, lengths_q, lengths_k = (a.contiguous() if a is not None else None for a in (mask, lengths_q, lengths_k))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     dmask = q.new_zeros(mask.shape if wanted and mask is not None else (0,), dtype=torch.float32)
-    sum_of_mask = dmask if wanted else None
-    call("attention_backward", q, k, v, mask, lengths_q, lengths_k, scale, causal, seed, p, out, stats, grad, dq, dk, dv, sum_of_mask)
+    found = dq, dk, dv, dmask if wanted else None
+    call("attention_backward", q, k, v, mask, lengths_q, lengths_k, scale, causal, seed, p, out, stats, grad, *found)
     return dq, dk, dv, dmask
 
 
