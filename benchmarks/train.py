@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ import torch
 from page import leave, stamp
 
 import modelcenter as mc
+from modelcenter.data.prefetch import prefetch
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
 from modelcenter.train.graphs import graphs_of
 from modelcenter.train.heap import kept
-from modelcenter.train.step import accumulate, autocast, soon, update
+from modelcenter.train.step import accumulate, autocast, ready, soon, update
 
 Step = Callable[[], Any]
 SMALL = {"layers": 2, "dim": 128, "heads": 4, "vocab": 2000}
@@ -53,13 +55,15 @@ def batch_of(task: str, size: int, length: int, vocab: int, device: str) -> dict
 
 def our_step(model: Any, batch: dict[str, torch.Tensor], task: str, precision: str, device: torch.device, *,
              moments: Any = "fp32", graphed: bool = True) -> Step:  # fmt: skip
-    """`batch` on the host, where a loader leaves it; `graphed`: as a CUDA graph, where the device has them."""
+    """`batch` on the host, where a loader leaves it, and made ready by a thread that reads ahead, as in a run; `graphed`: as a CUDA
+    graph, where the device has them."""
     model.train()
     optimizer, compute = build_optimizer(model, OptimizerConfig(moments=moments)), partial(autocast, precision, device)
     graphs = graphs_of(model, Machine(cuda_graphs=graphed), device, lambda line: None)
+    batches = prefetch(ready(model, batch, task, device, graphs is not None) for _ in count())
 
     def step() -> float:
-        loss, _ = accumulate(model, [batch], task, compute, graphs=graphs)
+        loss, _ = accumulate(model, [next(batches)], task, compute, graphs=graphs)
         known = soon(loss)
         update(model, optimizer, loss, 5e-5, 1.0)
         return known()

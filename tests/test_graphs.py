@@ -538,7 +538,8 @@ def test_labelled_places_are_few_numbers_and_all_of_them(share: float, count: in
     step = max(64, count // 32)
     assert len(found) in (0, count) or len(found) % step == 0
     assert len(found) - len(known) < step and len(found.unique()) == len(found)
-    assert head.eval().labelled_of(labels) is None and mc.layers.LMHead(8, 16, shift=True).labelled_of(labels) is None
+    ahead = head.eval().labelled_of(labels)  # of the next step, while the model is evaluated
+    assert ahead is not None and torch.equal(ahead, found) and mc.layers.LMHead(8, 16, shift=True).labelled_of(labels) is None
 
 
 def test_labelled_places_that_are_given_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,13 +559,12 @@ def test_labelled_places_that_are_given_are_not_looked_for(tmp_path: Path, monke
         torch.testing.assert_close(p.grad, gradients[name])
 
 
-def test_a_gpu_is_told_which_labels_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_told_which_labels_there_are(tmp_path: Path) -> None:
     model, batch = bert("mlm", tmp_path).train(), batch_of("mlm", 4, 40, torch.Generator().manual_seed(0))
-    monkeypatch.setattr(stepping, "on_device", lambda batch, device: dict(batch))
-    monkeypatch.setattr(stepping, "onto", lambda x, device: x)
-    assert "target_places" not in stepping.arguments(model, batch, torch.device("cpu"))
-    found = stepping.arguments(model, batch, torch.device("cuda"))["target_places"]
-    assert torch.equal(found, model.head.labelled_of(batch["labels"]))
+    assert "target_places" not in stepping.ready(model, batch, "mlm", torch.device("cpu"), True)
+    found = stepping.ready(model, batch, "mlm", torch.device("cuda"), True)
+    assert torch.equal(found["target_places"], model.head.labelled_of(batch["labels"]))
+    assert stepping.ready(model, found, "mlm", torch.device("cuda"), True) is found
 
 
 def test_numbers_of_the_host_are_refused_in_a_record(monkeypatch: pytest.MonkeyPatch) -> None:

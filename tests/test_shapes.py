@@ -17,6 +17,7 @@ from modelcenter.layers import Rotary
 from modelcenter.ops.cross_entropy import IGNORE
 from modelcenter.train import shapes
 from modelcenter.train.shapes import filled, up
+from modelcenter.train.step import ready
 
 TINY = {"layers": 1, "dim": 16, "heads": 2, "vocab": 300}
 
@@ -96,6 +97,12 @@ def test_no_filling_is_longer_than_the_bound(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shapes, "LONGEST", (8, 8))
     batch = filled(gpt(), pack([[7] * 5] * 9))  # 45 tokens, 64 wanted
     assert batch["max_length_q"] == 8 and batch["cu_seq_lens_q"].tolist() == [*range(0, 46, 5), 53, 61, *[64] * 5]
+
+
+def test_what_is_counted_is_the_loaders() -> None:
+    """Tokens that only fill up are none of a run's."""
+    batch = ready(gpt(), pack([[7] * 5] * 9), "lm", torch.device("cpu"), fill=True)
+    assert (batch["input_ids"].numel(), batch.tokens, batch.targets) == (64, 45, 44)
 
 
 def test_vectors_that_are_compared_get_no_others() -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -113,6 +114,15 @@ def cut(batch: dict[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tens
 
 def gradients(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_batches_are_ready_before_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the host does for a batch is done by the thread that reads ahead, while the device is at work."""
+    counted: list[str] = []
+    count = stepping.count_targets
+    monkeypatch.setattr(stepping, "count_targets", lambda *of: (counted.append(threading.current_thread().name), count(*of))[1])
+    train(recipe_of(tmp_path, max_steps=3), MACHINE)
+    assert set(counted) == {"prefetch"} and 2 * 3 <= len(counted) <= 2 * (3 + 3)  # of two micro-batches a step; three steps ahead
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

@@ -35,8 +35,9 @@ class Head(nn.Module):
         return self.smoothing if self.training else 0.0
 
     def labelled_of(self, labels: Tensor) -> Tensor | None:
-        """Of labels on the host those that `prepared` would find on the device, filled up to a number that comes again, with what
-        is no label; None where it looks for nothing."""
+        """Of labels on the host those that in training `prepared` would find on the device, filled up to a number that comes again,
+        with what is no label; None where it looks for nothing. Asked by a thread that reads ahead: whether the head is in training
+        now means nothing."""
         return None
 
     def prepared(self, batch: Batch) -> Batch:
@@ -78,7 +79,7 @@ class LMHead(Head):
         self.out = Linear(dim, vocab, bias=bias)
 
     def labelled_of(self, labels: Tensor) -> Tensor | None:
-        if self.shift or not self.training:
+        if self.shift:
             return None
         known = (labels.flatten() != IGNORE).nonzero().squeeze(1)
         step = max(64, -(-labels.numel() // 32))  # a CUDA graph is of a number that comes again; a few rows more cost little

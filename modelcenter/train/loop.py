@@ -97,7 +97,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     with (claim(folder, recipe, ranks), Interrupt() as interrupt, Journal(folder, recipe, silent=not ranks.first) as journal,
           Memory(recipe, machine) as memory, Watch(folder / "ranks", ranks, machine.timeout), repeatable(machine), kept(device)):
         session = begin(recipe, machine, device, ranks, journal, memory)
-        steps = prefetch(session.setup.loader.steps(session.at.sample, micro_batch=recipe.micro_batch))
+        steps = prefetch(session.batches())
         session.model.train()
         interrupt.begin()
         try:

@@ -22,7 +22,6 @@ from ..optim.schedules import lr_factor
 from ..parallel.ranks import Ranks
 from .background import Background
 from .calibrate import remember
-from .evaluate import Arguments, count_targets, count_tokens
 from .graphs import Graphs
 from .guard import give_up, go_back, in_trouble
 from .interrupt import Interrupt
@@ -33,7 +32,7 @@ from .progress import Progress, peak_memory_gb
 from .recipe import Recipe
 from .setup import Setup, write_model
 from .state import Position, save
-from .step import accumulate, autocast, soon, update
+from .step import Ready, accumulate, autocast, ready, soon, update
 
 
 @dataclass
@@ -94,12 +93,18 @@ class Session:
         """Whether what comes every so many steps comes now."""
         return every is not None and self.at.step % every == 0
 
-    def step(self, steps: Iterator[tuple[int, Sequence[Arguments]]], interrupt: Interrupt) -> Step | None:
+    def batches(self) -> Iterator[tuple[int, list[Ready]]]:
+        """From where the run stands: (position after, micro-batches) of each step, ready for the device, which is not asked."""
+        made = partial(ready, self.model, task=self.recipe.objective, device=self.device, fill=self.graphs is not None)
+        for after, batches in self.setup.loader.steps(self.at.sample, micro_batch=self.recipe.micro_batch):
+            yield after, [made(batch) for batch in batches]
+
+    def step(self, steps: Iterator[tuple[int, Sequence[Ready]]], interrupt: Interrupt) -> Step | None:
         """Read the next batch and update on it; None, and nothing is updated, if a rank was asked to stop."""
         at, recipe, ranks, task = self.at, self.recipe, self.ranks, self.recipe.objective
         began, self.memory.at = time.perf_counter(), f"in step {at.step + 1}"
         after, batches = next(steps)
-        counts = (sum(count(batch, task) for batch in batches) for count in (count_targets, count_tokens))
+        counts = sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
         targets, read, asked = ranks.sum(*counts, bool(interrupt))
         if asked:  # one rank, and so all
             return None

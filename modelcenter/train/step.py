@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Head
-from ..layers.onto import onto
 from ..optim.adamw import AdamW
 from ..optim.clipped import Clipped
 from ..optim.optimizers import set_lr
 from ..parallel.device import LOW
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.watch import beat
-from .evaluate import Arguments, count_targets, on_device
+from .evaluate import Arguments, count_targets, count_tokens, on_device
 from .graphs import Graphs
 from .shapes import filled
 
@@ -49,20 +48,20 @@ def added_up(model: nn.Module, batches: Sequence[Arguments], task: str, compute:
              graphs: Graphs | None) -> tuple[Tensor, int]:
     """As `accumulate`, once."""
     device = next(model.parameters()).device
-    targets = sum(count_targets(batch, task) for batch in batches) if targets is None else targets
+    ours = [ready(model, batch, task, device, graphs is not None) for batch in batches]
+    targets = sum(batch.targets for batch in ours) if targets is None else targets
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
     total = torch.zeros((), dtype=torch.float64, device=device)
     items, factor = number_on(each, device), None if scale == 1 else number_on(scale, device)
     work = partial(forward_and_backward, model, compute)
-    for number, batch in enumerate(batches, 1):
-        ranks.reduce(model, number == len(batches))
-        here = arguments(model, batch if graphs is None else filled(model, batch), device)
-        given = {**here, "num_items_in_batch": items}
+    for number, batch in enumerate(ours, 1):
+        ranks.reduce(model, number == len(ours))
+        given = {**on_device(batch, device), "num_items_in_batch": items}
         loss = work(given, factor) if graphs is None else graphs.run(work, given, factor)
         total = total + loss.to(total)
         beat(step=True)
         if told is not None:
-            told(number, len(batches), loss * (each / max(1, count_targets(batch, task))))
+            told(number, len(ours), loss * (each / max(1, batch.targets)))
     return total, targets
 
 
@@ -75,15 +74,28 @@ def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContext
     return loss.detach()
 
 
-def arguments(model: nn.Module, batch: Arguments, device: torch.device) -> dict[str, Any]:
-    """What a forward of `batch` takes, on `device`. Which of the labels its head will ask for is known where they still are on the
-    host: there no device is waited for."""
-    here, labels, head = on_device(batch, device), batch.get("labels"), getattr(model, "head", None)
+class Ready(dict[str, Any]):
+    """A batch with all that the host does for a model to train on it: what a forward takes, still on the host, and how many tokens
+    of the loader's batch count as `targets` and as `tokens`."""
+
+    targets: int
+    tokens: int
+
+
+def ready(model: nn.Module, batch: Arguments, task: str, device: torch.device, fill: bool) -> Ready:
+    """`batch` of the loader, ready for a model that trains on `device`; one that is ready stays as it is. No device takes part, so
+    another thread may do it while one is at work. `fill`: up to shapes that come again. Which of the labels the head will ask for
+    is known where they still are on the host: there no device is waited for."""
+    if isinstance(batch, Ready):
+        return batch
+    found = Ready(filled(model, batch) if fill else batch)
+    found.targets, found.tokens = count_targets(batch, task), count_tokens(batch, task)
+    labels, head = found.get("labels"), getattr(model, "head", None)
     if device.type == "cuda" and isinstance(head, Head) and isinstance(labels, Tensor) and labels.is_cpu:
         labelled = head.labelled_of(labels)
         if labelled is not None:
-            here["target_places"] = onto(labelled, device)
-    return here
+            found["target_places"] = labelled
+    return found
 
 
 def number_on(value: float, device: torch.device) -> Tensor | float:
