@@ -29,9 +29,12 @@ def refuse_missing(file: str | PathLike[str] | None, key: str | None, found: str
 
 
 def message(file: str | PathLike[str] | None, key: str | None, found: str, wanted: str) -> str:
-    """The line itself: control characters escaped, at most `LIMIT` characters, the remedy always whole."""
+    """The line itself: control characters escaped, at most `LIMIT` characters, half of them the remedy's, in whole words."""
     parts = [printable(str(part)) for part in (file, key, found) if part is not None]
-    tail = printable(wanted)[: LIMIT // 2]
+    tail = printable(wanted)
+    if len(tail) > LIMIT // 2:
+        cut = tail[: LIMIT // 2 - 4]
+        tail = f"{cut.rpartition(' ')[0] or cut} ..."
     room = LIMIT - len(tail) - 2
     while (over := len(": ".join(parts)) - room) > 0:  # the longest part gives way, so that the others stay readable
         longest = max(range(len(parts)), key=lambda i: len(parts[i]))

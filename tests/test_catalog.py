@@ -8,7 +8,7 @@ import pytest
 from modelcenter.__main__ import main
 from modelcenter.config import bind, describe, find, names, packaged, read_recipe
 from modelcenter.data.objective import COMMON, find_objective
-from modelcenter.errors import InputError, MissingError
+from modelcenter.errors import InputError, MissingError, message
 from modelcenter.metrics.suites import SUITES
 from modelcenter.parallel.machine import Machine, load_machine
 from modelcenter.train.catalog import LINE, commented, listing, reasons, value_at
@@ -134,6 +134,9 @@ def test_a_recipe_of_ones_own_with_variants(tmp_path: Path, monkeypatch: pytest.
     ("glue/rtee", "glue/rtee: no such recipe; did you mean 'rte'?"),
     ("finetune/rte", "finetune/rte: no such recipe; finetune has none"),
     ("glu/rte", "glu/rte: no such file"),
+    ("qa", "qa: no such recipe but an objective; recipes that have it: squad/v1, squad/v2"),
+    ("regress", "regress: no such recipe but an objective; recipes that have it: glue/stsb"),
+    ("fim", "fim: no such recipe but an objective; objective=fim goes with another recipe"),
 ])  # fmt: skip
 def test_variants_are_checked(name: str, found: str) -> None:
     with pytest.raises(InputError) as refused:
@@ -167,3 +170,10 @@ def test_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bind_knows_no_variants() -> None:
     with pytest.raises(InputError, match="variants: unknown key"):
         bind(Recipe, read_recipe(find("glue", "recipe", packaged())))
+
+
+def test_a_long_remedy_ends_with_a_word() -> None:
+    """Of two remedies that do not fit one line the first words; of a word that does not, its letters."""
+    assert message(None, "x", "odd", f"known: {', '.join(['recipe'] * 40)}").endswith("recipe, recipe, ...")
+    assert message(None, "x", "odd", "y" * 400) == f"x: odd; {'y' * 146} ..."
+    assert message(None, "x", "odd", "y" * 150) == f"x: odd; {'y' * 150}"

@@ -195,6 +195,8 @@ def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
     base, _, chosen = str(name).rpartition("/")
     if base not in names(known) and Path(base).suffix not in (".yaml", ".yml"):
         base, chosen = str(name), ""
+    if base in objectives() and base not in names(known):
+        refuse_missing(None, base, "no such recipe but an objective", with_objective(base))
     file = find(base, "recipe", known)
     tree = read_recipe(file)
     variants = tree.pop("variants", {})
@@ -206,6 +208,16 @@ def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
         refuse(None, base, "several recipes", f"one of {', '.join(f'{base}/{variant}' for variant in variants)}")
     tree = merge(tree, variants.get(chosen, {}))
     return file, {"output_dir": f"runs/{name}", **tree} if base in names(known) else tree
+
+
+def with_objective(objective: str) -> str:
+    """Which packaged recipes train for it, in words."""
+    found, default = [], Recipe.__dataclass_fields__["objective"].default
+    for base in names(packaged()):
+        tree = read_recipe(find(base, "recipe", packaged()))
+        variants = {f"/{name}": own for name, own in tree.get("variants", {}).items()} or {"": {}}
+        found += [f"{base}{name}" for name, own in variants.items() if {**tree, **own}.get("objective", default) == objective]
+    return f"recipes that have it: {', '.join(found)}" if found else f"objective={objective} goes with another recipe"
 
 
 # -------------------------------------------------------------------------------------------------------------- aliases
