@@ -20,7 +20,7 @@ from ._op import Op, raw
 from .dropout import draw, dropout
 
 UNALIGNED = 4586  # columns of a row that is not aligned, at most, of which four fit into an H200's shared memory with all they need
-ROWS, CHUNKS = 32, 64  # on the CPU: rows of a partial sum for weight and bias, and how many sums at most
+ROWS, CHUNKS = 32, 256  # on the CPU: rows of a partial sum for weight and bias, and how many sums at most
 Forward = tuple[Tensor, Tensor, Tensor]
 
 
