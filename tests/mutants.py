@@ -1029,7 +1029,7 @@ MUTANTS = (
            "test_train.py::test_the_random_states_of_torch_and_python_come_back"),
     Mutant("broken-states-are-none", "train/folder.py", "broken := [path.name for path in steps(folder)]", "broken := []",
            "test_train.py::test_a_run_whose_states_are_all_broken_does_not_begin_again_by_itself", "Failed"),
-    Mutant("data-off-by-one-on-resume", "train/loop.py", "loader.steps(session.at.sample,", "loader.steps(session.at.sample + (session.at.step > 0),",
+    Mutant("data-off-by-one-on-resume", "train/session.py", "loader.steps(self.at.sample,", "loader.steps(self.at.sample + (self.at.step > 0),",
            "test_train.py::test_resume_from_another_folder"),
     Mutant("evaluation-mean-of-batches", "train/evaluate.py", "            total += float(out.loss)\n",
            "            total += float(out.loss) / max(1, count_targets(here, task))\n",
