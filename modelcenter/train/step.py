@@ -38,7 +38,7 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     On several ranks `batches` are this one's share and `targets` those of all; the gradients are formed when it returns, and the
     loss is the mean over the ranks of what each returns. `told` hears of each of them: its number, how many there are, and
     its own mean loss. `graphs`: those of the model, where forward and backward may be recorded and batches are filled up to shapes
-    that come again."""
+    that come again. A batch that is not `ready` is made so."""
     step = partial(added_up, model, batches, task, compute, scale, targets, ranks, told, graphs)
     return step() if graphs is None else graphs.attempt(step)
 
