@@ -46,7 +46,8 @@ KEYS: dict[str, type] = {"generate": Generation, "convert": Conversion, "average
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 for bad input, 130 when interrupted; of ranks, the first failure's."""
+    """Run one command and return its exit status: 0, 2 for bad input, 75 where another process was waited for in vain, 130 when
+    interrupted; of ranks, the first failure's."""
     argv = sys.argv[1:] if argv is None else argv
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in argv:
             raise
         tell(f"modelcenter: error: {error}")
-        return 2
+        return error.status
     except RuntimeError as error:
         from .train.launch import status_of
 

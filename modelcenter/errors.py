@@ -11,7 +11,15 @@ LIMIT = 300  # characters of a message; a hostile file must not fill the termina
 
 
 class InputError(ValueError):
-    """Input that a user can mend. The text is `<file>: <key or byte>: <found>; <wanted>`."""
+    """Input that a user can mend. The text is `<file>: <key or byte>: <found>; <wanted>`, `status` what a command exits with."""
+
+    status = 2
+
+
+class LateError(InputError):
+    """Another process did not come in time. Whoever started this one has to mend that, or only to start all of them again."""
+
+    status = 75  # sysexits.h: a temporary failure
 
 
 class MissingError(InputError, FileNotFoundError):

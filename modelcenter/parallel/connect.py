@@ -14,13 +14,13 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..errors import InputError, refuse, tell
+from ..errors import InputError, LateError, message, refuse, tell
 from .machine import Machine
 from .ranks import named
 from .variable import variable
@@ -94,23 +94,28 @@ def meet(rank: int, size: int, seconds: float, device: str) -> Any:
         try:
             store.wait([key], timedelta(seconds=max(RETRY, until - time.monotonic()) + PATIENCE))
         except RuntimeError:
-            refuse("environment", "RANK", f"0 has not come within {seconds:g} s", "start all ranks; one of them is the first")
+            late("RANK", f"0 has not come within {seconds:g} s", "start all ranks; one of them is the first")
         said = json.loads(store.get(key))
         store.add("heard", 1)
     if said:
-        refuse(*said)
+        raise (LateError if said[0] else InputError)(message("environment", *said[1:]))
     return store
 
 
-def verdict(store: Any, size: int, until: float, seconds: float) -> tuple[str | None, str, str, str] | tuple[()]:
-    """What the first rank finds wrong with the others, as `refuse` takes it."""
+def late(key: str, found: str, wanted: str) -> NoReturn:
+    """As `refuse`, for a process that was waited for."""
+    raise LateError(message("environment", key, found, wanted))
+
+
+def verdict(store: Any, size: int, until: float, seconds: float) -> tuple[bool, str, str, str] | tuple[()]:
+    """What the first rank finds wrong with the others: whether one is late, then key, found and wanted."""
     keys = [f"rank/{rank}" for rank in range(size)]
     began = time.monotonic()
     said = False
     while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
         if time.monotonic() > until:
             found = f"{size}, but {named(missing)} did not come within {seconds:g} s"
-            return "environment", "WORLD_SIZE", found, "start them all, with one MASTER_ADDR and one MASTER_PORT"
+            return True, "WORLD_SIZE", found, "start them all, with one MASTER_ADDR and one MASTER_PORT"
         if not said and time.monotonic() - began > PATIENCE:
             tell(f"modelcenter: waiting for {named(missing)} of {size}, {seconds:g} s at most")
             said = True
@@ -120,7 +125,7 @@ def verdict(store: Any, size: int, until: float, seconds: float) -> tuple[str | 
         odd = next((rank for rank, one in enumerate(all_of_them) if one[key] != all_of_them[0][key]), None)
         if odd is not None:
             two = [f"{all_of_them[rank][key]} on rank {rank} ({all_of_them[rank]['host']})" for rank in (0, odd)]
-            return "environment", key, " and ".join(two), "the same everywhere"
+            return False, key, " and ".join(two), "the same everywhere"
     return ()
 
 
@@ -197,8 +202,8 @@ def knock(host: str, port: int, rank: int, left: float, seconds: float) -> None:
         except OSError as error:
             waited, why = time.monotonic() - began, error.strerror or str(error)
         if waited > left:
-            refuse("environment", "MASTER_ADDR", f"nobody answers at {host}:{port} within {seconds:g} s ({why})",
-                   "the first rank's address, started, its port open")
+            late("MASTER_ADDR", f"nobody answers at {host}:{port} within {seconds:g} s ({why})",
+                 "the first rank's address, started, its port open")
         if not said and waited > PATIENCE:
             tell(f"modelcenter: rank {rank} waits for the first one at {host}:{port} (MASTER_ADDR, MASTER_PORT): {why}; "
                  f"{seconds:g} s at most")
