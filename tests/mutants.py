@@ -1031,6 +1031,8 @@ MUTANTS = (
            "test_train.py::test_a_run_whose_states_are_all_broken_does_not_begin_again_by_itself", "Failed"),
     Mutant("a-late-rank-is-a-mistake", "parallel/connect.py", "(LateError if said[0] else InputError)", "InputError",
            "test_connect.py::test_a_rank_that_does_not_come"),
+    Mutant("who-has-said-it-ended-by-force", "train/launch.py", "(HEARD if BAD_INPUT in failed else GRACE)", "GRACE",
+           "test_launch.py::test_who_has_said_what_is_to_be_mended_may_end[2-3.0-found0]"),
     Mutant("a-mistake-is-tried-again", "parallel/connect.py", "return False, key,", "return True, key,",
            "test_connect.py::test_sizes_that_differ"),
     Mutant("data-off-by-one-on-resume", "train/session.py", "loader.steps(self.at.sample,", "loader.steps(self.at.sample + (self.at.step > 0),",

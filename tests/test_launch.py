@@ -227,6 +227,18 @@ def test_who_failed_first(status: list[int | None], rank: int | None) -> None:
     assert launch.culprit(status) == rank
 
 
+@pytest.mark.parametrize(("status", "late", "found"), [
+    (2, 3.0, [2, 2]), (2, 9.0, [None, 2]), (1, 3.0, [None, 1]), (1, 0.5, [1, 1]),
+])  # fmt: skip
+def test_who_has_said_what_is_to_be_mended_may_end(status: int, late: float, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank has the terminal: ended by force it would have said its line, and the launcher another's again."""
+    clock = [0.0]
+    passed = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda s: clock.append(clock.pop() + s))
+    monkeypatch.setattr(launch, "time", passed)
+    ranks: Any = [SimpleNamespace(poll=lambda at=at: status if clock[0] >= at else None) for at in (late, 0.0)]
+    assert launch.wait(ranks) == found
+
+
 def test_as_many_ranks_as_a_launcher_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`machine.fsdp=auto`, on the command line and in a profile, whose other degrees the command line may change."""
     file = tmp_path / "m.yaml"

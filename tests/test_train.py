@@ -381,7 +381,8 @@ with Interrupt() as interrupt:
     while not interrupt:
         time.sleep(0.01)
     print("asked", flush=True)
-    time.sleep(600)
+    while True:  # a signal just before a long sleep would not end it
+        time.sleep(0.01)
 """
 
 
@@ -457,7 +458,8 @@ from modelcenter.train.interrupt import Interrupt
 with Interrupt(), download.under_way():
     try:
         print("ready", flush=True)  # here, or the signal comes before there is anything to tidy
-        time.sleep(600)
+        while True:  # a signal just before a long sleep would not end it
+            time.sleep(0.01)
     finally:
         print("tidied", flush=True)
 """

@@ -38,6 +38,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # by which torch is told how to manage a GPU's memory; the newer first
 BAD_INPUT = 2  # the exit status of a rank that found what a user has to mend
 GRACE = 1.0  # seconds in which the rank that failed first may end after those that miss it
+HEARD = 4.0  # seconds in which all end of what one has found to be mended: the first, which has the terminal, may have said it
 SILENT = "says nothing, it is stopped or its machine is gone"
 WORDS = re.compile(r"gloo|nccl|connection|broken pipe|process ?group|store", re.IGNORECASE)
 
@@ -148,8 +149,10 @@ def start(command: Sequence[str], rank: int, mine: range, ranks: int, place: Pat
 def wait(ranks: "Sequence[subprocess.Popen[bytes]]") -> list[int | None]:
     """How each has ended, when all have or one has failed; None: not yet."""
     while any(process.poll() is None for process in ranks):
-        if any(process.poll() for process in ranks):
-            time.sleep(GRACE)
+        if failed := {process.poll() for process in ranks} - {None, 0}:
+            until = time.monotonic() + (HEARD if BAD_INPUT in failed else GRACE)
+            while any(process.poll() is None for process in ranks) and time.monotonic() < until:
+                time.sleep(0.02)
             break
         time.sleep(0.02)
     return [process.poll() for process in ranks]
