@@ -35,7 +35,6 @@ import torch
 
 import modelcenter as mc
 from modelcenter.checkpoint.load import fill
-from modelcenter.create import place
 from modelcenter.layers.initial import Normal, initial
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
@@ -45,6 +44,7 @@ from modelcenter.parallel.layout import Costs
 from modelcenter.parallel.layout import Job as Planned
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.peers import Mapped
+from modelcenter.place import place
 from modelcenter.train.step import accumulate, autocast, update
 
 MEMORY, TIME, CHOICE = 0.08, 0.15, 0.05  # how far off a prediction may be; how much slower than the best one tried the choice

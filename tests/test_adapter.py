@@ -671,7 +671,7 @@ def test_a_base_of_a_revision_is_asked_for_again(tmp_path: Path, monkeypatch: py
         asked.append((str(name), revision))
         return Path(zoo.reference(LLAMA)[1]) if name == "someone/base" else Path(name)
 
-    monkeypatch.setattr("modelcenter.create.hub.resolve", resolve)
+    monkeypatch.setattr("modelcenter.identify.hub.resolve", resolve)
     mc.load("someone/base", revision="v1", adapter=lora()).save_pretrained(tmp_path / "a")
     again = mc.load(tmp_path / "a")
     assert asked == [("someone/base", "v1"), (str(tmp_path / "a"), None), ("someone/base", "v1")]

@@ -18,7 +18,6 @@ from zoo import Case, cases, tiny
 
 import modelcenter as mc
 from modelcenter.checkpoint.load import fill
-from modelcenter.create import place
 from modelcenter.layers import Block
 from modelcenter.layers.initial import initial
 from modelcenter.model import skeleton
@@ -27,6 +26,7 @@ from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.blocks import blocks, units
 from modelcenter.parallel.ranks import ALONE, Ranks
+from modelcenter.place import place
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.step import accumulate, autocast, update
 

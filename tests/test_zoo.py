@@ -156,9 +156,9 @@ def test_a_model_built_here_opens_in_transformers(case: Case, tmp_path: Path) ->
     import transformers
 
     from modelcenter.checkpoint.load import fill
-    from modelcenter.create import place
     from modelcenter.layers.initial import initial
     from modelcenter.model import skeleton
+    from modelcenter.place import place
 
     ours = skeleton(case.family, tiny(case.kind, case.variant, case.task), case.task, torch.float32)
     place(ours, None, None)

@@ -6,8 +6,8 @@ from typing import Any
 from ..checkpoint.manifest import verify
 from ..checkpoint.state import load_state
 from ..config import bind, read_recipe
-from ..create import as_dtype
 from ..errors import refuse_missing
+from ..identify import as_dtype
 from ..optim.ema import EMA
 from ..parallel.machine import Machine
 from .folder import RECIPE

@@ -7,10 +7,11 @@ from types import TracebackType
 from typing import Self
 
 from ..config import bind, override, to_dict
-from ..create import build, check_adapter
+from ..create import build
 from ..data.objective import find_objective
 from ..errors import InputError, refuse
 from ..parallel.machine import Machine
+from ..place import check_adapter
 from .folder import check
 from .launch import check_ranks
 from .recipe import Recipe

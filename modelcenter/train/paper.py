@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..create import build, check_adapter
+from ..create import build
 from ..data.objective import find_objective
 from ..errors import InputError, nearest, refuse
 from ..layers import Adapted
@@ -17,6 +17,7 @@ from ..parallel.device import count_of, device_of
 from ..parallel.layout import Costs, Job
 from ..parallel.machine import Machine
 from ..parallel.survey import Survey, survey
+from ..place import check_adapter
 from ..registry import presets
 from .calibrate import NOTHING, learn
 from .fit import job_of, keeper

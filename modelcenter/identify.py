@@ -1,0 +1,170 @@
+"""Which model is meant by a name and the options beside it: its folder, family, config, task, labels and dtype.
+
+What the caller says comes first, then the preset, an adapter's folder, config.json, and the tensors themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .adapter.attach import LABELLED
+from .adapter.config import AdapterConfig
+from .adapter.folder import Saved, is_adapter, read_adapter
+from .checkpoint import hub
+from .checkpoint.config import changed
+from .checkpoint.folder import Folder
+from .checkpoint.match import Keys, same
+from .errors import nearest, refuse
+from .model import Model, Preset
+from .registry import families, hubs, presets
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model's weights are. Where the folder asked for holds an adapter, all but `saved` is about its base."""
+
+    name: str | PathLike[str]  # a folder, a preset or a hub id
+    path: Path  # the folder that it resolved to
+    revision: str | None
+    preset: Preset | None  # the one of that name
+    saved: Saved | None
+
+    @property
+    def told(self) -> str | None:
+        """The hub id, or a folder's whole path."""
+        if Path(self.name).expanduser() == self.path:
+            return str(self.path.resolve())
+        return self.preset.hub if self.preset is not None else str(self.name)
+
+
+def find(name: str | PathLike[str], revision: str | None, local_files_only: bool, adapter: AdapterConfig | None) -> Source:
+    """The folder that `name` means, and its base's if it holds an adapter; `adapter` is the one that the caller gave."""
+    resolve = partial(hub.resolve, local_files_only=local_files_only, presets=hubs())
+    path, saved = resolve(name, revision=revision), None
+    if adapter is not None and not isinstance(adapter, AdapterConfig):
+        refuse(None, "adapter", repr(adapter), "mc.AdapterConfig(name='lora', ...)")
+    if is_adapter(path):
+        saved = read_adapter(path)
+        if adapter is not None:
+            refuse(path, "adapter", "the folder holds one", "merge it first (modelcenter merge), or load it as it is")
+        name, revision = saved.base, saved.revision
+        path = resolve(name, revision=revision)
+    return Source(name, path, revision, presets().get(str(name), (None, None))[1], saved)
+
+
+def described(cls: type[Model], folder: Folder, source: Source, task: str, config: Mapping[str, Any] | None,
+              num_labels: int | None, id2label: Mapping[int, str] | None) -> tuple[Any, str]:
+    """The config and the task. The preset, config.json, the adapter's folder and the caller all have a say in them."""
+    saved = source.saved
+    if task == "auto" and source.preset is not None and source.path != Path(source.name):
+        task = source.preset.task or task
+    full = changed(cls.Config.from_dict(folder.config, source.path / "config.json"), config or {})
+    if saved is not None:
+        if task == "auto":
+            task = saved.task({t: head.architecture for t, head in cls.tasks.items()}) or task
+        if id2label is None and num_labels is None and task in LABELLED:
+            id2label = saved.labels([row[0] for row in cls.tasks[task].rows])
+        full = replace(full, file={**full.file, **saved.settled})
+    if id2label is not None or num_labels is not None:
+        full = replace(full, labels=labels_of(num_labels, id2label))
+    return full, task
+
+
+def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> type[Model]:
+    """The family that config.json's model_type names, or `wanted` if that is the caller's own subclass of it. A family that is not
+    among those `wanted` is refused."""
+    kind = folder.config.get("model_type")
+    file = Path(folder.path) / "config.json"
+    known = families()
+    if not isinstance(kind, str) or kind not in known:
+        refuse(file, "model_type", repr(kind), f"one of the families that are here: {', '.join(sorted(known))}")
+    if isinstance(wanted, type) and issubclass(wanted, known[kind]) and wanted.Config is known[kind].Config:
+        return wanted
+    if not issubclass(known[kind], wanted):
+        names = [w.Config.hf.model_type for w in (wanted if isinstance(wanted, tuple) else (wanted,))]
+        refuse(file, "model_type", repr(kind), f"{' or '.join(map(repr, names))}; modelcenter.load takes any family")
+    return known[kind]
+
+
+def task_of(family: type[Model], folder: Folder) -> str:
+    """The task of the checkpoint's head: what `architectures` says, else the first task whose head is all there."""
+    named = {task.architecture: name for name, task in reversed(list(family.tasks.items()))}
+    said = folder.config.get("architectures") or []
+    if not isinstance(said, list) and family.default_task is None:
+        refuse(Path(folder.path) / "config.json", "architectures", repr(said), f"a list; known: {', '.join(named)}")
+    found = [named[name] for name in said if isinstance(name, str) and name in named] if isinstance(said, list) else []
+    if family.default_task is not None:  # a bare backbone, whose head may be tied, is the default too
+        return next((task for task in found if family.tasks[task].rows or family.tasks[task].without), family.default_task)
+    if found:
+        return found[0]
+    keys = Keys(folder)
+    there = {key.rpartition(".")[0] for key in keys.real} | set(keys.real)
+    for name, task in family.tasks.items():
+        if task.rows and all(row[0] in there or row[0].removeprefix(family.prefix) in there for row in task.rows):
+            return name
+    if said:
+        wanted = f"known: {', '.join(named)}; or give the task"
+        refuse(Path(folder.path) / "config.json", "architectures", repr(said[0]), wanted)
+    return "backbone"
+
+
+def untie(family: type[Model], config: Any, folder: Folder, task: str) -> tuple[Any, list[str]]:
+    """The config, and the names of copies to load, with tied weights untied where the file's two tensors differ: the tensors decide
+    what is tied, not the config."""
+    heads = {row[0]: row[1] for row in family.tasks[task].rows}
+    tied = family.tied(config)
+    keys = Keys(folder)
+    for alias, source in family.aliases.items():
+        ours = heads.get(alias.removesuffix(".weight"))
+        copies = [other for other, of in family.aliases.items() if of == source and other != alias]
+        where = next((s for s in (source, source.removeprefix(family.prefix), *copies) if s in keys), None)
+        if f"{ours}.weight" in tied and alias in keys and where and not same(keys[alias], keys[where]):
+            return replace(config, tie=False), [alias]
+    return config, []
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a name: ours (bf16), or torch's with or without its prefix (torch.bfloat16)."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = DTYPES.get(dtype) or getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        refuse(None, "dtype", repr(dtype), nearest(dtype, ["auto", *DTYPES, "float32", "bfloat16", "float16"]))
+    return found
+
+
+def dtype_of(folder: Folder, ignored: Sequence[str]) -> torch.dtype:
+    """The widest dtype of the folder's floating-point tensors. Tensors whose names match `ignored` do not count: masks and
+    frequencies may be stored wider than the weights."""
+    keys = [key for key in folder.keys() if not any(fnmatchcase(key, pattern) for pattern in ignored)]  # noqa: SIM118  # no dict
+    kinds = {folder.dtype(key) for key in keys}
+    floating = [k for k in kinds if k.is_floating_point and k.itemsize > 1]
+    return max(floating, key=lambda k: (k.itemsize, k == torch.bfloat16), default=torch.float32)
+
+
+def check_labels(family: type[Model], task: str, count: int | None, names: Mapping[int, str] | None) -> None:
+    """Refuse labels for a head that has none."""
+    if (count, names) == (None, None) or task in (labelled := ("classify", "tag")):
+        return
+    key, wanted = "num_labels" if count is not None else "id2label", [name for name in labelled if name in family.tasks]
+    refuse(None, key, f"given with the task {task!r}, which has no labels", f"task={' or task='.join(wanted) or 'another'}")
+
+
+def labels_of(count: int | None, names: Mapping[int, str] | None) -> tuple[str, ...]:
+    """The names of a classifier's labels: `names`, or LABEL_0, LABEL_1 ... for `count` of them."""
+    if count is not None and (type(count) is not int or count < 1):
+        refuse(None, "num_labels", repr(count), "a whole number, 1 or more")
+    if names is None:
+        return tuple(f"LABEL_{i}" for i in range(count or 0))
+    names = {int(key) if isinstance(key, str) and key.isdecimal() else key: name for key, name in names.items()}  # as in a file
+    if {*names} != {*range(len(names))} or count not in (None, len(names)):
+        refuse(None, "id2label", f"keys {list(names)[:5]}", "a name for each of 0 to num_labels - 1")
+    return tuple(names[i] for i in range(len(names)))

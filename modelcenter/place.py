@@ -1,0 +1,95 @@
+"""Storage for a model's parameters: on which device, and on several ranks sharded as the machine says."""
+
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapter.config import AdapterConfig
+from .checkpoint.load import local
+from .errors import refuse
+from .model import Model
+from .parallel.blocks import fit_blocks
+from .parallel.check import check
+from .parallel.device import check_device, device_of
+from .parallel.machine import Machine, load_machine
+
+
+def place(model: Model, device: str | torch.device | None, machine: Machine | None, precision: str | None = None,
+          meanwhile: Callable[[torch.device], object] = lambda home: None) -> None:
+    """Give the parameters storage on `device`, or on the machine's own, sharded as the machine says.
+
+    On several ranks a thread calls `meanwhile` with the device that the weights will be on, as soon as FSDP begins to wrap.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        jobs: list[Future[object]] = []
+        if machine is not None:
+            where = partial(device_of, machine)
+            if machine.ranks > 1:
+                from .parallel.apply import parallelize  # FSDP and DTensor take seconds to import
+
+                parallelize(model, machine, precision, quiet=lambda: jobs.append(thread.submit(meanwhile, where())))
+            else:
+                check(machine)
+                fit_blocks(model, machine)
+            device = device or where()
+        home = torch.device(device or "cpu")
+        check_memory(model, home)
+        model._apply(partial(stored, home=home))  # type: ignore[no-untyped-call]  # torch has no types there
+        model.tie()
+    for job in jobs:
+        job.result()
+
+
+def stored(t: Tensor, home: torch.device) -> Tensor:
+    """`t` with storage on `home`, its values unset; a quantised layer's tensor has its values already, and keeps them."""
+    if not t.is_meta:
+        return t.to(home)
+    # `empty_like` of what has no storage imports torch's compiler first, and of a DTensor takes a thousandth of a second
+    whole: Any = t
+    out = torch.empty(local(t)[1].shape, dtype=t.dtype, device=home)
+    if not hasattr(whole, "placements"):
+        return out
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(out, whole.device_mesh, whole.placements, run_check=False, shape=t.shape, stride=t.stride())
+
+
+def check_memory(model: Model, device: torch.device) -> None:
+    """Refuse a model whose weights alone exceed the memory of `device`, before any of it is allocated."""
+    if device.type == "cuda":
+        have = torch.cuda.mem_get_info(device)[1]
+    elif device.type == "cpu":
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    need = sum(math.prod(r.stop - r.start for r in local(p)[0]) * p.itemsize for p in model.parameters())
+    if need > have:
+        room, ways = f"at most {have / 1e9:,.0f} GB, the memory of {device}", "bf16, an adapter on nf4, or more ranks (fsdp)"
+        refuse(None, "model", f"{need / 1e9:,.0f} GB of weights", f"{room}: {ways}")
+
+
+def check_adapter(model: Model, adapter: AdapterConfig, machine: Machine | None) -> None:
+    """Refuse, before any weight is read, weights in 4 or 8 bits that cannot be divided among the tensor-parallel ranks."""
+    if machine is not None and machine.tensor_parallel > 1 and adapter.quantize != "none":
+        from .parallel.adapted import check_codes
+
+        check_codes(model, adapter.quantize, machine.tensor_parallel)
+
+
+def as_machine(machine: str | Machine | None) -> Machine | None:
+    """The machine profile of that name or path, or the machine itself."""
+    return load_machine(machine) if isinstance(machine, str) else machine
+
+
+def is_meta(device: str | torch.device | None) -> bool:
+    """Whether nothing is to be allocated; a device that is not here is refused."""
+    if device is None:
+        return False
+    check_device(device)
+    return torch.device(device).type == "meta"
