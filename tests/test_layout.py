@@ -65,6 +65,18 @@ def gpt(**changes: Any) -> Any:
     return mc.build("gpt2", config={**GPT, **changes}, device="meta")
 
 
+WIDE = {"layers": 6, "dim": 128, "heads": 4, "vocab": 600, "positions": 128}
+PLAIN = {"layers": 4, "dim": 128, "heads": 4, "hidden": 256, "vocab": 600}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt": ("gpt2", "lm", WIDE), "bert": ("bert-base-uncased", "mlm", {**PLAIN, "positions": 128}),
+    "t5": ("t5-small", "seq2seq", {**PLAIN, "decoder_layers": 4, "head_dim": 32}),
+    "llama": ("llama-3.2-1b", "lm", {**PLAIN, "kv_heads": 2}),
+    "bloom": ("bloom-560m", "lm", {key: PLAIN[key] for key in PLAIN if key != "hidden"}),
+    "cpm-ant": ("cpm-ant-10b", "lm", {**PLAIN, "head_dim": 32}),
+    "head": ("llama-3.1-8b", "lm", {**PLAIN, "kv_heads": 2, "vocab": 8192}),  # that is sent by itself
+}  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------------ rehearsed in part
 
 DEEP: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -113,6 +125,17 @@ def test_a_bias_by_distance_has_a_gpus_kernel_where_one_is_meant(name: str) -> N
     own = 2 if name == "t5-small" else 1  # attention to itself, of each stack
     assert called[True]["relative_attention"] == called[True]["relative_attention_backward"] == own, "once: it is kept"
     assert called[False]["relative_attention"] == 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_one_of_two_tensor_parallel_ranks_has_its_own_heads_biases(family: str, padded: bool) -> None:
+    """Also where torch's attention is asked, as for few queries. BLOOM's slopes are neither parameters nor buffers."""
+    preset, task, config = FAMILIES[family]
+    model = mc.build(preset, task=task, config=config, device="meta")
+    some = batch(3, 16) | ({"attention_mask": torch.ones(3, 16, dtype=torch.long)} if padded else {})
+    for precision, gpu in (("fp32", False), ("bf16", False), ("bf16", True)):
+        assert rehearse(model, some, adamw, partial(autocast, precision, CPU), CPU, gpu=gpu, ranks=2, evaluates=True).calls > 0
 
 
 def test_what_a_caching_allocator_keeps_for_no_use() -> None:
@@ -541,16 +564,6 @@ def test_a_host_is_timed_by_one_thread() -> None:
 
 # -------------------------------------------------------------------------------------------------------- measured ranks
 
-WIDE = {"layers": 6, "dim": 128, "heads": 4, "vocab": 600, "positions": 128}
-PLAIN = {"layers": 4, "dim": 128, "heads": 4, "hidden": 256, "vocab": 600}
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt": ("gpt2", "lm", WIDE), "bert": ("bert-base-uncased", "mlm", {**PLAIN, "positions": 128}),
-    "t5": ("t5-small", "seq2seq", {**PLAIN, "decoder_layers": 4, "head_dim": 32}),
-    "llama": ("llama-3.2-1b", "lm", {**PLAIN, "kv_heads": 2}),
-    "bloom": ("bloom-560m", "lm", {key: PLAIN[key] for key in PLAIN if key != "hidden"}),
-    "cpm-ant": ("cpm-ant-10b", "lm", {**PLAIN, "head_dim": 32}),
-    "head": ("llama-3.1-8b", "lm", {**PLAIN, "kv_heads": 2, "vocab": 8192}),  # that is sent by itself
-}  # fmt: skip
 MESHES: dict[str, tuple[dict[str, Any], str, int, int]] = {  # degrees, precision, rows and number of micro-batches
     "zero 3": ({"fsdp": 2}, "bf16", 8, 1), "zero 3, two micro-batches": ({"fsdp": 2}, "fp32", 4, 2),
     "zero 3, selective": ({"fsdp": 2, "recompute": "selective"}, "bf16", 8, 1),

@@ -21,6 +21,8 @@ def twin(model: nn.Module, device: torch.device, fake: FakeTensorMode, *, keep: 
     of which stacks; `ranks`: those of which one has this part of each layer; `dtype`: of the floating-point parameters."""
     memo: dict[int, Any] = {}
     cut = dict(shards(model, ranks)) if ranks > 1 else {}
+    words = [getattr(module, child) for module, child, _ in tables(model)] if ranks > 1 else []
+    numbers = [part for part in words if isinstance(part, Tensor)]  # ALiBi's slopes are neither parameter nor buffer
     out: set[int] = set()
     kept: dict[int, list[nn.Module]] = {}
     for i, stack in enumerate(m for m in model.modules() if isinstance(m, Stack)):
@@ -30,7 +32,7 @@ def twin(model: nn.Module, device: torch.device, fake: FakeTensorMode, *, keep: 
             left = {id(block) for block in kept[i]}
             out |= {id(t) for block in all_ if id(block) not in left for t in (*block.parameters(), *block.buffers())}
     with fake:
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in dict.fromkeys((*model.parameters(), *model.buffers(), *numbers)):
             if id(tensor) in out:
                 continue
             shape = cut.get(id(tensor), tensor.shape)
