@@ -146,6 +146,7 @@ class Model(Guest):
 
         `input_ids` (b s), or `inputs_embeds` (b s dim). `attention_mask` (b t): 1 where a token is real. `position_ids` and
         `token_type_ids` (b s); an encoder-decoder also takes `decoder_input_ids` and `decoder_attention_mask`, of the target.
+        Positions of one row that begin anew at 0 are several sequences to a causal model, unless a mask or a cache is given.
         `logits_to_keep`: logits of so many last tokens only.
 
         `labels` (b s) as in transformers: -100 is ignored, a causal model shifts them itself; a classifier's are (b), or (b labels)

@@ -131,6 +131,24 @@ def test_packed_equals_alone(case: Case) -> None:
         assert (p.grad - packed[name]).abs().max() <= 1e-10 * largest, name
 
 
+@pytest.mark.parametrize("case", [c for c in FIRST if c.kind in ("bloom", "gpt2", "llama")], ids=str)
+def test_positions_that_begin_anew_are_sequences(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DataCollatorWithFlattening gives them and transformers reads them in training; but BLOOM's has no positions."""
+    theirs, ours = pair(case)
+    ids, at = inputs(case)["input_ids"][:1], torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]])
+    together = scores(ours(ids, position_ids=at))
+    close(together, torch.cat([scores(ours(ids[:, a:b])) for a, b in ((0, 4), (4, 5), (5, 11))], 1), 1e-10, str(case))
+    if case.kind != "bloom":
+        monkeypatch.setattr(theirs.config, "use_cache", False)
+        with zoo.wide(torch.float64):
+            close(together, scores(theirs(ids, position_ids=at)), 1e-10, str(case))
+        whole, mask = scores(ours(ids, position_ids=at, attention_mask=torch.ones_like(ids))), torch.ones_like(ids)
+        with zoo.wide(torch.float64):
+            close(whole, scores(theirs(ids, position_ids=at, attention_mask=mask)), 1e-10, str(case))
+    with pytest.raises(mc.InputError, match=r"position_ids: begin anew within rows of a batch of 2; all sequences in one row"):
+        ours(ids.repeat(2, 1), position_ids=at)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_round_trip_is_bit_for_bit(case: Case, tmp_path: Path) -> None:
     import transformers

@@ -16,6 +16,7 @@ from torch.utils import _pytree
 
 from ..errors import nearest, refuse
 from ..ops import _graph
+from ..ops._mode import fake
 from ..ops.cross_entropy import IGNORE
 from .block import Block, pair
 from .cache import Cache, Fixed
@@ -126,6 +127,8 @@ class Batch:
         """Self-attention over these tokens; `bias` (1|b h s|1 t) of the longest sequence where they are packed."""
         if isinstance(self.cache, Fixed):
             return self.step(self.cache, bias, angles)
+        if causal and (packing := self.restarts()) is not None:
+            return replace(self, packing=packing).view(causal=True, bias=bias, angles=angles)
         if isinstance(bias, Distances):
             if bias.served:
                 open_ = self.context if causal else None
@@ -136,6 +139,23 @@ class Batch:
             masked = Once(partial(self.masked, causal, bias, angles))
             return View(None, causal, self.packing, angles, None, self.cache, None, self.mask, context, masked)
         return self.masked(causal, bias, angles)
+
+    def restarts(self) -> Packing | None:
+        """The sequences of a row whose positions begin anew at 0, where nothing else says what it holds: transformers' models read
+        them so in training, and DataCollatorWithFlattening says no more. A device is waited for; what is compiled is not asked."""
+        at = self.positions
+        if at is None or at.is_meta or fake(at) or torch.compiler.is_compiling():
+            return None
+        told = self.mask is not None or self.packing is not None or self.cache is not None or self.prompt > 0
+        begins = [] if told else (at[:, 1:] == 0).nonzero()[:, 1].tolist()
+        if not begins:
+            return None
+        if self.x.size(0) > 1:
+            found = f"begin anew within rows of a batch of {self.x.size(0)}"
+            refuse(None, "position_ids", found, "all sequences in one row, or an attention_mask, which says that a row is one")
+        bounds = [0, *(place + 1 for place in begins), self.queries]
+        ends = Ends.of(bounds, self.x.device, self.queries)  # as long as a bias, which was made for the row
+        return Packing(ends, ends)
 
     def masked(self, causal: bool, bias: Tensor | None, angles: Angles | None) -> View:
         """The same by a mask, where there is anything to hide that a kernel has no rule for."""
