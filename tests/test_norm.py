@@ -167,6 +167,5 @@ def test_where_there_is_no_kernel_or_no_gradient_it_is_the_norm(kind: Any) -> No
 def test_a_second_gradient_is_refused() -> None:
     x = torch.randn(2, 24, requires_grad=True)
     out, same = LayerNorm(24, 1e-5).beside(x)
-    (dx,) = torch.autograd.grad((out * same).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        torch.autograd.grad((out * same).sum(), x, create_graph=True)

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch.nn import Parameter
 
 PLAIN = (Tensor, Parameter)  # what has memory of its own; a subclass may not
 Observer = Callable[[str, tuple[Any, ...]], None]
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+TWICE = "second derivatives: in fp32, MODELCENTER_KERNELS=0, under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 
 
 @dataclass
@@ -94,3 +97,17 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast off on this kind of device, `meta` included."""
     return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
+
+
+def once(backward: Backward) -> Backward:
+    """The backward of an autograd.Function that nobody can differentiate again. A graph of the gradients is refused where it is
+    asked for: torch's once_differentiable puts an error into it, which torch.autograd.grad, going only where it is asked to, passes
+    by, and the second derivative is a wrong number."""
+
+    @wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"create_graph=True, and a kernel's gradient has no gradient; {TWICE}")
+        return backward(ctx, *grads)
+
+    return cast(Backward, call)

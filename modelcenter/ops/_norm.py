@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._kernels import call
-from ._mode import plain, unseen
+from ._mode import once, plain, unseen
 from ._op import Op, raw
 from .dropout import draw, dropout
 
@@ -155,7 +154,7 @@ class Beside(torch.autograd.Function):
         return out, x.detach()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, stats = ctx.saved_tensors
         _, dx, dweight, dbias = backward(grad, more, x, weight, stats, ctx.centred, None, 0.0, x.dtype)
@@ -176,7 +175,7 @@ class Twice(torch.autograd.Function):
         return out, out.detach()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None, also: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, stats, seed = ctx.saved_tensors
         centred, p, branch = ctx.rest

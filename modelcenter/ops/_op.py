@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ._kernels import available, modern, served
-from ._mode import PLAIN, PRETENCE, transformed, unseen
+from ._mode import PLAIN, PRETENCE, once, transformed, unseen
 from ._shard import on_shards
 
 OPS: dict[str, "Op"] = {}
@@ -187,7 +187,8 @@ def differentiable(name: str, kernel: Kernel) -> Callable[..., Any]:
         ctx.rest = [HOLE if isinstance(a, Tensor) else a for a in saved]
         ctx.set_materialize_grads(False)  # a result that is not used has no gradient, rather than one of zeros
 
-    def gradients(ctx: Any, *grads: Tensor) -> Any:
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         tensors = iter(ctx.saved_tensors)
         return tuple(kernel.backward(*grads[: kernel.results], *[next(tensors) if a is HOLE else a for a in ctx.rest]))
 
@@ -195,14 +196,6 @@ def differentiable(name: str, kernel: Kernel) -> Callable[..., Any]:
         outs = kernel.forward.direct(*args)
         keep(ctx, args, outs)
         return kernel.of(outs)
-
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if not torch.is_grad_enabled():
-            return gradients(ctx, *grads)
-        with torch.no_grad():  # a graph of the gradient is wanted: one whose use is an error, rather than a wrong number
-            found = gradients(ctx, *grads)
-        stop: Any = torch._C._functions.DelayedError(f"{name}: the kernel's gradient has no gradient".encode(), len(found))
-        return stop(*(None if g is None else g.detach().requires_grad_() for g in found))
 
     operator = kernel.forward.operator
     torch.library.register_autograd(operator.name(), backward, setup_context=keep, lib=LIBRARY)

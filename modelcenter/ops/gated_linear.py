@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import linear as products
 from ._kernels import call
-from ._mode import fake, kept_graph, plain, transformed, unseen
+from ._mode import fake, kept_graph, once, plain, transformed, unseen
 from ._op import Op
 from .activation import GATED
 from .linear import formed, narrowed, summed
@@ -54,7 +53,7 @@ class GatedLinear(torch.autograd.Function):
             return formed(act(gate, up), narrow, shift)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = (x.detach() for x in ctx.saved_tensors)
         kind, of_weight, of_bias = ctx.kinds

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._kernels import call
-from ._mode import plain, unseen
+from ._mode import once, plain, unseen
 from ._op import Kernel, op, raw, wide
 
 
@@ -89,6 +89,7 @@ class InPlace(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return rotary_turn(grad, cos, sin, ctx.interleaved, True), None, None, None

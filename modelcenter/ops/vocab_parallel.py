@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._mode import autocast_dtype, on_gpu, part
+from ._mode import autocast_dtype, on_gpu, once, part
 from ._op import wide
 from .cross_entropy import IGNORE
 from .linear import LOW, has_low_units
@@ -113,6 +113,7 @@ class Split(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found = [None if g is None else (g * grad).to(kind) for g, kind in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return *found, None, None

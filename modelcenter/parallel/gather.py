@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops._mode import once
 from .ranks import Ranks
 
 
@@ -28,6 +29,7 @@ class Gathered(torch.autograd.Function):
         return torch.cat([found[rank][: counts[rank]] for rank in ctx.order])
 
     @staticmethod
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         whole = grad.new_zeros(len(ctx.counts), max(ctx.counts), *grad.shape[1:])
