@@ -322,17 +322,39 @@ class Scores(torch.nn.Module):
         return self.model(ids, mask).logits
 
 
-@pytest.mark.parametrize("case", [Case("bert", "default", "mlm"), Case("gpt2", "default", "classify")], ids=str)
+@pytest.mark.parametrize("case", [Case("bert", "default", "mlm"), Case("gpt2", "default", "classify"),
+                                  Case("llama", "default", "lm")], ids=str)
 def test_an_exported_program_takes_batches_of_other_sizes(case: Case) -> None:
-    """torch.export keeps as a number whatever is asked for as one (`len`, `Size.numel`): it is then for one shape alone."""
+    """torch.export keeps as a number whatever is asked for as one (`len`, `Size.numel`): it is then for one shape alone; and what
+    is decided by a size, such as which attention is faster, bounds it."""
     _, ours = zoo.pair(case, torch.float32)
     given = zoo.inputs(case, "left")
     args = given["input_ids"], given["attention_mask"]
-    sizes = {0: torch.export.Dim("texts"), 1: torch.export.Dim("tokens", max=60)}
+    sizes = {0: torch.export.Dim("texts"), 1: torch.export.Dim("tokens", max=500)}
     with torch.no_grad():
         program = torch.export.export(Scores(ours), args, dynamic_shapes=(sizes, sizes), strict=False).module()
-        for more in ([x[:, 2:] for x in args], [torch.cat((x, x[1:])) for x in args]):
+        long = [torch.cat([x] * 9, 1) for x in args] if case.kind == "llama" else args  # the others have 64 positions
+        for more in ([x[:, 2:] for x in args], [torch.cat((x, x[1:])) for x in args], long):
             assert (program(*more) - ours(*more).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_whole_model_trains_as_one_graph(case: Case) -> None:
+    """torch.compile(fullgraph=True): nothing asks for a number that the labels hold."""
+    model = copy.deepcopy(pair(case, torch.float32)[1]).train()
+    for module in model.modules():
+        vars(module).update({key: 0.0 for key in ("p", "dropout") if isinstance(vars(module).get(key), float)})
+    args = {"input_ids": inputs(case)["input_ids"]}
+    labels = args["input_ids"].masked_fill(args["input_ids"] % 3 != 1, -100)
+    model(**args, labels=labels).loss.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(**args, labels=labels).loss.backward()
+    largest = max(float(grad.abs().max()) for grad in wanted.values() if grad is not None)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            assert (p.grad - wanted[name]).abs().max() < 1e-5 * largest, name
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

@@ -89,10 +89,12 @@ class LMHead(Head):
 
     def prepared(self, batch: Batch) -> Batch:
         """Where few positions have a label the others are left out, though a GPU must be waited for to know them if nobody has said
-        it; labels on `meta` have no values, and all count."""
+        it; labels on `meta` have no values, and those of a graph (torch.compile) none yet: all count."""
         if batch.labels is None or self.shift or not self.training or batch.labels.is_meta:
             return batch
         given = batch.labelled
+        if given is None and torch.compiler.is_compiling():
+            return batch
         found = (batch.labels.flatten() != IGNORE).nonzero().squeeze(1) if given is None else given.sort().values  # see `wanted`
         return replace(batch, labelled=found, wanted=found)
 

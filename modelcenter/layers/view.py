@@ -231,9 +231,10 @@ class View:
 
     def tiles_pay(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
         """Whether our kernel is there and beats torch's attention: with dropout or a gradient in half precision, for which torch
-        has no kernel on the CPU, it takes a quarter of the time or less; without them few queries do not fill a tile."""
+        has no kernel on the CPU, it takes a quarter of the time or less; without them few queries do not fill a tile, and what is
+        exported must not ask how many there are."""
         trains = torch.is_grad_enabled() and q.requires_grad
-        pays = dropout > 0 or q.size(2) >= 64 or (trains and q.dtype != torch.float32)
+        pays = dropout > 0 or (not torch.compiler.is_exporting() and q.size(2) >= 64) or (trains and q.dtype != torch.float32)
         return pays and q.dtype == k.dtype == v.dtype and ops.attention.fast(q)
 
 
