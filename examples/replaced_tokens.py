@@ -46,13 +46,20 @@ class Detector(nn.Module):
 @torch.no_grad()
 def replaced(head: Any, hidden: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The text with a draw from the masked LM where tokens were masked, and where it is another text now (both b s)."""
-    labels = batch["labels"]
+    labels, at = batch["labels"], batch["target_places"]
     text = torch.where(labels == IGNORE, batch["input_ids"], labels)
-    at = (labels != IGNORE).flatten().nonzero().squeeze(1)
     logits = head.logits(hidden.flatten(0, 1)[at]).float()
     drawn = (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)  # Gumbel's way to draw from a softmax
     ids = text.flatten().scatter(0, at, drawn).view_as(text)
     return ids, ids != text
+
+
+def known(batch: dict[str, Any]) -> dict[str, Any]:
+    """What a GPU would be waited for if it were asked there: which tokens were masked, and whether any are padding."""
+    found = {**batch, "target_places": (batch["labels"] != IGNORE).flatten().nonzero().squeeze(1)}
+    if "attention_mask" in found and found["attention_mask"].all():  # rows that are packed have none
+        del found["attention_mask"]
+    return found
 
 
 def main(settings: list[str]) -> int:
@@ -66,12 +73,13 @@ def main(settings: list[str]) -> int:
     out = Path(recipe.output_dir) / "model"
     steps = prefetch(setup.loader.steps(micro_batch=recipe.batch))
     for step in range(1, setup.steps + 1):
-        batch = on_device(next(steps)[1][0], device)
+        batch = on_device(known(next(steps)[1][0]), device)
         with autocast(recipe.precision, device):
             guess = generator(**batch, output_hidden_states=True)  # of all tokens: for the loss those with a label were enough
             ids, wrong = replaced(generator.head, guess.last_hidden_state, batch)
-            scores = detector(**{key: value for key, value in batch.items() if key != "labels"} | {"input_ids": ids}).float()
-            if "attention_mask" in batch:  # rows that are packed have no padding
+            text = {key: value for key, value in batch.items() if key not in ("labels", "target_places")}
+            scores = detector(**text | {"input_ids": ids}).float()
+            if "attention_mask" in batch:
                 scores, wrong = (x[batch["attention_mask"].bool()] for x in (scores, wrong))
             found = F.binary_cross_entropy_with_logits(scores, wrong.float())
         (guess.loss + found).backward()  # the two share no weight

@@ -58,7 +58,8 @@ def test_only_masked_tokens_are_drawn_anew(masked: tuple[int, ...]) -> None:
     """The rest is the text, where the input was another word too."""
     text, chosen = torch.tensor([[5, 6, 7, 8]]), torch.zeros(1, 4, dtype=torch.bool)
     chosen[0, list(masked)] = True
-    batch = {"input_ids": text.masked_fill(chosen, 1), "labels": text.masked_fill(~chosen, -100)}
+    labels = text.masked_fill(~chosen, -100)
+    batch = example("replaced_tokens").known({"input_ids": text.masked_fill(chosen, 1), "labels": labels})
 
     class Sure:
         """Scores that leave a draw no choice: the id 9."""
