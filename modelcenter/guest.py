@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .errors import refuse
 from .generate.options import FILE
 from .generate.run import beside
-from .layers.output import shift_right
+from .layers.batch import shift_right
 from .parallel.blocks import kept, recompute, recomputed
 
 

@@ -24,9 +24,10 @@ from .generate.run import generate as generate_tokens
 from .guest import Guest
 from .layers import Batch, Cache, Head, Output
 from .layers.adapter import current_names
+from .layers.batch import batch_of, check_tokens, shift_right
 from .layers.cache import Fixed
 from .layers.initial import initial
-from .layers.output import batch_of, check_tokens, recorded, shift_right
+from .layers.output import recorded
 from .names import Names, Row, Shape
 from .parallel.ranks import settle
 from .theirs import FORWARD, MODEL, SAVE, arguments, refuse_argument
@@ -200,9 +201,10 @@ class Model(Guest):
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
             decoder_input_ids = shift_right(labels, cu_seq_lens_q, self.config.start, self.config.file.get("pad_token_id") or 0)
         batch = batch_of(
-            input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, token_type_ids, labels,
-            decoder_input_ids, decoder_attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, past_key_values,
-            self.encoder_decoder,
+            input_ids if inputs_embeds is None else inputs_embeds, mask=attention_mask, positions=position_ids, labels=labels,
+            segments=token_type_ids, target=decoder_input_ids, target_mask=decoder_attention_mask, lengths_q=cu_seq_lens_q,
+            lengths_k=cu_seq_lens_k, longest_q=max_length_q, longest_k=max_length_k, cache=past_key_values,
+            encoder_decoder=self.encoder_decoder,
         )  # fmt: skip
         if self.config.file.get("prefix_lm") is True and not self.encoder_decoder:
             batch = batch.prefixed(labels if self.scores else None)

@@ -16,8 +16,8 @@ from zoo import Case
 import modelcenter as mc
 from modelcenter.data.tokenizer_open import load_tokenizer
 from modelcenter.errors import InputError
+from modelcenter.layers.batch import Batch
 from modelcenter.layers.head import SpanHead
-from modelcenter.layers.output import Batch
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 

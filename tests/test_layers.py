@@ -57,7 +57,7 @@ def test_attention_is_asked_by_wanted_queries_alone(how: str, kv: int, monkeypat
         x, wanted, packing = x.view(1, 20, 16), torch.cat((wanted, wanted[-1:])), Packing.of(ends, ends, x.device)
         view = Batch(x, packing=packing).view()
     else:
-        monkeypatch.setattr("modelcenter.layers.output.repeats", lambda x: how == "seen")
+        monkeypatch.setattr("modelcenter.layers.batch.repeats", lambda x: how == "seen")
         view = Batch(x, None if how == "whole" else mask).view()
     every = attn(x, view).flatten(0, 1)[wanted][None]
     monkeypatch.setattr(View, "by_lengths", lambda view, to, q, *rest: asked.append(q.size(2)) or by_lengths(view, to, q, *rest))

@@ -17,8 +17,9 @@ from modelcenter.data.objective import make_examples
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
-from modelcenter.layers import output, view
-from modelcenter.layers.output import Batch, context_of
+from modelcenter.layers import batch as batching
+from modelcenter.layers import view
+from modelcenter.layers.batch import Batch, context_of
 from modelcenter.train.loop import train
 from modelcenter.train.prepare import prepare
 from modelcenter.train.resolve import resolve
@@ -134,7 +135,7 @@ def test_by_a_kernel_that_knows_the_prompt(kind: str, packed: bool, monkeypatch:
     _, ours = flagged(kind)
     wanted, calls = judged(ours, packed), []
     real, masked = view.View.by_lengths, Batch.masked
-    monkeypatch.setattr(output, "on_gpu", lambda x: True)
+    monkeypatch.setattr(batching, "on_gpu", lambda x: True)
     monkeypatch.setattr(Batch, "masked", lambda self, *rest: calls.append("mask") or masked(self, *rest))
     for said, taken in ((lambda *_: True, ["kernel"] * 2), (lambda *_: False, ["mask"])):
         calls.clear()
@@ -159,7 +160,7 @@ def test_by_a_kernel_on_a_gpu(kind: str, packed: bool, monkeypatch: pytest.Monke
     for dtype, open_ in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         ours = mc.build(name, config=sizes, dtype=torch.float32, device="cuda").to(dtype).eval()
         ours.config = replace(ours.config, file={**ours.config.file, "prefix_lm": True})
-        monkeypatch.setattr(output, "on_gpu", lambda x, open_=open_: open_)
+        monkeypatch.setattr(batching, "on_gpu", lambda x, open_=open_: open_)
         found.append([x.double() for x in judged(ours, packed, "cuda")])
         assert bool(roads) is open_
     for wanted, masked, one in zip(*found, strict=True):

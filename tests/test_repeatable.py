@@ -14,8 +14,9 @@ from torch.utils import deterministic
 
 import modelcenter as mc
 from modelcenter.errors import InputError
-from modelcenter.layers import output, view
-from modelcenter.layers.output import Batch
+from modelcenter.layers import batch as batching
+from modelcenter.layers import view
+from modelcenter.layers.batch import Batch
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import loop
 from modelcenter.train.loop import train
@@ -59,7 +60,7 @@ def test_it_is_our_kernel_that_is_asked(kind: str, packed: bool, warn: bool, ask
     model = zoo.pair(zoo.Case(kind, "default", {"bert": "mlm", "t5": "seq2seq"}.get(kind, "lm")))[1]
     calls: list[str] = []
     real, masked = view.View.by_lengths, Batch.masked
-    monkeypatch.setattr(output, "on_gpu", lambda x: True)
+    monkeypatch.setattr(batching, "on_gpu", lambda x: True)
     monkeypatch.setattr(view, "covers", lambda q: True)
     monkeypatch.setattr(view.View, "by_lengths", lambda *args: calls.append("ours") or real(*args))
     monkeypatch.setattr(Batch, "masked", lambda *args: calls.append("mask") or masked(*args))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.files import parse_json
 from ..errors import refuse
-from ..layers.output import check_tokens
+from ..layers.batch import check_tokens
 from .beam import search
 from .options import FILE, Options, read
 from .scores import Allowed, Rule, apply, rules

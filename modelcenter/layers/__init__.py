@@ -2,6 +2,7 @@
 
 from .adapter import Adapted
 from .attention import Attention
+from .batch import Batch
 from .block import Block, Parallel, PostNorm, PreNorm, Stack
 from .cache import Cache
 from .dropout import Dropout
@@ -10,7 +11,7 @@ from .ffn import FFN, GatedFFN
 from .head import ClassifyHead, Head, LMHead, PoolHead, SpanHead, TagHead, Transform
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
-from .output import Batch, Output
+from .output import Output
 from .pick import first_token, last_token, mean_token
 from .position import ALiBi, Angles, RelativeBias, Rotary, SegmentBias
 from .quantized import Int8Linear, NF4Linear, QuantizedLinear

@@ -15,10 +15,11 @@ from ..errors import refuse
 from ..ops._mode import plain as has_memory
 from ..ops.cross_entropy import IGNORE
 from ..ops.linear_cross_entropy import chunked
+from .batch import Batch
 from .dropout import Dropout
 from .linear import Linear
 from .losses import classes, drift_loss, label_loss, mean, place_loss, sequences, value_loss
-from .output import Batch, Output
+from .output import Output
 from .pick import first_token, places
 
 

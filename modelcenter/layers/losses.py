@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import refuse
 from ..ops.cross_entropy import IGNORE
-from .output import Batch
+from .batch import Batch
 
 
 def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .output import Batch
+from .batch import Batch
 
 
 def first_token(x: Tensor, batch: Batch) -> Tensor:

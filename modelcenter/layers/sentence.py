@@ -10,10 +10,11 @@ from .. import ops
 from ..errors import refuse
 from ..ops._mode import without_autocast
 from ..ops.cross_entropy import IGNORE
+from .batch import Batch
 from .head import Head
 from .linear import Linear
 from .losses import mean, sequences
-from .output import Batch, Output
+from .output import Output
 from .pick import first_token, places
 
 ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU, "SiLU": nn.SiLU, "Sigmoid": nn.Sigmoid}

@@ -17,7 +17,7 @@ from .. import ops
 from ..checkpoint.config import Config, Table
 from ..errors import refuse
 from ..layers import Attention, Batch, Embedding, EmbedHead, GatedFFN, LMHead, Packing, PreNorm, RMSNorm, SegmentBias, Stack
-from ..layers.output import context_of
+from ..layers.batch import context_of
 from ..layers.pick import mean_token
 from ..model import Model, Preset, Task, register
 from ..names import Row, Shape

@@ -1,0 +1,304 @@
+"""What a forward was given: a model's arguments, checked and brought into one form.
+
+Shapes: b batch, s tokens of this forward, t tokens with those already in the cache, n packed sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import refuse
+from ..ops import _graph
+from ..ops._mode import fake
+from ..ops.cross_entropy import IGNORE
+from .cache import Cache, Fixed
+from .position import Angles, Distances
+from .view import Ends, Once, Packing, View, merge
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether there may be a kernel that needs no mask to know what a prefix LM's prompt sees."""
+    return x.is_cuda
+
+
+def repeats(x: Tensor) -> bool:
+    """Whether attention must be deterministic (torch.use_deterministic_algorithms). Our kernels are; some of torch's are not."""
+    return on_gpu(x) and torch.are_deterministic_algorithms_enabled()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one forward, brought into one form."""
+
+    x: Tensor  # ids (b s) or vectors ready made (b s dim)
+    mask: Tensor | None = None  # b t bool: which tokens are real
+    positions: Tensor | None = None  # 1|b s, where the caller gave them; read `at` instead, which is never None
+    segments: Tensor | None = None  # b s
+    packing: Packing | None = None
+    cache: Cache | None = None
+    labels: Tensor | None = None
+    target: "Batch | None" = None  # the decoder's side of an encoder-decoder
+    context: Tensor | None = None  # b 1|n int32: of a prefix LM, how many first tokens of each sequence all its tokens see
+    labelled: Tensor | None = None  # indices into the flattened labels of those that are not ignored; None: not known yet
+    wanted: Tensor | None = None  # n: ascending indices into the flattened b s of the places the head reads; None: all
+    prompt: int = 0  # positions before the text that the cache's length does not count
+    pad: int | None = None  # the id of padding, for a classifier that is given no mask
+
+    def prefixed(self, words: Tensor | None) -> "Batch":
+        """The batch as a prefix LM reads it: tokens before the first label of `words` (b s) see each other in both directions.
+        Without `words` all tokens do. Tokens that follow a filled cache are read causally, as in any model."""
+        if self.cache is not None and self.cache.length:
+            return self
+        words = torch.full(self.x.shape[:2], IGNORE, device=self.x.device) if words is None else words
+        return replace(self, context=context_of(words, None if self.packing is None else self.packing.q.there))
+
+    @property
+    def past(self) -> int:
+        """Positions before this forward's first token."""
+        return self.cache.length + self.prompt if self.cache is not None and self.cache.length else 0
+
+    def twice(self) -> "Batch":
+        """The batch with all its rows repeated behind them."""
+        if self.packing is not None or self.cache is not None:
+            refuse(None, "loss.r_drop", "packed sequences, or a cache", "a sequence a row: data.padding_free=false")
+        rows = {name: getattr(self, name) for name in ("x", "mask", "positions", "segments", "labels", "context")}
+        whole = {name: value for name, value in rows.items() if value is not None and value.size(0) == self.x.size(0)}
+        doubled: dict[str, Any] = {name: torch.cat((value, value)) for name, value in whole.items()}
+        return replace(self, **doubled)
+
+    def whole(self, x: Tensor) -> Tensor | None:
+        """`x` if it holds the hidden states of every place (b s dim); None if only of those `wanted` (1 n dim)."""
+        every = (self.target or self).x
+        return None if self.wanted is not None and x.size(0) * x.size(1) < every.size(0) * every.size(1) else x
+
+    @property
+    def queries(self) -> int:
+        """Tokens of this forward."""
+        return self.x.size(1)
+
+    @property
+    def keys(self) -> int:
+        """Tokens of this forward and those before it."""
+        return self.past + self.queries
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.packing.longest if self.packing is not None else self.keys
+
+    @property
+    def decoder(self) -> "Batch":
+        """The decoder's side, which every batch of an encoder-decoder has."""
+        assert self.target is not None
+        return self.target
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The encoder's output, if an earlier step has left it in the cache."""
+        return None if self.cache is None else self.cache.memory
+
+    def remember(self, memory: Tensor) -> Tensor:
+        """Leave the encoder's output in the cache, if there is one."""
+        if self.cache is not None:
+            self.cache.memory = memory
+        return memory
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The numbers of queries and keys that a bias must cover: those of the longest sequence."""
+        return (self.queries, self.keys) if self.packing is None else (self.longest, self.longest)
+
+    @property
+    def at(self) -> Tensor:
+        """The position of every token within its sequence (1|b s)."""
+        if self.positions is not None:
+            return self.positions
+        if self.packing is None:
+            return torch.arange(self.past, self.keys, device=self.x.device)[None]
+        ends, at = self.packing.q.there, torch.arange(self.queries, device=self.x.device, dtype=torch.int32)
+        return (at - ends[torch.searchsorted(ends, at, right=True) - 1])[None].long()
+
+    def view(self, *, causal: bool = False, bias: Tensor | Distances | None = None, angles: Angles | None = None) -> View:
+        """What self-attention over these tokens may see. `bias` (1|b h s|1 t): that of the longest sequence, if packed."""
+        if isinstance(self.cache, Fixed):
+            return self.step(self.cache, bias, angles)
+        if causal and (packing := self.restarts()) is not None:
+            return replace(self, packing=packing).view(causal=True, bias=bias, angles=angles)
+        if isinstance(bias, Distances):
+            if bias.served:
+                open_ = self.context if causal else None
+                return View(None, causal, self.packing, angles, None, self.cache, bias, self.mask, open_)
+            bias = bias.spread()
+        context = self.context if causal else None
+        if bias is None and (repeats(self.x) or (context is not None and on_gpu(self.x))):
+            masked = Once(partial(self.masked, causal, bias, angles))
+            return View(None, causal, self.packing, angles, None, self.cache, None, self.mask, context, masked)
+        return self.masked(causal, bias, angles)
+
+    def restarts(self) -> Packing | None:
+        """The sequences of a row whose positions begin anew at 0, if nothing else says what the row holds. transformers' models read
+        such rows so in training, and DataCollatorWithFlattening says no more. The device is waited for; compiled code is not asked."""
+        at = self.positions
+        if at is None or at.is_meta or fake(at) or torch.compiler.is_compiling():
+            return None
+        told = self.mask is not None or self.packing is not None or self.cache is not None or self.prompt > 0
+        begins = [] if told else (at[:, 1:] == 0).nonzero()[:, 1].tolist()
+        if not begins:
+            return None
+        if self.x.size(0) > 1:
+            found = f"begin anew within rows of a batch of {self.x.size(0)}"
+            refuse(None, "position_ids", found, "all sequences in one row, or an attention_mask, which says that a row is one")
+        bounds = [0, *(place + 1 for place in begins), self.queries]
+        ends = Ends.of(bounds, self.x.device, self.queries)  # as long as a bias, which was made for the row
+        return Packing(ends, ends)
+
+    def masked(self, causal: bool, bias: Tensor | None, angles: Angles | None) -> View:
+        """The same as a mask, if anything must be hidden for which kernels have no rule of their own."""
+        merged = partial(merge, *self.span, self.x.device, causal=causal, bias=bias)
+        if self.packing is None:
+            mask, rule = merged(real=self.mask, context=self.context if causal else None)
+        elif self.context is None or not causal:
+            mask, rule = merged(real=None)
+        else:
+            known = self.context[0].tolist()
+            masks = {n: merged(real=None, context=torch.full((1, 1), n, device=self.x.device))[0] for n in set(known)}
+            return View([masks[n] for n in known], False, self.packing, angles, cache=self.cache)
+        return View(mask, rule, self.packing, angles, cache=self.cache)
+
+    def step(self, cache: Fixed, bias: Tensor | Distances | None, angles: Angles | None) -> View:
+        """What one token may see of a cache of fixed shape: the places that are filled. If nothing else is hidden, and the kernel
+        counts the keys itself, no mask is made."""
+        if bias is None and self.mask is None and cache.counted:
+            return View(None, False, None, angles, cache=cache)
+        if isinstance(bias, Distances):
+            bias = bias.row(cache.at)
+        real = cache.there if self.mask is None else self.mask & cache.there
+        mask, _ = merge(1, self.keys, self.x.device, causal=False, real=real, bias=bias)
+        assert mask is not None
+        return View(cache.additive(mask), False, None, angles, cache=cache)
+
+    def across(self, memory: Tensor, source: "Batch") -> View:
+        """Cross-attention from these tokens to `memory` (b t dim), the encoder's output for `source`."""
+        packing = None
+        if self.packing is not None and source.packing is not None:
+            packing = Packing(self.packing.q, source.packing.k)
+        mask = None if source.mask is None else source.mask[:, None, None, :]
+        view = View(mask, packing=packing, memory=memory, cache=self.cache)
+        if not repeats(memory) or isinstance(self.cache, Fixed):
+            return view
+        return View(packing=packing, memory=memory, cache=self.cache, seen=source.mask, masked=Once(lambda: view))
+
+
+def batch_of(
+    x: Tensor | None,
+    *,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    segments: Tensor | None,
+    labels: Tensor | None,
+    target: Tensor | None,
+    target_mask: Tensor | None,
+    lengths_q: Tensor | None,
+    lengths_k: Tensor | None,
+    longest_q: int | None,
+    longest_k: int | None,
+    cache: Cache | None,
+    encoder_decoder: bool,
+) -> Batch:
+    """A model's arguments as a `Batch`; `Model.forward` says what each is. `target` is what a decoder reads. Errors: `InputError`
+    for arguments that are missing or do not fit each other."""
+    if lengths_q is None and lengths_k is not None:
+        refuse(None, "cu_seq_lens_k", "given without cu_seq_lens_q", "both, or cu_seq_lens_q alone")
+    if encoder_decoder and target is None:
+        refuse(None, "decoder_input_ids", "missing", "decoder_input_ids (b s), or labels to make them of")
+    read = x if x is not None else cache.memory if cache is not None and encoder_decoder else None
+    if read is None:
+        refuse(None, "input_ids", "missing", "token ids (b s), or inputs_embeds (b s dim)")
+    q = ends_of(lengths_q, longest_q, read if target is None or not encoder_decoder else target, "q")
+    if lengths_k is None:
+        lengths_k, longest_k = lengths_q, longest_q
+    k = ends_of(lengths_k, longest_k, read, "k")
+    packing, side = None if q is None or k is None else Packing(k if encoder_decoder else q, k), None
+    if encoder_decoder and target is not None:
+        mask_of_target = boolean(target_mask, target, 0 if cache is None else cache.length, "decoder_attention_mask")
+        side = Batch(target, mask_of_target, packing=None if q is None else Packing(q, q), cache=cache)
+        cache = None  # the decoder's alone
+    x = torch.empty(0, 0) if x is None else x
+    real = boolean(mask, read, 0 if cache is None else cache.length, "attention_mask")
+    return Batch(x, real, positions, segments, packing, cache, labels, side)
+
+
+def context_of(labels: Tensor, ends: Tensor | None = None) -> Tensor:
+    """How many tokens stand before the first label of each sequence: (b 1) int32, or (1 n) of packed sequences with these `ends`.
+    A sequence's very first label is ignored, since no token predicts it."""
+    ends = torch.arange(2, device=labels.device) * labels.size(1) if ends is None else ends.long()
+    found = torch.nn.functional.pad(labels != IGNORE, (1, 1)).index_fill(1, ends[:-1] + 1, False).cumsum(1)
+    first = torch.searchsorted(found, found[:, ends[:-1]].contiguous(), right=True) - 1
+    return (torch.minimum(first, ends[1:]) - ends[:-1]).to(torch.int32)
+
+
+def shift_right(labels: Tensor, lengths: Tensor | None, start: int, pad: int) -> Tensor:
+    """What a decoder reads to write `labels` (b s): the labels shifted one to the right, `start` first, `pad` in place of -100.
+
+    `lengths`: n + 1 cumulative lengths where sequences are packed into one row; each then begins with `start`.
+    """
+    ids = torch.nn.functional.pad(labels, (1, 0), value=start)
+    if lengths is not None:  # where one ends the next begins
+        ids.index_fill_(1, lengths.to(labels.device).long().clamp(0, labels.size(1)), start)
+    ids = ids[:, :-1]
+    return ids.masked_fill(ids == IGNORE, pad)
+
+
+def check_tokens(ids: Any, name: str) -> None:
+    """Refuse anything but ids (b s). Whether the vocabulary holds them is not checked: that would wait for the GPU."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        found = f"of {str(ids.dtype).removeprefix('torch.')}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        refuse(None, name, found, "a tensor of whole numbers (batch, tokens), as a tokenizer gives")
+    if ids.dim() != 2:
+        refuse(None, name, f"shape {list(ids.shape)}", "(batch, tokens)")
+
+
+def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | None:
+    """A mask (b t) of `x` (b s, b s dim) behind `past` tokens, as bools. Any other shape is refused, lest it be broadcast."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        found = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        refuse(None, name, found, "a tensor of 2 (batch, tokens): 1 where a token is real, 0 where it pads")
+    if mask.shape != (x.size(0), past + x.size(1)):  # not `len`, which an exported program would keep as a number
+        after = f" behind {past} in the cache, which count too" if past else ""
+        wanted = f"{[len(x), past + x.size(1)]}, as {x.size(1)} tokens a row are there{after}"
+        refuse(None, name, f"shape {list(mask.shape)}", wanted)
+    known = type(mask) is Tensor and not (mask.is_meta or torch.compiler.is_compiling() or _graph.recording())
+    if known and mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
+        # one that is made to be added to scores has 0 where a token is real: it would hide those and show the others
+        refuse(None, name, "numbers other than 0 and 1", "1 where a token is real, 0 where it pads")
+    return mask.bool()
+
+
+def ends_of(lengths: Tensor | None, longest: int | None, x: Tensor, side: str) -> Ends | None:
+    """Where the sequences of `x` (1 s) end, from their n + 1 cumulative lengths; `longest`, if given, is an upper bound of their
+    lengths. `side` (q or k) is for the message. While a CUDA graph is recorded nothing is checked, as values are not known."""
+    if lengths is None:
+        return None
+    most = None if longest is None else min(longest, x.size(1))
+    if most is not None and _graph.recording():
+        return Ends(lengths, most)
+    known = lengths.tolist()
+    check_packing(known, x, f"cu_seq_lens_{side}")
+    ends = Ends.of(known, x.device)
+    if most is not None and most < ends.longest:
+        refuse(None, f"max_length_{side}", str(most), f"at least the longest sequence of cu_seq_lens_{side}, {ends.longest}")
+    return ends if most is None else replace(ends, longest=most)
+
+
+def check_packing(lengths: Sequence[int], x: Tensor, name: str) -> None:
+    """Refuse cumulative lengths that do not describe the one row `x`."""
+    if len(x) != 1 or lengths[0] != 0 or lengths[-1] != x.size(1) or any(a > b for a, b in pairwise(lengths)):
+        found = f"{list(lengths[:4])}... for input of shape {list(x.shape)}"
+        refuse(None, name, found, "one row, and cumulative lengths from 0 to its number of tokens")
