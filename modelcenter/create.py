@@ -29,11 +29,13 @@ from .identify import as_dtype, check_labels, described, dtype_of, family_of, fi
 from .layers import EmbedHead
 from .layers.initial import initial
 from .layers.linear import Linear
-from .model import Model, check_task, resize, skeleton
+from .model import Model
 from .names import Lazy, Names
 from .parallel.machine import Machine
 from .place import as_machine, check_adapter, is_meta, place
 from .registry import presets
+from .resize import resize
+from .skeleton import check_task, skeleton
 from .theirs import LOAD, arguments
 
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .errors import refuse
@@ -11,10 +12,11 @@ from .generate.options import FILE
 from .generate.run import beside
 from .layers.batch import shift_right
 from .parallel.blocks import kept, recompute, recomputed
+from .theirs import MODEL
 
 
 class Guest(nn.Module):
-    """A model among transformers' own. `generation_config` is made when it is first asked for, and changes what `generate` does."""
+    """The part of a `Model` that is for programs written for transformers: names that they ask for, and things that they change."""
 
     accepts_loss_kwargs = True  # every head divides its summed loss by `num_items_in_batch`
     head: Any
@@ -26,10 +28,10 @@ class Guest(nn.Module):
     @property
     def architecture(self) -> str:
         """transformers' class with this head."""
-        return str(self.tasks[self.task].architecture)  # type: ignore[index,union-attr]  # of a Model
+        return str(self.tasks[self.task].architecture)
 
     def _get_name(self) -> str:
-        """By this Trainer's label smoothing knows that a causal model's labels are shifted."""
+        """Trainer's label smoothing looks the name up to learn whether labels are shifted, as a causal model's are."""
         return self.architecture
 
     def __repr__(self) -> str:
@@ -37,13 +39,35 @@ class Guest(nn.Module):
 
     @property
     def loss_type(self) -> str | None:
-        """By this Trainer knows that nobody predicts the first label of a row, and does not count it among a step's targets."""
+        """Trainer reads here that no token predicts the first label of a row, and does not count it among a step's targets."""
         return "ForCausalLM" if getattr(self.head, "shift", False) else None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in MODEL:
+                raise
+            raise AttributeError(f"{type(self).__name__} has no {name}; {MODEL[name]}", name=name, obj=self) from None
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the weights are on."""
+        return self.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.get_input_embeddings().weight.dtype
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The table of tokens, weight (vocab dim). On several ranks it may end with rows that no token uses."""
+        return self.get_submodule("embed.tokens")  # type: ignore[return-value]  # an embedding
 
     # ---- tied weights: one tensor has one name, as safetensors asks of what it writes; either name is read
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        """As of every module, without the second names of tied weights."""
+        """As for any module, but a tied weight has only one name."""
         out = super().state_dict(*args, **options)
         prefix = str(options.get("prefix", args[1] if len(args) > 1 else ""))
         for name, source in self.held().items():
@@ -58,12 +82,12 @@ class Guest(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def held(self) -> dict[str, str]:
-        """Tied parameter -> the one that it still is."""
+        """Each tied parameter -> the one that it shares, for those that still are one tensor."""
         now = dict(self.named_parameters(remove_duplicate=False))
         return {name: source for name, source in self.shared.items() if source in now and now.get(name) is now[source]}
 
     def check_tied(self) -> None:
-        """Refuse to save one matrix where there are two: peft, asked to train a head whole, gives it one of its own."""
+        """Refuse to save what was tied and no longer is: peft, asked to train a head whole, gives it a matrix of its own."""
         now, shared = dict(self.named_parameters(remove_duplicate=False)), self.shared
         for name in sorted(shared.keys() - self.held().keys()):
             if name in now and shared[name] in now:
@@ -79,8 +103,8 @@ class Guest(nn.Module):
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
                                         every_n_layers: int = 1, offload: bool = False) -> None:
-        """Keep only the blocks' inputs and compute their insides again in the backward, as `Machine(recompute="full")` does.
-        Errors: `InputError` for what that cannot: a part of the blocks, and inputs kept elsewhere."""
+        """Keep only the inputs of blocks and compute the rest again in the backward, as `Machine(recompute="full")` does.
+        Errors: `InputError` for what this cannot do: recompute only some blocks, or keep their inputs on another device."""
         for name, value, only in (("every_n_layers", every_n_layers, 1), ("offload", offload, False)):
             if value != only:
                 refuse(None, f"activation_checkpointing_enable({name})", repr(value), f"{only}: every block, where it is")
@@ -91,11 +115,11 @@ class Guest(nn.Module):
             recompute(self, "full")
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """The same by its older name."""
+        """The older name of `activation_checkpointing_enable`."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep what the backward needs."""
+        """Keep in the forward all that the backward needs."""
         kept(self)
 
     activation_checkpointing_disable = gradient_checkpointing_disable
@@ -106,8 +130,8 @@ class Guest(nn.Module):
     # ---- peft
 
     def look(self) -> None:
-        """Warn of what peft does to a model that is not of transformers' classes: a head that it does not know by name stays as it
-        was drawn, and one that shares its matrix is merged into the embedding too."""
+        """Warn of two things that go wrong without a word when peft is put on this model: a new head, which peft does not know by
+        name, stays untrained, and an adapter on a head that shares its matrix would be merged into the embedding as well."""
         report = vars(self).get("load_report")  # a model that was built has none
         drawn = [name for name in (report.new if report is not None else ()) if name.startswith("head.out.")]
         if drawn and not any(p.requires_grad for p in self.head.parameters()):
@@ -123,8 +147,12 @@ class Guest(nn.Module):
         """The matrix that gives scores over the vocabulary, if there is one."""
         return self.head.out if self.scores else None
 
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
+        """The arguments of the next step's forward, for tools that generate with a loop of their own."""
+        return {"input_ids": input_ids, **rest}
+
     def can_generate(self) -> bool:
-        """Whether `generate` goes on from a prompt."""
+        """Whether `generate` works: the model has a head that predicts the next token."""
         return self.scores and (bool(self.head.shift) or bool(self.encoder_decoder))
 
     @property
@@ -133,14 +161,14 @@ class Guest(nn.Module):
         return hasattr(self.head, "shift")
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """What a decoder reads to write `labels` (b s): for collators."""
+        """What a decoder reads to write `labels` (b s); transformers' collators call this."""
         config: Any = self.config
         return shift_right(labels, None, config.start, config.file.get("pad_token_id") or 0)
 
     @property
     def generation_config(self) -> Any:
-        """transformers' GenerationConfig of what `generate` does where a call says nothing: what generation_config.json and
-        config.json say, until it is changed or another is set; `save_pretrained` writes it then. It needs transformers."""
+        """The defaults of `generate`, as transformers' GenerationConfig (transformers must be installed). It is made when first
+        asked for, from generation_config.json and config.json; what is changed in it holds for `generate` and `save_pretrained`."""
         if self._options is None:
             from transformers import GenerationConfig
 
@@ -154,6 +182,6 @@ class Guest(nn.Module):
         self._options = options
 
     def settle_options(self) -> None:
-        """Have the folder that is written say what `generation_config` says."""
+        """Let `save_pretrained` write `generation_config`, if it was asked for."""
         if self._options is not None:
             self.companions = {**self.companions, FILE: self._options.to_json_string().encode()}

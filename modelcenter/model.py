@@ -1,7 +1,6 @@
-"""What a family declares (`Model`, its `Preset`s and `Task`s), and a model without storage (`skeleton`)."""
+"""What a family declares: `Model`, its `Preset`s and its `Task`s."""
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -12,11 +11,10 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .adapter.config import AdapterConfig
 from .adapter.folder import save_adapter
-from .checkpoint.config import Config, changed, unchanging
+from .checkpoint.config import Config, unchanging
 from .checkpoint.match import LoadReport
 from .checkpoint.save import save_model
 from .errors import nearest, refuse
@@ -26,11 +24,11 @@ from .layers import Batch, Cache, Head, Output
 from .layers.adapter import current_names
 from .layers.batch import batch_of, check_tokens, shift_right
 from .layers.cache import Fixed
-from .layers.initial import initial
 from .layers.output import recorded
 from .names import Names, Row, Shape
 from .parallel.ranks import settle
-from .theirs import FORWARD, MODEL, SAVE, arguments, refuse_argument
+from .resize import resize
+from .theirs import FORWARD, SAVE, arguments, refuse_argument
 
 M = TypeVar("M", bound="type[Model]")
 FAMILIES: dict[str, type["Model"]] = {}  # transformers' model_type -> class
@@ -38,9 +36,9 @@ FAMILIES: dict[str, type["Model"]] = {}  # transformers' model_type -> class
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model: hub id (None: no public weights), parameter count, and the fields that differ from the defaults.
+    """A published model: its hub id (None: no public weights), parameter count, and the config's fields that are not the defaults.
 
-    `task` is what it is published for, where that is not the family's own default; the count is of the model with that head.
+    `task` is what it was published for, if not the family's default task. The count includes that task's head.
     """
 
     hub: str | None
@@ -51,32 +49,32 @@ class Preset:
 
 @dataclass(frozen=True)
 class Task:
-    """A head that a family offers: transformers' class with it, how to build it from the config, and its rows of names."""
+    """A head that a family offers: the transformers class that has it, how to build it from the config, and its rows of names."""
 
     architecture: str
     head: Callable[[Any], Head] = lambda c: Head()
     rows: tuple[Row, ...] = ()
-    prefix: str | None = None  # of the backbone's names in this class, where it is not the family's
-    without: tuple[str, ...] = ()  # modules of the backbone that this class has not: of an encoder alone, the decoder's
+    prefix: str | None = None  # of the backbone's names in that class, if not the family's own
+    without: tuple[str, ...] = ()  # modules of the backbone that the class lacks, as an encoder alone lacks the decoder
 
 
 class Model(Guest):
-    """A family: what a model file declares. Everything else is derived from these.
+    """A model of some family, which declares what stands first below; everything else follows from that.
 
-    A model comes from `from_pretrained`, `modelcenter.load` or `modelcenter.build`, is called as those of transformers are
-    (`forward`), and is written by `save_pretrained`; `load_report` says what became of each tensor of the files.
+    `from_pretrained`, `modelcenter.load` and `modelcenter.build` make one, `save_pretrained` writes it, and it is called as
+    transformers' models are (`forward`). `load_report` says what became of each tensor of the files.
     """
 
     Config: ClassVar[type[Config]]
     presets: ClassVar[Mapping[str, Preset]]
     tasks: ClassVar[Mapping[str, Task]]
-    default_task: ClassVar[str | None] = None  # what `auto` means where `architectures` names no head
-    prefix: ClassVar[str] = ""  # of the backbone's names, left out of a bare backbone's file
-    aliases: ClassVar[Mapping[str, str]] = {}  # their name of a copy -> their name of the tensor it repeats
-    ignored: ClassVar[tuple[str, ...]] = ()  # patterns of their names that hold nothing to load
-    encoder_decoder: bool = False  # of a model without its decoder: False
+    default_task: ClassVar[str | None] = None  # the task if config.json's `architectures` names no head
+    prefix: ClassVar[str] = ""  # of the backbone's names in files; a bare backbone's file leaves it out
+    aliases: ClassVar[Mapping[str, str]] = {}  # name in files of a copy -> name of the tensor that it repeats
+    ignored: ClassVar[tuple[str, ...]] = ()  # patterns of names in files that hold nothing to load
+    encoder_decoder: bool = False  # also False for the encoder alone
     wide: ClassVar[bool] = False  # activations of the published weights overflow fp16
-    prefixed: ClassVar[bool] = False  # the body puts something before each packed sequence, whose bounds it reads on the host
+    prefixed: ClassVar[bool] = False  # the body puts soft prompts before each packed sequence, and reads the lengths on the host
 
     config: Any  # a value of the family's own Config
     head: Head
@@ -87,8 +85,8 @@ class Model(Guest):
     source: str | None = None  # where the weights came from: a hub id, or a folder's whole path
     revision: str | None = None  # of the hub id, if one was asked for
     adapter: AdapterConfig | None = None  # what is trained in place of the weights
-    merged: bool = False  # the weights are the source's no more: they have an adapter in them
-    resized: frozenset[str] = frozenset()  # parameters that have a row for every word, where those are no longer the source's
+    merged: bool = False  # an adapter was merged into the weights, which are no longer those of the source
+    resized: frozenset[str] = frozenset()  # parameters whose rows, one a word, were changed by `resize_token_embeddings`
 
     def __init__(self, config: Any):
         super().__init__()
@@ -104,7 +102,7 @@ class Model(Guest):
 
     @staticmethod
     def names(c: Any) -> Iterable[Row]:
-        """The backbone's rows of names."""
+        """The backbone's rows of the table of names (`names.py`)."""
         raise TypeError("a family declares names")
 
     @staticmethod
@@ -172,15 +170,7 @@ class Model(Guest):
         Errors: `InputError` for arguments that do not fit each other or the model, and for those of transformers that cannot be
         honoured: `output_attentions`, `return_dict=False`, and what else has a value (`others`).
         """
-        for name, value in others.items():
-            if value is not None or name not in FORWARD:
-                refuse_argument("forward", name, FORWARD, signature(type(self).forward).parameters)
-        if past_key_values is not None and not isinstance(past_key_values, Cache):
-            refuse(None, "past_key_values", f"a {type(past_key_values).__name__}", "mc.Cache(), or use_cache=True for the first")
-        if output_attentions:
-            refuse(None, "output_attentions", "True", "leave it out: attention here keeps no weights")
-        if return_dict is False:
-            refuse(None, "return_dict", "False", "leave it out: the output has to_tuple(), and an index counts in that")
+        self.refuse_unsupported(past_key_values, output_attentions, return_dict, others)
         if input_ids is not None and inputs_embeds is not None:
             refuse(None, "inputs_embeds", "given beside input_ids", "one of the two")
         if logits_to_keep and not self.scores:
@@ -188,16 +178,9 @@ class Model(Guest):
         for name, ids in (("input_ids", input_ids), ("decoder_input_ids", decoder_input_ids)):
             if ids is not None:
                 check_tokens(ids, name)
-        if labels is not None and self.scores:
-            check_tokens(labels, "labels")
-        elif labels is not None and not isinstance(labels, Tensor):
-            refuse(None, "labels", f"a {type(labels).__name__}", "a tensor")
-        if start_positions is not None or end_positions is not None:
-            labels = self.span(start_positions, end_positions, labels)
+        labels = self.targets(labels, start_positions, end_positions)
         if use_cache and past_key_values is None:
             past_key_values = Cache()
-        if labels is not None and self.task == "classify":
-            self.config.numbers() if labels.is_floating_point() else self.config.single_label()
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
             decoder_input_ids = shift_right(labels, cu_seq_lens_q, self.config.start, self.config.file.get("pad_token_id") or 0)
         batch = batch_of(
@@ -226,16 +209,44 @@ class Model(Guest):
             past_key_values.length = (batch.target or batch).keys
         return out
 
+    def refuse_unsupported(self, cache: object, output_attentions: bool | None, return_dict: bool | None,
+                           others: Mapping[str, Any]) -> None:
+        """Refuse arguments of transformers' forward that this one cannot honour, and names that neither knows."""
+        for name, value in others.items():
+            if value is not None or name not in FORWARD:
+                refuse_argument("forward", name, FORWARD, signature(type(self).forward).parameters)
+        if cache is not None and not isinstance(cache, Cache):
+            refuse(None, "past_key_values", f"a {type(cache).__name__}", "mc.Cache(), or use_cache=True for the first")
+        if output_attentions:
+            refuse(None, "output_attentions", "True", "leave it out: attention here keeps no weights")
+        if return_dict is False:
+            refuse(None, "return_dict", "False", "leave it out: the output has to_tuple(), and an index counts in that")
+
+    def targets(self, labels: Tensor | None, start: Tensor | None, end: Tensor | None) -> Tensor | None:
+        """The labels, checked for the head that reads them; (b 2) of answers given as two tensors (b)."""
+        if start is not None or end is not None:
+            labels = self.span(start, end, labels)
+        if labels is None:
+            return None
+        if self.scores:
+            check_tokens(labels, "labels")
+        elif not isinstance(labels, Tensor):
+            refuse(None, "labels", f"a {type(labels).__name__}", "a tensor")
+        if self.task == "classify":
+            self.config.numbers() if labels.is_floating_point() else self.config.single_label()
+        return labels
+
     def span(self, start: Tensor | None, end: Tensor | None, labels: Tensor | None) -> Tensor:
-        """Labels (b 2) of answers that are given as two tensors (b)."""
+        """The labels (b 2) of answers that are given as two tensors (b)."""
         if self.task != "qa" or start is None or end is None or labels is not None:
             found = f"with the task {self.task!r}" if self.task != "qa" else "beside labels" if labels is not None else "one alone"
             refuse(None, "start_positions, end_positions", found, "both, of a model with task='qa'; or labels (b 2)")
         return torch.stack((start.flatten(), end.flatten()), 1)
 
     def check_sizes(self, batch: Batch) -> None:
-        """Refuse labels that the head's loss has no use for, and more tokens than a table has positions: on a GPU an index
-        beyond it ends the process. What is compiled or exported is not asked, lest its shapes become bounded."""
+        """Refuse labels that the head's loss has no use for, and more tokens than the table of positions has rows: on a GPU an
+        index beyond it ends the process. In a graph that is compiled or exported the number of tokens is not compared, because
+        the graph would then hold for that range alone."""
         if batch.labels is not None and self.task == "backbone" and not self.encoder_decoder:  # there they make the decoder's ids
             refuse(None, "labels", "with the task 'backbone', which has no loss", f"another task: {', '.join(self.tasks)}")
         if batch.labels is not None:
@@ -248,18 +259,18 @@ class Model(Guest):
 
     @property
     def shared(self) -> dict[str, str]:
-        """Of what the family ties that which this model has, its task's head being what it is."""
+        """Each tied parameter -> the one that it shares, for those that this model's head has."""
         return {n: s for n, s in self.tied(self.config).items() if self.scores or not n.startswith("head.")}
 
     def tie(self) -> None:
-        """Make every tied parameter the one it shares."""
+        """Make each tied parameter one with the parameter that it shares."""
         for name, source in self.shared.items():
             module, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(module), leaf, self.get_parameter(source))
 
     @property
     def table(self) -> Names:
-        """The names of this model's backbone and head, as transformers' class for its task has them."""
+        """The table of names of backbone and head, as transformers' class for this task has them."""
         task, out = self.tasks[self.task], Names(self.names(self.config), self.prefix)
         out = out if task.prefix is None else out.under(task.prefix)
         out.rows += Names(task.rows).rows
@@ -272,19 +283,20 @@ class Model(Guest):
 
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str], **options: Any) -> Self:
-        """Load a model of this family from a folder, a preset or a hub id, with the options of `modelcenter.load`: `task`, `dtype`,
-        `device`, `machine`, `adapter`, `config`, `num_labels`, `revision` ... (`help(modelcenter.load)`).
+        """Load a model of this family from a folder, a preset or a hub id. The options are those of `modelcenter.load`: `task`,
+        `dtype`, `device`, `machine`, `adapter`, `config`, `num_labels`, `revision` ... (`help(modelcenter.load)`).
 
-        A subclass of a family gives an instance of itself. Errors: `InputError`, also for a checkpoint of another family."""
-        from .create import load  # which makes models of what stands here
+        Called on a subclass of a family, it returns an instance of that subclass. Errors: `InputError`, also for a checkpoint of
+        another family."""
+        from .create import load  # create.py imports this file
 
         return cast(Self, load(name, family=cls, **options))
 
     @arguments(SAVE)
     def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
-        """Write a folder that transformers and `from_pretrained` open: safetensors in shards of at most `max_shard_size` (bytes, or
-        "5GB"), config.json, and the tokenizer that the model came with. Of a model with an adapter only the adapter is
-        written, in peft's format. Errors: `InputError`; the folder appears complete or not at all."""
+        """Write a folder that transformers and `from_pretrained` open: safetensors files of at most `max_shard_size` each (bytes,
+        or a text such as "5GB"), config.json, and the tokenizer that the model came with. If the model has an adapter, only the
+        adapter is written, in peft's format. The folder appears complete or not at all. Errors: `InputError`."""
         settle(self)
         self.settle_options()
         self.check_tied()
@@ -296,7 +308,7 @@ class Model(Guest):
     generate = generate_tokens  # type: ignore[has-type]  # mypy meets the decorated function in an import cycle
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of every module; weights by transformers' names are refused in a line, where torch would name each of them."""
+        """As for any module, but a dictionary with transformers' names is refused in one line, where torch would list them all."""
         if strict and not state_dict.keys() & self.shapes.keys():
             theirs = {entry.theirs for entry in self.table.entries(self.shapes, bare=self.bare)} & state_dict.keys()
             if theirs:
@@ -308,31 +320,9 @@ class Model(Guest):
             self.tie()
         return found
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name not in MODEL:
-                raise
-            raise AttributeError(f"{type(self).__name__} has no {name}; {MODEL[name]}", name=name, obj=self) from None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.get_input_embeddings().weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the weights."""
-        return self.get_input_embeddings().weight.dtype
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """The table of tokens: weight (vocab dim), on several ranks with rows that only pad it."""
-        return self.get_submodule("embed.tokens")  # type: ignore[return-value]  # an embedding
-
     def resize_token_embeddings(self, vocab: int, pad_to_multiple_of: int | None = None, *, seed: int = 0) -> nn.Embedding:
-        """Grow or shrink the vocabulary, up to the next multiple if one is given; new rows are drawn like new weights, the others
-        keep their values. Errors: `InputError` for a size below 1."""
+        """Grow or shrink the vocabulary to `vocab` words, rounded up to a multiple of `pad_to_multiple_of` if that is given. New
+        rows are drawn from `seed` as a new model's are; the others keep their values. Errors: `InputError` for a size below 1."""
         for name, number in (("vocab", vocab), ("pad_to_multiple_of", 1 if pad_to_multiple_of is None else pad_to_multiple_of)):
             if type(number) is not int or number < 1:
                 refuse(None, f"resize_token_embeddings({name})", repr(number), "a whole number, 1 or more")
@@ -341,8 +331,8 @@ class Model(Guest):
         return self.get_input_embeddings()
 
     def freeze(self, *patterns: str) -> list[str]:
-        """Freeze the parameters whose names match a pattern (`embed.*`), by our names or Hugging Face's. Returns our names of them.
-        Errors: `InputError` for a pattern that matches none."""
+        """Freeze the parameters whose names match one of the patterns, such as `embed.*`; our names and transformers' are both
+        understood. Returns our names of what was frozen. Errors: `InputError` for a pattern that matches no parameter."""
         names: dict[str, tuple[str, ...]] = {name: (name,) for name in self.shapes}
         names |= {entry.theirs: entry.ours for entry in self.table.entries(self.shapes, bare=self.bare)}
         frozen: list[str] = []
@@ -357,91 +347,11 @@ class Model(Guest):
             self.get_parameter(now[name]).requires_grad_(False)
         return frozen
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
-        """What a forward of the next step takes (for tools that drive generation themselves)."""
-        return {"input_ids": input_ids, **rest}
-
 
 def register(cls: M) -> M:
-    """Make a family known under its model_type; without docstrings of its own the class has its file's."""
+    """Make a family known under its model_type. A class without a docstring gets that of its file."""
     cls.__doc__ = cls.__doc__ or sys.modules[cls.__module__].__doc__
     cls.Config.__doc__ = f"The config of {cls.__name__}: its defaults are the base size, `file` holds config.json's other keys."
     FAMILIES[cls.Config.hf.model_type] = cls
     cls.Config.__setattr__ = unchanging  # type: ignore[assignment]  # dataclass gives each class its own, which says less
     return cls
-
-
-class Undrawn(TorchFunctionMode):
-    """torch.nn's initial weights are not drawn: the skeleton has no storage, `fill` gives it values, and `normal_` on a meta tensor
-    imports torch's compiler first, for seconds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-def skeleton(family: type[Model], config: Any, task: str, dtype: torch.dtype) -> Model:
-    """The model without storage: every parameter on the meta device."""
-    check_task(family, task)
-    if family.wide and dtype == torch.float16:
-        warnings.warn(f"{family.__name__} in fp16: activations of the published weights overflow; use bf16 or fp32", stacklevel=3)
-    try:
-        with torch.device("meta"), Undrawn():
-            model = family(config)
-            model.head = family.tasks[task].head(config)
-            for part in family.tasks[task].without:
-                setattr(model, part, None)
-    except RuntimeError as error:
-        if "overflow" not in str(error):
-            raise
-        refuse(None, "config", "sizes whose product does not fit 64 bits", "a model that a machine can hold")
-    model.task = task
-    model.encoder_decoder = family.encoder_decoder and "decoder" not in family.tasks[task].without
-    model.companions = {}
-    model.to(dtype)
-    model.tie()
-    model.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return model
-
-
-def check_task(family: type[Model], task: str) -> None:
-    """Refuse a head that the family does not offer."""
-    if task not in family.tasks:
-        refuse(None, "task", f"{task!r} is none of {family.__name__}'s", nearest(task, family.tasks))
-
-
-def resize(model: Model, vocab: int, seed: int) -> None:
-    """See `Model.resize_token_embeddings`; of a model on the meta device the shapes alone."""
-    words, now = vocabulary(model), current_names(model)
-    if odd := [name for name in words if now[name] != name]:
-        refuse(None, "resize_token_embeddings", f"an adapter on {odd[0].rpartition('.')[0]}", "resize first, then the adapter")
-    old = {name: model.get_parameter(name) for name in words}
-    full = changed(model.config, {"vocab": vocab})
-    fresh = skeleton(type(model), full, model.task, next(iter(old.values())).dtype)
-    drawn = initial(fresh, {n: fresh.shapes[n] for n in old}, seed, model.init_std)
-    for name, before in old.items():
-        if before.is_meta:
-            weight = before.new_empty(fresh.shapes[name])
-        else:
-            weight = drawn[name][tuple(slice(0, n) for n in fresh.shapes[name])].to(before)
-            kept = min(len(weight), len(before))
-            weight[:kept] = before.detach()[:kept]
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, nn.Parameter(weight, requires_grad=before.requires_grad))
-    model.config, model.shapes, model.resized = full, fresh.shapes, frozenset(words)
-    for part in model.modules():
-        if hasattr(part, "vocab"):
-            part.vocab = vocab  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or a module
-    model.tie()
-    for part in model.modules():  # torch's own word of a size, which others' tools read
-        if isinstance(part, nn.Embedding):
-            part.num_embeddings = len(part.weight)
-        elif isinstance(part, nn.Linear):
-            part.out_features = len(part.weight)
-
-
-def vocabulary(model: Model) -> list[str]:
-    """The parameters with a row for every word."""
-    other = skeleton(type(model), replace(model.config, vocab=model.config.vocab + 1), model.task, torch.float32)
-    return [name for name, shape in model.shapes.items() if other.shapes[name] != shape]

@@ -20,13 +20,13 @@ import modelcenter as mc
 from modelcenter.checkpoint.load import fill
 from modelcenter.layers import Block
 from modelcenter.layers.initial import initial
-from modelcenter.model import skeleton
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.blocks import blocks, units
 from modelcenter.parallel.ranks import ALONE, Ranks
 from modelcenter.place import place
+from modelcenter.skeleton import skeleton
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.step import accumulate, autocast, update
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zoo import Case, cases, tiny
 
 import modelcenter as mc
-from modelcenter.model import skeleton
 from modelcenter.ops import _graph, draw, dropout
 from modelcenter.ops._kernels import available
 from modelcenter.optim.config import OptimizerConfig
@@ -22,6 +21,7 @@ from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.blocks import KEPT, keep, recompute, selected, whole
 from modelcenter.parallel.deep import Deep
 from modelcenter.parallel.rehearse import rehearse
+from modelcenter.skeleton import skeleton
 
 CASES = cases(all_tasks=False, all_variants=False)
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "vocab": 300, "positions": 64, "dropout": 0.1, "attn_dropout": 0.1}

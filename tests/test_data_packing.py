@@ -24,8 +24,9 @@ from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.data.tokenizer_open import load_tokenizer
 from modelcenter.data.tokenizer_train import train_tokenizer
-from modelcenter.model import Model, skeleton
+from modelcenter.model import Model
 from modelcenter.registry import families
+from modelcenter.skeleton import skeleton
 from modelcenter.train.evaluate import count_targets, count_tokens
 
 KEYS = {"prompt_key": "prompt", "response_key": "response"}

@@ -23,8 +23,8 @@ HOUSE = Path(__file__).parent.parent  # the checkout; the package may be install
 FILES = sorted(f for f in ROOT.rglob("*.py") if "__pycache__" not in f.parts)
 FLOORS = (
     {"errors"}, {"ops", "config", "theirs"}, {"names", "layers"}, {"parallel", "checkpoint", "generate"}, {"adapter"},
-    {"model", "registry", "identify", "place", "create", "guest"}, {"models"}, {"optim", "data", "metrics"}, {"train"},
-    {"doctor"}, {"cli"}, {"__main__"},
+    {"guest", "skeleton", "resize", "model", "registry", "identify", "place", "create"}, {"models"},
+    {"optim", "data", "metrics"}, {"train"}, {"doctor"}, {"cli"}, {"__main__"},
 )  # fmt: skip
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 UPWARD = {("registry", "models")}  # families() finds the files of the floor above by walking the folder; it names none

@@ -20,8 +20,8 @@ from zoo import Case, cases, inputs, scores, tiny, weighted
 import modelcenter as mc
 from modelcenter.checkpoint.load import fill
 from modelcenter.layers.initial import initial
-from modelcenter.model import skeleton
 from modelcenter.place import place
+from modelcenter.skeleton import skeleton
 
 CASES = cases(all_tasks=False, all_variants=False)
 MESHES: dict[str, dict[str, Any]] = {

@@ -175,8 +175,8 @@ def test_a_model_built_here_opens_in_transformers(case: Case, tmp_path: Path) ->
 
     from modelcenter.checkpoint.load import fill
     from modelcenter.layers.initial import initial
-    from modelcenter.model import skeleton
     from modelcenter.place import place
+    from modelcenter.skeleton import skeleton
 
     ours = skeleton(case.family, tiny(case.kind, case.variant, case.task), case.task, torch.float32)
     place(ours, None, None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..adapter.attach import choose, insert
 from ..errors import printable, refuse, size
-from ..model import Model, skeleton
+from ..model import Model
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
 from ..parallel.chips import CHIPS, chip_here
@@ -20,6 +20,7 @@ from ..parallel.layout import RECOMPUTES, Costs, Estimate, Job
 from ..parallel.machine import Machine
 from ..parallel.plan import Plan
 from ..registry import families
+from ..skeleton import skeleton
 from .calibrate import NOTHING, Learned, learn
 from .evaluate import count_targets
 from .recipe import Recipe
