@@ -25,7 +25,7 @@ from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join, parallelize
 from modelcenter.parallel.blocks import blocks
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.rehearse import rehearse
+from modelcenter.parallel.rehearse import Conditions, rehearse
 from modelcenter.parallel.twin import tables
 from modelcenter.train.step import accumulate, autocast, update
 
@@ -54,8 +54,9 @@ def step_of(name: str, layers: int, machine: Machine, precision: str, device: to
         return build_optimizer(model, OptimizerConfig()), None
 
     tp = machine.tensor_parallel
-    counted = rehearse(model, batch, build, partial(autocast, precision, torch.device("cpu")), torch.device("cpu"), ranks=tp,
-                       recompute=machine.recompute, gpu=device.type == "cuda")
+    cpu = torch.device("cpu")
+    how = Conditions(build, partial(autocast, precision, cpu), cpu, gpu=device.type == "cuda")
+    counted = rehearse(model, batch, how, ranks=tp, recompute=machine.recompute)
     count = {"blocks": len(blocks(model)), "parameters": sum(1 for _ in model.parameters()), "calls": counted.calls,
              "update calls": counted.update_calls, "styled": sum(1 for _ in tables(model))}
     model.to_empty(device=device)

@@ -40,10 +40,11 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.chips import CHIPS, chip_here, chip_named
-from modelcenter.parallel.layout import Costs
-from modelcenter.parallel.layout import Job as Planned
+from modelcenter.parallel.costs import Costs
+from modelcenter.parallel.estimate import Job as Planned
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.peers import Mapped
+from modelcenter.parallel.rehearse import Conditions
 from modelcenter.place import place
 from modelcenter.train.step import accumulate, autocast, update
 
@@ -203,8 +204,9 @@ def predict(point: Point, name: str | None, out: Path) -> None:
     job, machine = point.job, Machine(device=device.type, cuda_graphs=False, **point.degrees)  # type: ignore[arg-type]
     model = mc.build(job.name, task=job.task, config=job.config, device="meta")
     tokens, vocab = job.length * (2 if job.task == "seq2seq" else 1), int(model.config.vocab)
-    planned = Planned(model, lambda rows: batch_of(job, rows, vocab), adamw, partial(autocast, job.precision, device), device,
-                      job.precision, job.batch, tokens, 0.15 if job.task == "mlm" else 1.0, gpu=name is not None)
+    share = 0.15 if job.task == "mlm" else 1.0
+    how = Conditions(adamw, partial(autocast, job.precision, device), device, share, gpu=name is not None)
+    planned = Planned(model, lambda rows: batch_of(job, rows, vocab), how, job.precision, job.batch, tokens)
     e = Costs(planned, chip).exact(machine, point.rows)
     said = {"device": chip.name, "bytes": e.need - e.parts.get("fragments", 0), "fits": e.fits, "seconds": e.seconds,
             "parts": dict(e.parts), "spent": dict(e.spent), "host": e.host, "bottleneck": e.bottleneck, "made": now()}  # fmt: skip

@@ -20,7 +20,7 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.blocks import KEPT, keep, recompute, selected, whole
 from modelcenter.parallel.deep import Deep
-from modelcenter.parallel.rehearse import rehearse
+from modelcenter.parallel.rehearse import Conditions, rehearse
 from modelcenter.skeleton import skeleton
 
 CASES = cases(all_tasks=False, all_variants=False)
@@ -124,8 +124,8 @@ def test_memory_is_in_between() -> None:
     for how in ("none", "selective", "full"):
         model = mc.build("gpt2", config=SIZES).train()
         batch = {"input_ids": torch.ones(4, 64, dtype=torch.int64), "labels": torch.ones(4, 64, dtype=torch.int64)}
-        step = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig()), None), nullcontext, torch.device("cpu"),
-                        recompute=how)  # fmt: skip
+        conditions = Conditions(lambda m: (build_optimizer(m, OptimizerConfig()), None), nullcontext, torch.device("cpu"))
+        step = rehearse(model, batch, conditions, recompute=how)
         found[how] = Deep([(1, step)]).peak()["activations"]
     assert 1.3 * found["full"] < found["selective"] < 0.8 * found["none"], found
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelcenter.parallel.chips import CHIPS
-from modelcenter.parallel.layout import Estimate
+from modelcenter.parallel.estimate import Estimate
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import calibrate, choose, paper
 from modelcenter.train.calibrate import Learned, Run, explained, learn, rate, read, remember

@@ -12,7 +12,7 @@ from test_plan import recipe_of
 from modelcenter.config import bind, read_recipe
 from modelcenter.errors import InputError
 from modelcenter.parallel.chips import CHIPS
-from modelcenter.parallel.layout import Estimate
+from modelcenter.parallel.estimate import Estimate
 from modelcenter.parallel.machine import Machine, load_machine
 from modelcenter.train import choose as module
 from modelcenter.train.choose import choose

@@ -32,10 +32,12 @@ from modelcenter.parallel import chips, host
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.blocks import blocks, units
 from modelcenter.parallel.chips import CHIPS, Chip, chip_named, together
+from modelcenter.parallel.costs import GRAPHED, POINT, Costs
 from modelcenter.parallel.deep import Deep, rehearse_deep
-from modelcenter.parallel.layout import GRAPHED, POINT, Costs, Job, layouts
+from modelcenter.parallel.estimate import Job
+from modelcenter.parallel.layout import layouts
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.rehearse import rehearse
+from modelcenter.parallel.rehearse import Conditions, rehearse
 from modelcenter.parallel.survey import survey
 from modelcenter.parallel.tally import Tally, Work
 from modelcenter.parallel.twin import shards, twin
@@ -57,7 +59,12 @@ def adamw(model: Any) -> tuple[Any, None]:
 
 def job_of(model: Any, rows: int, precision: str = "bf16", length: int = LENGTH) -> Job:
     compute = partial(autocast, precision, CPU)
-    return Job(model, partial(batch, length=length), adamw, compute, CPU, precision, rows, length, gpu=True)
+    return Job(model, partial(batch, length=length), Conditions(adamw, compute, CPU, gpu=True), precision, rows, length)
+
+
+def on_cpu(job: Job) -> Job:
+    """The same, on a CPU that stands for nothing else."""
+    return replace(job, how=replace(job.how, gpu=False))
 
 
 @cache
@@ -93,7 +100,7 @@ def test_a_deep_model_is_its_few_blocks_many_times(case: str) -> None:
     """To the byte, to the FLOP, to the call."""
     name, config, options = DEEP[case]
     model = mc.build(name, config=config, device="meta")
-    how = partial(rehearse, batch=batch(3), build=adamw, compute=partial(autocast, "bf16", CPU), device=CPU, gpu=True, **options)
+    how = partial(rehearse, batch=batch(3), how=Conditions(adamw, partial(autocast, "bf16", CPU), CPU, gpu=True), **options)
     whole, deep = Deep([(1, how(model))]), rehearse_deep(model, how)
     assert len(deep.parts) > 1
     for factors in ({}, {"gradients": 0.0, "weights": 0.1}, {"gradients": 4.0}):
@@ -121,7 +128,7 @@ def test_a_bias_by_distance_has_a_gpus_kernel_where_one_is_meant(name: str) -> N
         patch.setattr(Tally, "kernel", kernel)
         for gpu in (True, False):
             called[gpu] = Counter()
-            rehearse(model, batch(3), adamw, partial(autocast, "bf16", CPU), CPU, gpu=gpu, recompute="selective")
+            rehearse(model, batch(3), Conditions(adamw, partial(autocast, "bf16", CPU), CPU, gpu=gpu), recompute="selective")
     own = 2 if name == "t5-small" else 1  # attention to itself, of each stack
     assert called[True]["relative_attention"] == called[True]["relative_attention_backward"] == own, "once: it is kept"
     assert called[False]["relative_attention"] == 0
@@ -152,7 +159,8 @@ def test_a_whole_13b_that_ran_is_said_to_fit() -> None:
     def build(model: Any) -> tuple[Any, None]:
         return build_optimizer(model, OptimizerConfig(moments="bf16")), None
 
-    job = replace(job_of(model, 48, length=512), build=build)
+    job = job_of(model, 48, length=512)
+    job = replace(job, how=replace(job.how, build=build))
     e = Costs(job, CHIPS["h200"]).exact(Machine(fsdp=2), 24)
     assert e.fits and e.need - e.parts["fragments"] == pytest.approx(136.2e9, rel=0.02)
     assert not Costs(job, CHIPS["h200"]).exact(Machine(fsdp=2), 28).fits
@@ -161,7 +169,7 @@ def test_a_whole_13b_that_ran_is_said_to_fit() -> None:
 def test_blocks_that_differ_are_all_rehearsed() -> None:
     model = mc.build("gpt2", config=GPT, device="meta")
     model.freeze("decoder.blocks.2*")
-    how = partial(rehearse, batch=batch(2), build=adamw, compute=nullcontext, device=CPU)
+    how = partial(rehearse, batch=batch(2), how=Conditions(adamw, nullcontext, CPU))
     assert len(rehearse_deep(model, how).parts) == 1
 
 
@@ -260,8 +268,8 @@ def test_what_came_last_and_what_was_sent_last_are_there_beside_the_logits(prese
     have sent. No copy of weights that are whole comes from anywhere."""
     config = {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 4, "hidden": 128, "vocab": 8192}
     model = mc.build(preset, config=config, device="meta")
-    costs = Costs(replace(job_of(model, 64, "fp32"), gpu=False), CHIPS["h200"])
-    table, norm, block = 4 * 8192 * 128, 4 * 128, costs.weights(1)[2]
+    costs = Costs(on_cpu(job_of(model, 64, "fp32")), CHIPS["h200"])
+    table, norm, block = 4 * 8192 * 128, 4 * 128, costs.sizes(1).block
     tables = 1 if preset == "llama-3.2-1b" else 2
     parts = costs.exact(Machine(fsdp=4), 4, forwards).parts
     assert parts["loss"] > 2 * table, "the peak is the head's"
@@ -291,8 +299,8 @@ def test_activations_of_a_block_are_the_published_ones(width: int, heads: int, l
     model = mc.build("gpt2", config=config, dtype="bf16", device="meta")
     found = {}
     for recompute in ("none", "full"):
-        depths = [rehearse(model, batch(rows, length), adamw, nullcontext, CPU, keep={0: keep}, dtype=torch.bfloat16, gpu=True,
-                           recompute=recompute) for keep in (2, 3)]  # fmt: skip
+        depths = [rehearse(model, batch(rows, length), Conditions(adamw, nullcontext, CPU, gpu=True), keep={0: keep},
+                           dtype=torch.bfloat16, recompute=recompute) for keep in (2, 3)]  # fmt: skip
         one, two = (max(r.moments["head"], key=lambda m: m[3])[3] for r in depths)
         found[recompute] = two - one
     unit = length * rows * width
@@ -307,8 +315,8 @@ def test_arithmetic_is_six_times_the_parameters(recompute: Any) -> None:
     which draws, in selective recompute; all of the blocks, but for the last product's result, in full. A bias' gradient is a
     product with ones, but for that of the first layer of a feed-forward network, which its activation adds."""
     model, tokens, width = gpt(), 3 * LENGTH, 64
-    deep = rehearse_deep(model, partial(rehearse, batch=batch(3), build=adamw, compute=partial(autocast, "bf16", CPU), device=CPU,
-                                        recompute=recompute, gpu=True, dtype=torch.bfloat16))  # fmt: skip
+    how = Conditions(adamw, partial(autocast, "bf16", CPU), CPU, gpu=True)
+    deep = rehearse_deep(model, partial(rehearse, batch=batch(3), how=how, recompute=recompute, dtype=torch.bfloat16))
     total = {kind: sum(w.flops * n for w, n in deep.work().items() if w.kind == kind) for kind in ("matmul", "attention")}
     blocks = 6 * 12 * width**2
     again = {"none": 0, "selective": 0, "full": 2 * blocks * tokens}[recompute]
@@ -325,7 +333,7 @@ def test_a_gpu_that_is_not_here_has_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     found = []
     for kernels in (_kernels._C, None):
         monkeypatch.setattr(_kernels, "_C", kernels)
-        step = rehearse(gpt(layers=2), batch(2), adamw, partial(autocast, "bf16", CPU), CPU, gpu=True)
+        step = rehearse(gpt(layers=2), batch(2), Conditions(adamw, partial(autocast, "bf16", CPU), CPU, gpu=True))
         found.append((step.work, step.update, step.calls, step.moments))
     assert found[0] == found[1]
 
@@ -368,7 +376,7 @@ def test_a_graph_leaves_little_to_the_host() -> None:
     assert costs.graphed(Machine(), 2) and not costs.graphed(Machine(fsdp=2), 2) and not costs.graphed(Machine(compile=True), 2)
     assert Costs(packed, CHIPS["h200"]).graphed(Machine(), 2)
     assert not Costs(replace(packed, precision="fp32"), CHIPS["h200"]).graphed(Machine(), 2)
-    assert not Costs(replace(job, gpu=False), CHIPS["h200"]).graphed(Machine(), 2)
+    assert not Costs(on_cpu(job), CHIPS["h200"]).graphed(Machine(), 2)
 
 
 def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
@@ -632,7 +640,7 @@ def test_what_ranks_hold_is_foreseen(family: str, name: str, tmp_path: Path) -> 
     spawn(machine.ranks, measure, str(tmp_path / "out.json"), family, name)
     real = json.loads((tmp_path / "out.json").read_text())
     model = mc.build(preset, task=task, config=config, device="meta")
-    costs = Costs(replace(job_of(model, rows * forwards * machine.shares, precision), gpu=False), CHIPS["h200"])
+    costs = Costs(on_cpu(job_of(model, rows * forwards * machine.shares, precision)), CHIPS["h200"])
     said = costs.exact(machine, rows)
     lasting: Any = costs.lasting(machine.tensor_parallel)
     off: dict[Any, float] = {kind: lasting[kind] / machine.fsdp / real[kind] - 1 for kind in ("weights", "gradients", "optimizer")}

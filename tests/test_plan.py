@@ -26,7 +26,7 @@ from modelcenter.parallel.blocks import recompute as recompute_blocks
 from modelcenter.parallel.deep import Deep
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.plan import Plan
-from modelcenter.parallel.rehearse import rehearse
+from modelcenter.parallel.rehearse import Conditions, rehearse
 from modelcenter.train import fit
 from modelcenter.train.fit import Verdict, verdict, widest
 from modelcenter.train.prepare import prepare
@@ -136,9 +136,9 @@ def test_the_peak_is_foreseen(case: dict[str, Any]) -> None:
         return build_optimizer(twin, OptimizerConfig(**case.get("optimizer", {}))), EMA(twin, 0.9) if case.get("ema") else None
 
     before = torch.get_rng_state(), {name: p.data_ptr() for name, p in model.named_parameters()}
-    how = partial(rehearse, batch=batch, build=build, compute=compute, device=CPU, forwards=case.get("forwards", 1), share=share,
-                  recompute=case.get("recompute", "none"), evaluates=case.get("evaluates", False))
-    parts = Deep([(1, how(model))]).peak()
+    how = Conditions(build, compute, CPU, share, case.get("evaluates", False))
+    step = rehearse(model, batch, how, forwards=case.get("forwards", 1), recompute=case.get("recompute", "none"))
+    parts = Deep([(1, step)]).peak()
     assert torch.equal(before[0], torch.get_rng_state())  # and nothing was drawn
     assert before[1] == {name: p.data_ptr() for name, p in model.named_parameters()}
     assert all(p.grad is None and not p._backward_hooks and not p._post_accumulate_grad_hooks for p in model.parameters())
@@ -151,7 +151,8 @@ def test_the_peak_is_foreseen(case: dict[str, Any]) -> None:
 
 
 def peak_with(model: Any, batch: dict[str, Any], config: OptimizerConfig) -> Any:
-    return Deep([(1, rehearse(model, batch, lambda m: (build_optimizer(m, config), None), nullcontext, CPU))]).peak()
+    how = Conditions(lambda m: (build_optimizer(m, config), None), nullcontext, CPU)
+    return Deep([(1, rehearse(model, batch, how))]).peak()
 
 
 def test_packed_sequences_see_themselves_alone() -> None:
@@ -161,7 +162,7 @@ def test_packed_sequences_see_themselves_alone() -> None:
         batch = batch_of({"packed": packed})
         batch.pop("attention_mask", None)
         model = model_of({"family": "gpt"})
-        step = rehearse(model, batch, lambda m: (build_optimizer(m, OptimizerConfig()), None), nullcontext, CPU)
+        step = rehearse(model, batch, Conditions(lambda m: (build_optimizer(m, OptimizerConfig()), None), nullcontext, CPU))
         found.append([sum(w.flops * n for w, n in step.work.items() if w.kind == kind) for kind in ("attention", "matmul")])
     assert found[0] == found[1] and (found[0][0] > 0) is available("cpu")
 
@@ -173,7 +174,8 @@ def test_labels_of_one_a_sequence_go_to_the_device_too() -> None:
     batch = {"input_ids": torch.zeros(4, 8, dtype=torch.long), "attention_mask": torch.ones(4, 8, dtype=torch.long),
              "labels": torch.zeros(4, dtype=torch.long)}  # fmt: skip
     build = partial(lambda config, m: (build_optimizer(m, config), None), OptimizerConfig())
-    steps = [rehearse(model, batch, build, nullcontext, torch.device(device), evaluates=True) for device in ("cpu", "meta")]
+    where = [Conditions(build, nullcontext, torch.device(device), evaluates=True) for device in ("cpu", "meta")]
+    steps = [rehearse(model, batch, how) for how in where]
     assert all(sum(step.work.values()) > 0 for step in steps)
 
 

@@ -1,9 +1,9 @@
 """A training step taken on tensors without storage: which memory is alive when, and what is computed and moved.
 
 The step is rehearsed on a twin of the model (`twin.py`) under torch's FakeTensorMode: shapes, dtypes and lifetimes are those of the
-real step, nothing is computed and nothing allocated. What is alive at the peak, and what takes time, follows from the code that
-will run, as `tally.py` counts it. Recompute, packing, adapters, quantised layers, low precision and every optimizer are in it. What
-is not: what the process holds besides tensors. `deep.py` has it from a few blocks.
+real step, but nothing is computed and nothing is allocated. So what is alive at the peak, and what takes time, follows from the
+code that will run; `tally.py` counts it. Recompute, packing, adapters, quantised layers, low precision and every optimizer are
+included. Memory that the process holds besides tensors is not. `deep.py` infers a deep model's step from a few blocks.
 """
 
 from collections import Counter
@@ -30,20 +30,31 @@ Build = Callable[[nn.Module], tuple[Optimizer, Any]]
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """What was alive at the moments of each phase, in the order of `SEEN`; the work of a micro-batch, that of an update; and how
-    many calls the host made for each."""
+class Conditions:
+    """What all rehearsals of one job have in common, whatever the batch and the layout."""
 
-    moments: Mapping[str, Sequence[tuple[int, ...]]]
-    work: Counter[Work] = field(default_factory=Counter)
+    build: Build  # makes the optimizer, and what else is kept for each weight
+    compute: Compute  # the context of a forward (autocast)
+    device: torch.device  # on which the rehearsal is made
+    share: float = 1.0  # of the labels that are not ignored
+    evaluates: bool = False  # evaluations on such batches follow, whose logits are kept whole
+    gpu: bool = False  # `device` is a CPU that stands for a GPU
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal has found out."""
+
+    moments: Mapping[str, Sequence[tuple[int, ...]]]  # phase -> at each of its moments, bytes of each kind of `tally.SEEN`
+    work: Counter[Work] = field(default_factory=Counter)  # of a micro-batch
     update: Counter[Work] = field(default_factory=Counter)
-    calls: int = 0
+    calls: int = 0  # that the host makes for a micro-batch
     update_calls: int = 0
 
 
 def sum_up(model: nn.Module, tally: Tally) -> None:
-    """Make and count the sums over tensor-parallel ranks: what a layer cut by rows returns, and the gradient of what one cut by
-    columns was given."""
+    """Make the twin do, and the tally count, the sums over tensor-parallel ranks: of what a layer cut by rows returns, and of the
+    gradient of what a layer cut by columns was given."""
     import torch.distributed._functional_collectives  # noqa: F401  # says of which shape a sum is that no ranks make
 
     def count(tensor: Tensor) -> None:
@@ -81,7 +92,7 @@ class Sum(torch.autograd.Function):
 
 
 def mark(model: nn.Module, tally: Tally) -> None:
-    """Let the first and the last block of a stack say when they begin, forward and backward."""
+    """Have every block tell the tally when its forward and its backward begin, and whether it is the first or last of its stack."""
     for i, stack in enumerate(m for m in model.modules() if isinstance(m, Stack)):
         for j, block in enumerate(stack.blocks):
             place = "first" if j == 0 else "last" if j == len(stack.blocks) - 1 else "between"
@@ -98,32 +109,16 @@ def mark(model: nn.Module, tally: Tally) -> None:
 
 
 @compiler_left_out()
-def rehearse(
-    model: nn.Module,
-    batch: Arguments,
-    build: Build,
-    compute: Compute,
-    device: torch.device,
-    *,
-    forwards: int = 1,
-    share: float = 1.0,
-    recompute: Recompute = "none",
-    evaluates: bool = False,
-    keep: Mapping[int, int] | None = None,
-    ranks: int = 1,
-    dtype: torch.dtype | None = None,
-    gpu: bool = False,
-) -> Rehearsal:
-    """A step of `forwards` micro-batches like `batch` on `device`.
+def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: int = 1, recompute: Recompute = "none",
+             keep: Mapping[int, int] | None = None, ranks: int = 1, dtype: torch.dtype | None = None) -> Rehearsal:
+    """Rehearse a step of `forwards` micro-batches like `batch`.
 
-    `model`: on any device, meta included; it is left as it is. `build` makes the optimizer of its twin, and what else is kept for
-    each weight. `compute`: where a forward runs (autocast). `share`: of the labels that are not ignored. `recompute`: what blocks
-    do not keep. `evaluates`: evaluations of such batches follow, whose logits are there whole. `keep`, `ranks`: as of `twin`.
-    With a `dtype`, in which other ranks send the weights, one micro-batch alone is rehearsed: no update. `gpu`: the CPU stands for
-    one.
+    `model`: on any device, meta included; it is left as it is. `recompute`: what blocks compute again instead of keeping it.
+    `keep`, `ranks`: see `twin`. `dtype`: if given, the weights come from other ranks in it, and a forward and backward are
+    rehearsed without an update.
     """
-    tally = Tally({(labels := batch["labels"].numel()): round(share * labels)})
-    other = twin(model, device, tally, keep=keep, ranks=ranks, dtype=dtype).train()
+    tally = Tally({(labels := batch["labels"].numel()): round(how.share * labels)})
+    other = twin(model, how.device, tally, keep=keep, ranks=ranks, dtype=dtype).train()
     recompute_blocks(other, recompute)
     mark(other, tally)
     if ranks > 1:
@@ -134,13 +129,13 @@ def rehearse(
     other.head.register_forward_pre_hook(lambda *_: tally.enter("head", "loss"))
     optimizer: Any = None
     work, calls = Counter[Work](), 0
-    with tally, rehearsal(tally.kernel, gpu):
+    with tally, rehearsal(tally.kernel, how.gpu):
         if dtype is None:
             tally.kind = "gradients"
             for p in trained:
                 p.grad = torch.empty_like(p)
             tally.kind = "optimizer"
-            optimizer, kept = build(other)
+            optimizer, kept = how.build(other)
             optimizer.step()  # the first one makes the moments; the peak is that of another
             if forwards == 1:
                 optimizer.zero_grad(set_to_none=True)  # else a micro-batch meets the gradients of those before
@@ -149,8 +144,8 @@ def rehearse(
         tally.calls = 0
 
         tally.enter("before", "activations")
-        here = {key: value.to(device, copy=True) if fakes(key, value) else value for key, value in batch.items()}
-        with compute():
+        here = {key: value.to(how.device, copy=True) if fakes(key, value) else value for key, value in batch.items()}
+        with how.compute():
             loss = other(**here, num_items_in_batch=1).loss
         tally.enter("backward", "temporary")
         loss.backward()
@@ -164,10 +159,10 @@ def rehearse(
             optimizer.zero_grad(set_to_none=True)
             del clip
         update, update_calls = tally.work.copy(), tally.calls
-        if evaluates:
+        if how.evaluates:
             other.eval()
             tally.enter("evaluation", "activations")
-            with torch.no_grad(), compute():
+            with torch.no_grad(), how.compute():
                 other(**here, num_items_in_batch=1)
         if dtype is None:
             del kept
@@ -175,19 +170,18 @@ def rehearse(
 
 
 @compiler_left_out()
-def rehearse_update(model: nn.Module, build: Build, device: torch.device, *, keep: Mapping[int, int], ranks: int = 1,
-                    gpu: bool = False) -> Rehearsal:
-    """An update with all gradients there."""
+def rehearse_update(model: nn.Module, how: Conditions, *, keep: Mapping[int, int], ranks: int = 1) -> Rehearsal:
+    """Rehearse an update alone, with all gradients there."""
     tally = Tally()
-    other = twin(model, device, tally, keep=keep, ranks=ranks)
-    with tally, rehearsal(tally.kernel, gpu):
+    other = twin(model, how.device, tally, keep=keep, ranks=ranks)
+    with tally, rehearsal(tally.kernel, how.gpu):
         tally.kind = "gradients"
         for p in other.parameters():
             if p.requires_grad:
                 p.grad = torch.empty_like(p)
         tally.kind = "optimizer"
         optimizer: Any
-        optimizer, kept = build(other)
+        optimizer, kept = how.build(other)
         optimizer.step()
         tally.moments.clear()
         tally.work.clear()
@@ -199,5 +193,5 @@ def rehearse_update(model: nn.Module, build: Build, device: torch.device, *, kee
 
 
 def fakes(key: str, value: Any) -> bool:
-    """Whether a batch's value goes to the device; bounds of sequences are read, so they stay what they are."""
+    """Whether a value of a batch becomes a tensor without storage. The lengths of packed sequences are read, so they stay real."""
     return isinstance(value, Tensor) and (value.dim() > 1 or key == "labels")

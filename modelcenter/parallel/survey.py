@@ -7,7 +7,9 @@ from math import ceil
 from typing import Any
 
 from ..errors import refuse, size
-from .layout import RECOMPUTES, Costs, Estimate, best_of, layouts
+from .costs import Costs
+from .estimate import Estimate
+from .layout import RECOMPUTES, best_of, layouts
 from .machine import Machine
 from .tally import KINDS
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ..checkpoint.atomic import atomic_write
 from ..errors import InputError
 from ..parallel.chips import Chip, together
-from ..parallel.layout import Estimate
+from ..parallel.estimate import Estimate
 from .metrics import Row
 
 KEPT = 32  # runs of a device

@@ -8,8 +8,8 @@ import torch
 from ..data.objective import find_objective
 from ..errors import printable, refuse, tell
 from ..parallel.chips import CHIPS, Chip, chip_here
+from ..parallel.costs import Costs
 from ..parallel.device import count_of, device_of, memory_of
-from ..parallel.layout import Costs
 from ..parallel.machine import Machine
 from ..parallel.survey import Survey, settings, survey
 from .calibrate import learn

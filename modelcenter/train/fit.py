@@ -15,10 +15,13 @@ from ..model import Model
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
 from ..parallel.chips import CHIPS, chip_here
+from ..parallel.costs import Costs
 from ..parallel.device import memory_of
-from ..parallel.layout import RECOMPUTES, Costs, Estimate, Job
+from ..parallel.estimate import Estimate, Job
+from ..parallel.layout import RECOMPUTES
 from ..parallel.machine import Machine
 from ..parallel.plan import Plan
+from ..parallel.rehearse import Conditions
 from ..registry import families
 from ..skeleton import skeleton
 from .calibrate import NOTHING, Learned, learn
@@ -136,8 +139,8 @@ def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute,
     rows = recipe.batch if recipe.batch_tokens is None else len(batches) * most * machine.shares
     one = widest(first, 1, recipe, pairs)
     tokens = int(one["input_ids"].numel()) + (int(one["labels"].numel()) if pairs else 0)
-    return Job(model, lambda rows: widest(first, rows, recipe, pairs), keeper(recipe), compute, device, recipe.precision, rows,
-               tokens, share(first, recipe), setup.evaluation is not None, gpu)
+    how = Conditions(keeper(recipe), compute, device, share(first, recipe), setup.evaluation is not None, gpu)
+    return Job(model, lambda rows: widest(first, rows, recipe, pairs), how, recipe.precision, rows, tokens)
 
 
 def whole(model: Model, recipe: Recipe) -> Model:

@@ -13,9 +13,11 @@ from ..errors import InputError, nearest, refuse
 from ..layers import Adapted
 from ..parallel.adapted import check_adapted
 from ..parallel.chips import Chip, chip_here, chip_named
+from ..parallel.costs import Costs
 from ..parallel.device import count_of, device_of
-from ..parallel.layout import Costs, Job
+from ..parallel.estimate import Job
 from ..parallel.machine import Machine
+from ..parallel.rehearse import Conditions
 from ..parallel.survey import Survey, survey
 from ..place import check_adapter
 from ..registry import presets
@@ -61,7 +63,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
     others = {}
     if recipe.optimizer.name == "adamw" and recipe.optimizer.moments == "fp32":
         less = replace(recipe, optimizer=replace(recipe.optimizer, moments="bf16"))
-        others["optimizer.moments=bf16"] = Costs(replace(job, build=keeper(less)), chip)
+        others["optimizer.moments=bf16"] = Costs(replace(job, how=replace(job.how, build=keeper(less))), chip)
 
     result = survey(costs, ranks, machine, asked, others, runnable(recipe, job.model))
     weights = sum(p.numel() for p in job.model.parameters())
@@ -118,5 +120,6 @@ def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
     def batch(rows: int) -> dict[str, Any]:
         return {"input_ids": torch.zeros(rows, length, dtype=torch.long), "labels": torch.zeros(rows, target, dtype=torch.long)}
 
-    return Job(model, batch, keeper(recipe), partial(autocast, recipe.precision, device), device, recipe.precision, recipe.batch,
-               length + target if pairs else length, MASKED if recipe.objective == "mlm" else 1.0, False, gpu)  # fmt: skip
+    share = MASKED if recipe.objective == "mlm" else 1.0
+    how = Conditions(keeper(recipe), partial(autocast, recipe.precision, device), device, share, gpu=gpu)
+    return Job(model, batch, how, recipe.precision, recipe.batch, length + target if pairs else length)

@@ -1,0 +1,227 @@
+"""What a step costs in a layout: how long it takes, of what, and how much memory a rank needs.
+
+Memory of one rank alone is that of the rehearsed step. Memory of a rank that holds a part of the state is in `sharded.py`.
+
+Time. Each call takes as long as its arithmetic or its bytes at the chip's rates, whichever is longer. Beside that stands the time
+in which the host makes a step's calls, FSDP's and DTensor's included (`host.py`). The host runs ahead, so the slower of the two
+counts most (`chips.py: together`). Collectives of weights and gradients cost what computing does not hide of them. The sums over
+tensor-parallel ranks cannot be hidden, and cost their whole time. A collective of B bytes takes (n - 1) / n B / bus, an all-reduce
+twice that. The update reads and writes this rank's part.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from math import ceil, log2
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import refuse
+from ..layers import Attention
+from . import host
+from .blocks import blocks, units
+from .chips import Chip, together
+from .deep import Deep, rehearse_deep
+from .estimate import Estimate, Job
+from .machine import Machine, Recompute
+from .rehearse import rehearse, rehearse_update
+from .sharded import Sharded, Sizes, sizes_of
+from .tally import Kind
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+POINT = 4096  # tokens whose logits fill a chunk, whatever the vocabulary
+GRAPHED = 0.04  # of the host's time is left where a CUDA graph makes the calls: on an H200, 0.9 of 33 ms and 3.9 of 105 ms
+COMPILED = 0.3  # of the host's calls are left where blocks are compiled
+# Of what an accelerator's caching allocator holds: 8 % for LoRA on LLaMA on one H200; of several ranks, whose segments can grow
+# (train/launch.py), 1.0 to 1.9 % of a whole 13B on two, and plans of them were up to 2 % short.
+FRAGMENTS, GROWN = 0.1, 0.05
+
+
+class Costs:
+    """The costs of layouts of one job on one kind of chip with `limit` bytes for a rank. Each rehearsal is made once, and kept."""
+
+    def __init__(self, job: Job, chip: Chip, limit: float | None = None) -> None:
+        self.job, self.chip, self.limit = job, chip, chip.memory if limit is None else limit
+        self.known: dict[Any, Deep] = {}
+        self.peak, self.timed, self.last = cache(self.peak_of), cache(self.seconds_of), cache(self.lasting_of)
+        self.sizes, self.flops = cache(self.sizes_of), cache(self.flops_of)
+        self.low = LOW.get(job.precision)
+
+    def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool) -> Deep:
+        """A rehearsed step of `forwards` micro-batches; if `shared`, one micro-batch with weights that other ranks send. Errors:
+        `InputError` if tensor parallelism would cut heads in two."""
+        if odd := next((heads for heads in heads_of(self.job.model) if heads % tp), None):
+            refuse(None, "tensor_parallel", f"{odd} heads over {tp} ranks", "a divisor of the heads")
+        key = tp, recompute, rows, shared or forwards > 1, shared
+        if key not in self.known:
+            job = self.job
+            dtype = (self.low or self.own) if shared else None
+            some = partial(rehearse, batch=job.batch(rows), how=job.how, forwards=forwards, recompute=recompute, ranks=tp,
+                           dtype=dtype)
+            self.known[key] = rehearse_deep(job.model, some)
+        return self.known[key]
+
+    @cached_property
+    def own(self) -> torch.dtype:
+        """The dtype in which weights are held and updated."""
+        kinds = Counter[torch.dtype]()
+        for p in self.job.model.parameters():
+            if p.is_floating_point():
+                kinds[p.dtype] += p.numel()
+        return kinds.most_common(1)[0][0]
+
+    def sizes_of(self, tp: int) -> Sizes:
+        return sizes_of(self.job.model, tp)
+
+    def estimate(self, machine: Machine, rows: int) -> Estimate:
+        """The costs with `rows` a micro-batch, interpolated: memory and time are straight lines over the rows, and two rehearsals
+        give two points of each, with enough tokens that the logits are formed in chunks of their greatest size."""
+        few = ceil(POINT / self.job.tokens)
+        forwards, at = ceil(ceil(self.job.rows / machine.shares) / rows), (rows - few) / few
+        low, high = self.exact(machine, few, forwards), self.exact(machine, 2 * few, forwards)
+
+        def along(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
+            keys = (*a, *(key for key in b if key not in a))
+            return {key: max(0.0, a.get(key, 0) + (b.get(key, 0) - a.get(key, 0)) * at) for key in keys}
+
+        parts, busy = along(low.parts, high.parts), max(0.0, low.host + (high.host - low.host) * at)
+        spent = self.waited(along(low.spent, high.spent), busy)
+        return replace(low, rows=rows, parts={kind: round(n) for kind, n in parts.items()}, spent=spent,
+                       seconds=sum(spent.values()), host=busy, flops=low.flops + (high.flops - low.flops) * at)
+
+    def waited(self, spent: dict[str, float], busy: float) -> dict[str, float]:
+        """`spent` with the seconds for which the device waits for the host, which is `busy` for so many."""
+        device = sum(seconds for what, seconds in spent.items() if what != "host")
+        return spent | {"host": together(device, busy, self.chip.apart) - device}
+
+    def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Estimate:
+        """The costs with `rows` a micro-batch, from a rehearsal of just that; with `forwards` of them a step, if that is given."""
+        job, chip, tp = self.job, self.chip, machine.tensor_parallel
+        mine = ceil(job.rows / machine.shares)
+        forwards = ceil(mine / rows) if forwards is None else forwards
+        shared = machine.shares > 1
+        step = self.rehearsed(tp, machine.recompute, rows, forwards, shared)
+        parts = self.sharded(machine, forwards).memory(step) if shared else self.peak(step).copy()
+        if job.how.gpu or job.how.device.type != "cpu":
+            parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
+        spent = dict(self.update(machine) if shared else self.timed(step, tp, update=True))  # which was rehearsed with its step
+        one = dict(self.timed(step, tp, machine.compile))
+        one["host"] += self.called(host.cut(job.model, machine) + host.recomputed(job.model, machine), machine.compile)
+        if self.graphed(machine, rows):
+            one["host"] *= GRAPHED
+        for what, seconds in one.items():
+            spent[what] += forwards * seconds
+        spent["host"] += self.called(host.hooked(job.model, machine, forwards) + host.updated(job.model, machine))
+        if shared:
+            beside = max(one["compute"] + one["memory"], one["host"])
+            for what, seconds in self.exchanged(machine, beside, forwards).items():
+                spent[what] += seconds
+        spent = {what: seconds * (1 if what == "host" else chip.slower) for what, seconds in spent.items()}
+        busy = spent["host"]
+        spent = self.waited(spent, busy)
+        flops = forwards * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
+        return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
+                        job.rows * job.tokens, chip.rate(job.precision))
+
+    def graphed(self, machine: Machine, rows: int) -> bool:
+        """Whether forward and backward are a CUDA graph (train/graphs.py); packed sequences are in low precision only."""
+        there = self.job.how.gpu or self.job.how.device.type == "cuda"
+        packed = any(name.startswith("cu_seq_lens") for name in self.job.batch(rows))
+        return machine.graphs and there and not (packed and (self.low is None or getattr(self.job.model, "prefixed", False)))
+
+    def sharded(self, machine: Machine, forwards: int) -> Sharded:
+        """The memory of a rank that holds a part of the state."""
+        job, tp, ratio = self.job, machine.tensor_parallel, (self.low or self.own).itemsize / self.own.itemsize
+        itself = self.sums_itself(machine)
+        return Sharded(job.model, machine, forwards, self.sizes(tp), self.lasting(tp), ratio, itself, job.how.gpu)
+
+    def lasting(self, tp: int) -> Counter[Kind]:
+        """Bytes of weights, gradients and optimizer of one tensor-parallel rank that shares them with no other."""
+        return self.last(self.update_of(tp))
+
+    @staticmethod
+    def lasting_of(deep: Deep) -> Counter[Kind]:
+        found = Counter[Kind]()
+        for times, part in deep.parts:
+            moment = max(part.moments["update"], key=sum)
+            for kind, size in zip(("weights", "optimizer", "gradients"), moment[:3], strict=True):
+                found[kind] += times * size  # type: ignore[index]  # the names of Kind
+        return found
+
+    def update_of(self, tp: int) -> Deep:
+        """A rehearsed update alone, of a rank that holds all gradients."""
+        key = "update", tp
+        if key not in self.known:
+            self.known[key] = rehearse_deep(self.job.model, partial(rehearse_update, how=self.job.how, ranks=tp))
+        return self.known[key]
+
+    @staticmethod
+    def flops_of(step: Deep) -> int:
+        return sum(work.flops * count for work, count in step.work().items())
+
+    @staticmethod
+    def peak_of(step: Deep) -> Counter[Kind]:
+        return step.peak()
+
+    def seconds_of(self, step: Deep, tp: int, compiled: bool = False, update: bool = False) -> dict[str, float]:
+        """Seconds of a step's calls, or of its update's: of arithmetic, bytes, sums over tensor-parallel ranks, and the host."""
+        chip, work, calls = self.chip, step.work(update), step.calls(update)
+        spent = {"compute": 0.0, "memory": 0.0, "link": 0.0, "host": 0.0}
+        for one, count in work.items():
+            if one.kind == "sum":
+                spent["link"] += count * self.collective(2 * one.bytes, tp, 1)
+                continue
+            share = chip.attention if one.kind != "matmul" else chip.shapes if one.dtype != "fp32" else 1.0
+            arithmetic, moved = one.flops * one.times / (chip.rate(one.dtype) * share), one.bytes / (chip.bandwidth * chip.moves)
+            spent["compute" if arithmetic > moved else "memory"] += count * (max(arithmetic, moved, chip.launch) + chip.gap)
+        spent["host"] = self.called(calls, compiled)
+        return spent
+
+    def called(self, calls: float, compiled: bool = False) -> float:
+        """Seconds of the host for so many calls."""
+        return calls * self.chip.call * (COMPILED if compiled else 1)
+
+    def sums_itself(self, machine: Machine) -> bool:
+        """Whether ranks send each other gradients in the low precision, and each adds up its part itself (peers.py)."""
+        near = machine.fsdp * machine.tensor_parallel <= self.chip.node
+        return (self.low or self.own) == torch.bfloat16 and machine.zero > 1 and machine.fsdp > 1 and near
+
+    def collective(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes."""
+        if ranks == 1:
+            return 0.0
+        return size * (ranks - 1) / ranks / self.chip.bus(ranks, stride) + self.chip.latency * max(1.0, log2(ranks) / 3)
+
+    def exchanged(self, machine: Machine, beside: float, forwards: int) -> dict[str, float]:
+        """Seconds in which a step waits for the exchange of weights and gradients, beside micro-batches that take `beside` seconds
+        each, and those of the copies that the exchange makes."""
+        n, tp, copies = machine.fsdp, machine.tensor_parallel, machine.replicate
+        whole, outside, _, _ = self.sizes(tp)
+        gradients = self.lasting(tp)["gradients"]
+        ratio = (self.low or self.own).itemsize / self.own.itemsize
+        inner, parts = len(blocks(self.job.model)), len(units(self.job.model)) + 1
+        times = host.exchanges(machine, forwards)
+        gathers = ((whole - outside, inner, times.blocks), (outside, parts - inner, times.outermost))  # bytes, in parts, so often
+        itself = self.sums_itself(machine)
+        bits = ratio if itself else 1.0
+        link = sum(of * often * self.collective(size * ratio / of, n, tp) for size, of, often in gathers if of)
+        link += parts * times.scatters * self.collective(gradients * bits / parts, n, tp)
+        link += parts * times.sums * self.collective(2 * gradients / n / parts, copies, n * tp)
+        moved = sum(2 * size * ratio * often for size, _, often in gathers)
+        moved += times.scatters * gradients * (3 * ratio + 1 / n if itself else 1 + ratio)
+        within = min(link, beside * forwards)
+        return {"link": link - self.chip.hidden * within, "memory": moved / self.chip.bandwidth}
+
+    def update(self, machine: Machine) -> dict[str, float]:
+        """Seconds of the update of a rank's part."""
+        deep = self.update_of(machine.tensor_parallel)
+        spent = self.timed(deep, machine.tensor_parallel, update=True)
+        return {what: seconds / (machine.fsdp if what in ("compute", "memory") else 1) for what, seconds in spent.items()}
+
+
+def heads_of(model: nn.Module) -> list[int]:
+    """The numbers of heads of queries and of keys in each attention."""
+    return [p.out_features // m.head_dim for m in model.modules() if isinstance(m, Attention) for p in (m.q, m.k)]

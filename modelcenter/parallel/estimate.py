@@ -1,0 +1,77 @@
+"""What is to be trained, and what a step of it costs in one layout."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .machine import Machine
+from .rehearse import Arguments, Conditions
+from .tally import Kind
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, whatever the layout."""
+
+    model: Any  # on the meta device
+    batch: Callable[[int], Arguments]  # makes a micro-batch of so many rows
+    how: Conditions
+    precision: str
+    rows: int  # of a step, over all ranks
+    tokens: int  # of a row
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step costs in a layout: memory of a rank and time."""
+
+    machine: Machine
+    rows: int  # of a micro-batch
+    forwards: int  # micro-batches of a step on a rank
+    parts: Mapping[Kind, int]  # bytes at a rank's peak
+    limit: float  # bytes that a rank has
+    seconds: float  # of a step
+    spent: Mapping[str, float]  # the same divided by what a rank waits for: compute, memory, link, host
+    host: float  # seconds in which the host is busy, whether or not the device waits for it
+    flops: float  # of a step on a rank, without what is computed again
+    tokens: int  # of a step, on all ranks
+    peak: float  # FLOP/s of the chip
+
+    @property
+    def need(self) -> int:
+        """Bytes at a rank's peak."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.need <= self.limit
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second and device."""
+        return self.tokens / self.seconds / self.machine.ranks
+
+    @property
+    def share(self) -> float:
+        """The part of the chip's rate of large matrix products that is reached."""
+        return self.flops / self.seconds / self.peak
+
+    @property
+    def bottleneck(self) -> str:
+        """What most of the time is spent on."""
+        return max(self.spent, key=lambda what: self.spent[what])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the machine that differ from the defaults."""
+        m, plain = self.machine, Machine()
+        keys = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")
+        return {key: getattr(m, key) for key in keys if getattr(m, key) != getattr(plain, key)}
+
+    def data(self) -> dict[str, Any]:
+        """The estimate as `--json` prints it."""
+        m = self.machine
+        return {"tensor_parallel": m.tensor_parallel, "fsdp": m.fsdp, "replicate": m.replicate, "zero": m.zero,
+                "recompute": m.recompute, "micro_batch": self.rows, "forwards": self.forwards, "fits": self.fits,
+                "bytes": dict(self.parts), "peak": self.need, "seconds": self.seconds, "tokens_per_second": self.rate,
+                "share_of_peak": self.share, "bottleneck": self.bottleneck, "spent": dict(self.spent)}  # fmt: skip

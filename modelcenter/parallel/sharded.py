@@ -1,0 +1,185 @@
+"""Memory of a rank that holds a part of the state, from a rehearsal of a model whose weights have come in the low precision.
+
+Of n ranks each holds 1 / n of weights, gradients and optimizer. What other ranks have sent is added to each moment:
+
+* weights of the outermost layers, as long as a pass lasts;
+* weights of two blocks while blocks are at work: one computes, the next is on its way;
+* gradients of one block in its backward, in the low precision and as they are summed. A head that is a unit of its own
+  (`blocks.py: units`) has sent its gradients by then;
+* what a unit came in, laid end to end, until the next one has come: that of the last one stands beside the head's logits;
+* what the outermost layers of a micro-batch sent, until the next micro-batch sends.
+
+ZeRO (Rajbhandari et al., 2020) 1 and 2 keep all weights that came until the step ends. ZeRO 1 also keeps its gradients whole, if
+there are several micro-batches.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..layers import Stack
+from .blocks import blocks, units
+from .deep import Deep
+from .machine import Machine
+from .tally import Kind
+from .twin import shards
+
+
+class Sizes(NamedTuple):
+    """Bytes of the parameters of one tensor-parallel rank."""
+
+    whole: int
+    outside: int  # of the blocks
+    block: int  # of the largest one
+    head: int  # of those outside, what is sent by itself
+
+
+def sizes_of(model: nn.Module, tp: int) -> Sizes:
+    """The sizes for one of `tp` tensor-parallel ranks."""
+    cut = cuts(model, tp)
+    some = [size(block, cut) for block in blocks(model)]
+    whole = size(model, cut)
+    return Sizes(whole, whole - sum(some), max(some, default=0), sum(size(unit, cut) for unit in units(model)) - sum(some))
+
+
+def cuts(model: nn.Module, tp: int) -> Mapping[int, Any]:
+    """Shapes of a rank's parts of the parameters that tensor parallelism cuts, by id."""
+    return dict(shards(model, tp)) if tp > 1 else {}
+
+
+def size(module: nn.Module, cut: Mapping[int, Any]) -> int:
+    """Bytes of a rank's parameters of a module."""
+    return sum(cut.get(id(p), p.shape).numel() * p.itemsize for p in module.parameters())
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What a rank holds in a step of `forwards` micro-batches. Bytes are those of its own tensor-parallel part."""
+
+    model: nn.Module
+    machine: Machine
+    forwards: int
+    sizes: Sizes
+    lasting: Mapping[Kind, int]  # weights, gradients, optimizer, if they were not shared out
+    ratio: float  # of the low precision's bytes to those of the dtype that weights are held in
+    sums_itself: bool  # gradients are sent in the low precision, and each rank adds up its part (peers.py)
+    gpu: bool
+
+    def memory(self, step: Deep) -> Counter[Kind]:
+        """Bytes at the peak of a rehearsed step with weights that other ranks send."""
+        n, last = self.machine.fsdp, self.lasting
+        factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": self.grows}
+        parts = step.peak(factors, self.gathered)
+        if self.kept:
+            parts["gradients"] = last["gradients"]
+        elif self.forwards > 1:
+            parts["gradients"] = ceil(last["gradients"] / n)  # those of the micro-batches before
+        parts["weights"] = ceil(last["weights"] / n)
+        parts["optimizer"] = ceil(last["optimizer"] / n)
+        return parts
+
+    def gathered(self, phase: str) -> float:
+        """Bytes of weights that others sent and of gradients for them, in a phase of the rehearsal."""
+        outside, block, head = self.sizes[1:]
+        trained, ratio, late = self.trained, self.ratio, self.late
+        kind, _, of_a_block = phase.partition(" ")
+        if kind in ("before", "head"):
+            return self.there + late + (self.laid if kind == "head" else 0.0)
+        if kind == "end":  # gradients of the outermost layers wait, whole, until those of all blocks are exchanged
+            blocks_done = ratio * (self.sizes.whole - outside) if self.back else 0
+            return self.there - self.given - blocks_done + self.sent * (outside - head)
+        if kind != "backward":
+            return self.come + late
+        if not of_a_block:
+            return self.come + max(self.sent * head, late + trained * ratio * head)
+        left = self.come - self.given - (ratio * self.behind(of_a_block) if self.back else 0.0)
+        # what a head sends, or the outermost layers have sent, is there until the next unit's gradients are formed
+        first = trained * ratio * (head + block) + (0.0 if head else late) if of_a_block == self.last_block else 0.0
+        waits = trained * (outside - head) * ratio * max(0.0, 1 - self.grows)  # less what is among the gradients that grow
+        return left + max(self.sent * block, first) + waits
+
+    @property
+    def kept(self) -> bool:
+        """Whether gradients are kept whole from one micro-batch to the next."""
+        return self.machine.zero == 1 and self.forwards > 1
+
+    @property
+    def grows(self) -> float:
+        """The part of the rehearsed gradients that grows during the backward; those of earlier micro-batches are there already."""
+        return 1 / self.ratio / self.machine.fsdp if self.forwards == 1 else 0.0
+
+    @property
+    def there(self) -> float:
+        """Weights that are there during a whole pass."""
+        return self.mapped(self.sizes.whole if self.machine.zero < 3 else self.sizes.outside)
+
+    @property
+    def come(self) -> float:
+        """The same and those of the blocks at work."""
+        whole, outside, block, _ = self.sizes
+        return self.there if self.machine.zero < 3 else self.mapped(outside + min(2 * block, whole - outside))
+
+    def mapped(self, weights: float) -> float:
+        """Bytes of weights that have come, with what ranks map of each other for them."""
+        _, outside, block, head = self.sizes
+        sent = weights * self.ratio
+        return sent + max(block, outside - head, head) * self.ratio * (1 + 1 / self.machine.fsdp) if self.maps else sent
+
+    @property
+    def maps(self) -> bool:
+        return self.sums_itself and self.gpu
+
+    @property
+    def trained(self) -> float:
+        """Bytes of gradients for each byte of weights."""
+        return self.lasting["gradients"] / max(1, self.sizes.whole)
+
+    @property
+    def sent(self) -> float:
+        """Bytes for each byte of weights of gradients under way: as they were formed, and as they are sent, which is as they are
+        summed unless this rank sums them itself: its sum is among the gradients that grow."""
+        return self.trained * (2 * self.ratio if self.sums_itself else self.ratio + 1)
+
+    @property
+    def back(self) -> bool:
+        """Whether blocks give their weights back when their backward is done."""
+        return self.machine.zero < 3 and self.forwards == 1
+
+    @property
+    def given(self) -> float:
+        """What a head that is sent by itself gives back when its backward is done."""
+        return self.ratio * self.sizes.head if self.back or self.machine.zero == 3 else 0.0
+
+    @property
+    def laid(self) -> float:
+        """The buffer, laid end to end, that the last unit to come has come in."""
+        return self.ratio * (self.sizes.head or self.sizes.block) if self.machine.fsdp > 1 else 0.0
+
+    @property
+    def late(self) -> float:
+        """What the outermost layers of the micro-batch before sent: FSDP waits for it when the next one's first unit sends."""
+        if self.forwards == 1 or self.kept:
+            return 0.0
+        return self.trained * (self.sizes.outside - self.sizes.head) * (self.ratio if self.sums_itself else 1.0)
+
+    @cached_property
+    def stacks(self) -> list[list[nn.Module]]:
+        return [list(m.blocks) for m in self.model.modules() if isinstance(m, Stack)]
+
+    @property
+    def last_block(self) -> str:
+        """The phase of the block whose backward comes first."""
+        return f"{len(self.stacks) - 1} last"
+
+    def behind(self, of_a_block: str) -> int:
+        """Bytes of the blocks whose backward is done when that `of_a_block` begins: `1 first` is the first of the second stack."""
+        stack, place = of_a_block.split()
+        done = [block for later in self.stacks[int(stack) + 1 :] for block in later]
+        done += self.stacks[int(stack)][1:] if place == "first" else []
+        cut = cuts(self.model, self.machine.tensor_parallel)
+        return sum(size(block, cut) for block in done)
