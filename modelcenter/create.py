@@ -16,7 +16,6 @@ from .adapter.config import AdapterConfig
 from .adapter.folder import Saved
 from .checkpoint.config import changed, told
 from .checkpoint.exchange import open_roads, set_out
-from .checkpoint.files import no_collection
 from .checkpoint.folder import Folder
 from .checkpoint.group import Group, neighbours
 from .checkpoint.intake import Intake
@@ -24,6 +23,7 @@ from .checkpoint.load import fill
 from .checkpoint.match import Keys, LoadReport, bare, match
 from .checkpoint.save import companions
 from .checkpoint.sentence import read_modules, settle
+from .checkpoint.strict_json import no_collection
 from .errors import nearest, refuse
 from .identify import as_dtype, check_labels, described, dtype_of, family_of, find, labels_of, task_of, untie
 from .layers import EmbedHead

@@ -1153,7 +1153,7 @@ MUTANTS = (
            "test_data_fim.py::test_the_published_forms"),
     Mutant("a-key-that-nobody-reads", "train/recipe.py", "(*COMMON, *objective.keys) and value !=", "(*COMMON, *objective.keys) and False and value !=",
            "test_recipe.py::test_a_key_says_which_objectives_read_it_and_others_refuse_it", "Failed"),
-    Mutant("the-first-row-lost", "data/read.py", "self.places = self.places[int(header) :]", "self.places = self.places[1:]",
+    Mutant("the-first-row-lost", "data/formats.py", "self.places = self.places[int(header) :]", "self.places = self.places[1:]",
            "test_data_read.py::test_rows_without_a_header[tsv]"),
     Mutant("a-chinese-sentence-is-a-word", "data/objectives/mlm.py", "not (token.startswith(mark) or CJK[mark].match(token))", "not token.startswith(mark)",
            "test_data_span.py::test_a_character_without_spaces_around_it_is_a_word"),

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from modelcenter.data.config import DataConfig
+from modelcenter.data.formats import DOCUMENT
 from modelcenter.data.objective import make_examples
 from modelcenter.data.objectives.lm import Blocks
-from modelcenter.data.read import DOCUMENT, find_files, read_records, read_split, split
+from modelcenter.data.read import find_files, read_records, read_split, split
 from modelcenter.data.record import Record, Records
 from modelcenter.data.source import CHUNK, LONGEST_LINE
 from modelcenter.data.tokenizer_open import open_tokenizer

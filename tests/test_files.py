@@ -18,15 +18,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from modelcenter.checkpoint.files import (
-    Entry,
-    check_inside,
-    find_weights,
-    open_regular,
-    read_header,
-    read_index,
-    read_json,
-)
+from modelcenter.checkpoint.files import find_weights, read_index
+from modelcenter.checkpoint.header import Entry, read_header
+from modelcenter.checkpoint.regular import check_inside, open_regular
+from modelcenter.checkpoint.strict_json import read_json
 from modelcenter.errors import LIMIT, InputError, MissingError
 
 

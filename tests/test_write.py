@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 from modelcenter.checkpoint import atomic
 from modelcenter.checkpoint.atomic import atomic_write, check_space, commit_folder, staging
-from modelcenter.checkpoint.files import read_json
 from modelcenter.checkpoint.folder import DTYPES, Folder, raw
+from modelcenter.checkpoint.strict_json import read_json
 from modelcenter.checkpoint.write import Item, parse_size, plan_shards, save_folder, shard_names, write_shard
 from modelcenter.errors import LIMIT, InputError
 

@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
-from ..checkpoint.files import ADAPTER, read_config, read_header, read_json
+from ..checkpoint.files import ADAPTER, read_config
+from ..checkpoint.header import read_header
 from ..checkpoint.save import config_json, whole
+from ..checkpoint.strict_json import read_json
 from ..checkpoint.write import Item, write_shard
 from ..errors import refuse, refuse_missing
 from ..layers.adapter import Adapted, adapted, current_names

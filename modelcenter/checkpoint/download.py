@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import refuse, refuse_missing, tell
 from ..errors import size as in_words
 from ..parallel.watch import beat
-from .files import read_json
+from .strict_json import read_json
 
 COMPANIONS = re.compile(
     r"(tokenizer|vocab|special_tokens|added_tokens|generation_config|chat_template|merges|sentencepiece)"

@@ -21,17 +21,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, refuse
-from .files import (
-    TENSOR_LIMIT,
-    Entry,
-    check_name,
-    find_weights,
-    open_regular,
-    read_config,
-    read_header,
-    read_index,
-    refuse_kind,
-)
+from .files import find_weights, read_config, read_index
+from .header import TENSOR_LIMIT, Entry, check_name, read_header, refuse_kind
+from .regular import open_regular
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from ..errors import InputError, MissingError, message, refuse, refuse_missing
 from .download import bar, download, pick_weights, say
-from .files import read_json
 from .state import check_there
+from .strict_json import read_json
 
 PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import InputError, refuse, refuse_missing
 from ..parallel.watch import beat
 from .atomic import disk_errors, write_new
-from .files import parse_json
+from .strict_json import parse_json
 
 FORMAT = 1  # of manifest.json; a reader refuses what is newer than itself
 MANIFEST = "manifest.json"

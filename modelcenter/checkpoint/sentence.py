@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..errors import nearest, refuse
 from ..layers.pick import POOLINGS
 from ..layers.sentence import ACTIVATIONS, Dense, EmbedHead
-from .files import read_json
 from .folder import Folder
+from .strict_json import read_json
 from .write import Item, shard_chunks
 
 PREFIX, NAMES = "pooling_mode_", {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}

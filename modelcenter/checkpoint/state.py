@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, printable, refuse, refuse_missing, tell
 from ..parallel.ranks import ALONE, OtherRankError, Ranks
 from .atomic import check_space, commit_folder, disk_errors, staging, sync
-from .files import read_json
 from .manifest import MANIFEST_LIMIT, PIECE, Files, dump, is_sound, read_manifest, seal, trust, valid, verify, write_hashed
+from .strict_json import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..errors import refuse
 from .atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
-from .files import BITS, RANK_LIMIT, TENSOR_LIMIT, check_name
 from .folder import DTYPES, raw
+from .header import BITS, RANK_LIMIT, TENSOR_LIMIT, check_name
 
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}} | {
     f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..checkpoint.files import read_json
 from ..checkpoint.hub import fetch
 from ..checkpoint.state import check_there
+from ..checkpoint.strict_json import read_json
 from ..errors import InputError, refuse, refuse_missing
 from .tokenizer import HABITS, ROLES, CharTokenizer, ForeignTokenizer, Tokenizer
 from .tokenizer_train import SPECIAL, byte_level, made_here, train_tokenizer

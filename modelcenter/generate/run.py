@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.files import parse_json
+from ..checkpoint.strict_json import parse_json
 from ..errors import refuse
 from ..layers.batch import check_tokens
 from .beam import search
