@@ -19,7 +19,7 @@ from torch import Tensor
 from zoo import Case, cases
 
 import modelcenter as mc
-from modelcenter import create
+from modelcenter import create, place
 from modelcenter.checkpoint import exchange, intake, write
 from modelcenter.checkpoint.folder import FileSlice
 from modelcenter.errors import InputError, refuse
@@ -120,7 +120,7 @@ def beside(rank: int, folder: str) -> None:
         assert intakes[0].over and not intakes[0].thread.is_alive()
         assert sum(done) == sum(end - start for start, end in spans(intakes[0], rank)), "nothing is read twice"
     with pytest.raises(InputError, match="of weights"):  # what was begun is ended before the files are closed
-        create.check_memory = lambda model, device: refuse(None, "model", "1 GB of weights", "less")
+        place.check_memory = lambda model, device: refuse(None, "model", "1 GB of weights", "less")
         mc.load(folder, machine=mc.Machine(device="cpu", fsdp=2))
     assert not intakes[-1].thread.is_alive()
 
