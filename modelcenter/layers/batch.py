@@ -141,8 +141,9 @@ class Batch:
         return self.masked(causal, bias, angles)
 
     def restarts(self) -> Packing | None:
-        """The sequences of a row whose positions begin anew at 0, if nothing else says what the row holds. transformers' models read
-        such rows so in training, and DataCollatorWithFlattening says no more. The device is waited for; compiled code is not asked."""
+        """The sequences of a row whose positions begin anew at 0, if nothing else says what the row holds. In training
+        transformers' models read such rows so, and DataCollatorWithFlattening says no more. The device is waited for; in compiled
+        code positions are not looked at."""
         at = self.positions
         if at is None or at.is_meta or fake(at) or torch.compiler.is_compiling():
             return None
