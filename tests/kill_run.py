@@ -45,7 +45,7 @@ import torch.fx.experimental.symbolic_shapes  # imported by a rehearsal, both fo
 from modelcenter.__main__ import main as command
 from modelcenter.checkpoint.manifest import verify
 from modelcenter.checkpoint.state import steps
-from modelcenter.errors import InputError
+from modelcenter.errors import InputError, LateError
 from modelcenter.parallel.watch import STALLED
 from modelcenter.registry import families
 from modelcenter.train import launch, loop, session
@@ -350,7 +350,7 @@ ENDS: dict[str, Callable[[random.Random, int], None]] = {
 }
 WHY = {  # what is said, by the status with which a run ends
     0: rb"\nstopped after step \d+ of|\nmodel: out/model",
-    2: rb"modelcenter: error: environment: (WORLD_SIZE|RANK): ",  # who stands still before they have met
+    LateError.status: rb"modelcenter: error: environment: (WORLD_SIZE|RANK): ",  # who stands still before they are connected
     STALLED: rb"modelcenter: error: no progress for \d s: ranks? \d: says nothing",
     128 + signal.SIGKILL: rb"modelcenter: error: rank \d was ended by signal 9",
     128 + signal.SIGTERM: rb"^(?![^\0]*once more ends it now)",  # before it listens

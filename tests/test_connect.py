@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import modelcenter as mc
 from modelcenter.parallel import connect
 from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.rollcall import RollCall
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -80,7 +82,7 @@ def test_what_is_wrong_is_named(changes: dict[str, str | None], text: str, told:
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     with pytest.raises(mc.InputError, match=text):
-        connect.start(CPU, machine())
+        connect.connected(CPU, machine()).__enter__()
     assert not dist.is_initialized()
 
 
@@ -96,7 +98,7 @@ def test_a_port_that_another_program_has(told: Any) -> None:
         other.listen()
         told(RANK="0", MASTER_PORT=str(other.getsockname()[1]))
         with pytest.raises(mc.InputError, match=rf"MASTER_PORT: {other.getsockname()[1]}, which is in use on this machine"):
-            connect.start(CPU, machine())
+            connect.connected(CPU, machine()).__enter__()
 
 
 def test_another_program_that_answers(told: Any) -> None:
@@ -106,7 +108,7 @@ def test_another_program_that_answers(told: Any) -> None:
         other.listen()
         told(MASTER_PORT=str(other.getsockname()[1]))
         with pytest.raises(mc.InputError, match=r"MASTER_ADDR: what answers at 127\.0\.0\.1:\d+ is not the first"):
-            connect.start(CPU, machine())
+            connect.connected(CPU, machine()).__enter__()
 
 
 # ------------------------------------------------------------------------------------------------------ what ranks say
@@ -221,6 +223,61 @@ def test_a_rank_that_is_there_twice() -> None:
     said = meeting(3, act)
     assert re.match(r"environment: RANK: 1, which process \d+ on .* has too; each rank once", said[2]), said
     assert said[0].startswith("environment: WORLD_SIZE: 3, but rank 2 did not come"), said
+
+
+def connecting(rank: int, port: int, folder: Path, how: str) -> None:
+    """One of three ranks that are to connect within a second, where one is stopped or comes to no end; or within 40, where one
+    fails at once."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.pop("MODELCENTER_STORE", None)
+    os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
+    connect.RollCall = lambda *who: RollCall(*who[:3], 40.0 if how == "lost" else 1.0)  # type: ignore[assignment,misc]
+    real = dist.init_process_group
+
+    def init_process_group(*rest: Any, **options: Any) -> None:
+        if how == "apart" and rank == 1:
+            time.sleep(LATE)
+        if how == "lost" and rank == 1:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        (folder / f"{rank} is there").touch()
+        while how == "first" and rank == 0 and len(list(folder.glob("* is there"))) < 3:
+            time.sleep(0.02)
+        if rank == {"stopped": 1, "first": 0}.get(how):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        real(*rest, **options)
+
+    dist.init_process_group = init_process_group
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    with connect.connected(CPU, Machine(device="cpu", threads=1, fsdp=3, timeout=LATE)):
+        os._exit(1)
+
+
+REACH = r"3, who have met, but do not reach each other{} s after all had come; GLOO_SOCKET_IFNAME: an interface that .*"
+
+
+@pytest.mark.parametrize(("how", "stopped", "text"), [
+    ("stopped", [1], r"3, but rank 1 does not answer, \d+ s after all had come; start all .*; they have machine\.timeout, 1 s"),
+    ("first", [0], r"the store in which the ranks have met does not answer, \d+ s after all had come; start all .*"),
+    ("lost", [], REACH.format(r"( \(Connection closed by peer \[127\.0\.0\.1\]:1\))?, [1-3]?\d")),
+    ("apart", [], REACH.format(r", \d+")),
+], ids=["stopped", "first", "lost", "apart"])  # fmt: skip
+def test_a_rank_that_is_lost_while_they_connect(how: str, stopped: list[int], text: str, tmp_path: Path) -> None:
+    """Through a store that the first rank has: the others end, each with a line that says who it was as far as they can know."""
+    context, port = get_context("fork"), free_port()
+    jobs = [context.Process(target=connecting, args=(rank, port, tmp_path, how), daemon=True) for rank in range(3)]
+    for job in jobs:
+        job.start()
+    until = time.monotonic() + 100
+    for rank in {0, 1, 2} - set(stopped):
+        jobs[rank].join(max(0.0, until - time.monotonic()))
+    for job in jobs:
+        job.kill()
+        job.join()
+    assert [job.exitcode for job in jobs] == [-signal.SIGKILL if rank in stopped else 75 for rank in range(3)]
+    for rank in {0, 1, 2} - set(stopped):
+        said = (tmp_path / str(rank)).read_text()
+        assert re.fullmatch(f"modelcenter: error: environment: WORLD_SIZE: {text}\n", said), (rank, said)
+    assert how != "lost" or "(Connection closed by peer [127.0.0.1]:1)" in (tmp_path / "1").read_text()
 
 
 def test_the_command_says_it_in_a_line(tmp_path: Path, told: Any) -> None:

@@ -2,15 +2,25 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import kill_run
 import pytest
+import torch.distributed as dist
+from torch.distributed import device_mesh
 
+from modelcenter.checkpoint.atomic import staging
+from modelcenter.parallel import connect
+from modelcenter.parallel.rollcall import RollCall
+from modelcenter.parallel.watch import Watch
 from modelcenter.registry import families
+from modelcenter.train import launch, loop
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,6 +68,69 @@ def test_nothing_is_lost_of_ranks(settings: tuple[str, ...]) -> None:
     """Each kind of end twice."""
     said = run("ranks", 2 * len(kill_run.ENDS), settings=(*settings, "--steps", "40"))
     assert f"{2 * len(kill_run.ENDS)} ranks over " in said and ": 0 wrong\n" in said, said
+
+
+def test_what_a_killed_launcher_has_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one does, and leaves nothing itself; what a living one has stays."""
+    families()
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr(kill_run.tempfile, "tempdir", str(place))
+
+    def there() -> set[Path]:
+        return set(place.glob(".tmp-*"))
+
+    def kill(process: int) -> None:
+        while not kill_run.children(process):
+            time.sleep(0.01)
+        os.kill(process, signal.SIGKILL)
+
+    with staging(place / launch.PLACE) as living:
+        folder = kill_run.fresh(kill_run.Trial(tmp_path, 1, steps=2), "run")
+        assert kill_run.live(folder, [(0.0, kill)], ["machine.fsdp=2"], kill_run.forked).code == 137
+        (left,) = there() - {living}
+        assert left.stat().st_mode & 0o777 == 0o700
+        life = kill_run.live(folder, [], ["machine.fsdp=2"], kill_run.forked)
+        assert life.code == 0 and there() == {living}, life.said.decode()
+
+
+PLACES = {"connect": (dist, "init_process_group"), "group": (device_mesh, "init_device_mesh"), "agree": (loop, "agree")}
+
+
+def in_their_midst(number: int, victim: int, place: str) -> None:
+    """Ranks are forked, one is given a signal where ranks connect or compare, and the others have a second for that."""
+    kill_run.forked()
+    real = getattr(*PLACES[place])
+
+    def call(*rest: Any, **options: Any) -> Any:
+        if os.environ["RANK"] == str(victim):
+            os.kill(os.getpid(), number)
+        return real(*rest, **options)
+
+    setattr(*PLACES[place], call)
+    connect.RollCall = lambda *who: RollCall(*who[:3], 1.0)  # type: ignore[assignment,misc]
+    loop.Watch = lambda *who: Watch(*who[:2], 1.0)  # type: ignore[assignment,misc]
+
+
+SILENT = r"environment: WORLD_SIZE: \d, but rank {} does not answer, \d+ s after all had come; start all of them again; .*"
+
+
+@pytest.mark.parametrize(("number", "victim", "place", "tp", "code", "line"), [
+    (signal.SIGSTOP, 1, "connect", 1, 75, SILENT.format(1)),
+    (signal.SIGSTOP, 0, "connect", 1, 75, SILENT.format(0)),
+    pytest.param(signal.SIGSTOP, 3, "group", 2, 75, SILENT.format(3), marks=pytest.mark.slow),
+    (signal.SIGSTOP, 1, "agree", 1, 76, r"no progress for \d+ s: rank 1: says nothing, .* rank 0: waits for others at .*"),
+    (signal.SIGKILL, 1, "connect", 1, 137, "rank 1 was ended by signal 9"),
+], ids=["stopped", "first", "group", "agree", "killed"])  # fmt: skip
+def test_a_rank_that_is_lost_where_ranks_connect(number: int, victim: int, place: str, tp: int, code: int, line: str,
+                                                 tmp_path: Path) -> None:
+    """One line, nothing left of the run, and the status that lets a cluster try again."""
+    families()
+    folder = kill_run.fresh(kill_run.Trial(tmp_path, 1, steps=5), "run")
+    machine = ["machine.fsdp=2", f"machine.tensor_parallel={tp}", "machine.timeout=20"]
+    life = kill_run.live(folder, [], machine, partial(in_their_midst, number, victim, place))
+    said = life.said.decode()
+    assert (life.code, said.count("\n")) == (code, 1) and re.fullmatch(f"modelcenter: error: {line}\n", said), (life.code, said)
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)]), 16])

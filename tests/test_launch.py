@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from test_connect import free_port
 from test_ranks import run_of
+from torch.distributed import DistStoreError
 
 from modelcenter.__main__ import main
 from modelcenter.cli.arguments import Arguments
@@ -22,6 +23,7 @@ from modelcenter.cli.recipe import machine_of
 from modelcenter.config import dump_yaml, to_dict
 from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.watch import LOST
 from modelcenter.train import launch
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import read_rows
@@ -218,6 +220,28 @@ def test_who_asked_is_told_nothing_new(asked: tuple[int, ...], ended: int, tmp_p
     with pytest.raises(launch.RankError) as caught:
         launch.launch(run_of(tmp_path), Machine(restarts=2))
     assert caught.value.status == 128 + signal.SIGINT and caught.value.heard
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (DistStoreError("wait timeout after 300000ms, keys: /0//cuda//cuda:0"), LOST), (RuntimeError("Wait timeout"), LOST),
+    (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), LOST), (RuntimeError("shapes differ"), None),
+], ids=["store", "file", "pair", "other"])  # fmt: skip
+def test_who_has_lost_another_says_so_in_a_line(error: RuntimeError, status: int | None, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: Any) -> None:
+    """One that its launcher has started; it knows which, and of any other error the traceback is wanted."""
+    assert launch.status_of(error) is None
+    monkeypatch.setenv(launch.PARENT, "1")
+    assert launch.status_of(error) == status
+    assert capsys.readouterr().err == (f"modelcenter: another rank has ended: {error}\n" if status else "")
+
+
+@pytest.mark.parametrize(("words", "heard"), [("modelcenter: error: why\n", True), ("modelcenter: another rank has gone\n", False)])
+def test_what_a_rank_without_a_terminal_has_said_is_said_once(words: str, heard: bool, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "1.err").write_text(words)
+    with pytest.raises(launch.RankError) as caught:
+        launch.fail(1, 75, tmp_path / "1.err")
+    assert caught.value.heard == heard and launch.status_of(caught.value) == 75
+    assert capsys.readouterr().err == words + ("" if heard else "modelcenter: error: rank 1 ended with status 75\n")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ take a second to import: that happens where they are used.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from ..layers import Adapted, Attention, Block, QuantizedLinear
 from .adapted import cut_adapted, cut_codes
 from .blocks import fit_blocks, units
 from .check import check
-from .connect import start
+from .connect import connected
 from .device import LOW, device_of
 from .machine import Machine, load_machine
 from .ranks import ALONE, Ranks, settle
@@ -78,16 +79,15 @@ def mesh_of(machine: Machine) -> "DeviceMesh | None":
     if machine.ranks == 1:
         return None
     kind = device_of(machine)
-    if not dist.is_initialized():
-        start(kind, machine)
-    if dist.get_world_size() != machine.ranks:
-        found = f"{machine.shares} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
-        refuse(None, "replicate x fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
-    if kind.type != "cpu":
-        torch.accelerator.set_device_index(kind.index)
-    degrees = {"replicate": machine.replicate, "fsdp": machine.fsdp, "tp": machine.tensor_parallel}
-    kept = tuple((name, n) for name, n in degrees.items() if n > 1 or (name == "fsdp" and machine.replicate > 1))
-    return one_mesh(kind.type, kept, dist.group.WORLD)
+    with nullcontext() if dist.is_initialized() else connected(kind, machine):
+        if dist.get_world_size() != machine.ranks:
+            found = f"{machine.shares} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
+            refuse(None, "replicate x fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
+        if kind.type != "cpu":
+            torch.accelerator.set_device_index(kind.index)
+        degrees = {"replicate": machine.replicate, "fsdp": machine.fsdp, "tp": machine.tensor_parallel}
+        kept = tuple((name, n) for name, n in degrees.items() if n > 1 or (name == "fsdp" and machine.replicate > 1))
+        return one_mesh(kind.type, kept, dist.group.WORLD)
 
 
 @cache

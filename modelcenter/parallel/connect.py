@@ -12,7 +12,8 @@ import platform
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from .. import __version__
 from ..errors import InputError, LateError, message, refuse, tell
 from .machine import Machine
 from .ranks import named
+from .rollcall import RollCall
 from .variable import variable
 from .watch import AGAIN, FIRST
 
@@ -32,9 +34,11 @@ PATIENCE = 3.0  # seconds after which a process says for what it waits
 RETRY = 0.5  # seconds between two looks
 
 
-def start(device: torch.device, machine: Machine) -> None:
+@contextmanager
+def connected(device: torch.device, machine: Machine) -> Iterator[None]:
     """Join the ranks of `machine`: the device's backend for tensors there, gloo for what ranks say from host to host. Left when the
-    process ends. Errors: `InputError`, after `machine.timeout` seconds at the latest."""
+    process ends. Errors: `InputError` when not all have come and fit after `machine.timeout` seconds; as long they then have to
+    connect, and to make the groups that are made inside (`RollCall`)."""
     size = variable("WORLD_SIZE", 1, 2**20)
     rank, backend = variable("RANK", 0, size - 1), dist.get_default_backend_for_device(device.type)
     variable("LOCAL_RANK", 0, variable("LOCAL_WORLD_SIZE", 1, 2**20, default=2**20) - 1, default=0)
@@ -46,8 +50,10 @@ def start(device: torch.device, machine: Machine) -> None:
     both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
     # Whoever watches over the steps speaks first; this limit is for what nobody watches.
     limit = timedelta(seconds=FIRST * machine.timeout + 60)
-    dist.init_process_group(both, store=store, rank=rank, world_size=size, timeout=limit)
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    with RollCall(store, rank, size, machine.timeout):
+        dist.init_process_group(both, store=store, rank=rank, world_size=size, timeout=limit)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+        yield
 
 
 def check_interfaces() -> None:

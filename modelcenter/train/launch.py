@@ -23,6 +23,7 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, NoReturn
 
+from ..checkpoint.atomic import staging
 from ..config import dump_yaml, to_dict
 from ..errors import LIMIT, printable, refuse, tell
 from ..parallel.check import check
@@ -34,13 +35,14 @@ from .interrupt import SIGNALS, heeded
 from .recipe import Recipe
 
 STORE = "MODELCENTER_STORE"  # where ranks find each other
+PLACE = "modelcenter-ranks"  # what the folder for that is called, between what makes it hidden and its own
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # by which torch is told how to manage a GPU's memory; the newer first
 BAD_INPUT = 2  # the exit status of a rank that found what a user has to mend
 GRACE = 1.0  # seconds in which the rank that failed first may end after those that miss it
 HEARD = 4.0  # seconds in which all end of what one has found to be mended: the first, which has the terminal, may have said it
 SILENT = "says nothing, it is stopped or its machine is gone"
-WORDS = re.compile(r"gloo|nccl|connection|broken pipe|process ?group|store", re.IGNORECASE)
+WORDS = re.compile(r"gloo|nccl|connection|broken pipe|process ?group|store|wait timeout", re.IGNORECASE)
 
 
 class RankError(RuntimeError):
@@ -105,8 +107,8 @@ def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]
     mine, alone = share_of(machine)
     stacks = Path(recipe.output_dir) / "ranks"
     before = stamps(stacks)
-    with tempfile.TemporaryDirectory(prefix="modelcenter-") as name:
-        place = Path(name)
+    with staging(Path(tempfile.gettempdir()) / PLACE) as place:  # what a launcher that was killed has left is swept
+        place.chmod(0o700)
         files = place / "recipe.yaml", place / "machine.yaml"
         for file, values in zip(files, (recipe, machine), strict=True):
             file.write_text(dump_yaml(to_dict(values)), encoding="utf-8")
@@ -167,9 +169,11 @@ def culprit(status: Sequence[int | None]) -> int | None:
 def fail(rank: int, status: int, said: Path) -> NoReturn:
     """Say what the rank said, if it has not the terminal, and raise how it ended."""
     how = f"rank {rank} was ended by signal {-status}" if status < 0 else f"rank {rank} ended with status {status}"
-    if said.exists() and (words := said.read_text(encoding="utf-8", errors="replace").rstrip("\n")):
+    words = said.read_text(encoding="utf-8", errors="replace").rstrip("\n") if said.exists() else ""
+    if words:
         tell(words)
-    raise RankError(how, 128 - status if status < 0 else status, heard=status > 0 and not said.exists())
+    heard = status > 0 and (not said.exists() or "modelcenter: error: " in words)
+    raise RankError(how, 128 - status if status < 0 else status, heard)
 
 
 def stamps(folder: Path) -> dict[str, int]:
@@ -231,7 +235,8 @@ def status_of(error: RuntimeError) -> int | None:
         if not error.heard:
             tell(f"modelcenter: error: {error}")
         return error.status
-    if PARENT not in os.environ or WORDS.search(str(error)) is None:
+    torchs = any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__)
+    if PARENT not in os.environ or not (torchs or WORDS.search(str(error))):
         return None
     tell(f"modelcenter: another rank has ended: {printable(str(error))[:LIMIT]}")
     return LOST

@@ -91,7 +91,6 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     check_installed(recipe.report_to)
     recipe, device = resolve(recipe, machine)
     ranks = enter(recipe, machine)
-    agree(recipe, machine, ranks)
     folder = Path(recipe.output_dir)
 
     with (claim(folder, recipe, ranks), Interrupt() as interrupt, Journal(folder, recipe, silent=not ranks.first) as journal,
@@ -130,6 +129,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
 def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, journal: Journal, memory: Memory) -> Session:
     """Prepare a run (`recipe` is resolved), or put it back where it was, and say how it will go."""
     folder = Path(recipe.output_dir)
+    agree(recipe, machine, ranks)
     check_output(folder, ranks)
     start = find_start(recipe.resume, folder, ranks)
     if start is not None and ranks.first:
