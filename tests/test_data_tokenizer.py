@@ -145,6 +145,84 @@ def test_added_tokens(tmp_path: Path) -> None:
     assert ours.vocab_size == size + 3 and ours.encode("<|extratoken_1|>") == [size + 1]
 
 
+def as_json(folder: Path) -> Path:
+    """The same with a tokenizer.json in place of its vocabulary."""
+    (made := load_tokenizer(folder)).raw.save(str(folder / "tokenizer.json"))
+    assert type(made) is Tokenizer
+    for name in ("vocab.txt", "vocab.json", "merges.txt"):
+        (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("make", [bert_folder, gpt2_folder], ids=["bert", "gpt2"])
+@pytest.mark.parametrize("json_", [False, True], ids=["vocabulary", "json"])
+@pytest.mark.parametrize("files", [
+    {"added_tokens.json": {"<new>": 0, "[E1]": 1}}, {"tokenizer_config.json": {"additional_special_tokens": ["<new>", "[E1]"]}},
+    {"added_tokens.json": {"<new>": 0}, "special_tokens_map.json": {"additional_special_tokens": ["[E1]"]}},
+    {"tokenizer_config.json": {"added_tokens_decoder": {"1": {"content": "[E1]", "lstrip": True, "special": True},
+                                                        "0": {"content": "<new>", "single_word": True, "normalized": False}}}},
+    {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<new>", "sound_token": "[E1]"}}},
+], ids=["legacy", "additional", "both", "decoder", "extra"])  # fmt: skip
+def test_tokens_beside_the_vocabulary_are_kept_whole(make: Any, json_: bool, files: dict[str, Any], tmp_path: Path) -> None:
+    """What BERT's tokenizers of old saved, to name one: a word that somebody had added was cut into letters."""
+    from transformers import AutoTokenizer
+
+    make(tmp_path)
+    size = load_tokenizer(as_json(tmp_path) if json_ else tmp_path).vocab_size
+    for name, said in files.items():
+        if name == "added_tokens.json":
+            said = {token: size + k for token, k in said.items()}
+        if "added_tokens_decoder" in said:
+            said = {"added_tokens_decoder": {str(size + int(k)): token for k, token in said["added_tokens_decoder"].items()}}
+        dump(tmp_path / name, said)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert ours.vocab_size == len(theirs) == size + 2
+    text = "the <new> fox, a<new> and [E1] [e1]<new>."
+    assert ours.encode(text) == theirs(text)["input_ids"] and {size, size + 1} <= set(ours.encode(text))
+    assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text), True, clean_up_tokenization_spaces=False)
+    ours.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").encode(text) == ours.encode(text)
+
+
+@pytest.mark.parametrize(("file", "content", "said"), [
+    ("added_tokens.json", {"<new>": 900}, "id 900 for '<new>', which becomes number"),
+    ("added_tokens.json", {"<new>": "a"}, "without a text and an id each"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"900": {"content": "<new>"}}}, "id 900 for '<new>'"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"900": "<new>"}}, "without a text and an id each"),
+    ("tokenizer_config.json", {"added_tokens_decoder": ["<new>"]}, "without a text and an id each"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"900": {"content": "<new>", "lstrip": "no"}}}, "not a tokenizer"),
+    ("tokenizer_config.json", {"additional_special_tokens": [3]}, "additional_special_tokens: 3; tokens, as text"),
+])  # fmt: skip
+def test_added_tokens_that_cannot_be_are_refused(file: str, content: Any, said: str, tmp_path: Path) -> None:
+    dump(bert_folder(tmp_path) / file, content)
+    with pytest.raises(InputError, match=said):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("make", "before", "config"), [
+    (bert_folder, {}, {"do_lower_case": False}), (bert_folder, {"do_lower_case": False}, {}),
+    (bert_folder, {}, {"tokenizer_class": "BertTokenizerFast", "strip_accents": False}),
+    (bert_folder, {}, {"tokenize_chinese_chars": False}),
+    (bert_folder, {"do_lower_case": False}, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    (gpt2_folder, {}, {"add_prefix_space": True}),
+    (gpt2_folder, {"add_prefix_space": True}, {"tokenizer_class": "GPT2TokenizerFast"}),
+])  # fmt: skip
+def test_a_class_takes_its_settings_from_the_config(make: Any, before: dict[str, Any], config: dict[str, Any],
+                                                    tmp_path: Path) -> None:
+    """Where tokenizer.json says otherwise: transformers' classes go by tokenizer_config.json, or by their own defaults."""
+    from transformers import AutoTokenizer
+
+    make(tmp_path)
+    dump(tmp_path / "tokenizer_config.json", before)
+    dump(as_json(tmp_path) / "tokenizer_config.json", config)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert [ours.encode(text) for text in HARD] == [theirs(text)["input_ids"] for text in HARD]
+
+
+def test_bert_s_own_names_of_its_marks(tmp_path: Path) -> None:
+    same_as_transformers(load_tokenizer(bert_folder(tmp_path, unk_token="q", cls_token="fox", sep_token="the")), tmp_path)
+
+
 def test_beginning_of_text_from_the_config(tmp_path: Path) -> None:
     """LLaMA's folders: tokenizer.json with a template, which counts for more than add_bos_token."""
     made = train_tokenizer(TEXTS, 300, "roberta")

@@ -84,8 +84,9 @@ def _found(folder: Path, config: dict[str, Any]) -> Tokenizer:
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if (folder / "vocab.txt").is_file() and kind in ("", *BERT_CLASSES):
         vocab = {t: i for i, t in enumerate(_lines(folder / "vocab.txt"))}
-        if {"[UNK]", "[CLS]", "[SEP]"} <= set(vocab):
-            return _from_wordpiece(folder, config, vocab)
+        special = {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")} | _named(folder, config)
+        if {special[role] for role in ("unk", "cls", "sep")} <= set(vocab):
+            return _from_wordpiece(folder, config, vocab, special)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file() and kind in ("", *GPT2_CLASSES):
         vocab = read_json(folder / "vocab.json", JSON_SIZE)
         if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
@@ -99,6 +100,8 @@ def _from_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
     file = folder / "tokenizer.json"
     content = read_json(file, JSON_SIZE)
     raw = _guarded(file, lambda: _tried(tokenizers.Tokenizer.from_str(json.dumps(content))))
+    _as_its_class(folder, config, raw)
+    _keep_whole(folder, config, raw)
     special = _special(folder, config, raw)  # the config's add_bos_token counts for less than the file's template
     by_character = raw.pre_tokenizer is not None and content["model"].get("type") == "WordLevel" and not special
     if by_character and all(len(token) == 1 for token in raw.get_vocab()):
@@ -106,19 +109,23 @@ def _from_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
     return Tokenizer(raw, special, str(file))
 
 
-def _from_wordpiece(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
-    file = folder / "vocab.txt"
-    raw = _guarded(file, lambda: tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]")))
-    raw.normalizer = normalizers.BertNormalizer(
-        clean_text=True, handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
-        strip_accents=config.get("strip_accents"), lowercase=bool(config.get("do_lower_case", True)))
+def _from_wordpiece(folder: Path, config: dict[str, Any], vocab: dict[str, int], special: dict[str, str]) -> Tokenizer:
+    file, (cls, sep) = folder / "vocab.txt", (special["cls"], special["sep"])
+    raw = _guarded(file, lambda: tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=special["unk"])))
+    raw.normalizer = _bert_normalizer(config)
     raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     raw.decoder = decoders.WordPiece(prefix="##")
     raw.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")])
-    special = {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
-    return Tokenizer(raw, special | _named(folder, config), str(file))
+        single=f"{cls}:0 $A:0 {sep}:0", pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(token, vocab[token]) for token in (cls, sep)])
+    _keep_whole(folder, config, raw)
+    return Tokenizer(raw, special, str(file))
+
+
+def _bert_normalizer(config: dict[str, Any]) -> normalizers.Normalizer:
+    return normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
+        strip_accents=config.get("strip_accents"), lowercase=bool(config.get("do_lower_case", True)))
 
 
 def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
@@ -128,8 +135,7 @@ def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> To
         refuse(file, None, repr(bad[0]), "two tokens a line are wanted")
     pairs = [(first, second) for first, _, second in (line.partition(" ") for line in lines)]
     raw = _guarded(file, lambda: byte_level(models.BPE(vocab, pairs), bool(config.get("add_prefix_space"))))
-    added = _optional(folder / "added_tokens.json")
-    raw.add_tokens(sorted(added, key=lambda token: added[token]))
+    _keep_whole(folder, config, raw)
     special = SPECIAL["bpe"] | _named(folder, config)
     if config.get("add_bos_token"):
         bos = special["bos"]
@@ -157,6 +163,50 @@ def _from_transformers(folder: Path) -> Tokenizer:
     named = {role: getattr(found, f"{role}_token", None) for role in ROLES}
     special = {role: str(token) for role, token in named.items() if token is not None}
     return Tokenizer(found.backend_tokenizer, special, str(folder))
+
+
+def _as_its_class(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> None:
+    """Set what transformers' class for a folder takes from tokenizer_config.json, or else by its own default, and not from
+    tokenizer.json: what BERT's makes of letters, and whether GPT-2's puts a space before a text."""
+    of_model = {"bert": "BertTokenizer", "gpt2": "GPT2Tokenizer"}.get(_optional(folder / "config.json").get("model_type", ""), "")
+    kind = str(config.get("tokenizer_class") or of_model).removesuffix("Fast")
+    if kind in BERT_CLASSES and isinstance(raw.normalizer, normalizers.BertNormalizer):
+        raw.normalizer = _bert_normalizer(config)
+    if kind in GPT2_CLASSES and isinstance(raw.pre_tokenizer, pre_tokenizers.ByteLevel):
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")))
+
+
+def _keep_whole(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> None:
+    """Add the tokens that the files beside the vocabulary name and that it does not: those with an id, in added_tokens_decoder or
+    added_tokens.json, then special ones, of a role or of none. A text that holds one would be cut into other ids."""
+    marked = {token.content for token in raw.get_added_tokens_decoder().values()}
+    decoder, sources = config.get("added_tokens_decoder"), [config]
+    if decoder is None:
+        sources.insert(0, _optional(folder / "special_tokens_map.json"))
+    others = [source.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens") for source in sources]
+    plain = [token for found in others for token in (found.values() if isinstance(found, dict) else found)]
+    special = [*_named(folder, config).values(), *(t.get("content") if isinstance(t, dict) else t for t in plain)]
+    if decoder is None:
+        file = folder / "added_tokens.json"
+        flags: list[tuple[Any, dict[str, Any]]] = [
+            (i, {"content": t, "special": t in special, "normalized": t not in special}) for t, i in _optional(file).items()]
+    else:
+        file, table = folder / "tokenizer_config.json", decoder if isinstance(decoder, dict) else {"": None}
+        flags = [(int(i) if i.isdecimal() else -1, token if isinstance(token, dict) else {}) for i, token in table.items()]
+    if not all(type(i) is int and i >= 0 and isinstance(token.get("content"), str) for i, token in flags):
+        refuse(file, None, "added tokens without a text and an id each", "a table of them, as transformers writes it")
+    if odd := [token for token in special if not isinstance(token, str)]:
+        refuse(folder, "additional_special_tokens", repr(odd[0]), "tokens, as text")
+    new = sorted(((i, token) for i, token in flags if token["content"] not in marked), key=lambda pair: pair[0])
+    known = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    made = _guarded(file, lambda: [AddedToken(**{key: token[key] for key in known if key in token}) for _, token in new])
+    raw.add_tokens(made)
+    for i, token in new:
+        if (number := raw.token_to_id(token["content"])) != i:
+            found = f"id {i} for {token['content']!r}, which becomes number {number}"
+            refuse(file, None, found, "ids behind those of the vocabulary, without a gap")
+    marked |= {token["content"] for _, token in new}
+    raw.add_special_tokens([AddedToken(token, special=True) for token in dict.fromkeys(special) if token not in marked])
 
 
 def _fetch(name: str, presets: Mapping[str, str | None] | None) -> Path:
