@@ -39,6 +39,7 @@ def written(folder: Path, kind: str, modules: Any, mode: str) -> Path:
     ("gpt2", ["Transformer", "Pooling"], "lasttoken", []),
     ("bert", ["Transformer", "Pooling", "LayerNorm", "Dense"], "mean_tokens",
      ["2_LayerNorm (LayerNorm) is not read", "3_Dense (Dense) is not read"]),
+    ("bert", ["Transformer", "Pooling", "Normalize", "Dense"], "mean_tokens", ["3_Dense (Dense) is not read"]),
     ("gpt2", ["Transformer", "Pooling"], "mean_sqrt_len_tokens", ["1_Pooling/config.json says mean_sqrt_len_tokens"]),
     ("t5", ["Transformer", "Pooling", "Dense"], "max_tokens",
      ["1_Pooling/config.json says max_tokens, which is not there: mean, last, cls of the tokens' are", "2_Dense (Dense) is not"]),

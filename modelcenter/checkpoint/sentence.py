@@ -40,7 +40,7 @@ class Said:
 
 def read_modules(folder: Path) -> Said:
     """modules.json and what it names, without weights. Where a module is not read those behind it are not either."""
-    said, behind = Said(), False
+    said, behind, scaled = Said(), False, False
     if not (folder / BESIDE[0]).is_file():
         return said
     modules: Any = read_json(folder / BESIDE[0])
@@ -52,9 +52,11 @@ def read_modules(folder: Path) -> Said:
         if kind == "Pooling":
             behind = True
             pooled(folder, f"{place}/config.json", said)
-        elif kind == "Dense" and behind and not said.unread and PLACE.fullmatch(place):
+        elif kind == "Dense" and behind and not (scaled or said.unread) and PLACE.fullmatch(place):
             said.dense.append(place)
-        elif kind not in ("Transformer", "Normalize"):  # a vector's length is no matter of cosines
+        elif kind == "Normalize":  # a vector's length is no matter of cosines, but to a bias or a tanh behind it
+            scaled = behind
+        elif kind != "Transformer":
             said.unread.append(f"{place} ({kind}) is not read: vectors are those before it")
         if PLACE.fullmatch(place):
             kept.append(f"{place}/config.json")

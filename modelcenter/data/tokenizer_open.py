@@ -168,7 +168,8 @@ def _from_transformers(folder: Path) -> Tokenizer:
 def _as_its_class(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> None:
     """Set what transformers' class for a folder takes from tokenizer_config.json, or else by its own default, and not from
     tokenizer.json: what BERT's makes of letters, and whether GPT-2's puts a space before a text."""
-    of_model = {"bert": "BertTokenizer", "gpt2": "GPT2Tokenizer"}.get(_optional(folder / "config.json").get("model_type", ""), "")
+    usual = {name.removesuffix("Tokenizer").lower(): name for name in (*BERT_CLASSES, *GPT2_CLASSES)}
+    of_model = usual.get(str(_optional(folder / "config.json").get("model_type")))
     kind = str(config.get("tokenizer_class") or of_model).removesuffix("Fast")
     if kind in BERT_CLASSES and isinstance(raw.normalizer, normalizers.BertNormalizer):
         raw.normalizer = _bert_normalizer(config)
