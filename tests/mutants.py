@@ -578,6 +578,8 @@ MUTANTS = (
            "test_data_order.py::test_batches_are_of_about_one_length_in_every_epoch"),
     Mutant("budget-ends-with-the-rank", "data/loader.py", "range(0)] * (max(map(len, every)) - len(every[self.rank]))", "range(0)] * 0",
            "test_data_order.py::test_a_budget_of_tokens_whatever_the_ranks"),
+    Mutant("a-budget-grows-with-its-ranks", "data/loader.py", "and stop > start:", "and stop - start >= self.world:",
+           "test_data_loader.py::test_fewer_samples_than_ranks"),
     Mutant("errors-end-the-data", "data/prefetch.py", "            waiting.put(error)\n", "            waiting.put(None)\n",
            "test_data_prefetch.py::test_an_error_stands_where_its_item_would", "StopIteration"),
     Mutant("packed-tags-padded", "data/sequence.py", "return pack(ids, labels)", "return pad(ids, labels, self.fill)",

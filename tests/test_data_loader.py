@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelcenter.data.collate import IGNORED
-from modelcenter.data.loader import Budget, Loader
+from modelcenter.data.loader import Blank, Budget, Loader
 from modelcenter.data.order import order
+from modelcenter.train.evaluate import count_tokens
 
 
 class Numbers:
@@ -113,15 +114,15 @@ def test_refusals() -> None:
         Loader(Numbers(0), together, 1)
 
 
-def test_more_ranks_than_the_samples_that_nobody_asked_for() -> None:
-    """A budget counts in tokens: `batch` has no say, and each rank has a sample at least."""
+def test_fewer_samples_than_ranks() -> None:
+    """A budget counts in tokens, and a batch is what one process makes of it: the ranks without a sample have nothing to learn."""
     numbers: Any = Numbers(40)
     numbers.lengths = np.full(40, 5)
-    shares = [Loader(numbers, together, 8, 0, rank, 10, budget=Budget(20, 20)) for rank in range(10)]
-    assert [next(share.steps())[0] for share in shares] == [10] * 10
-    assert sorted(index for share in shares for _, index in real(next(share.steps())[1][0])) == sorted(
-        shares[0].index(p)[1] for p in range(10)
-    )
+    steps = [next(Loader(numbers, together, 8, 0, rank, 10, budget=Budget(20, 20)).steps()) for rank in range(10)]
+    alone, pieces = next(Loader(numbers, together, 8, budget=Budget(20, 20)).steps())
+    assert {after for after, _ in steps} == {alone} == {4} and {len(pieces) for _, pieces in steps} == {1}
+    assert [sample for _, (piece,) in steps for sample in real(piece)] == real(pieces[0])
+    assert [type(piece) is Blank for _, (piece,) in steps] == [False] * 4 + [True] * 6 and count_tokens(steps[-1][1][0], "lm") == 0
 
 
 def test_steps_behind_the_last_are_not_counted() -> None:

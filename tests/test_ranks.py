@@ -39,6 +39,7 @@ from modelcenter.train import loop, session
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, read_rows
+from modelcenter.train.opening import slow_choices
 from modelcenter.train.prepare import enter, prepare
 from modelcenter.train.recipe import load_recipe
 from modelcenter.train.resolve import resolve
@@ -243,6 +244,18 @@ def test_an_adapter_the_best_and_what_is_frozen(alone: Path, tmp_path: Path) -> 
         loop.train(run_of(folders[0], **changes), machine_of((1, 1)))
         spawn(2, runs, (2, 1), run_of(folders[1], **changes))
         same(folders[1] / "out", folders[0] / "out")
+
+
+def test_a_step_of_so_many_tokens_has_the_samples_of_one_process(tmp_path: Path) -> None:
+    """Also where they are fewer than the ranks, of which one then learns nothing; and none of its tokens is counted."""
+    changes = {"batch_tokens": 12, "micro_batch": None, "eval_steps": 8}
+    folders = [tmp_path / what for what in ("one", "many")]
+    for folder in folders:
+        folder.mkdir()
+    loop.train(run_of(folders[0], **changes), machine_of((1, 1)))
+    spawn(2, runs, (2, 1), run_of(folders[1], **changes))
+    same(folders[1] / "out", folders[0] / "out")
+    assert "1 sequence in batch_tokens 12, for 2 shares" in slow_choices(run_of(tmp_path, **changes), torch.device("cpu"), 1, 2)[-1]
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("tp2", marks=pytest.mark.slow)])

@@ -34,6 +34,10 @@ class Examples(Protocol):
         """One batch of some examples."""
 
 
+class Blank(Batch):
+    """One sample whose labels are all ignored: it adds nothing to a loss, and its tokens are not counted."""
+
+
 class Chain:
     """The examples of several sources of one kind, one source after the other."""
 
@@ -66,7 +70,7 @@ class Loader:
 
     `collate` makes one batch of a list of examples. The share of a rank is `batch / world`, the first ones taking one
     more where that leaves a rest. All ranks see the same number of micro-batches, or their collectives would hang: one
-    that has no sample left (only ever in the last piece of a step) gets a sample whose labels are all ignored.
+    that has no sample left gets a `Blank`.
     """
 
     examples: Examples
@@ -112,7 +116,7 @@ class Loader:
         stop, tokens = start, 0
         while stop - start < MOST:
             tokens += self.length(stop)
-            if tokens > self.budget.batch and stop - start >= self.world:
+            if tokens > self.budget.batch and stop > start:
                 break
             stop += 1
         return stop
@@ -168,10 +172,10 @@ class Loader:
         """One batch of the samples at `positions`."""
         return self.collate([self.examples.at(*self.index(p)) for p in positions])
 
-    def blank(self, position: int) -> Batch:
-        """A batch of one sample that adds nothing to a loss: every label is ignored."""
+    def blank(self, position: int) -> Blank:
+        """What stands in for a micro-batch where no sample is left."""
         batch = self.gather([position])
-        return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+        return Blank(batch, labels=torch.full_like(batch["labels"], IGNORED))
 
     def batches(self, start: int = 0, limit: int | None = None) -> Iterator[tuple[int, Batch]]:
         """(position after, this rank's batch), as `steps` with each share in one piece."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.loader import Loader
+from ..data.loader import Blank, Loader
 from ..data.objective import Asked, Objective, find_objective
 from ..data.tokenizer import Tokenizer
 from ..layers.onto import onto
@@ -31,7 +31,10 @@ def on_device(batch: Arguments, device: torch.device) -> dict[str, Any]:
 
 
 def count_tokens(batch: Arguments, task: str) -> int:
-    """How many tokens the model reads: padding is none, and what a decoder is to write counts too."""
+    """How many tokens the model reads: padding is none, nor what stands in where no sample is left; what a decoder is to write
+    counts too."""
+    if isinstance(batch, Blank):
+        return 0
     tokens = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
     return int(tokens) + (int((batch["labels"] != IGNORE).sum()) if find_objective(task).task == "seq2seq" else 0)
 

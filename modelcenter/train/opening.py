@@ -65,7 +65,7 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
                      "give data.eval_path")
     if objective.together and forwards > 1:
         lines.append(f"negatives: those of a forward, not of the whole step of {forwards}: a larger micro_batch has more")
-    return [*lines, *(f"slow: {choice}" for choice in slow_choices(recipe, device))]
+    return [*lines, *(f"slow: {choice}" for choice in slow_choices(recipe, device, samples, ranks.shares))]
 
 
 def named(recipe: Recipe, name: str) -> str:
@@ -73,8 +73,8 @@ def named(recipe: Recipe, name: str) -> str:
     return (recipe.tokenizer or recipe.model) if "/snapshots/" in name else name
 
 
-def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:
-    """What is known to be slow here, and what to do about it."""
+def slow_choices(recipe: Recipe, device: torch.device, samples: int, shares: int) -> list[str]:
+    """What is known to be slow here, for steps of so many samples in so many shares, and what to do about it."""
     out = []
     if not _kernels.WANTED:
         out.append("MODELCENTER_KERNELS=0: the references compute; unset it")
@@ -82,4 +82,7 @@ def slow_choices(recipe: Recipe, device: torch.device) -> list[str]:
         out.append(f"no kernels for this {device.type}: the references compute; modelcenter doctor says what is missing")
     if device.type == "cpu" and recipe.precision == "bf16" and not has_low_units(torch.bfloat16):
         out.append("precision=bf16 on a CPU without units for it: products are formed in fp32; fp32 needs no casts")
+    if samples < shares:
+        out.append(f"{counted(samples, 'sequence')} in batch_tokens {recipe.batch_tokens}, for {shares} shares of the data: more "
+                   "tokens, or a smaller machine.fsdp or machine.replicate")
     return out
