@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from modelcenter.checkpoint.shards import whole
 from modelcenter.checkpoint.state import load_state
 from modelcenter.data.collate import pack, pad
 from modelcenter.data.loader import Loader
+from modelcenter.data.order import Grouped
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
@@ -111,6 +112,22 @@ def bert(machine: mc.Machine | None) -> Any:
     return mc.build("bert-base-uncased", config=BERT, task="classify", dtype="fp64", machine=machine, seed=3, id2label=names)
 
 
+class Drops(torch.nn.Module):
+    """In place of dropout: of two passes over the same rows each leaves out others of the columns, whatever shares a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, columns = torch.arange(len(x), device=x.device) < len(x) // 2, torch.arange(x.size(1), device=x.device)
+        return x * 1.5 * torch.where(first[:, None], columns % 3 != 0, columns % 3 != 1)
+
+
+def r_drop(machine: mc.Machine | None, recompute: str = "none") -> Any:
+    model = bert(machine if machine is None else replace(machine, recompute=recompute))
+    model.head.dropout, model.head.r_drop, model.head.smoothing = Drops(), 0.7, 0.1
+    with torch.no_grad():
+        model.head.out.weight.mul_(30)  # else the two hardly differ
+    return model
+
+
 def t5(machine: mc.Machine | None) -> Any:
     return mc.build("t5-small", config=T5, dtype="fp64", machine=machine, seed=3)
 
@@ -126,6 +143,9 @@ CASES: dict[str, tuple[Callable[..., Any], str, Callable[[list[Any]], Any]]] = {
     "causal": (gpt, "lm", padded),
     "packed": (gpt, "lm", packed),
     "encoder": (bert, "classify", classes),
+    "r_drop": (r_drop, "classify", classes),
+    "r_drop, recompute=full": (partial(r_drop, recompute="full"), "classify", classes),
+    "r_drop, recompute=selective": (partial(r_drop, recompute="selective"), "classify", classes),
     "seq2seq": (t5, "seq2seq", padded),
     "lora": (lora, "lm", padded),
     "lion": (gpt, "lm", padded),
@@ -137,7 +157,9 @@ def steps_of(case: str, machine: mc.Machine | None, ranks: Ranks, batch: int, mi
     make, task, collate = CASES[case]
     model = make(machine).train()
     optimizer = build_optimizer(model, OptimizerConfig(name="lion" if case == "lion" else "adamw", lr=1e-2, weight_decay=0.1))
-    loader = Loader(Rows(collate, task), collate, batch, 1, ranks.share, ranks.shares)
+    rows = Rows(collate, task)
+    order = Grouped(rows.lengths, 1, 8) if case.startswith("r_drop") else None  # of similar length: others are padded less
+    loader = Loader(rows, collate, batch, 1, ranks.share, ranks.shares, order=order)
     device = "cpu" if ranks is ALONE else DEVICE
     for (_, micros), _ in zip(loader.steps(micro_batch=micro), range(STEPS), strict=False):
         batches = [{key: value.to(device) if isinstance(value, Tensor) else value for key, value in b.items()} for b in micros]
@@ -157,7 +179,7 @@ def one_process(case: str, batch: int) -> list[Any]:
 def cuts_of(shape: tuple[int, int]) -> dict[str, tuple[tuple[int, int], ...]]:
     """The cases on a mesh, with the batches and micro-batches to try: one to four forwards a rank."""
     if shape == (2, 1):
-        return {case: ((8, 4), (7, 2), (6, 1), (8, 1)) if case == "causal" else ((7, 2),) for case in CASES}
+        return {case: ((8, 4), (7, 2), (6, 1), (8, 1)) if case in ("causal", "r_drop") else ((7, 2),) for case in CASES}
     return dict.fromkeys(CASES if shape == (1, 2) else ("causal", "seq2seq"), ((7, 2 * shape[1]),))
 
 
@@ -186,6 +208,33 @@ def test_steps_equal_one_process(mesh: str) -> None:
         for batch, _ in cuts:
             one_process(case, batch)
     spawn(MESHES[mesh][0] * MESHES[mesh][1], equal, MESHES[mesh])
+
+
+def dropped(rank: int) -> None:
+    """Tensor-parallel ranks have one dropout, and what is computed again has the same: all is as in one process with that seed."""
+    ids = torch.randint(3, 40, (4, 9), generator=torch.Generator().manual_seed(2), device="cpu")
+    batch = {"input_ids": ids, "attention_mask": (ids > 5).long(), "labels": torch.tensor([0, 2, -100, 1])}
+    known: dict[str, Tensor] = {}
+    for tp, recompute in ((1, "none"), (1, "full"), (1, "selective"), (2, "none"), (2, "full"), (2, "selective")):
+        machine = mc.Machine(device=DEVICE, threads=1, tensor_parallel=tp, recompute=recompute)
+        config = {**BERT, "dropout": 0.3}
+        model = mc.build("bert-base-uncased", config=config, task="classify", dtype="fp64", machine=machine, seed=3,
+                         id2label=dict(enumerate("abc"))).train()
+        assert model.head.dropout.p == 0.3
+        model.head.r_drop = 0.7
+        torch.manual_seed(7)
+        loss = model(**{name: value.to(DEVICE) for name, value in batch.items()}).loss
+        loss.backward()
+        found = {"loss": full(loss.detach()), **{n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}}
+        known = known or found
+        assert found.keys() == known.keys() and len(known) > 20
+        for name, wanted in known.items():
+            torch.testing.assert_close(found[name][tuple(slice(0, n) for n in wanted.shape)], wanted, rtol=1e-9, atol=1e-12,
+                                       msg=lambda m, w=f"tp {tp}, recompute {recompute}: {name}": f"{w}: {m}")  # fmt: skip
+
+
+def test_r_drops_two_passes_drop_the_same_on_ranks_and_again() -> None:
+    spawn(2, dropped)
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs
@@ -232,7 +281,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_an_adapter_the_best_and_what_is_frozen(alone: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("tp2", marks=pytest.mark.slow)])
+def test_an_adapter_the_best_and_what_is_frozen(mesh: str, alone: Path, tmp_path: Path) -> None:
     """Each as in one process: what is trained, what is kept and what is written."""
     lora = {"init": "pretrained", "model": str(alone / "model"), "config": {}, "tokenizer": None, "adapter.name": "lora",
             "adapter.rank": 2}  # fmt: skip
@@ -242,7 +292,7 @@ def test_an_adapter_the_best_and_what_is_frozen(alone: Path, tmp_path: Path) -> 
         for folder in folders:
             folder.mkdir()
         loop.train(run_of(folders[0], **changes), machine_of((1, 1)))
-        spawn(2, runs, (2, 1), run_of(folders[1], **changes))
+        spawn(2, runs, MESHES[mesh], run_of(folders[1], **changes))
         same(folders[1] / "out", folders[0] / "out")
 
 
