@@ -53,6 +53,7 @@ REFUSED = [  # the command, how its one line goes on
     (("convert", "a", "b", "c"), "command line: c: not wanted here; "),
     (("convert", "a", "b", "--dtyp", "bf16"), "command line: dtyp: unknown key; did you mean 'dtype'?"),
     (("convert", "a", "b", "source=c"), "command line: source: given twice; "),
+    (("generate",), "command line: model: missing; a folder, a preset or a hub id"),
     (("generate", "m"), "command line: prompt: missing; "),
     (("generate", "m", "x=1, so what is x?"), "command line: x=1, so what is x?: reads as a setting, and there is none of this "),
     (("generate", "m", "p", "prompts=a.txt"), "command line: prompt: given, and so is prompts; "),
@@ -354,6 +355,14 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
     for own in ("model=gpt2", "config.layers=2", "tokenizer=byte", "init=random"):
         assert main(["evaluate", "out", own]) == 2
         assert f"{own.split('=')[0].split('.')[0]}: given, where the model of out is judged as it is; " in capsys.readouterr().err
+
+    (here / "b.txt").write_text("the mat sat on a cat. " * 40)  # evaluated on whole: what training would hold out is no matter
+    found = []
+    for words in (["out", "data.path=b.txt"], ["out", "data.eval_path=b.txt"],
+                  ["out/model", "data.path=b.txt", "data.seq_len=16"], ["out", "data.path=b.txt", "data.eval_fraction=0.5"]):
+        assert main(["evaluate", *words, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] == found[2] and found[3]["eval_targets"] < 0.6 * found[0]["eval_targets"]
 
     assert main(["convert", "out/model", "copy", "--max-shard-size", "8KB", "--dtype", "fp32"]) == 0
     assert (here / "copy" / "model.safetensors.index.json").exists() and (here / "copy" / "tokenizer.json").exists()

@@ -34,7 +34,7 @@ def evaluate(args: Arguments) -> Answer:
     folder that transformers, peft or this package has saved. RECIPE gives the rest; where it begins with random weights, model=
     names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the files in
     lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the same numbers.
-    Nothing is written.
+    Nothing is written. data.path=FILE is evaluated on whole; with data.eval_fraction=0.1, as in training, on a part.
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
@@ -66,6 +66,8 @@ def evaluate(args: Arguments) -> Answer:
         recipe, machine = run_of(args)
         if recipe.init == "random":
             recipe = trained(recipe, args)
+    if given(args).get("data", {}).keys() & {"path", "eval_path", "eval_fraction"} == {"path"}:
+        recipe = replace(recipe, data=replace(recipe.data, eval_path=recipe.data.path))  # all of it, and no part for training
     return judged(recipe, machine)
 
 
