@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from modelcenter.data import encode
-from modelcenter.data.collate import IGNORED, describe_sample
+from modelcenter.data.collate import IGNORED, describe_sample, parts, runs
 from modelcenter.data.config import DataConfig
 from modelcenter.data.encode import Reader
 from modelcenter.data.loader import Loader
@@ -382,7 +382,13 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
     packed = make_examples("lm", documents("to", "be or"), bpe, DataConfig(seq_len=64, packing=True))
     assert describe_sample(packed.collate(all_of(packed)), bpe).endswith("<|endoftext|>]]")
     masked = make_examples("mlm", documents(TEXT), bert, DataConfig(seq_len=16))
-    assert "[[[MASK] -> " in describe_sample(masked.collate(all_of(masked)[:1]), bert)
+    shown = describe_sample(masked.collate(all_of(masked)[:1]), bert)
+    assert "[[[MASK] -> " in shown
+    ids = masked.at(0, 0)[0].tolist()
+    assert "".join(parts(ids, range(len(ids) + 1), bert)) == bert.decode(ids, special=True)  # with the spaces that are there
+    half = len(bert.encode("to be", special=False))
+    whole = bert.encode("to be or", special=False)
+    assert runs(whole, [k >= half for k in range(len(whole))], bert) == "to be[[ or]]"
 
 
 # ---- refusals

@@ -83,7 +83,7 @@ def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] |
     """
     ids, labels = nth(batch, 0), batch["labels"][0].tolist()
     if not isinstance(labels, list):
-        return f"{_text(ids, tokenizer)}\n  label: {names[labels] if names and isinstance(labels, int) else labels}"
+        return f"{_text(ids, tokenizer)}\n  label: {names[labels] if names and isinstance(labels, int) else f'{labels:g}'}"
     if "cu_seq_lens_q" in batch:
         labels = labels[: int(batch["cu_seq_lens_q"][1])]
     trained = [label != IGNORED for label in labels]
@@ -92,11 +92,12 @@ def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] |
         return f"{_text(ids, tokenizer)}\n  target: [[{_text(wanted, tokenizer)}]]"
     if all(i == l for i, l, t in zip(ids, labels, trained, strict=False) if t):
         return runs(ids, trained[: len(ids)], tokenizer)
-    pieces = []
-    for seen, wanted, hidden in zip(ids, labels, trained, strict=False):
-        text = tokenizer.decode([seen], special=True)
-        pieces.append(f"[[{text} -> {tokenizer.decode([wanted], special=True)}]]" if hidden else text)
-    return shortened(" ".join(pieces))
+    said = []
+    for text, wanted, hidden in zip(parts(ids, range(len(ids) + 1), tokenizer), labels, trained, strict=False):
+        seen = text.lstrip(" ")
+        told = f"[[{seen} -> {tokenizer.decode([wanted], special=True).lstrip(' ')}]]" if hidden else seen
+        said.append(text.removesuffix(seen) + told)
+    return shortened("".join(said))
 
 
 def nth(batch: Batch, k: int) -> list[int]:
@@ -113,8 +114,20 @@ def runs(ids: list[int], trained: list[bool], tokenizer: "Tokenizer") -> str:
     """The text of `ids`, decoded by runs of tokens that are all trained on or all not."""
     bounds = [0, *(k for k in range(1, len(ids)) if trained[k] != trained[k - 1]), len(ids)]
     room = max(SHOWN // max(len(bounds) - 1, 1), 40)  # each run is shortened by itself, so that all of their ends are seen
-    said = [(shortened(tokenizer.decode(ids[a:b], special=True), room), trained[a]) for a, b in pairwise(bounds) if a < b]
-    return shortened("".join(f"[[{run}]]" if learned else run for run, learned in said), 2 * SHOWN)
+    said = [f"[[{shortened(text, room)}]]" if trained[at] else shortened(text, room)
+            for text, at in zip(parts(ids, bounds, tokenizer), bounds[:-1], strict=True) if text]  # fmt: skip
+    return shortened("".join(said), 2 * SHOWN).rstrip()
+
+
+def parts(ids: list[int], bounds: Sequence[int], tokenizer: "Tokenizer") -> list[str]:
+    """The texts of the parts of `ids`, each with the space that stands before it in the text of all: by itself it has none."""
+    out = []
+    for a, b in pairwise(bounds):
+        before = tokenizer.decode(ids[max(a - 1, 0) : a], special=True)
+        text = tokenizer.decode(ids[max(a - 1, 0) : b], special=True)
+        whole = text.startswith(before)  # half a character is not
+        out.append(text.removeprefix(before) if whole else tokenizer.decode(ids[a:b], special=True))
+    return out
 
 
 def _text(ids: list[int], tokenizer: "Tokenizer") -> str:
