@@ -175,8 +175,8 @@ def test_a_summary_puts_them_side_by_side() -> None:
     foreseen = {"seconds": 2.0, "tokens_per_second": 4000.0, "memory_gb": 2.0}
     process = {"foreseen": foreseen, "device": "cuda"}
     assert beside(process, rows_at(9, 3000, 3000)) == [
-        ("foreseen", "2 s a step, 4,000 tokens a second; measured 3,000 (-25%)"),
+        ("foreseen", "2 s a step of full sequences, 4,000 tokens a second; measured 3,000 (-25%)"),
         ("memory foreseen", "2.00 GB; measured 2.50 (+25%)"),
     ]
-    assert beside({**process, "device": "cpu"}, rows_at(9)) == [("foreseen", "2 s a step, 4,000 tokens a second")]
+    assert beside({**process, "device": "cpu"}, rows_at(9)) == [("foreseen", "2 s a step of full sequences, 4,000 tokens a second")]
     assert beside({}, rows_at(9)) == [] and rate(rows_at(9, 3, 5)) == 4

@@ -278,6 +278,10 @@ def test_runs_are_compared(whole: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
     assert main(["compare", str(whole), str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out == text + "\n"
-    assert main(["compare", str(whole), str(tmp_path)]) == 2
-    assert "no recipe.yaml; the output folder of a run" in capsys.readouterr().err
+    at = max(int(path.name[5:]) for path in whole.glob("step-*"))
+    for other, said in ((tmp_path, "no recipe.yaml; the output folder of a run"),
+                        (whole / "step-1", "no such training state; step-"),
+                        (whole / f"step-{at}", f"no recipe.yaml; {whole}, the run of this state")):
+        assert main(["compare", str(whole), str(other)]) == 2
+        assert said in capsys.readouterr().err
     assert summarise(whole) == (whole / "summary.md").read_text()

@@ -351,4 +351,4 @@ def test_a_share_above_one_is_not_said() -> None:
     """The device's rate was measured beside other work then: no step is faster than the device."""
     for share, said in ((0.5, ", 50% of the device's rate of matrix products"), (1.11, "")):
         of: Any = SimpleNamespace(seconds=0.5, rate=1024.0, share=share, bottleneck="compute", machine=Machine())
-        assert fit.speed(of) == f"about 0.5 s a step, 1,024 tokens a second{said}; most of it is arithmetic"
+        assert fit.speed(of) == f"about 0.5 s a step of full sequences, 1,024 tokens a second{said}; most of it is arithmetic"

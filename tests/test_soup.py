@@ -72,6 +72,9 @@ def test_runs_and_folders_on_the_command_line(tmp_path: Path, capsys: pytest.Cap
     for name in mean.shapes:
         assert torch.allclose(mean.get_parameter(name), sum(p.get_parameter(name) for p in parts) / 3, atol=1e-7), name
     assert mean.config.labels == ("no", "yes") and (tmp_path / "out" / "tokenizer.json").is_file()
-    for words, said in (([a, b], "OUT: missing"), ([a, b, out], "exists"), ([a, b, "x", "dtyp=bf16"], "did you mean 'dtype'")):
+    lora = str(tmp_path / "lora")
+    mc.add_adapter(mc.load(a), mc.AdapterConfig(name="lora")).save_pretrained(lora)
+    for words, said in (([a, lora, "x"], f"{lora}: an adapter; "),
+                        ([a, b], "OUT: missing"), ([a, b, out], "exists"), ([a, b, "x", "dtyp=bf16"], "did you mean 'dtype'")):
         assert main(["average", *words]) == 2
         assert said in capsys.readouterr().err

@@ -66,6 +66,15 @@ def test_a_state_that_was_removed_is_told_by_those_that_are_there(tmp_path: Path
     for ask in asked:
         with pytest.raises(MissingError, match=said):
             ask("run/step-2")
+    (run / "recipe.yaml").write_text("model: gpt2\n")
+    outside = Path("runs")
+    outside.mkdir()
+    run.rename(outside / "first")
+    for ask in asked:
+        with pytest.raises(MissingError, match=r"^runs/frist: no such folder; of the runs in runs: did you mean 'first'\?$"):
+            ask("runs/frist")
+    (outside / "first").rename(run)
+    state.check_there("frist")  # a name of one part is a preset's, perhaps
     state.check_there(run / "step-4")
     state.check_there("nowhere/step-2")  # what is said of any folder is said of it
 

@@ -555,7 +555,7 @@ def test_arguments_of_another_type_are_one_line() -> None:
     folder = zoo.reference(next(c for c in CASES if str(c) == "gpt2-default-lm"))[1]
     options: dict[str, object]
     for options, line in (
-        ({"dtype": 3}, "dtype: 3; "), ({"config": 3}, "config: 3; a mapping of fields"),
+        ({"dtype": 3}, "dtype: 3; "), ({"config": 3}, "config: a int; a mapping of what"),
         ({"adapter": "lora"}, "adapter: 'lora'; mc.AdapterConfig"), ({"num_labels": -1, "task": "classify"}, "num_labels: -1; "),
         ({"num_labels": 1.5, "task": "classify"}, "num_labels: 1.5; a whole number"),
     ):

@@ -313,7 +313,7 @@ def rows(config: Config) -> Iterator[tuple[str, str]]:
 def changed(config: C, changes: Mapping[str, Any]) -> C:
     """`config` with fields replaced, each checked as if it came from a file."""
     if not isinstance(changes, Mapping):
-        refuse(None, "config", repr(changes), "a mapping of fields, such as {'layers': 2}")
+        refuse(None, "config", f"a {type(changes).__name__}", "a mapping of what is to be changed, such as {'layers': 2}")
     hints = get_type_hints(type(config))
     known = [f.name for f in fields(config) if f.name not in ("file", "labels")]
     new: dict[str, Any] = {}

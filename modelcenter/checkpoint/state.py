@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, printable, refuse, refuse_missing, tell
+from ..errors import InputError, nearest, printable, refuse, refuse_missing, tell
 from ..parallel.ranks import ALONE, OtherRankError, Ranks
 from .atomic import check_space, commit_folder, disk_errors, staging, sync
 from .manifest import MANIFEST_LIMIT, PIECE, Files, dump, is_sound, read_manifest, seal, trust, valid, verify, write_hashed
@@ -173,11 +173,15 @@ def steps(output_dir: str | os.PathLike[str]) -> list[Path]:
     return [folder / name for name in sorted(filter(STEP.fullmatch, names), key=lambda n: -int(n[5:]))]
 
 
-def check_there(state: str | os.PathLike[str]) -> None:
-    """Refuse a `step-N` that is not there by those which its run has."""
-    path = Path(state)
-    if STEP.fullmatch(path.name) and not path.exists() and (left := [other.name for other in steps(path.parent)]):
-        refuse_missing(state, None, "no such training state", f"{', '.join(left[:5])}: those kept in {path.parent}")
+def check_there(name: str | os.PathLike[str]) -> None:
+    """Refuse what is not there by what is, in a run's folder or in one of runs: two parts of a path look like a hub id, too."""
+    path = Path(name)
+    if path.exists() or path.parent == Path():
+        return
+    if STEP.fullmatch(path.name) and (left := [other.name for other in steps(path.parent)]):
+        refuse_missing(name, None, "no such training state", f"{', '.join(left[:5])}: those kept in {path.parent}")
+    if runs := sorted(recipe.parent.name for recipe in path.parent.glob("*/recipe.yaml")):
+        refuse_missing(name, None, "no such folder", f"of the runs in {path.parent}: {nearest(path.name, runs)}")
 
 
 def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path | None = None) -> None:

@@ -29,7 +29,8 @@ def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = Non
         if name in mapping:
             values[name] = convert(mapping[name], hints[name], file, section + name, field.metadata)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            refuse_missing(file, section + name, "missing", f"give {wanted(hints[name], field.metadata)}")
+            what = field.metadata.get("help") or f"give {wanted(hints[name], field.metadata)}"
+            refuse_missing(file, section + name, "missing", what)
     try:
         return cls(**values)
     except InputError as error:

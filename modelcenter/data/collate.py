@@ -116,7 +116,7 @@ def runs(ids: list[int], trained: list[bool], tokenizer: "Tokenizer") -> str:
     room = max(SHOWN // max(len(bounds) - 1, 1), 40)  # each run is shortened by itself, so that all of their ends are seen
     said = [f"[[{shortened(text, room)}]]" if trained[at] else shortened(text, room)
             for text, at in zip(parts(ids, bounds, tokenizer), bounds[:-1], strict=True) if text]  # fmt: skip
-    return shortened("".join(said), 2 * SHOWN).rstrip()
+    return shortened("".join(said), 2 * SHOWN)
 
 
 def parts(ids: list[int], bounds: Sequence[int], tokenizer: "Tokenizer") -> list[str]:

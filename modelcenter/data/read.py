@@ -46,7 +46,7 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
         found = [f for f in map(Path, glob.glob(path, recursive=True)) if f.is_file()]
     if not found:
         what = "no such file" if not here.exists() else "no data file in it" if here.is_dir() else "not a regular file"
-        refuse_missing(path, key, what, "a file, a folder or a glob is wanted")
+        refuse_missing(path, key, what, "a file, a folder or a glob is wanted; datasets:NAME is one of the hub")
     return sorted(found)
 
 

@@ -46,7 +46,8 @@ class Record:
         value = self.get(key, option)
         if not isinstance(value, str):
             inside = f", such as {key}.{next(iter(value))}" if isinstance(value, dict) and value else ""
-            self.refuse(f"{key} is {json.dumps(value, default=str)[:60]}", f"text is wanted{inside} ({option} names the field)")
+            found = json.dumps(value, default=str, ensure_ascii=False)[:60]
+            self.refuse(f"{key} is {found}", f"text is wanted{inside} ({option} names the field)")
         try:
             value.encode()
         except UnicodeEncodeError as e:

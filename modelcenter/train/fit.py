@@ -72,7 +72,8 @@ def speed(e: Estimate) -> str:
     each = " and device" if e.machine.ranks > 1 else ""
     # a rate that was measured beside other work may be less than the runs' that the time is calibrated by
     share = f", {e.share:.0%} of the device's rate of matrix products" if e.share <= 1 else ""
-    return f"about {e.seconds:.3g} s a step, {e.rate:,.0f} tokens a second{each}{share}; most of it is {WHAT[e.bottleneck]}"
+    rate = f"about {e.seconds:.3g} s a step of full sequences, {e.rate:,.0f} tokens a second{each}"
+    return f"{rate}{share}; most of it is {WHAT[e.bottleneck]}"
 
 
 WHAT = {"compute": "arithmetic", "memory": "moving bytes of the device's memory", "link": "waiting for other ranks",

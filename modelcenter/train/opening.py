@@ -51,7 +51,8 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
                      "leave tokenizer out")
     if (warmup := recipe.schedule.of(setup.steps).warmup_steps) >= setup.steps:
         so = "the learning rate does not come to its peak" if setup.steps > 1 else "its learning rate is 0, and nothing is trained"
-        lines.append(f"schedule: {warmup:,} steps of warm-up in a run of {setup.steps:,}: {so}; schedule.warmup_steps=0 for none")
+        lines.append(f"schedule: {counted(int(warmup), 'step')} of warm-up in a run of {setup.steps:,}: {so}; "
+                     "schedule.warmup_steps=0 for none")
     if labels.names is not None and labels.learned not in ((), labels.names) and not model.load_report.new:
         lines.append(f"labels: {', '.join(labels.names)}; the weights have learned {', '.join(labels.learned)}, of which these "
                      "take the places")

@@ -8,6 +8,8 @@ from statistics import median
 from typing import Any
 
 from ..checkpoint.atomic import atomic_write
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.state import check_there
 from ..config import read_recipe
 from ..errors import counted, refuse_missing
 from ..metrics.table import METRICS
@@ -42,7 +44,10 @@ def summarise(folder: Path) -> str:
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Row], list[dict[str, Any]]]:
     """Recipe, rows and processes. Errors: `MissingError` if the folder holds no run."""
     if not (folder / RECIPE).is_file():
-        refuse_missing(folder, None, f"no {RECIPE}", "the output folder of a run")
+        check_there(folder)
+        own = (folder / MANIFEST).is_file() and (folder.parent / RECIPE).is_file()
+        wanted = f"{folder.parent}, the run of this state" if own else "the output folder of a run"
+        refuse_missing(folder, None, f"no {RECIPE}", wanted)
     rows = [row for row in read_rows(folder / "metrics.jsonl") if "step" in row]
     return dict(read_recipe(folder / RECIPE)), rows, read_processes(folder)
 
@@ -99,7 +104,7 @@ def beside(process: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str, s
     foreseen, measured = process.get("foreseen"), rate(rows)
     if not foreseen:
         return []
-    said = f"{foreseen['seconds']:.3g} s a step, {foreseen['tokens_per_second']:,.0f} tokens a second"
+    said = f"{foreseen['seconds']:.3g} s a step of full sequences, {foreseen['tokens_per_second']:,.0f} tokens a second"
     if measured is not None:
         said += f"; measured {measured:,.0f} ({measured / foreseen['tokens_per_second'] - 1:+.0%})"
     out = [("foreseen", said)]
