@@ -107,6 +107,11 @@ MUTANTS = (
            "test_data_tokenizer.py::test_a_class_takes_its_settings_from_the_config[bert_folder-before0-config0]"),
     Mutant("a-space-by-the-file", "data/tokenizer_open.py", "if kind in GPT2_CLASSES and isinstance(raw", "if False and isinstance(raw",
            "test_data_tokenizer.py::test_a_class_takes_its_settings_from_the_config[gpt2_folder-before5-config5]"),
+    Mutant("hooks-on-norms-passed-by", "layers/norm.py", " and not watched(norm)", "",
+           "test_zoo.py::test_a_hook_on_any_module_is_obeyed[gpt2-default-lm-training];"
+           "test_zoo.py::test_a_hook_on_any_module_is_obeyed[bert-default-mlm-evaluation]"),
+    Mutant("hooks-on-layers-passed-by", "layers/linear.py", "return bool(hooks) or", "return False or",
+           "test_zoo.py::test_a_hook_on_any_module_is_obeyed[llama-default-lm-training]"),
     Mutant("cache-that-does-not-count", "model.py", "past_key_values.length = (batch.target or batch).keys", "pass",
            "test_generate.py::test_a_loop_of_ones_own_needs_no_count_of_what_the_cache_holds[gpt2-default-lm]"),
     Mutant("prompt-padded-on-the-right", "generate/run.py", "not bool(mask[:, -1].all())", "False",

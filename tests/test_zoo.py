@@ -369,6 +369,32 @@ def test_a_traced_program_takes_batches_of_other_sizes(case: Case) -> None:
         assert (program(*args) - run(*args)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("case", cases(all_tasks=False, all_variants=False), ids=str)
+def test_a_hook_on_any_module_is_obeyed(case: Case, train: bool) -> None:
+    """Also on one that an op does together with what stands beside it."""
+    _, ours = pair(case, torch.float32)
+    args = inputs(case)
+    args["labels"] = args["decoder_input_ids" if case.seq2seq else "input_ids"]
+    for part in ours.modules():
+        if isinstance(part, torch.nn.Dropout) or "dropout" in vars(part):
+            vars(part)["p" if isinstance(part, torch.nn.Dropout) else "dropout"] = 0.0
+    named = {name: m for name, m in ours.train(train).named_modules() if any(True for _ in m.parameters(recurse=False))}
+    quiet = ours(**args).loss.item()
+    for name, part in named.items():
+        own = list(part.parameters(recurse=False))
+        if any(p is q for p in own for other in named.values() if other is not part for q in other.parameters(recurse=False)):
+            continue  # a tied table is read in two ways
+        with torch.no_grad():
+            torch._foreach_mul_(own, 1.5)
+            wanted = ours(**args).loss.item()
+            torch._foreach_div_(own, 1.5)
+        hook = part.register_forward_hook(lambda part, given, out: out * 1.5)
+        found = ours(**args).loss.item()
+        hook.remove()
+        assert abs(found - wanted) <= 1e-5 * quiet + 1e-3 * abs(wanted - quiet), name
+
+
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_hidden_states(case: Case) -> None:
     theirs, ours = pair(case)

@@ -54,8 +54,10 @@ def rounding(block: nn.Module, x: Tensor) -> AbstractContextManager[Any]:
 
 def alone(layer: nn.Module, kind: type[nn.Module] = Linear) -> bool:
     """Whether a call of the layer runs the `forward` of its kind on plain parameters, and nothing else."""
-    if type(layer) is not kind or "forward" in vars(layer) or layer._compiled_call_impl is not None:
-        return False
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-        return False
-    return all(p is None or plain(p) for p in layer._parameters.values())
+    return type(layer) is kind and not watched(layer) and all(p is None or plain(p) for p in layer._parameters.values())
+
+
+def watched(layer: nn.Module) -> bool:
+    """Whether a call of the layer does more than its class's `forward`: there is a hook, or another forward in its place."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return bool(hooks) or "forward" in vars(layer) or layer._compiled_call_impl is not None

@@ -1,6 +1,7 @@
 """Normalisation over the last axis, alone and after the addition to the residual stream.
 
-`dtype` is that of the norm, where it should not be that of what is normed.
+`dtype` is that of the norm, where it should not be that of what is normed. A norm that somebody watches, by a hook, or has given
+another `forward`, is called as it is, by itself.
 """
 
 import torch
@@ -10,6 +11,12 @@ from .. import ops
 from ..ops._mode import autocast_dtype
 from ..ops._norm import beside, twice
 from .dropout import Dropout
+from .linear import watched
+
+
+def itself(norm: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of the norm is its own `forward` and no more."""
+    return type(norm).forward is kind.forward and not watched(norm)
 
 
 class LayerNorm(nn.Module):
@@ -26,15 +33,22 @@ class LayerNorm(nn.Module):
 
     def beside(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The norm of x, and x for whoever adds to it."""
+        if not itself(self, LayerNorm):
+            return self(x, dtype), x
         return beside(ops.layer_norm, x, self.weight, self.bias, self.eps, dtype)
 
     def add(self, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x), and that sum."""
+        if not itself(self, LayerNorm):
+            total = dropout.add(x, residual)
+            return self(total, dtype), total
         out, total = ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps, dropout.seed(x), dropout.p, dtype)
         return out, total
 
     def twice(self, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x): for a layer, and for whoever adds to it."""
+        if not itself(self, LayerNorm):
+            return (self(dropout.add(x, residual)),) * 2
         return twice(ops.add_layer_norm, x, residual, self.weight, self.bias, self.eps, dropout.seed(x), dropout.p)
 
 
@@ -52,15 +66,22 @@ class RMSNorm(nn.Module):
 
     def beside(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The norm of x, and x for whoever adds to it."""
+        if not itself(self, RMSNorm):
+            return self(x, dtype), x
         return beside(ops.rms_norm, x, self.weight, None, self.eps, dtype)
 
     def add(self, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x), and that sum."""
+        if not itself(self, RMSNorm):
+            total = dropout.add(x, residual)
+            return self(total, dtype), total
         out, total = ops.add_rms_norm(x, residual, self.weight, self.eps, dropout.seed(x), dropout.p, dtype)
         return out, total
 
     def twice(self, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x): for a layer, and for whoever adds to it."""
+        if not itself(self, RMSNorm):
+            return (self(dropout.add(x, residual)),) * 2
         return twice(ops.add_rms_norm, x, residual, self.weight, None, self.eps, dropout.seed(x), dropout.p)
 
 
