@@ -232,7 +232,7 @@ def test_who_has_lost_another_says_so_in_a_line(error: RuntimeError, status: int
     assert launch.status_of(error) is None
     monkeypatch.setenv(launch.PARENT, "1")
     assert launch.status_of(error) == status
-    assert capsys.readouterr().err == (f"modelcenter: another rank has ended: {error}\n" if status else "")
+    assert capsys.readouterr().err == (f"modelcenter: another rank has ended or stands still: {error}\n" if status else "")
 
 
 @pytest.mark.parametrize(("words", "heard"), [("modelcenter: error: why\n", True), ("modelcenter: another rank has gone\n", False)])

@@ -79,12 +79,12 @@ def mesh_of(machine: Machine) -> "DeviceMesh | None":
     if machine.ranks == 1:
         return None
     kind = device_of(machine)
+    if kind.type != "cpu":
+        torch.accelerator.set_device_index(kind.index)
     with nullcontext() if dist.is_initialized() else connected(kind, machine):
         if dist.get_world_size() != machine.ranks:
             found = f"{machine.shares} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
             refuse(None, "replicate x fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
-        if kind.type != "cpu":
-            torch.accelerator.set_device_index(kind.index)
         degrees = {"replicate": machine.replicate, "fsdp": machine.fsdp, "tp": machine.tensor_parallel}
         kept = tuple((name, n) for name, n in degrees.items() if n > 1 or (name == "fsdp" and machine.replicate > 1))
         return one_mesh(kind.type, kept, dist.group.WORLD)

@@ -238,5 +238,5 @@ def status_of(error: RuntimeError) -> int | None:
     torchs = any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__)
     if PARENT not in os.environ or not (torchs or WORDS.search(str(error))):
         return None
-    tell(f"modelcenter: another rank has ended: {printable(str(error))[:LIMIT]}")
+    tell(f"modelcenter: another rank has ended or stands still: {printable(str(error))[:LIMIT]}")
     return LOST
