@@ -72,7 +72,8 @@ LIFE = 60  # steps' time that a life lasts at most, a run's start included: some
 ONCE = 20  # seconds in which a process that is to end at once ends, on however busy a machine
 LIMIT = 6  # seconds without progress, after which ranks end: one may be busy for so long where several runs share two cores
 LATE = 60  # seconds after which nothing may be left of a run: more than `FIRST` limits, and the others' words
-PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # of prctl(2)
+RANK = b"rank"  # what a forked one is called as soon as it runs
 DONE = re.compile(rb"^model: out/model(, of step \d+)?$", re.MULTILINE)
 SHOWN, SAVED = re.compile(rb"^step (\d+)/", re.MULTILINE), re.compile(rb"^saved: .*/step-(\d+)(?: \(.*\))?$", re.MULTILINE)
 
@@ -107,6 +108,16 @@ def children(process: int) -> list[int]:
         return [int(n) for n in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     except OSError:
         return []
+
+
+def begun(process: int) -> bool:
+    """Whether a rank runs: whoever starts it waits until then, and for ever if it is stopped before, as it is between any program's
+    fork and exec."""
+    try:
+        place = Path(f"/proc/{process}")
+        return (place / "comm").read_bytes().strip() == RANK or b"\0-m\0modelcenter\0" in (place / "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def live(folder: Path, blows: Sequence[Blow], settings: Sequence[str] = (), first: Callable[[], object] = bool) -> Life:
@@ -159,6 +170,7 @@ def fork(words: Sequence[str], env: Mapping[str, str], **how: Any) -> "subproces
         code = 1
         try:
             os.closerange(3, 1024)  # Popen waits for the end of a pipe to hear that the program has begun
+            ctypes.CDLL(None).prctl(PR_SET_NAME, RANK)
             for number in launch.SIGNALS:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             atexit._clear()
@@ -316,8 +328,8 @@ def signals(trial: Trial) -> tuple[int, list[str]]:
 
 
 def to_one(number: int, rng: random.Random, process: int) -> None:
-    """A signal to one of the ranks of a process, as soon as it has any; to none of one that has ended."""
-    while not (there := children(process)):
+    """A signal to one of the ranks of a process, as soon as any runs; to none of one that has ended."""
+    while not (there := [*filter(begun, children(process))]):
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return
         time.sleep(0.01)
