@@ -296,9 +296,14 @@ def test_an_adapter_the_best_and_what_is_frozen(mesh: str, alone: Path, tmp_path
         same(folders[1] / "out", folders[0] / "out")
 
 
-def test_a_step_of_so_many_tokens_has_the_samples_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("objective", ["lm", "classify"])
+def test_a_step_of_so_many_tokens_has_the_samples_of_one_process(objective: str, tmp_path: Path) -> None:
     """Also where they are fewer than the ranks, of which one then learns nothing; and none of its tokens is counted."""
-    changes = {"batch_tokens": 12, "micro_batch": None, "eval_steps": 8}
+    changes = {"objective": objective, "batch_tokens": 12, "micro_batch": None, "eval_steps": 8}
+    if objective == "classify":
+        rows = ({"text": "abcdefgh"[n % 5 :] * 2, "label": n % 2} for n in range(30))
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        changes |= {"data.path": str(tmp_path / "rows.jsonl"), "data.packing": False}
     folders = [tmp_path / what for what in ("one", "many")]
     for folder in folders:
         folder.mkdir()

@@ -29,7 +29,7 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     many = f"{ranks.size} x " if ranks.size > 1 else ""
     most = vars(model.config).get("positions")
     shorter = ", the model has no more positions" if most == recipe.data.seq_len < DataConfig.seq_len else ""
-    sample = objective.sample(batches[0], tokenizer, labels.names)
+    sample = objective.sample(batches[0], tokenizer, labels.names) if ranks.first else ""  # of others' there may be none
     where = ", trained on where it stands in [[ ]]" if "[[" in sample else ""
     threads = counted(torch.get_num_threads(), "thread")
     lines = [
