@@ -191,7 +191,7 @@ MUTANTS = (
            zoo("dropout_has_their_places_and_rates", T5)),
     Mutant("dropout-rates-swapped", "models/gpt.py", "dropout=c.embed_dropout)", "dropout=c.dropout)",
            zoo("dropout_has_their_places_and_rates", GPT)),
-    Mutant("dropout-in-evaluation", "layers/attention.py", "self.dropout if self.training else 0.0", "self.dropout", parity(GPT)),
+    Mutant("dropout-in-evaluation", "layers/attention.py", "self.dropout.p if self.dropout.drops else 0.0", "self.dropout.p", parity(GPT)),
     Mutant("dropout-redrawn-by-recompute", "parallel/blocks.py", "*args, use_reentrant=False)", "*args, use_reentrant=False, preserve_rng_state=False)",
            "test_parallel.py::test_recompute_replays_dropout;test_ranks.py::test_r_drops_two_passes_drop_the_same_on_ranks_and_again"),
     Mutant("segments-ignored", "models/bert.py", "torch.zeros_like(batch.at) if batch.segments is None else batch.segments",

@@ -98,7 +98,7 @@ def test_wanted_queries_on_a_gpu(how: str, p: float) -> None:
     assert attn.bfloat16().asked(x.bfloat16(), replace(batch.view(), wanted=wanted)) is not None
     first, again = found(torch.bfloat16, True), found(torch.bfloat16, True)
     assert all(map(torch.equal, first, again))
-    attn.dropout = 0.0
+    attn.dropout.p = 0.0
     whole, exact = found(torch.bfloat16, False), found(torch.float64, False)
     for few, every, true in zip(found(torch.bfloat16, True), whole, exact, strict=True):
         assert (few - true).norm() <= 2 * (every - true).norm() + 1e-3 * true.norm()

@@ -6,6 +6,7 @@ Head counts are read off the tensors, never stored, so a tensor-parallel shard n
 from torch import Tensor, nn
 
 from ..ops._mode import autocast_dtype
+from .dropout import Dropout
 from .linear import Linear, alone, together
 from .position import Angles
 from .view import View
@@ -31,7 +32,7 @@ class Attention(nn.Module):
         """`scale` multiplies the scores; None means 1 / sqrt(head_dim)."""
         super().__init__()
         self.head_dim = head_dim or dim // heads
-        self.scale, self.dropout = scale, dropout
+        self.scale, self.dropout = scale, Dropout(dropout)
         self.q = Linear(dim, heads * self.head_dim, bias=bias)
         self.k = Linear(dim, (kv_heads or heads) * self.head_dim, bias=bias)
         self.v = Linear(dim, (kv_heads or heads) * self.head_dim, bias=bias)
@@ -43,7 +44,7 @@ class Attention(nn.Module):
             q, k, v = self.project(x, view)
         else:
             (q,), (k, v) = self.heads(view.chosen(x), None, self.q), self.heads(x.flatten(0, 1)[None], None, self.k, self.v)
-        out = (asked or view).attend(q, k, v, self.scale, self.dropout if self.training else 0.0)
+        out = (asked or view).attend(q, k, v, self.scale, self.dropout.p if self.dropout.drops else 0.0)
         merged = out.transpose(1, 2).flatten(2)  # b h s d -> b s (h d)
         made: Tensor = self.o(view.chosen(merged) if asked is None else merged)
         return made
