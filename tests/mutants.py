@@ -674,7 +674,7 @@ MUTANTS = (
     Mutant("a-place-for-all-to-read", "train/launch.py", "        place.chmod(0o700)\n", "",
            "test_kill_run.py::test_what_a_killed_launcher_has_left_is_swept"),
     Mutant("said-by-a-rank-and-by-its-launcher", "train/launch.py", '"modelcenter: error: " in words', "False",
-           "test_launch.py::test_what_a_rank_without_a_terminal_has_said_is_said_once"),
+           "test_launch.py::test_what_a_rank_without_a_terminal_has_said_is_said_once[mistake]"),
     Mutant("versions-not-compared", "parallel/connect.py", "if one[key] != all_of_them[0][key]), None)", "if one[key] != one[key]), None)",
            "test_connect.py::test_versions_that_differ[torch]"),
     Mutant("stopped-taken-for-done", "train/cluster.py", "then exit {STOPPED}; fi", "then exit 0; fi",

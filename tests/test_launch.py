@@ -223,7 +223,7 @@ def test_who_asked_is_told_nothing_new(asked: tuple[int, ...], ended: int, tmp_p
 
 
 @pytest.mark.parametrize(("error", "status"), [
-    (DistStoreError("wait timeout after 300000ms, keys: /0//cuda//cuda:0"), LOST), (RuntimeError("Wait timeout"), LOST),
+    (DistStoreError("failed to recv, got 0 bytes"), LOST), (RuntimeError("Wait timeout"), LOST),
     (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), LOST), (RuntimeError("shapes differ"), None),
 ], ids=["store", "file", "pair", "other"])  # fmt: skip
 def test_who_has_lost_another_says_so_in_a_line(error: RuntimeError, status: int | None, monkeypatch: pytest.MonkeyPatch,
@@ -235,7 +235,8 @@ def test_who_has_lost_another_says_so_in_a_line(error: RuntimeError, status: int
     assert capsys.readouterr().err == (f"modelcenter: another rank has ended or stands still: {error}\n" if status else "")
 
 
-@pytest.mark.parametrize(("words", "heard"), [("modelcenter: error: why\n", True), ("modelcenter: another rank has gone\n", False)])
+@pytest.mark.parametrize(("words", "heard"), [("modelcenter: error: why\n", True), ("modelcenter: another rank has gone\n", False)],
+                         ids=["mistake", "loss"])
 def test_what_a_rank_without_a_terminal_has_said_is_said_once(words: str, heard: bool, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "1.err").write_text(words)
     with pytest.raises(launch.RankError) as caught:
