@@ -1,4 +1,4 @@
-"""One way to say no: bad input is one line that names the file, the key, what was found and what is wanted."""
+"""One way to refuse: bad input is one line that names the file, the key, what was found and what is wanted."""
 
 import sys
 from collections.abc import Iterable
@@ -11,33 +11,35 @@ LIMIT = 300  # characters of a message; a hostile file must not fill the termina
 
 
 class InputError(ValueError):
-    """Input that a user can mend. The text is `<file>: <key or byte>: <found>; <wanted>`, `status` what a command exits with."""
+    """Input that the user can correct. The text is `<file>: <key or byte>: <found>; <wanted>`; `status` is the exit status of a
+    command."""
 
     status = 2
 
 
 class LateError(InputError):
-    """Another process did not come in time. Whoever started this one has to mend that, or only to start all of them again."""
+    """Another process did not come in time. Whoever started it may have to correct something, or only to start all of them
+    again."""
 
     status = 75  # sysexits.h: a temporary failure
 
 
 class MissingError(InputError, FileNotFoundError):
-    """A file or a name that is not there."""
+    """A file or a name that does not exist."""
 
 
 def refuse(file: str | PathLike[str] | None, key: str | None, found: str, wanted: str) -> NoReturn:
-    """Raise `InputError` with the one line a user needs; parts that do not apply are None."""
+    """Raise `InputError` with one line for the user; parts that do not apply are None."""
     raise InputError(message(file, key, found, wanted))
 
 
 def refuse_missing(file: str | PathLike[str] | None, key: str | None, found: str, wanted: str) -> NoReturn:
-    """As `refuse`, for what is not there: also a `FileNotFoundError`."""
+    """`refuse`, for something that does not exist: the error is also a `FileNotFoundError`."""
     raise MissingError(message(file, key, found, wanted))
 
 
 def message(file: str | PathLike[str] | None, key: str | None, found: str, wanted: str) -> str:
-    """The line itself: control characters escaped, at most `LIMIT` characters, half of them the remedy's, in whole words."""
+    """The line itself: control characters escaped, at most `LIMIT` characters, half of them for the remedy, cut between words."""
     parts = [printable(str(part)) for part in (file, key, found) if part is not None]
     tail = printable(wanted)
     if len(tail) > LIMIT // 2:
@@ -51,7 +53,7 @@ def message(file: str | PathLike[str] | None, key: str | None, found: str, wante
 
 
 def tell(text: str) -> None:
-    """Print a line on stderr, if anybody reads it: a terminal or a pipe that is gone ends no run."""
+    """Print a line on stderr, if there is one: a terminal or a pipe that is gone ends no run."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -70,7 +72,7 @@ def size(count: int) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things for people: 1 thread, 2 threads."""
+    """A number of things in words: 1 thread, 2 threads."""
     return f"{count:,} {what}{'s' * (count != 1)}"
 
 

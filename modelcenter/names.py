@@ -1,9 +1,10 @@
 """Names: one table of parameter names and layouts, read in both directions.
 
-A row `(theirs, ours, verb)` names a module on both sides and covers all its parameters; `{}` stands for a layer's index. A verb
-says how their tensor becomes ours, and back: `Split` (the default: their rows are ours, one after another, so a single name is
-a rename), `T` (the same, stored transposed), `PerHead` (rows interleaved head by head). Loading never holds more than the part
-of a tensor that is asked for: every verb maps a region of ours to regions of theirs (`trace`), whoever reads or writes those.
+A row `(theirs, ours, verb)` names a module on both sides and covers all its parameters; `{}` stands for a layer's index. The verb
+says how their tensor becomes ours, and back. `Split`, the default: their rows are those of ours, one after another, so that a
+single name is a rename. `T`: the same, stored transposed. `PerHead`: rows are interleaved head by head. Loading never holds more
+than the part of a tensor that is asked for: every verb maps a region of ours to regions of theirs (`trace`), whether these are read
+or written.
 """
 
 import re
@@ -19,7 +20,7 @@ Region = tuple[slice, ...]  # one slice with start and stop for every dimension
 
 
 class Lazy(Protocol):
-    """A tensor somewhere else, read region by region."""
+    """A tensor that is elsewhere, and is read region by region."""
 
     @property
     def shape(self) -> Shape: ...
@@ -31,8 +32,8 @@ def everything(shape: Shape) -> Region:
 
 
 class Part(NamedTuple):
-    """Where some of the elements asked for are stored: `region` of `source`; there, transposed if `turned`, the first of them is
-    the element `at` of what was asked for."""
+    """Where some of the elements asked for are stored: in `region` of `source`, transposed if `turned`. The first of them is the
+    element `at` of what was asked for."""
 
     source: Lazy
     region: Region
@@ -129,7 +130,7 @@ class HeadRows(View):
 
 
 class Split:
-    """Their rows are ours, one after another."""
+    """Their rows are those of ours, one after another."""
 
     @property
     def rows(self) -> "Split":
@@ -151,7 +152,7 @@ class Split:
 
 
 class Transpose(Split):
-    """As `Split`, of a matrix that the checkpoint stores as (in, out)."""
+    """`Split` of a matrix that the checkpoint stores as (in, out)."""
 
     @property
     def rows(self) -> Split:
@@ -169,7 +170,7 @@ class Transpose(Split):
 
 @dataclass(frozen=True)
 class PerHead(Split):
-    """Their rows hold, for each head, a group of rows of each of ours in turn (BLOOM, GPT-NeoX)."""
+    """For each head, their rows hold a group of rows of each of ours in turn."""
 
     heads: int
 
@@ -193,7 +194,7 @@ class Entry(NamedTuple):
 
 
 class Names:
-    """The table of one model: `rows` as above; `prefix` is what a bare backbone's file leaves out of their names."""
+    """The table of one model: `rows` as above. `prefix` is what a bare backbone's file leaves out of their names."""
 
     def __init__(self, rows: Iterable[Row], prefix: str = ""):
         self.rows = [
@@ -203,13 +204,13 @@ class Names:
         self.prefix = prefix
 
     def under(self, prefix: str) -> "Names":
-        """The same table for a file whose backbone has another prefix."""
+        """The same table for a file in which the backbone has another prefix."""
         out, old = Names((), prefix), self.prefix
         out.rows = [row._replace(theirs=re.sub(f"^{re.escape(old)}", prefix, row.theirs)) for row in self.rows]
         return out
 
     def entries(self, ours: Iterable[str], *, bare: bool = False) -> Iterator[Entry]:
-        """An entry for every tensor of theirs that holds a parameter among `ours`; `bare` leaves the prefix out."""
+        """An entry for every tensor of theirs that holds a parameter among `ours`; with `bare` their names have no prefix."""
         keys = list(ours)
         for row in self.rows:
             pattern = re.compile(re.escape(row.ours[0]).replace(r"\{\}", r"(\d+)") + r"(\.\w+)?")
@@ -221,7 +222,7 @@ class Names:
                     yield Entry(theirs.removeprefix(self.prefix) if bare else theirs, parts, row.verb)
 
     def load(self, theirs: Callable[[str], Lazy], ours: Mapping[str, Shape], *, bare: bool = False) -> dict[str, Lazy]:
-        """Their tensors under our names and in our layout; nothing is read yet."""
+        """Their tensors by our names and in our layout; nothing is read yet."""
         out: dict[str, Lazy] = {}
         for entry in self.entries(ours, bare=bare):
             parts = entry.verb.parts(theirs(entry.theirs), [ours[name] for name in entry.ours])
@@ -231,7 +232,7 @@ class Names:
     def save(
         self, ours: Mapping[str, Callable[[], Tensor]], shapes: Mapping[str, Shape], *, bare: bool = False
     ) -> Iterator[tuple[str, Shape, Callable[[], Tensor]]]:
-        """(their name, shape, how to make it) for every tensor; made one at a time by whoever writes."""
+        """(their name, shape, how to make it) for every tensor. The caller makes and writes one at a time."""
         for entry in self.entries(ours, bare=bare):
 
             def make(entry: Entry = entry) -> Tensor:

@@ -21,5 +21,5 @@ def presets() -> dict[str, tuple[type[Model], Preset]]:
 
 
 def hubs() -> dict[str, str | None]:
-    """Preset -> its hub id; None where nobody has published weights."""
+    """Preset -> its hub id; None if no weights are published."""
     return {name: preset.hub for name, (_, preset) in presets().items()}

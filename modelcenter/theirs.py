@@ -1,4 +1,4 @@
-"""What others have by names that nothing here answers to, and what does the same: said in the error that meets such a name."""
+"""Names from other libraries that do not exist here, and what does the same: the error that such a name raises says it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -196,12 +196,12 @@ MODULE = {  # names of the package, in the beginning of which these stand
 
 
 def refuse_argument(call: str, name: str, theirs: Mapping[str, str], known: Iterable[str]) -> NoReturn:
-    """Refuse an argument that `call` does not take, by what does the same, or the nearest of those that it takes."""
+    """Refuse an argument that `call` does not take, and say what does the same, or the nearest of those that it takes."""
     refuse(None, f"{call}({name})", "no such argument", theirs.get(name) or nearest(name, known))
 
 
 def arguments(theirs: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a function refuse so whatever it does not take."""
+    """Make a function refuse, in that way, every argument that it does not take."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = tuple(signature(function).parameters)

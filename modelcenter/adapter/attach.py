@@ -1,8 +1,9 @@
-"""Put an adapter on a model: which layers it is for, what is frozen, where the first values come from.
+"""Put an adapter on a model: which layers it is for, what is frozen, where its first values come from.
 
-Layers are named as the model names them (attn.q) or as Hugging Face's class does (c_attn), by the end of the name, as in peft; the
-table of names says which is which. What they hold as one matrix and we as several (q, k and v) gets one `a` for all, if it was
-named their way: the same adapter as theirs, in its training too. Named our way, each has its own.
+Layers are named by the end of their name, as in peft, either as the model names them (attn.q) or as Hugging Face's class does
+(c_attn); the table of names relates the two. Hugging Face may hold as one matrix what are several here (q, k and v). An adapter
+that is named their way has one `a` for all of these, so that it is the same adapter as theirs in training too. Named our way, each
+layer has its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +34,8 @@ LABELLED = ("classify", "tag", "qa")  # tasks whose head no checkpoint of the fa
 
 @dataclass(frozen=True)
 class Site:
-    """A matrix that an adapter can be for: their layer, ours that it holds, and how its rows are shared out."""
+    """A matrix that an adapter can be for: the name of their layer, the names of ours that it holds, and how its rows are divided
+    among them."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -43,7 +45,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Place:
-    """An adapter for the layers `ours` of a site; `shared`: with one `a` for all."""
+    """An adapter for the layers `ours` of a site; `shared`: with one `a` for all of them."""
 
     site: Site
     ours: tuple[str, ...]
@@ -53,10 +55,10 @@ class Place:
 
 
 def add_adapter(model: "Model", config: AdapterConfig, *, seed: int = 0) -> "Model":
-    """Freeze `model`, put an adapter on it in place, and return it. A new adapter changes no output.
+    """Freeze `model`, put a new adapter on it in place, and return it. A new adapter changes no output.
 
-    Its weights are drawn by `seed` and their names. Errors: `InputError` for targets that match no layer, and for a model that is
-    sharded already, because every process would draw another adapter.
+    Its weights are drawn from `seed` and their names. Errors: `InputError` for targets that match no layer, and for a model that is
+    already sharded, because every process would draw another adapter.
     """
     if any(type(p) not in PLAIN for p in model.parameters()):
         refuse(None, "adapter", "the model is sharded already", "add_adapter before parallelize, or load(..., machine=, adapter=)")
@@ -70,7 +72,7 @@ def add_adapter(model: "Model", config: AdapterConfig, *, seed: int = 0) -> "Mod
 
 
 def sites(model: "Model") -> list[Site]:
-    """Every linear layer of the model, by their names."""
+    """Every linear layer of the model, as sites."""
     found = []
     for entry in model.table.entries(model.shapes, bare=model.bare):
         ours = tuple(name.removesuffix(".weight") for name in entry.ours)
@@ -83,7 +85,7 @@ LINEAR = (Linear, QuantizedLinear, Adapted)
 
 
 def choose(model: "Model", config: AdapterConfig) -> list[Place]:
-    """Where the config's targets are. Errors: `InputError` for one that names nothing."""
+    """The places that the config's targets name. Errors: `InputError` for a target that names nothing."""
     all_sites = sites(model)
     chosen: dict[Site, set[str]] = {}
     shared: set[Site] = set()
@@ -103,15 +105,16 @@ def choose(model: "Model", config: AdapterConfig) -> list[Place]:
 
 
 def ends(name: str, target: str) -> bool:
-    """Whether `target` is the name or its last parts."""
+    """Whether `target` is the name, or the last parts of it."""
     return name == target or name.endswith(f".{target}")
 
 
 def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved: Iterable[str] | None = None,
            ready: Callable[[str, Linear], None] = lambda name, layer: None) -> None:
-    """Freeze the model, quantise what the config says and wrap the layers of `places`; adapters have no values yet.
+    """Freeze the model, quantise what the config says, and wrap the layers of `places`. The adapters have no values yet.
 
-    `saved` are parameters that stay trained; None: what the config names. `ready` is called with a layer before it is quantised.
+    `saved`: the parameters that stay trained; None: those that the config names. `ready` is called with each layer before it is
+    quantised.
     """
     if model.adapter is not None:
         refuse(None, "adapter", "the model has one", "a model without, or merge it first")
@@ -142,7 +145,8 @@ def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved
 
 
 def trained_whole(model: "Model", config: AdapterConfig) -> Iterator[str]:
-    """The parameters that are trained and saved as they are: those of the modules named, a new head's and a classifier's."""
+    """The parameters that are trained and saved as they are, besides the adapter: those of the modules that the config names, of a
+    new head, and of a classifier."""
     tied = set(model.shared.values())
     head = [n for n in model.shapes if n in set(model.load_report.new) or (model.task in LABELLED and n.startswith("head.out."))]
     entries = list(model.table.entries(model.shapes, bare=model.bare))
@@ -159,8 +163,8 @@ def trained_whole(model: "Model", config: AdapterConfig) -> Iterator[str]:
 
 
 def first_values(model: nn.Module, seed: int) -> dict[str, Lazy]:
-    """Where the first values of adapters come from, by name: `a` uniform within 1 / sqrt(in), as in peft, magnitudes over codes,
-    which are whole yet, the lengths of their rows, and the rest zero."""
+    """The sources of the adapters' first values, by name: `a` uniform within 1 / sqrt(in), as in peft; magnitudes over quantised
+    weights, which are whole at this point, the lengths of their rows; the rest zero."""
     layers = adapted(model)
     mine = {f"{name}." for name in layers}
     out: dict[str, Lazy] = {}
@@ -178,7 +182,8 @@ def first_values(model: nn.Module, seed: int) -> dict[str, Lazy]:
 
 @torch.no_grad()
 def measure(model: nn.Module) -> None:
-    """Set every magnitude to the lengths of the base's rows, where DoRA begins; of bases in codes `first_values` has them."""
+    """Set every magnitude to the lengths of the base's rows, where DoRA begins. Magnitudes over quantised weights have theirs from
+    `first_values`."""
     for layer in adapted(model).values():
         if layer.magnitude is not None and isinstance(layer.base, Linear):
             lengths: Any = torch.linalg.vector_norm(layer.base.weight.to(layer.magnitude.dtype), dim=1)
@@ -187,13 +192,13 @@ def measure(model: nn.Module) -> None:
 
 def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], group: Group | None = None,
              begun: Intake | None = None) -> None:
-    """`fill`, where `base` has the names that the model's parameters had before the adapter."""
+    """`fill`, with `base` under the names that the model's parameters had before the adapter."""
     fill(model, {**{now: base[name] for name, now in current_names(model).items() if name in base}, **own}, group, begun)
 
 
 def merge_adapter(model: "Model") -> "Model":
-    """Put every adapter into the weights beneath it, in place and in their dtype; quantised layers become plain ones first.
-    Returns `model`. Errors: `InputError` for a model that is sharded."""
+    """Add every adapter to the weights beneath it, in place and in their dtype, and return `model`. Quantised layers become plain
+    ones first. Errors: `InputError` for a model that is sharded."""
     if any(type(p) not in PLAIN for p in model.parameters()):
         refuse(None, "adapter", "merged where the model is sharded", "merge in one process")
     for name, layer in adapted(model).items():

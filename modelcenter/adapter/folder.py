@@ -1,9 +1,9 @@
-"""Adapters in peft's format: `adapter_model.safetensors` and `adapter_config.json`, out and in.
+"""Adapters in peft's format: `adapter_model.safetensors` and `adapter_config.json`, written and read.
 
-A tensor's name is `base_model.model.`, their layer's name and what it is. What they hold as one matrix and we as several is exact
-in both directions: their `b` is the rows of our parts; where each of ours has its own `a`, theirs is all of them stacked, and
-each part's rows of `b` are zero in the columns of the others. Beside the two files stands a config.json, for the task, the
-names of its classes and the direction in which it reads, which peft has no place for.
+A tensor's name is `base_model.model.`, the name of their layer, and what it is. Where they hold one matrix and we several, the
+translation is exact in both directions. Their `b` consists of the rows of our parts. If each of ours has its own `a`, their `a` is
+all of them stacked, and each part's rows of `b` are zero in the columns of the others. A config.json stands beside the two files,
+for what peft has no place for: the task, the names of its classes, and the direction in which the model reads.
 """
 
 import json
@@ -60,9 +60,10 @@ def is_adapter(folder: str | os.PathLike[str]) -> bool:
 
 
 def save_adapter(model: "Model", folder: Path) -> None:
-    """Write the model's adapter, what is trained beside it and the companions; peft opens the folder on transformers' model.
+    """Write the model's adapter, what is trained besides it, and the companions; peft opens the folder on transformers' model.
 
-    On a mesh every rank gathers and the first one writes; all return when it has. Errors: `InputError`."""
+    On a mesh every rank gathers and the first one writes; all return when it has. Errors: `InputError`.
+    """
     config = model.adapter
     assert config is not None
     tensors: dict[str, Tensor] = {}
@@ -154,7 +155,7 @@ def gather(parameter: Tensor) -> Tensor:
 
 
 def short(names: list[str], all_sites: list[Site]) -> list[str]:
-    """The layers' names, without their number where every layer that ends alike is meant."""
+    """The layers' names for peft's config, without their numbers if all layers with the same ending are meant."""
     tails = {name: re.sub(r"^.*\.\d+\.", "", name) for name in names}
     unmeant = [s.theirs for s in all_sites if s.theirs not in tails]
     return sorted({name if any(ends(other, tail) for other in unmeant) else tail for name, tail in tails.items()})
@@ -165,7 +166,7 @@ def plain(x: float) -> float:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
-    """Write all of it in one step; `folder` may be absent, empty or an adapter's."""
+    """Write all files in one step. `folder` may be absent, empty or an adapter's."""
     with disk_errors(folder):
         target = folder.resolve()
         there = target.is_dir() and any(target.iterdir())
@@ -188,7 +189,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes
 
 @dataclass(frozen=True)
 class Saved:
-    """An adapter's folder as it was read: tensors by their name without the prefix."""
+    """An adapter's folder as it was read: tensors by their names without the prefix."""
 
     folder: Path
     config: AdapterConfig
@@ -207,7 +208,7 @@ class Saved:
         return rank, self.config.scaled(alpha, rank)
 
     def task(self, architectures: Mapping[str, str]) -> str | None:
-        """The task: by the config.json beside it where there is one, else by peft's type; None: the base's own."""
+        """The task by the config.json beside the adapter, or by peft's type; None: the base's own task."""
         if (self.folder / "config.json").is_file():
             said = read_config(self.folder).get("architectures")
             return next((task for task, name in architectures.items() if said == [name]), None)
@@ -215,7 +216,7 @@ class Saved:
         return next((task for task, name in TASK_TYPES.items() if name == kind and task in architectures), None)
 
     def labels(self, heads: list[str]) -> dict[int, str] | None:
-        """The names of the classes, or as many as the head among `heads` has rows."""
+        """The names of the classes, or as many unnamed ones as the head among `heads` has rows."""
         said = read_config(self.folder).get("id2label") if (self.folder / "config.json").is_file() else None
         if isinstance(said, dict) and all(str(i) in said and isinstance(said[str(i)], str) for i in range(len(said))):
             return {i: said[str(i)] for i in range(len(said))}
@@ -224,12 +225,12 @@ class Saved:
 
     @property
     def settled(self) -> dict[str, Any]:
-        """What the config.json beside it says of how the model is to read, whatever the base's says."""
+        """What the config.json beside the adapter says about how the model reads, whatever the base's says."""
         said = read_config(self.folder) if (self.folder / "config.json").is_file() else {}
         return {key: said[key] for key in SETTLED if key in said}
 
     def places(self, model: "Model") -> list[Place]:
-        """Where on the model the tensors belong. Errors: `InputError` for one that has no place or another shape."""
+        """Where the tensors belong on the model. Errors: `InputError` for one without a place, or of another shape."""
         by_name = {site.theirs: site for site in sites(model)}
         whole_names = {e.theirs for e in self.entries(model)}
         out, dora = [], self.config.name == "dora"
@@ -265,7 +266,7 @@ class Saved:
         return [e for e in model.table.entries(model.shapes, bare=model.bare) if e.theirs in self.tensors]
 
     def vocab(self, model: "Model") -> int | None:
-        """How many words the folder's embedding has; None where it holds none."""
+        """How many words the folder's embedding has; None if it has no embedding."""
         for e in self.entries(model):
             if "embed.tokens.weight" in e.ours:
                 return len(self.tensors[e.theirs]) - sum(model.shapes[n][0] for n in e.ours if n != "embed.tokens.weight")
@@ -280,7 +281,7 @@ class Saved:
         return [name for e in self.entries(model) if not self.beside(model, e) for name in e.ours]
 
     def wholes(self, model: "Model") -> dict[str, Lazy]:
-        """The model's parameters that the folder replaces."""
+        """The parameters of the model that the folder replaces."""
         shapes = {name: model.shapes[name] for e in self.entries(model) for name in e.ours}
         if absent := sorted(model.resized - shapes.keys()):
             found = f"missing, though the embedding has {self.vocab(model)} rows and not the base's"
@@ -295,7 +296,7 @@ class Saved:
         return model.table.load(lambda key: self.tensors[key], shapes, bare=model.bare)
 
     def values(self, model: "Model", places: list[Place]) -> dict[str, Lazy]:
-        """The adapters' parameters, by the names that they have in the model."""
+        """The adapters' parameters, by their names in the model."""
         out: dict[str, Any] = {}
         for place in places:
             theirs, outs = place.site.theirs, [model.shapes[f"{name}.weight"][0] for name in place.ours]
@@ -314,7 +315,7 @@ def fits(pattern: str, layer: str) -> bool:
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> Saved:
-    """Read an adapter's folder. Errors: `InputError` for one that is broken, or of a kind that is not offered."""
+    """Read an adapter's folder. Errors: `InputError` for one that is broken, or of a kind that is not supported."""
     from safetensors.torch import load_file
 
     folder = Path(folder)

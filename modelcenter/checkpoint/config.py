@@ -1,4 +1,4 @@
-"""config.json in and out: one table of keys, read in both directions.
+"""config.json, read and written by one table of keys.
 
 What a family does not model is carried and written back as it came; what it cannot honour is refused by name.
 """
@@ -29,8 +29,8 @@ LABELS = 2**20  # each has a name
 
 @dataclass(frozen=True)
 class Key:
-    """How a key of config.json that is no plain number becomes a field. `read(value, whole file)` may raise KeyError for a
-    value it does not know; `known` lists those it does. `write(field)` gives the keys to write."""
+    """How a key of config.json that is not a plain number becomes a field. `read(value, whole file)` may raise KeyError for a value
+    that it does not know; `known` lists those that it does. `write(field)` gives the keys to write."""
 
     field: str
     read: Callable[[Any, Mapping[str, Any]], Any]
@@ -40,9 +40,10 @@ class Key:
 
 
 def choice(name: str, field: str, values: Mapping[str, Any], **also: Mapping[str, Any]) -> dict[str, Key]:
-    """A key whose value is one of a few words, each a mechanism of ours; the first word for a mechanism is the one written.
+    """A key whose value is one of a few words, each of which stands for a mechanism of ours. If several words mean the same
+    mechanism, the first is written.
 
-    `also` names further keys that follow from the word, and their value for each: a file must agree with itself.
+    `also` names further keys whose values follow from the word; a file in which they differ is refused.
     """
     words = {id(value): word for word, value in reversed(list(values.items()))}
 
@@ -91,17 +92,17 @@ class Config:
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "last_hidden_state", "hidden_states"]  # by Trainer
 
     def verify(self) -> None:
-        """Refuse what fields cannot say together; a family overrides it. The file is added by whoever reads one."""
+        """Refuse fields that contradict each other; families override it. The caller that reads a file adds its name."""
 
     def divisible(self, field: str, by: str) -> None:
-        """Refuse a field that is no multiple of another (None: as the family has it)."""
+        """Refuse a field that is not a multiple of another (None: the family's default)."""
         a, b = getattr(self, field), getattr(self, by)
         if a and b and a % b:
             keys = {now: key.split("|")[0] for key, now in rows(self)}
             refuse(None, keys[field], str(a), f"a multiple of {keys[by]}, which is {b}")
 
     def agreed(self, *names: str) -> None:
-        """Refuse a file that spells a field's key in two ways and says two things."""
+        """Refuse a file that has both spellings of a field's key, with different values."""
         for spelled, now in rows(self):
             found = {key: self.file[key] for key in spelled.split("|") if self.file.get(key) is not None}
             values = list(found.values())
@@ -133,7 +134,7 @@ class Config:
         return self.to_dict().get(key, default)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:
-        """Itself: what transformers asks a model of texts and pictures for."""
+        """Itself. transformers asks for this because models of texts and pictures have one config for each."""
         return self
 
     def __getattr__(self, name: str) -> Any:  # asked for what is no field: a key of config.json, which others' programs read
@@ -160,16 +161,18 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], file: Any = "config.json") -> Self:
-        """From a Hugging Face config; `file` is named in errors."""
+        """The config of a Hugging Face config; `file` is named in errors."""
         return read(cls, values, file)
 
 
 def unchanging(config: Config, name: str, value: Any) -> None:
-    """What a config does where a field, or a key of config.json, is set: dataclasses' own error says nothing of what to do.
+    """What happens when a field of a config, or a key of config.json, is assigned: an error that says what to do instead, which
+    dataclasses' own does not.
 
-    The ids of special tokens are no part of what is computed, and are what a tokenizer says they are: set, they are read and saved
-    as if the file had them. `use_cache = False`, which Trainer sets, is how it is, and so is what is set to the value that it has
-    (peft sets `pretraining_tp = 1`)."""
+    Ids of special tokens may be assigned, because they change nothing that is computed and are what a tokenizer says: they are then
+    read and saved as if the file had them. So may `use_cache = False`, which Trainer sets, and any value that a key already has
+    (peft sets `pretraining_tp = 1`).
+    """
     if name in TOKENS:
         check_common({name: value}, None)
         object.__setattr__(config, "file", {**config.file, name: value})
@@ -218,7 +221,7 @@ def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:
 
 @contextmanager
 def told(file: Any) -> Iterator[None]:
-    """Name the file in a refusal that could not know it."""
+    """A context that adds the file's name to a refusal that does not know it."""
     try:
         yield
     except InputError as problem:
@@ -227,7 +230,7 @@ def told(file: Any) -> Iterator[None]:
 
 
 def check_common(values: Mapping[str, Any], file: Any) -> None:
-    """The keys that every family reads as they come."""
+    """Check the keys that every family reads as they are."""
     for key in ("initializer_range", "initializer_factor", "init_std"):
         if key in values:
             check(values[key], float, file, key)
@@ -252,8 +255,8 @@ def read_labels(values: Mapping[str, Any], file: Any) -> tuple[str, ...]:
 
 
 def check(value: Any, hint: Any, file: Any, key: str, field: str = "") -> Any:
-    """`value` as what the field's type says, or refused: a bool is no number, a float no size, a size is 1 to `BIGGEST`
-    (layers and labels fewer, by the field's name), a dropout at most 1."""
+    """`value` as the field's type, or a refusal: a bool is not a number, a float is not a size, a size is 1 to `BIGGEST` (less for
+    layers and labels, by the field's name), and a dropout is at most 1."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
@@ -311,7 +314,7 @@ def rows(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def changed(config: C, changes: Mapping[str, Any]) -> C:
-    """`config` with fields replaced, each checked as if it came from a file."""
+    """`config` with fields replaced, each of them checked as if it came from a file."""
     if not isinstance(changes, Mapping):
         refuse(None, "config", f"a {type(changes).__name__}", "a mapping of what is to be changed, such as {'layers': 2}")
     hints = get_type_hints(type(config))
@@ -331,7 +334,7 @@ def changed(config: C, changes: Mapping[str, Any]) -> C:
 
 
 def spoken(config: Config, field: str, value: Any) -> Any:
-    """The mechanism that `value` names in this family's config.json (`config.act=gelu`), or refused."""
+    """The mechanism that `value` means in this family's config.json (`config.act=gelu`), or a refusal."""
     for key, target in config.hf.keys.items():
         if isinstance(target, Key) and target.field == field and target.known:
             if isinstance(value, str) and value in target.known:

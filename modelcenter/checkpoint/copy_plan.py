@@ -1,10 +1,10 @@
-"""The copy plan: which rows of which stored tensors each rank reads or writes, and which parts of them are whose.
+"""The copy plan: which rows of which stored tensors each rank reads or writes, and which parts of them belong to whom.
 
-A stored tensor is cut into runs of whole rows, which are runs of bytes of its file. Each run is one rank's, who takes it in one
-piece and passes to each rank the block that belongs to that one's part of a parameter (or, when a folder is written, puts it
-together out of their blocks). So every byte of a file is touched once, in long pieces, however the parameters are cut: along rows,
-along columns, head by head, transposed. Nothing here reads, sends or knows of devices; ranks that plan from the same tables plan
-the same.
+A stored tensor is cut into runs of whole rows, which are runs of bytes of its file. Each run belongs to one rank. That rank reads
+it in one piece, and passes to each rank the block that belongs to that rank's part of a parameter. When a folder is written, it
+puts the run together out of such blocks. So every byte of a file is touched once, in long pieces, however the parameters are
+divided: along rows, along columns, head by head, transposed. Nothing here reads, sends or knows of devices. Ranks that plan from
+the same tables plan the same.
 """
 
 import math
@@ -39,7 +39,7 @@ class Want(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Rows `start` to `stop` of a stored tensor; they stand in their rank's buffer from byte `at` on."""
+    """Rows `start` to `stop` of a stored tensor; in their rank's buffer they begin at byte `at`."""
 
     source: Stored
     start: int
@@ -57,7 +57,7 @@ class Run(NamedTuple):
 
 
 class Block(NamedTuple):
-    """`region` of a run's rows, which is `place` of somebody's part of a parameter, transposed if `turned`."""
+    """`region` of a run's rows, which is `place` of a rank's part of a parameter, transposed if `turned`."""
 
     run: Run
     region: Region
@@ -152,8 +152,8 @@ def aligned(size: int) -> int:
 
 def plan(sources: Mapping[str, Lazy], regions: Sequence[Mapping[str, Region]], order: Sequence[Stored], *,
          once: bool = False) -> Plan:
-    """The plan for parameters that are stored as `sources`, of which each rank holds `regions`; `order` is that of all stored
-    tensors. What several ranks hold is wanted by all of them, or, with `once`, by the first alone."""
+    """The plan for parameters that are stored as `sources`, of which each rank holds `regions`. `order`: all stored tensors, in
+    order. What several ranks hold is wanted by all of them, or, with `once`, only by the first."""
     numbers = {id(source): number for number, source in enumerate(order)}
     wants: list[dict[int, list[Want]]] = []
     seen: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
@@ -175,5 +175,5 @@ def plan(sources: Mapping[str, Lazy], regions: Sequence[Mapping[str, Region]], o
 
 
 def within(region: Region, shape: Shape) -> Region:
-    """The part of `region` that lies in a tensor of `shape`: rows that only pad it are nobody's."""
+    """The part of `region` that lies in a tensor of `shape`; rows that only pad it belong to nobody."""
     return tuple(slice(r.start, max(r.start, min(r.stop, n))) for r, n in zip(region, shape, strict=True))

@@ -1,7 +1,7 @@
-"""A download from the hub: what it costs is said first, and what came is what the hub lists, or does not stay.
+"""A download from the hub: what it costs is said first, and files that are not what the hub lists are removed.
 
-It takes one copy of the weights (safetensors before .bin, never both) with the tokenizer and configuration files, and fetches the
-weights last, so that a cache which holds all the weights holds everything.
+It takes one copy of the weights (safetensors before .bin, never both) with the tokenizer and configuration files. The weights are
+fetched last, so that a cache that holds all the weights holds everything.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _downloads = 0  # under way in this process
 
 @dataclass(frozen=True)
 class Listing:
-    """What the hub has of a model that is to be here."""
+    """The files of a model on the hub that are needed here."""
 
     name: str  # as the user gave it
     repo: str
@@ -74,7 +74,7 @@ def download(name: str, repo: str, revision: str | None) -> Path:
 
 
 def look_up(name: str, repo: str, revision: str | None) -> Listing:
-    """What the hub lists of `repo`; refused where there are no weights that we read, or not all."""
+    """What the hub lists for `repo`. Refused if there are no weights that we read, or not all of them."""
     from huggingface_hub import HfApi, hf_hub_download
 
     # The listing comes first: it fails at once where a file's HEAD request would be retried for half a minute.
@@ -105,7 +105,7 @@ def look_up(name: str, repo: str, revision: str | None) -> Listing:
 
 
 def announce(listing: Listing, todo: Collection[str]) -> None:
-    """Say what the files `todo` and the model will take; refused where the disk has no room."""
+    """Say how large the files `todo` and the model are. Refused if the disk has no room."""
     from huggingface_hub import constants
 
     volume, heavy = (sum(listing.sizes[f] or 0 for f in some) for some in (todo, listing.weights))
@@ -123,7 +123,7 @@ def announce(listing: Listing, todo: Collection[str]) -> None:
 
 
 def bring(listing: Listing, file: str) -> None:
-    """Fetch one file; what is not as the hub lists it is removed, and refused."""
+    """Fetch one file. If it is not what the hub lists, it is removed and refused."""
     from huggingface_hub import hf_hub_download
 
     path = listing.folder / file
@@ -136,9 +136,9 @@ def bring(listing: Listing, file: str) -> None:
 
 
 def pick_weights(names: Collection[str], read: Callable[[str], Any]) -> list[str]:
-    """The weight files to use out of `names`, index first; empty when there are none. `read` gives an index's JSON.
+    """The weight files to use out of `names`, the index first; empty if there are none. `read` gives an index's JSON.
 
-    Shards that the index lists come back whether or not `names` has them: the caller says what a gap means.
+    Shards that the index lists are returned whether or not `names` has them: the caller says what a gap means.
     """
     for single in ("model.safetensors", "pytorch_model.bin"):
         if single in names:
@@ -157,7 +157,7 @@ def pick_weights(names: Collection[str], read: Callable[[str], Any]) -> list[str
 
 
 def damage(path: Path, size: int | None, sha256: str | None) -> str:
-    """What is wrong with a file that has just come; nothing, if it is what the hub lists."""
+    """What is wrong with a file that has just been fetched; empty if it is what the hub lists."""
     if not whole(path, size):
         return f"{path.stat().st_size} bytes came, the hub lists {size}"
     if sha256 is None:
@@ -183,7 +183,8 @@ def parameters(total: object, config: Any, heavy: int) -> int:
 
 
 def left_over(folder: Path) -> tuple[int, Path]:
-    """The bytes of downloads to this cache that a kill ended, and their names. Each has one of its own: none is gone on with."""
+    """The bytes, and the names, of downloads to this cache that were killed. None of them is resumed, because each has a name of
+    its own."""
     blobs = folder.parent.parent / "blobs"
     size = 0
     for path in blobs.glob("*.????????.incomplete"):
@@ -194,7 +195,7 @@ def left_over(folder: Path) -> tuple[int, Path]:
 
 
 def existing(path: Path) -> Path:
-    """The nearest folder above `path` that is there: its disk is the one that will be filled."""
+    """The nearest folder above `path` that exists: its disk is the one that will be filled."""
     return next(p for p in (path, *path.absolute().parents) if p.is_dir())
 
 
@@ -215,7 +216,7 @@ def bar(**fixed: Any) -> Any:
 
 
 def downloading() -> bool:
-    """Whether weights are on their way: what asks this process for its end then need not wait for them."""
+    """Whether weights are being fetched: a process that is asked to end then need not wait for them."""
     return _downloads > 0
 
 

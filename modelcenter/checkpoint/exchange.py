@@ -1,9 +1,9 @@
-"""The copy plan carried out: files read into the parts of parameters that ranks hold, and written from them.
+"""Carries the copy plan out: files are read into the parts of parameters that ranks hold, and written from them.
 
 Each rank reads its runs (`intake.py`). The rest happens where the parameters are: blocks are cut out, sent in one all-to-all for
 one turn or a few (`group.py`), and transposed and cast as they are put into their places. GPUs of a node that reach each other's
-memory send nothing: each fetches its blocks out of the others' buffers. A rank alone does the same without sending. Writing is all
-that backwards.
+memory send nothing: each fetches its blocks out of the others' buffers. A single rank does the same without sending. Writing is all
+of that backwards.
 """
 
 import errno
@@ -32,14 +32,14 @@ ROOM = 2**33  # bytes of a rank's buffers on an accelerator, if it has twice as 
 
 
 def stored(source: Lazy) -> bool:
-    """Whether a parameter's values come out of files, all of them."""
+    """Whether all of a parameter's values come out of files."""
     return all(isinstance(part.source, FileSlice | BinSlice) for part in trace(source, everything(source.shape)))
 
 
 def set_out(sources: Mapping[str, Lazy], device: torch.device, share: int) -> Intake | None:
-    """What the ranks of one node will read, before it is known which of them holds what: between them they hold everything. None
-    where there are several nodes, whose ranks want parts of it. `share`: bytes that this rank's parameters will take. All ranks
-    call it, and say nothing else to each other meanwhile."""
+    """Begin to read what the ranks of one node will need, before it is known which of them holds what: together they hold
+    everything. None with several nodes, whose ranks need only parts. `share`: the bytes that this rank's parameters will take. All
+    ranks call it, and communicate nothing else meanwhile."""
     group = neighbours()
     wholes = {name: everything(source.shape) for name, source in sources.items() if stored(source)}
     if group.size < dist.get_world_size() or not wholes:
@@ -57,8 +57,9 @@ def set_out(sources: Mapping[str, Lazy], device: torch.device, share: int) -> In
 @torch.no_grad()
 def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group,
          begun: Intake | None = None) -> None:
-    """Fill this rank's part of each parameter (where it stands in the whole, and its tensor) from `sources`, casting to its dtype.
-    All ranks of `group` call it with the same names. `begun`: of the same sources. Errors: `InputError`, on all if on one."""
+    """Fill this rank's part of each parameter (where it lies in the whole, and its tensor) from `sources`, casting to its dtype.
+    All ranks of `group` call it with the same names. `begun`: reading that was begun for the same sources. Errors: `InputError`, on
+    all ranks if on one."""
     device = next(iter(parameters.values()))[1].device
     for name, (region, tensor) in parameters.items():
         if within(region, sources[name].shape) != region:
@@ -86,8 +87,8 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
 
 
 def open_roads(device: torch.device) -> None:
-    """What sending would wait for first, done before: NCCL connects each rank of a node with each other at the first exchange of
-    all with all, for a fifth of a second. All ranks call it, and say nothing else to each other meanwhile."""
+    """Connect the ranks beforehand: at the first all-to-all NCCL connects each rank of a node with each other one, for a fifth of a
+    second. All ranks call it, and communicate nothing else meanwhile."""
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)  # of this thread
@@ -98,7 +99,7 @@ def open_roads(device: torch.device) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """The place of a tensor in a file that is to be written, whose data begin at byte `start`."""
+    """The place of a tensor in a file that is to be written, where its data begin at byte `start`."""
 
     shape: Shape
     dtype: torch.dtype
@@ -111,9 +112,9 @@ class Slot:
 
 @torch.no_grad()
 def write(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group) -> None:
-    """Write into files, which are there and as long as they will be, what ranks hold of each parameter; `sources` are made of the
-    `Slot`s that it belongs into. What this one has written is on the disk when it returns. All ranks of `group` call it with the
-    same names. Errors: `InputError`, on all if on one."""
+    """Write into files, which exist and have their final length, what ranks hold of each parameter; `sources` are made of the
+    `Slot`s that it belongs to. What this rank has written is on the disk when it returns. All ranks of `group` call it with the
+    same names. Errors: `InputError`, on all ranks if on one."""
     device = next(iter(parameters.values()))[1].device
     todo = planned(parameters, sources, group, device, once=True)
     size = buffer_size(todo.sources, group)
@@ -146,7 +147,7 @@ def write(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str,
 
 
 def faulted(job: Future[Any]) -> Exception | None:
-    """What the disk had against a job, which has ended then."""
+    """The error of the disk that ended a job, if there is one."""
     try:
         job.result()
     except OSError as error:
@@ -177,7 +178,7 @@ def planned(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[st
 
 
 def in_order(sources: Mapping[str, Lazy], names: Iterable[str]) -> Any:
-    """The files' tensors of which the parameters of those names are made, in their order."""
+    """The files' tensors of which the parameters with these names are made, in order."""
     found = {id(p.source): p.source for n in names for p in trace(sources[n], everything(sources[n].shape))}
     return sorted(found.values(), key=position)
 

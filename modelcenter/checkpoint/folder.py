@@ -1,8 +1,8 @@
 """A Hugging Face folder opened for reading: which tensors it holds, and any part of one without reading the rest.
 
-Nothing is mapped and nothing is cached: a part of a safetensors tensor is read straight into the tensor that is handed
-out (`pread`), so the memory above the model itself is that of the largest part asked for. Old `.bin` shards are mapped
-by torch (`weights_only`, `mmap`).
+Nothing is mapped and nothing is cached. A part of a safetensors tensor is read straight into the tensor that is returned (`pread`),
+so that the memory needed above the model itself is that of the largest part asked for. Old `.bin` shards are mapped by torch
+(`weights_only`, `mmap`).
 """
 
 import math
@@ -36,7 +36,7 @@ READ_LIMIT = 2**30  # bytes of one read; Linux stops at 2 GiB
 
 
 class Slice(Protocol):
-    """A tensor of a file: `[...]` reads the part that is asked for into a new tensor; slices only, of step 1."""
+    """A tensor of a file. `[...]` reads the part that is asked for into a new tensor; only slices of step 1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -178,8 +178,8 @@ class FileSlice:
 
 
 class BinSlice:
-    """A tensor of a `.bin` file, mapped by torch. In the order in which they were saved they stand in it; no address says that of a
-    file that had to be read, and several ranks must say the same."""
+    """A tensor of a `.bin` file, mapped by torch. Its order among the others is that in which they were saved; addresses cannot
+    tell it for a file that had to be read, and several ranks must agree on it."""
 
     def __init__(self, tensor: Tensor, file: Path, number: int) -> None:
         self.shape, self.dtype, self.file = tuple(tensor.shape), tensor.dtype, file
@@ -195,9 +195,9 @@ class BinSlice:
 
 
 def read_bin(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a PyTorch `.bin` file: nothing in it is run (`weights_only`), and its bytes are mapped, not read.
+    """The tensors of a PyTorch `.bin` file. Nothing in it is executed (`weights_only`), and its bytes are mapped, not read.
 
-    Files of torch before 1.6 are no zip and cannot be mapped; they are read whole. Errors: `InputError`.
+    Files of torch before 1.6 are not zip files and cannot be mapped; they are read whole. Errors: `InputError`.
     """
     path = Path(path)
     with open_regular(path) as file:

@@ -16,7 +16,7 @@ from .intake import Intake
 
 def fill(model: nn.Module, sources: Mapping[str, Lazy], group: Group | None = None, begun: Intake | None = None) -> None:
     """Copy into every parameter its own part of its source, casting to the parameter's dtype. What is stored in files the ranks of
-    `group` read together, each a share of the bytes, and have perhaps `begun` to; what is drawn each draws for itself, its part of
+    `group` read together, each a share of the bytes, and may have `begun` to. What is drawn each rank draws for itself, its part of
     one tensor at a time."""
     held = {name: local(parameter) for name, parameter in model.named_parameters()}
     files = {name: part for name, part in held.items() if stored(sources[name])}
@@ -29,7 +29,7 @@ def fill(model: nn.Module, sources: Mapping[str, Lazy], group: Group | None = No
 
 @torch.no_grad()
 def put(parameter: Tensor, source: Lazy) -> None:
-    """Copy into `parameter` its own part of `source`; rows beyond it are zero."""
+    """Copy into `parameter` its own part of `source`; rows beyond the source become zero."""
     region, target = local(parameter)
     if target.numel():
         clipped = tuple(slice(r.start, max(r.start, min(r.stop, n))) for r, n in zip(region, source.shape, strict=True))
@@ -53,7 +53,8 @@ def local(parameter: Tensor) -> tuple[Region, Tensor]:
 
 @lru_cache(maxsize=4096)
 def region_of(shape: Shape, mesh: Any, here: tuple[int, ...], placements: Any) -> Region:
-    """The region that the rank at `here` in a mesh holds of a tensor; a model has few shapes, and torch takes its time."""
+    """The region that the rank at `here` in a mesh holds of a tensor. It is kept, because a model has few different shapes and
+    torch is slow."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offset = compute_local_shape_and_global_offset(shape, mesh, placements)

@@ -1,4 +1,4 @@
-"""One live run an output folder: who holds it, and what the dead have left there."""
+"""One live run for each output folder: who holds it, and what dead processes have left there."""
 
 import fcntl
 import os
@@ -59,7 +59,7 @@ def _me(process: int | None = None) -> str:
 
 
 def _lives(owner: str) -> bool:
-    """Whether the process that a lock file names runs on this machine; of another machine nobody can tell."""
+    """Whether the process that a lock file names runs on this machine; of another machine this cannot be known."""
     found = re.match(r"process ([1-9][0-9]{0,9}) on ", owner)
     if found is None or not owner.startswith(_me(int(found[1])) + " since ") or int(found[1]) == os.getpid():
         return False

@@ -1,4 +1,4 @@
-"""manifest.json: size and sha256 of every file of a folder, and of itself, so that no bit changes unseen."""
+"""manifest.json: size and sha256 of every file of a folder, and of itself, so that no changed bit goes unseen."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ SOUND: dict[Path, tuple[Any, ...]] = {}  # folders verified in this process, and
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Files:
-    """Create `path` and flush it; its row of the manifest."""
+    """Create `path` and flush it; returns its row of the manifest."""
     digest = hashlib.sha256()
 
     def hashed() -> Iterator[bytes | memoryview]:
@@ -56,7 +56,7 @@ def versions() -> dict[str, str]:
 
 
 def sealed(body: Mapping[str, Any]) -> bytes:
-    """The one text of a manifest: laid out in one way and with its own hash, so that no bit changes unseen."""
+    """The text of a manifest, in one fixed layout and with its own hash."""
     return dump({**body, "sha256": hashlib.sha256(dump(body)).hexdigest()})
 
 
@@ -130,13 +130,13 @@ def sha256_of(path: Path) -> str:
 
 
 def trust(path: Path) -> None:
-    """Take what has just been written, and hashed on the way, for verified."""
+    """Count a folder that has just been written, and hashed on the way, as verified."""
     with suppress(OSError):
         SOUND[path.resolve()] = fingerprint(path)
 
 
 def is_sound(path: Path) -> bool:
-    """Verified in this process and not touched since: pruning must not hash every checkpoint at every save."""
+    """Whether it was verified in this process and not touched since: pruning must not hash every checkpoint at every save."""
     with suppress(OSError):
         return SOUND.get(path.resolve()) == fingerprint(path)
     return False

@@ -1,4 +1,4 @@
-"""Hold a folder of tensors against a table of names: where each parameter comes from, and what becomes of every tensor."""
+"""Matches the tensors of a folder with a table of names: where each parameter comes from, and what becomes of every tensor."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ ROWS = 4096  # rows compared at a time
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Names (theirs, except `new`: ours) by what loading did with them."""
+    """What loading did with each name (transformers' names, except for `new`: ours)."""
 
     loaded: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)  # not in the file: initialised afresh
@@ -27,7 +27,7 @@ class LoadReport:
 
     @property
     def missing(self) -> list[str]:
-        """As `new`: what the file lacks and this task needs."""
+        """The same as `new`: what the file lacks and this task needs."""
         return self.new
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Keys:
 
 
 def modern(key: str) -> str:
-    """TensorFlow's names of a layer norm's parameters, which BERT files of 2018 and 2019 still carry, under torch's."""
+    """The name of a layer norm's parameter in torch, for TensorFlow's name, which BERT files of 2018 and 2019 still have."""
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if key.endswith(old):
             return key.removesuffix(old) + new
@@ -92,9 +92,10 @@ def match(
     ignored: Iterable[str],
     untied: Iterable[str] = (),
 ) -> tuple[dict[str, Lazy], LoadReport]:
-    """Where each parameter of ours (`shapes`) comes from. Strict on both sides: a tensor that is missing, misshapen or unknown
-    refuses the folder; only a whole absent `head` (our names) is new, and what a head shares with the backbone (BERT's pooler,
-    which bears the prefix) may be there without the rest. `ignored` are patterns of theirs that no task needs."""
+    """Where each parameter of ours (`shapes`) comes from. Strict on both sides: a tensor that is missing, unknown or of a wrong
+    shape refuses the folder. Only a `head` (our names) that is absent as a whole is new; parts of it that belong to the backbone in
+    files (BERT's pooler, which has the prefix) may be there without the rest. `ignored`: patterns of their names that no task
+    needs."""
     keys, headed, ignored = Keys(folder), set(head), tuple(ignored)
     plain = bare(keys, names, shapes)
     aliases = {plain_name(k, names, plain): plain_name(v, names, plain) for k, v in aliases.items()}
@@ -155,7 +156,7 @@ def refuse_shapes(folder: Folder, wrong: Sequence[tuple[Entry, Shape, Shape]], h
 
 
 def refuse_codes(folder: Folder, keys: Keys, used: Iterable[str]) -> None:
-    """Refuse weights that are quantised without a word in config.json."""
+    """Refuse weights that are quantised although config.json does not say so."""
     for key in used:
         kind = folder.dtype(keys.real[key])
         if not kind.is_floating_point or kind.itemsize == 1:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def flatten_optimizer(optimizer: "Optimizer", model: "nn.Module") -> "tuple[dict[str, Tensor], dict[str, Any]]":
-    """The optimizer's state as tensors `<slot>/<parameter>` and JSON for the rest, by parameter name.
+    """The optimizer's state by parameter name: tensors `<slot>/<parameter>`, and JSON for the rest.
 
-    torch's own state_dict counts parameters, so that freezing one or splitting a group silently shifts every moment.
+    torch's own state_dict numbers the parameters, so that freezing one or splitting a group would silently shift every moment.
     """
     names = _names(optimizer, model)
     tensors: dict[str, Tensor] = {}
@@ -44,11 +44,11 @@ def flatten_optimizer(optimizer: "Optimizer", model: "nn.Module") -> "tuple[dict
 
 def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapping[str, Tensor | Spread]",
                       content: Mapping[str, Any]) -> None:
-    """Put back, bit for bit, what `flatten_optimizer` gave; tensors are copied to their parameter's device.
+    """Restore, bit for bit, what `flatten_optimizer` returned; tensors are copied to their parameter's device.
 
-    Groups must hold the same parameters, in any order, and say the same but for the rate. Nothing changes unless all fits. Not
-    through `load_state_dict`: that casts the moments to the parameter's dtype, and fp32 moments of bf16 weights would be lost.
-    Errors: `InputError` naming the first parameter that differs.
+    Groups must hold the same parameters, in any order, with the same settings except for the rate. Nothing changes unless all fits.
+    `load_state_dict` is not used, because it casts the moments to the parameter's dtype: fp32 moments of bf16 weights would be
+    lost. Errors: `InputError` naming the first parameter that differs.
     """
     same = "the same trainable parameters, split alike into groups, are wanted"
     names = _names(optimizer, model)

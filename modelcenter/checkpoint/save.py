@@ -37,7 +37,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 
 def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str | int) -> None:
     """Write weights, config.json and companions. Of several ranks each writes a part of the files, and none gathers a tensor; all
-    return when the folder is there. Errors: `InputError`, on all if on one."""
+    return when the folder is complete. Errors: `InputError`, on all ranks if on one."""
     parameters = dict(model.named_parameters())
     if missing := sorted(model.shapes.keys() - parameters.keys()):
         refuse(None, missing[0], "not a parameter", "a model with whole weights: a quantised layer's linear() gives them back")
@@ -77,7 +77,8 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
 
 def lead(group: Group, device: torch.device, write_all: Callable[[Path, Mapping[str, Sequence[Item]]], None],
          save: Callable[..., None]) -> None:
-    """`save` on the first rank, its files filled by all in `write_all`; the others are told where, and whether it went well."""
+    """Run `save` on the first rank, while all fill its files in `write_all`; the others are told where, and whether it went
+    well."""
     waited_for = True
 
     def begin(temp: Path, files: Mapping[str, Sequence[Item]]) -> None:
@@ -100,7 +101,7 @@ def lead(group: Group, device: torch.device, write_all: Callable[[Path, Mapping[
 
 
 def word(group: Group, device: torch.device) -> str:
-    """What the first rank says. Errors: `InputError` with its words if it failed."""
+    """The first rank's text. Errors: `InputError` with its message if it failed."""
     said = group.tell("", device)[0]
     if said.startswith("-"):
         raise InputError(f"rank 0: {said[1:]}")
@@ -115,7 +116,7 @@ def whole(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def config_json(model: "Model", kind: torch.dtype) -> bytes:
-    """config.json: what the model came with, what has changed, its class and its dtype."""
+    """config.json: the one that the model came with, with what has changed, its class and its dtype."""
     values: dict[str, Any] = dict(model.config.to_dict())
     values["architectures"] = [model.tasks[model.task].architecture]
     if type(model).encoder_decoder and (not model.config.file or values.get("is_encoder_decoder", True) != model.encoder_decoder):

@@ -1,9 +1,8 @@
-"""sentence-transformers' files: which of a text's tokens make its vector, what layers follow, and how they are written back.
+"""sentence-transformers' files: which of a text's tokens make its vector, which layers follow, and how they are written back.
 
-modules.json lists modules with their folders. Read are Transformer, Pooling (the mean, the last token or the first), Normalize, and
-Dense behind the pooling, which makes another vector of the pooled one, as LaBSE's and sentence-t5's do: N_Dense/config.json
-(in_features, out_features, bias, activation_function) and weights (linear.weight, linear.bias). What else stands there changes the
-vectors, and is said.
+modules.json lists modules with their folders. Supported are Transformer; Pooling (the mean, the last token or the first);
+Normalize; and Dense layers behind the pooling, which LaBSE and sentence-t5 have: N_Dense/config.json (in_features, out_features,
+bias, activation_function) and weights (linear.weight, linear.bias). Anything else there would change the vectors, and is reported.
 """
 
 import re
@@ -29,8 +28,8 @@ BESIDE = ("modules.json", "sentence_bert_config.json", "config_sentence_transfor
 
 @dataclass
 class Said:
-    """What a folder says: the pooling, the folders of its dense layers, what is not read (one sentence each), and the small files
-    themselves, by name."""
+    """What a folder says: the pooling, the folders of its dense layers, what is not supported (one sentence each), and the small
+    files themselves, by name."""
 
     pooling: str | None = None
     dense: list[str] = field(default_factory=list)
@@ -39,7 +38,7 @@ class Said:
 
 
 def read_modules(folder: Path) -> Said:
-    """modules.json and what it names, without weights. Where a module is not read those behind it are not either."""
+    """modules.json and what it names, without weights. Modules behind one that is not supported are not read either."""
     said, behind, scaled = Said(), False, False
     if not (folder / BESIDE[0]).is_file():
         return said
@@ -86,8 +85,8 @@ def object_of(file: Path) -> dict[str, Any]:
 
 
 def settle(folder: Path, said: Said, head: EmbedHead, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Give the head what the folder says: its pooling, and dense layers on the meta device, for vectors of `width`; the values of
-    their parameters, by their names in the model."""
+    """Set the head up as the folder says: its pooling, and dense layers on the meta device for vectors of `width`. Returns the
+    values of their parameters, by their names in the model."""
     if said.pooling is not None:
         head.pick = POOLINGS[said.pooling]
     head.files, head.places = said.files, said.dense
@@ -120,7 +119,7 @@ def settle(folder: Path, said: Said, head: EmbedHead, width: int, dtype: torch.d
 
 
 def files_of(head: nn.Module, dtype: torch.dtype) -> dict[str, bytes]:
-    """The files to be written beside a model, so that the same vectors come of it again. Every rank asks for them."""
+    """The files to write beside a model, so that it gives the same vectors again. Every rank calls it."""
     if not isinstance(head, EmbedHead) or not head.files:
         return {}
     out = dict(head.files)

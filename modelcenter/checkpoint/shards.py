@@ -22,8 +22,9 @@ class Piece(NamedTuple):
 
 
 def pieces(table: Mapping[str, Tensor], shapes: Mapping[str, Shape], ranks: Ranks) -> dict[str, Piece]:
-    """What this rank writes of `table`: its part of what is cut, and, as the first of those that have it, what is not. `shapes`
-    are those without the rows that only pad a tensor, where they are others than the tensor's; such rows are left out."""
+    """What this rank writes of `table`: its part of tensors that are divided, and, if it is the first of those that have it, the
+    tensors that are not. `shapes`: those without rows that only pad a tensor, where they differ from the tensor's; such rows are
+    left out."""
     out = {}
     for name, tensor in table.items():
         region, part = local(tensor)
@@ -36,7 +37,7 @@ def pieces(table: Mapping[str, Tensor], shapes: Mapping[str, Shape], ranks: Rank
 
 @dataclass(frozen=True)
 class Spread:
-    """A tensor in pieces, read part by part."""
+    """A tensor stored in pieces, read part by part."""
 
     shape: Shape
     dtype: torch.dtype
@@ -58,8 +59,8 @@ def whole(source: "Tensor | Spread") -> Tensor:
 
 
 def spread_like(parameter: Tensor, source: "Tensor | Spread") -> Tensor:
-    """A new tensor of the values of `source`, cut as `parameter` is. `source` has a value for each element, or for each of the
-    blocks that rows are divided into."""
+    """A new tensor with the values of `source`, divided as `parameter` is. `source` has a value for each element, or for each of
+    the blocks that rows consist of."""
     out = zeros_like(parameter, source.dtype, max(1, parameter.shape[-1] // source.shape[-1]))
     put(out, source)
     return out

@@ -43,7 +43,7 @@ SLACK = 2**20  # bytes kept free beside the tensors, for the two JSON files and 
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. The older ones are as they were and training can go on. One line."""
+    """A checkpoint could not be written. The older ones are unchanged, and training can go on. One line."""
 
 
 def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[str, Mapping[str, Tensor | Piece]]",
@@ -115,8 +115,7 @@ def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[
 
 
 def find_state(output_dir: str | os.PathLike[str], before: int | None = None) -> tuple[Path, dict[str, Any]] | None:
-    """The newest `step-N`, of those with N below `before`, whose every byte matches its manifest, and the manifest; None
-    where there is none.
+    """The newest `step-N`, with N below `before`, whose every byte matches its manifest, and that manifest; None if there is none.
 
     One line on stderr says why a folder was passed over.
     """
@@ -185,10 +184,9 @@ def check_there(name: str | os.PathLike[str]) -> None:
 
 
 def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path | None = None) -> None:
-    """Remove all but the newest `keep` verified checkpoints, two at least, and never `newest`.
+    """Remove all but the newest `keep` verified checkpoints, at least two, and never `newest`.
 
-    Broken ones are neither counted nor removed: they may be all that is left of something. A fault of the disk is one
-    line on stderr.
+    Broken ones are neither counted nor removed: they may be all that is left. A fault of the disk is one line on stderr.
     """
     good = [path for path in steps(output_dir) if valid(path)]
     for path in good[max(keep, 2) :]:
@@ -219,7 +217,7 @@ def sweep(output_dir: str | os.PathLike[str]) -> None:
 
 
 def make_way(final: Path) -> None:
-    """Refuse to overwrite a valid checkpoint; one that is broken is set aside, since resuming passed over it."""
+    """Refuse to overwrite a valid checkpoint. A broken one is set aside, because resuming has passed over it."""
     if not os.path.lexists(final):
         return
     if valid(final):

@@ -32,7 +32,7 @@ STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(
 
 
 class Item(NamedTuple):
-    """A tensor to be saved: known by shape and dtype at once, made by `read()` when its turn comes."""
+    """A tensor to be saved. Its shape and dtype are known beforehand; `read()` makes it when its turn comes."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,10 +75,10 @@ def save_folder(
 ) -> None:
     """Write `tensors` (name, shape, dtype, read) and `extra_files` (config.json and the like) as the folder `path`.
 
-    `path` may be absent, empty, or a model folder (one with config.json), whose weights are then replaced and whose
-    other files stay. Each `read` is called once, and its tensor let go before the next. The folder changes in one step
-    at the very end. `write` puts the items of each file into the folder that it is given, which is not the last one.
-    Errors: `InputError`; `path` is then as it was and nothing else is left behind.
+    `path` may be absent, empty, or a model folder (one with config.json), whose weights are then replaced while its other files
+    stay. Each `read` is called once, and its tensor released before the next. The folder changes in one step at the very end.
+    `write` puts the items of each file into the folder that it is given, which is a temporary one. Errors: `InputError`; `path` is
+    then unchanged and nothing else is left behind.
     """
     with disk_errors(path):
         target = Path(path).resolve()
@@ -113,7 +113,7 @@ def arranged(tensors: Iterable[tuple[str, Sequence[int], torch.dtype, Callable[[
 
 
 def layout(files: Mapping[str, Sequence[Item]]) -> Iterator[tuple[str, bytes, dict[str, int], int]]:
-    """Of each file its name, its first bytes, where in it each tensor begins, and its size."""
+    """For each file its name, its first bytes, where each tensor begins in it, and its size."""
     for name, part in files.items():
         header = shard_header(part)
         starts, end = {}, len(header)

@@ -1,7 +1,7 @@
 """Conversations into text: chat templates, as tokenizer folders hold them, and which part of the text the assistant wrote.
 
-A template is a program that came with somebody's weights: it runs in jinja2's immutable sandbox. It is given what transformers'
-apply_chat_template gives it, so that a model is trained on the text that it will be asked with.
+A template is a program that came with somebody's weights, so it runs in jinja2's immutable sandbox. It is given what transformers'
+apply_chat_template gives it, so that a model is trained on the same text that it will be asked with.
 """
 
 import json
@@ -35,8 +35,9 @@ NAMED = {  # name: the template, and the tokens without which nothing would end 
 
 
 class Template:
-    """A tokenizer's chat template, or one of `NAMED`, which then is the tokenizer's; `auto`: its own, or else `plain`. A named one
-    begins with the beginning of text where the tokenizer puts one before every text: the weights have seen none without."""
+    """A tokenizer's chat template, or one of `NAMED`, which then becomes the tokenizer's; `auto`: its own, or else `plain`. A named
+    one begins with the beginning of text if the tokenizer puts one before every text, because the weights have never seen a text
+    without it."""
 
     def __init__(self, tokenizer: "Tokenizer", name: str | None = None) -> None:
         if name == "auto":
@@ -59,7 +60,7 @@ class Template:
         self.compiled = compiled(source, self.name)
 
     def text(self, record: Record, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
-        """The text of a conversation, with what asks the assistant to go on if it is to be a `prompt`."""
+        """The text of a conversation; as a `prompt`, with what asks the assistant to continue."""
         from jinja2 import TemplateError
 
         given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
@@ -76,11 +77,13 @@ class Template:
         return unmarked(self.text(record, messages, tools, prompt=True))[0]
 
     def marked_texts(self, record: Record, messages: Sequence[Message], tools: Any = None) -> list[tuple[str, Spans]]:
-        """The text of a conversation, and from where to where the assistant wrote it: what stands in {% generation %}, or, in a
-        template without it, what each of its turns adds to the conversation before, asked to go on.
+        """The text of a conversation, and the ranges of it that the assistant wrote: what stands in {% generation %}, or, in a
+        template without it, what each of its turns adds to the conversation before, when that asks the assistant to continue.
 
-        Some templates write a turn otherwise once others follow it (its thoughts are left out, or an end of text stands behind the
-        last one): of these a text for each turn of the assistant, as far as this turn, which is as the model will be asked."""
+        Some templates write a turn differently once others follow it: its thoughts are left out, or an end of text stands behind
+        the last turn. For these there is a text for each turn of the assistant, up to this turn, which is as the model will be
+        asked.
+        """
         unmarkable(record, messages, tools)
         text = self.text(record, messages, tools)
         if self.marked:
@@ -110,13 +113,13 @@ class Template:
 
 
 def unmarkable(record: Record, *given: Any) -> None:
-    """Refuse what holds the marks themselves."""
+    """Refuse text that contains the marks themselves."""
     if {OPEN, CLOSE} & set(json.dumps(given, ensure_ascii=False, default=str)):
         record.refuse("a message holds U+FDD0 or U+FDD1", "text, which has no such characters")
 
 
 def unmarked(text: str) -> tuple[str, Spans]:
-    """`text` without its marks, and what stood between them."""
+    """`text` without its marks, and the ranges that stood between them."""
     plain, spans = "", []
     for k, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", text)):
         if k % 2:
@@ -155,7 +158,7 @@ def compiled(source: str, name: str) -> Any:
         raise TemplateError(said)
 
     class Names(Namespace):
-        """jinja2's namespace, in which a template may put anything: but nothing that Python itself looks up by such a name."""
+        """jinja2's namespace, in which a template may store anything, except under names that Python itself looks up."""
 
         def __init__(*args: Any, **values: Any) -> None:
             checked(dict(*args[1:], **values))

@@ -1,7 +1,7 @@
-"""Lists of examples into tensors under the names of the model's arguments, and one of them shown as text.
+"""Lists of examples into tensors, by the names of the model's arguments; and one example shown as text.
 
-b: sequences of the batch, s: the longest of them. Ids and labels are int64, masks int64 of 0 and 1. torch is imported where a
-batch is made: a recipe is checked without it.
+b: sequences of the batch, s: the longest of them. Ids and labels are int64, masks int64 of 0 and 1. torch is imported only where a
+batch is made, because a recipe is checked without it.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Batch = dict[str, Any]  # tensors (and, packed, two ints) under the names of the
 
 
 def tensor(values: Sequence[Any]) -> "Tensor":
-    """Numbers, or rows of as many each: labels that are no sequences. int64, or fp32."""
+    """Labels that are not sequences: numbers, or rows with as many each, as int64 or fp32."""
     import torch
 
     return torch.tensor(values)
@@ -55,15 +55,15 @@ def join(rows: Sequence[Row]) -> "Tensor":
 
 
 def pad(ids: Sequence[Row], labels: Sequence[Row], value: int) -> Batch:
-    """input_ids filled up with `value`, attention_mask and labels, all (b, s); the labels of another length are (b, t)."""
+    """input_ids filled up with `value`, attention_mask and labels, all (b, s). Labels of another length than the ids are (b, t)."""
     return {"input_ids": stack(ids, value), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
 
 
 def pack(ids: Sequence[Row], labels: Sequence[Row] | None = None) -> Batch:
     """Whole sequences side by side: (1, total), their n + 1 bounds in cu_seq_lens, positions that restart.
 
-    A causal model shifts labels inside: the first label of a sequence, which the one before would predict, is ignored by
-    whoever makes these labels. `labels` may be a target of another length: then q counts the targets, k the sources.
+    A causal model shifts labels: the first label of a sequence would be predicted by the sequence before, so whoever makes these
+    labels sets it to IGNORED. `labels` may be targets of another length; q then counts the targets, k the sources.
     """
     import torch
 
@@ -77,9 +77,9 @@ def pack(ids: Sequence[Row], labels: Sequence[Row] | None = None) -> Batch:
 
 
 def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None = None) -> str:
-    """The first sample of `batch` as text, with [[ ]] around what is trained on; `names` are the classes'.
+    """The first sample of `batch` as text, with [[ ]] around what is trained on; `names` are those of the classes.
 
-    A masked token stands as [[seen -> wanted]]; of a pair of sequences the source and the target are shown.
+    A masked token is shown as [[seen -> wanted]]; of a pair of sequences both source and target are shown.
     """
     ids, labels = nth(batch, 0), batch["labels"][0].tolist()
     if not isinstance(labels, list):
@@ -101,7 +101,7 @@ def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] |
 
 
 def nth(batch: Batch, k: int) -> list[int]:
-    """The ids of a sequence without its padding, and without those packed beside it."""
+    """The ids of one sequence, without padding and without the sequences packed beside it."""
     if "cu_seq_lens_k" in batch:
         ids: list[int] = batch["input_ids"][0, slice(*batch["cu_seq_lens_k"][k : k + 2].tolist())].tolist()
         return ids
@@ -111,7 +111,7 @@ def nth(batch: Batch, k: int) -> list[int]:
 
 
 def runs(ids: list[int], trained: list[bool], tokenizer: "Tokenizer") -> str:
-    """The text of `ids`, decoded by runs of tokens that are all trained on or all not."""
+    """The text of `ids`, decoded in runs of tokens that are all trained on, or all not."""
     bounds = [0, *(k for k in range(1, len(ids)) if trained[k] != trained[k - 1]), len(ids)]
     room = max(SHOWN // max(len(bounds) - 1, 1), 40)  # each run is shortened by itself, so that all of their ends are seen
     said = [f"[[{shortened(text, room)}]]" if trained[at] else shortened(text, room)

@@ -1,4 +1,4 @@
-"""Texts into token ids, each text that cannot be encoded for the model refused by its record. Nothing here imports torch."""
+"""Texts into token ids. A text that cannot be encoded for the model is refused with its record. Nothing here imports torch."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ PORTION = 1 << 20  # characters that are encoded at a time: enough for all cores
 
 
 class Reader:
-    """A tokenizer that names the record when a text cannot be encoded for the model."""
+    """A tokenizer that names the record if a text cannot be encoded for the model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int | None, train: bool = True, segments: bool = True) -> None:
         """`segments`: whether the model tells the second of two texts from the first by segment ids."""
@@ -42,14 +42,14 @@ class Reader:
             return self.check(record, text, self.tokenizer.encode(text, special=False))
 
     def encode_places(self, record: Record, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The same, and of each id the characters of `text` from and to which it stands."""
+        """The ids of `text` without the template, and for each id the range of characters that it stands for."""
         with self.naming(record):
             ids, places = self.tokenizer.encode_places(text)
             return self.check(record, text, ids), places
 
     @contextmanager
     def naming(self, record: Record) -> Iterator[None]:
-        """Refuse a record for a character that the tokenizer does not know."""
+        """A context that refuses a record for a character that the tokenizer does not know."""
         try:
             yield
         except UnknownCharacter as e:
@@ -58,7 +58,7 @@ class Reader:
             record.refuse(found, "a character of the training text is wanted", e.offset)
 
     def encode_pairs(self, pairs: Iterable[tuple[Record, str, str | None]], limit: int) -> Iterator[tuple[list[int], list[int]]]:
-        """The ids and the segments of one text or two of each, with the template, `limit` at most; a megabyte of them at a time."""
+        """The ids and the segments of each text or pair of texts, with the template, at most `limit` ids; a megabyte at a time."""
         for some in portions(pairs):
             found = self.tokenizer.encode_pairs([(first, second) for _, first, second in some], limit)
             for record, first, second in some:
@@ -75,15 +75,15 @@ class Reader:
                 yield ids, segments
 
     def holds(self, ids: list[int]) -> bool:
-        """Whether the model has all of `ids`."""
+        """Whether the model's vocabulary has all of `ids`."""
         return self.vocab is None or max(ids, default=-1) < self.vocab
 
     def refuse(self, record: Record, ids: list[int]) -> NoReturn:
-        """Refuse a record whose `ids` the model lacks, where no place in a text can be named."""
+        """Refuse a record for an id that the model lacks, when its place in a text is not known."""
         record.refuse(f"a token has id {max(ids)}, the model {self.vocab} tokens", "the tokenizer of this model is wanted")
 
     def check(self, record: Record, text: str, ids: list[int]) -> list[int]:
-        """`ids` where the model has them all; the first that it has not is refused with its place."""
+        """`ids`, if the model has them all; the first that it lacks is refused with its place."""
         if self.vocab is None or self.holds(ids):
             return ids
         place = next(k for k, i in enumerate(ids) if i >= self.vocab)
@@ -103,14 +103,14 @@ class Reader:
                 yield record, self.check(record, text, ids)
 
     def documents(self, records: Iterable[Record], key: str, around: tuple[list[int], list[int]]) -> Iterator[list[int]]:
-        """The ids of every document that is not empty, between those `around` it."""
+        """The ids of every document that is not empty, between the ids `around` it."""
         for _, ids in self.encode_all((record, record.text(key, "data.text_key")) for record in records):
             if ids:
                 yield [*around[0], *ids, *around[1]]
 
 
 def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """The rows in lists of `PORTION` characters, about."""
+    """The rows in lists of about `PORTION` characters."""
     some, size = list[Row](), 0
     for row in rows:
         some.append(row)

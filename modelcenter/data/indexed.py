@@ -82,7 +82,7 @@ class TokenFile:
 
     @property
     def made_by(self) -> dict[str, Any]:
-        """What NAME.json says; nothing where Megatron's tools have made the file."""
+        """What NAME.json says; empty if Megatron's tools have made the file."""
         try:
             content = json.loads(self.file.with_suffix(".json").read_text("utf-8"))
         except (OSError, ValueError):
@@ -91,7 +91,7 @@ class TokenFile:
 
 
 class Tokens(Part):
-    """The ids of some token files end to end, or a part of them; a document on the border is cut."""
+    """The ids of some token files end to end, or a part of them; a document at the border is cut."""
 
     def __init__(self, files: Sequence[TokenFile], first: int = 0, last: int | None = None, vocab: int | None = None) -> None:
         self.files, self.ends = files, np.cumsum([file.total for file in files])
@@ -141,7 +141,7 @@ class Tokens(Part):
         return Tokens(self.files, self.first, cut), Tokens(self.files, cut, self.last)
 
     def checked(self, tokenizer: "Tokenizer", vocab: int | None) -> "Tokens":
-        """The same for a model of `vocab` tokens, if `tokenizer` is the one that made the files."""
+        """The same tokens for a model of `vocab` tokens. Refused if another tokenizer than `tokenizer` made the files."""
         for file in self.files:
             if (made := file.made_by.get("vocabulary")) not in (None, tokenizer.fingerprint):
                 found = f"made by {file.made_by.get('tokenizer')}, and this is {tokenizer.name}"
@@ -156,5 +156,5 @@ def index_head(dtype: np.dtype[Any], sequences: int) -> bytes:
 
 
 def dtype_of(vocab: int) -> np.dtype[Any]:
-    """How ids of a vocabulary are written."""
+    """The dtype in which ids of such a vocabulary are written."""
     return np.dtype("<u2" if vocab < SMALL else "<i4")

@@ -1,7 +1,7 @@
-"""Batches in an order that one number restarts: the position, counted in samples since the start of training.
+"""Batches in an order that can be resumed from one number: the position, counted in samples since the start of training.
 
-Which example stands at a position is a pure function (data/order.py), and so is where the batch ends that begins there. So
-a batch is a range of positions, however many ranks or micro-batches share it, and going on from any position is exact.
+Which example stands at a position is a pure function (data/order.py), and so is where the batch that begins there ends. So a batch
+is a range of positions, however many ranks or micro-batches share it, and continuing from any position is exact.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,8 +56,8 @@ class Chain:
 
 @dataclass(frozen=True)
 class Budget:
-    """Batches counted in tokens instead of samples: as many as fit into `batch`, a forward of `forward` at most, padding
-    counted with them if they are `padded`. A single sample may exceed both."""
+    """Batches counted in tokens instead of samples: as many samples as fit into `batch` tokens, with at most `forward` tokens a
+    forward. Padding counts, if samples are `padded`. A single sample may exceed both."""
 
     batch: int
     forward: int
@@ -110,7 +110,7 @@ class Loader:
         return int(self.lengths[self.index(position)[1]])
 
     def end(self, start: int) -> int:
-        """Where the batch ends that begins at `start`."""
+        """Where the batch that begins at `start` ends."""
         if self.budget is None:
             return start + self.batch
         stop, tokens = start, 0
@@ -122,7 +122,7 @@ class Loader:
         return stop
 
     def count(self, limit: int, most: int | None = None) -> int:
-        """Steps from the beginning until `limit` samples are read, or `most`, behind which nobody looks."""
+        """Steps from the beginning until `limit` samples are read; at most `most`, beyond which the caller does not look."""
         if self.budget is None:
             return -(-limit // self.batch)
         steps = start = 0
@@ -178,13 +178,13 @@ class Loader:
         return Blank(batch, labels=torch.full_like(batch["labels"], IGNORED))
 
     def batches(self, start: int = 0, limit: int | None = None) -> Iterator[tuple[int, Batch]]:
-        """(position after, this rank's batch), as `steps` with each share in one piece."""
+        """(position after, this rank's batch): `steps` with each share in one piece."""
         for after, pieces in self.steps(start, limit):
             yield from ((after, piece) for piece in pieces)
 
     def once(self) -> Iterator[Batch]:
-        """Every example once, in its own order: an evaluation. The batches, of `batch / world`, are dealt out: they are the same
-        however many ranks there are, and each rank has as many. The last batch may be smaller."""
+        """Every example once, in its own order, for an evaluation. The batches, of `batch / world`, are dealt out to the ranks:
+        they are the same however many ranks there are, and each rank has as many. The last batch may be smaller."""
         plain, size = replace(self, shuffle=False, order=None), self.batch // self.world
         rounds = -(-len(self) // (self.world * size))
         cuts = (range(len(self))[k * size : (k + 1) * size] for k in range(self.rank, rounds * self.world, self.world))

@@ -1,9 +1,10 @@
-"""What an objective declares, all of them by name, and the examples of one.
+"""What an objective declares, all objectives by name, and the examples of one.
 
-Each is a file of `objectives/`, and a new file there is a new objective. Its examples are an object: `len` of them with `lengths`
-tokens, `at(epoch, index)` gives one by these two numbers (and the seed) alone, `collate` makes a batch of a list of them and `pack`
-one without padding. Labels are IGNORED where nothing is predicted. Causal models shift them inside, so the first of a sequence is
-IGNORED too: the labels that are not are exactly the predictions. A recipe asks this file what there is: it imports no torch.
+Each is a file of `objectives/`, and a new file there is a new objective. Its examples are an object with a `len`, their `lengths`
+in tokens, `at(epoch, index)`, which gives one by these two numbers (and the seed) alone, `collate`, which makes a batch of a list
+of them, and `pack`, which makes one without padding. Labels are IGNORED where nothing is predicted. Causal models shift them, so
+the first of a sequence is IGNORED too: the labels that are not ignored are exactly the predictions. A recipe asks this file, which
+imports no torch.
 """
 
 import importlib
@@ -38,7 +39,7 @@ COMMON = (
 
 
 class Objective(ABC):
-    """What there is to say of one."""
+    """What one objective declares."""
 
     name: ClassVar[str]
     task: ClassVar[str]  # the head of the model
@@ -51,7 +52,7 @@ class Objective(ABC):
     together: ClassVar[bool] = False  # the examples of a forward have a part in one another's loss
 
     def verify(self, data: DataConfig) -> None:
-        """Refuse settings without which, or with which, there are no examples: before a file is opened."""
+        """Refuse settings with which there would be no examples, before a file is opened."""
         return None
 
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
@@ -64,24 +65,24 @@ class Objective(ABC):
         """The examples of `records`; see `make_examples`."""
 
     def frame(self, read: "Reader") -> Frame:
-        """What stands around a document: the beginning of text, where the tokenizer's own template has one, and its end."""
+        """What is put around a document: the beginning of text, if the tokenizer's own template has one, and its end."""
         return read.bos, read.eos
 
     def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
-        """The names of the labels that the records have, in order; None where labels have none. `known`: those of a model that is
-        to be judged, which are the answer where the records have no other, by name or number."""
+        """The names of the labels that occur in the records, in order; None if there are no labels. `known`: the names of a model
+        that is only evaluated; these are the answer if the records have no others, by name or number."""
         return None
 
     def settle(self, config: Any) -> Mapping[str, Any]:
-        """Refuse a model whose config.json says that it is for something else; the keys that it is to say from now on."""
+        """Refuse a model whose config.json says that it is for something else. Returns the keys that it must say from now on."""
         return {}
 
     def ends(self, tokenizer: "Tokenizer") -> tuple[int, ...]:
-        """The ids that end what a model has learned to write, beside the end of text."""
+        """The ids that end a text of a model trained so, besides the end of text."""
         return ()
 
     def unlike(self, found: "Examples", held_out: "Examples") -> str:
-        """What the last part of the data, held out, has not that the rest has, if that is no chance; else nothing."""
+        """What the held-out last part of the data lacks and the rest has, if that is no chance; empty otherwise."""
         return ""
 
     def targets(self, labels: "Tensor") -> "Tensor":
@@ -89,7 +90,7 @@ class Objective(ABC):
         return labels
 
     def told(self, logits: "Tensor") -> "Tensor":
-        """What the scores say, in the shape of the labels."""
+        """What the scores predict, in the shape of the labels."""
         return logits.argmax(-1)
 
     def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
@@ -105,11 +106,11 @@ class Asked(ABC):
     @property
     @abstractmethod
     def references(self) -> list[list[str]]:
-        """The answers to each question that are right."""
+        """The right answers to each question."""
 
     @abstractmethod
     def answers(self, scores: "Sequence[NDArray[np.float64]]") -> list[str]:
-        """The answer to each question, of the scores (n, 2) of every example in order."""
+        """The answer to each question, from the scores (n, 2) of every example in order."""
 
     def parted(self, rows: Sequence[Any]) -> list[list[Any]]:
         """What there is of each example, put together by question."""
@@ -130,7 +131,7 @@ def register(cls: T) -> T:
 
 
 def objectives() -> dict[str, Objective]:
-    """Every objective by name, in the order of the names: each file of `objectives/` is imported, and registers its own."""
+    """Every objective by name, sorted: each file of `objectives/` is imported, and registers its own."""
     from . import objectives as folder
 
     for module in pkgutil.iter_modules(folder.__path__):
@@ -139,7 +140,7 @@ def objectives() -> dict[str, Objective]:
 
 
 def find_objective(name: str) -> Objective:
-    """The objective of that name. A step asks several times: the folder is looked through for what is not known yet."""
+    """The objective of that name. A step asks several times, so the folder is searched only for a name that is not known yet."""
     known = OBJECTIVES if name in OBJECTIVES else objectives()
     if name not in known:
         refuse(None, "objective", repr(name), nearest(name, known))
@@ -149,11 +150,11 @@ def find_objective(name: str) -> Objective:
 def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", data: DataConfig, *, vocab: int | None = None,
                   seed: int = 0, train: bool = True, names: Sequence[str] | None = None, segments: bool = True
                   ) -> "Examples":
-    """The examples of `records` for an objective; those to train on packed, or their batches without padding, where `data` says so.
+    """The examples of `records` for an objective. If `data` says so, those to train on are packed, or batches come without padding.
 
-    `vocab` is the model's vocabulary (an id outside it is refused by file and line), `names` the labels' (by default those of
-    `records`), `segments` whether the model has any. Without `train` they stand as they come and padded, and the blocks of a
-    stream do not move from epoch to epoch.
+    `vocab` is the size of the model's vocabulary (an id outside it is refused by file and line). `names` are the labels' names, by
+    default those of `records`. `segments`: whether the model has any. Without `train` the examples come in order and padded, and
+    the blocks of a stream do not move from epoch to epoch.
     """
     from .encode import Reader
     from .loader import Chain

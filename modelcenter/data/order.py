@@ -46,8 +46,8 @@ class Shuffled(Straight):
 
 
 class Grouped(Straight):
-    """A permutation in which the examples of a batch have about one length: of `GROUP` batches' worth, sorted, the batches
-    are drawn in any order. What completes the last batch of the epoch before comes first."""
+    """A permutation in which the examples of a batch have about the same length. `GROUP` batches' worth of examples are sorted, and
+    their batches are drawn in any order. What completes the last batch of the epoch before comes first."""
 
     def __init__(self, lengths: NDArray[np.int64], seed: int, batch: int) -> None:
         super().__init__(len(lengths))
@@ -76,11 +76,11 @@ class Grouped(Straight):
 
 
 class Blended:
-    """Sources side by side in the proportions of their weights, each with epochs of its own.
+    """Sources mixed in the proportions of their weights, each with epochs of its own.
 
-    The sources are the leaves of a Huffman tree over their weights. At a node with the weights a and b the first side has had
-    round(i a / (a + b)) of the node's first i samples: exact integers, so any position is found at once, and at every length
-    of the run a source has had its share up to fewer than two samples (of two sources, up to a half).
+    The sources are the leaves of a Huffman tree over their weights. At a node with the weights a and b, the first side has had
+    round(i a / (a + b)) of the node's first i samples. These are exact integers, so that any position is found at once. At every
+    point of the run each source has had its share, within two samples (with two sources, within a half).
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
@@ -97,7 +97,7 @@ class Blended:
         self.tree = nodes[0][2]
 
     def source(self, position: int) -> tuple[int, int]:
-        """Which source stands there, and its how-manieth sample it is, from 0 on."""
+        """Which source stands at a position, and which of its samples it is, counted from 0."""
         node = self.tree
         while not isinstance(node, int):
             a, whole, first, second = node

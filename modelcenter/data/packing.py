@@ -1,7 +1,7 @@
-"""Sequences side by side in one row without padding, none seeing another: a few to a row of fixed size, or all of a batch.
+"""Sequences side by side in one row without padding, none of which sees another: a few in a row of fixed size, or all of a batch.
 
-A model finds the sequences by their bounds (`cu_seq_lens_q` and `_k`), and their positions restart. Bins are made of
-lengths alone, once: an epoch changes their order and not what lies beside what.
+A model finds the sequences by their bounds (`cu_seq_lens_q` and `_k`), and their positions restart. Bins are made once, from
+lengths alone: an epoch changes their order, and not what lies beside what.
 """
 
 from bisect import bisect_left, insort
@@ -52,7 +52,7 @@ class Unpadded:
 
 
 class Packed:
-    """Bins of examples that have `examples.size` tokens at most together."""
+    """Bins of examples that have at most `examples.size` tokens together."""
 
     def __init__(self, examples: Packable) -> None:
         lengths = examples.lengths
@@ -76,8 +76,9 @@ class Packed:
 
 
 def fill(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Bins of items whose lengths sum to at most `size`. Of two ways the better: neither is, where a bin holds two or three. Where
-    both leave more than a hundredth free, and more than must be, the third, which takes longer, is tried too."""
+    """Bins of items whose lengths sum to at most `size`: the better result of two ways, of which neither is always better when a
+    bin holds two or three items. If both leave more than a hundredth free, and more than necessary, a third and slower way is tried
+    too."""
     found = min(best_fit(lengths, size), exact_fit(lengths, size), key=len)
     if sum(lengths) >= FULL * size * len(found) or len(found) == -(-sum(lengths) // size):
         return found
@@ -88,7 +89,7 @@ Completion = Callable[[NDArray[np.int64], int], list[int]]  # how many there are
 
 
 def one_or_two(have: NDArray[np.int64], room: int) -> list[int]:
-    """What fills the room exactly, one item or two, or else the longest that fits, and so on."""
+    """Fill each bin with what fits exactly, one item or two, or else with the longest that fits, and so on."""
     found: list[int] = []
     have = have.copy()
     while True:

@@ -1,4 +1,4 @@
-"""A record, which knows where it comes from, and a sequence of records that are read when they are asked for."""
+"""A record, which knows where it comes from, and sequences of records that are read when they are asked for."""
 
 import json
 import re
@@ -16,7 +16,7 @@ FIELD = re.compile(r"\{([^{}]+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Fields with the place that they came from: a line, or, of a whole document, the character where it starts."""
+    """Fields, with the place that they came from: a line, or, for a whole document, the character where it starts."""
 
     fields: dict[str, Any]
     file: str
@@ -25,8 +25,8 @@ class Record:
     unit: str = "line"  # what `line` counts: a table has rows
 
     def get(self, key: str, option: str) -> Any:
-        """The field `key`, or `outer.inner` of one that is a mapping; `option` is the recipe's key that named it. A record without
-        it is refused."""
+        """The field `key`, or `outer.inner` inside a field that is a mapping. `option` is the recipe's key that named it. A record
+        without it is refused."""
         if key in self.fields:
             return self.fields[key]
         outer, _, inner = key.partition(".")
@@ -35,12 +35,12 @@ class Record:
         self.refuse(f"no field {key!r}", f"{nearest(key, self.names())} ({option} names the field)")
 
     def names(self) -> list[str]:
-        """Its fields as a key may name them."""
+        """The names by which a key may ask for its fields."""
         inside = {name: [f"{name}.{n}" for n in value] if isinstance(value, dict) else [] for name, value in self.fields.items()}
         return [name for outer, names in inside.items() for name in names or [outer]]
 
     def text(self, key: str, option: str) -> str:
-        """The field `key` where it must be text; where `key` is no field, a text that names fields in braces."""
+        """The field `key`, which must be text. If `key` is not a field, it is a text that names fields in braces."""
         if "{" in key and key not in self.fields:
             return FIELD.sub(lambda field: self.text(field[1], option), key)
         value = self.get(key, option)
@@ -55,13 +55,13 @@ class Record:
         return value
 
     def refuse(self, found: str, wanted: str, offset: int = 0) -> NoReturn:
-        """Refuse this record by file and line; by character where it is a document, `offset` counted from its start."""
+        """Refuse this record by file and line; for a document by character, `offset` counted from its start."""
         place = f"character {self.start + offset}" if self.line is None else f"{self.unit} {self.line}"
         refuse(self.file, place, found, wanted)
 
 
 class ClassName(str):
-    """The name of a class in data that numbers its classes; `among`: the names of all, in the order of their numbers."""
+    """The name of a class in data that numbers its classes; `among`: the names of all classes, in the order of their numbers."""
 
     among: tuple[str, ...]
 
@@ -81,7 +81,7 @@ def declared(values: Iterable[Any]) -> tuple[str, ...] | None:
 
 
 class Part(ABC, Sequence[Record]):
-    """Records by number; a slice of them reads nothing."""
+    """Records by number; slicing reads nothing."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -150,7 +150,7 @@ class Records(Part):
 
 
 class Mixture(Records):
-    """Sources that are drawn from in the proportions of their weights; without them, one after the other."""
+    """Sources that are drawn from in the proportions of their weights; without weights, one after the other."""
 
     def __init__(self, sources: Sequence[Part], weights: Sequence[float] | None = None) -> None:
         super().__init__(sources)

@@ -1,6 +1,6 @@
-"""The bytes of a file by their offsets. Nothing is held: a file of any size takes a few megabytes of memory.
+"""The bytes of a file by their offsets. Nothing is held in memory: a file of any size needs a few megabytes.
 
-Bytes are read, not mapped: a file that shrinks under a mapping kills the process, here it is refused.
+Bytes are read, not mapped: a file that shrinks while it is mapped kills the process, and here it is refused.
 """
 
 import gzip
@@ -65,8 +65,8 @@ class Source:
         return bounds
 
     def text(self, start: int, stop: int, line: int | None = None) -> str:
-        """The bytes as text, decoded strictly; a byte-order mark at the file's beginning is dropped. `line`: where they
-        stand, counted if it is not known."""
+        """The bytes as text, decoded strictly. A byte-order mark at the file's beginning is dropped. `line`: the number of their
+        line, which is counted if it is not given."""
         data = self.read(start, stop)
         try:
             text = data.decode()
@@ -83,13 +83,13 @@ class Source:
 
 
 def scratch() -> int:
-    """A descriptor of a new file without a name, which is gone when it is closed."""
+    """A descriptor of a new file without a name, which disappears when it is closed."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
 def unpack(file: Path) -> int:
-    """A descriptor of what a .gz holds."""
+    """A descriptor of the unpacked content of a .gz file."""
     limit, total = max(EXPANSION * file.stat().st_size, LONGEST_LINE), 0
     with tempfile.TemporaryFile() as out:
         try:

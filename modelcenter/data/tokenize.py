@@ -1,11 +1,11 @@
-"""Text into token files, by several processes, to be gone on with after a kill.
+"""Text into token files, by several processes; the work continues after a kill.
 
-While it runs there are, hidden beside the result, the ids and the lengths written so far and a journal of how far they are
-good. Parts of the records are encoded anywhere and appended in order; the journal moves on when a part is on the disk, and
-what lies behind its mark is cut off when work goes on. At the end the files take their names, NAME.json last: a hash in it
-says of which contents, tokenizer and options they are, so that the same command has nothing to do. Contents are hashed once: with
-each hash stand the name, size and time of the file, and one that still has these is not read for it again; one that was touched,
-moved or copied is, and if it holds the same NAME.json takes the new name and time.
+While it runs there are, hidden beside the result, the ids and lengths written so far, and a journal that says how far they are
+good. Parts of the records are encoded in any process and appended in order. The journal moves on when a part is on the disk, and
+what lies behind its mark is cut off when work continues. At the end the files get their names, NAME.json last. A hash in it
+identifies the contents, the tokenizer and the options, so that the same command has nothing left to do. Contents are hashed once:
+each hash is stored with the name, size and time of the file, and a file that still has these is not read for it again. A file that
+was touched, moved or copied is read; if it holds the same, NAME.json gets the new name and time.
 """
 
 import fcntl
@@ -163,7 +163,7 @@ def finished(final: dict[str, Path], key: str) -> dict[str, Any] | None:
 
 
 def take_back(hidden: dict[str, Path], final: dict[str, Path], key: str) -> None:
-    """Hide again what a run of the same work had named when it was killed: its journal is there, and NAME.json is not."""
+    """Hide again files that a killed run of the same work had already named: its journal is there, and NAME.json is not."""
     if not final["json"].exists() and journal_of(hidden["json"], key).parts:
         for ending in ("bin", "idx"):
             if final[ending].exists() and not hidden[ending].exists():
@@ -181,7 +181,7 @@ def journal_of(file: Path, key: str) -> Journal:
 
 @contextmanager
 def claimed(out: Path) -> Iterator[dict[str, Path]]:
-    """The hidden files beside `out`, for this process alone."""
+    """The hidden files beside `out`, held for this process alone."""
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = {ending: out.parent / f".{out.name}.{ending}" for ending in ("bin", "len", "idx", "json", "new", "lock")}
     with open(hidden["lock"], "w") as lock:
@@ -196,7 +196,7 @@ def claimed(out: Path) -> Iterator[dict[str, Path]]:
 
 
 def resumed(hidden: dict[str, Path], key: str, size: int) -> Journal:
-    """Where an interrupted run of the same work stands, its files cut to that; else a new beginning."""
+    """Where an interrupted run of the same work stands, with its files cut to that; or a new beginning."""
     journal = journal_of(hidden["json"], key)
     lengths = {"bin": journal.tokens * size, "len": journal.documents * 4}
     if any(not hidden[ending].is_file() or hidden[ending].stat().st_size < length for ending, length in lengths.items()):
@@ -251,7 +251,7 @@ def write_parts(asked: Tokenization, records: Part, cuts: range, journal: Journa
 
 
 def only(record: Record, key: str) -> Record:
-    """The record with the one field that is wanted, or, where it lacks that, with all, whose names the refusal tells."""
+    """The record with only the wanted field. If it lacks that field, it has all, so that the refusal can name them."""
     fields = {key: record.fields[key]} if key in record.fields else dict.fromkeys(record.fields, "")
     return Record(fields, record.file, record.line, record.start, record.unit)
 
@@ -291,7 +291,7 @@ def start(tokenizer: str, objective: str, text_key: str, dtype: str) -> None:
 
 
 def follow() -> None:
-    """End when the parent does, however it ends."""
+    """End when the parent process ends, however it ends."""
     if (parent := parent_process()) is not None:
         parent.join()
         os._exit(1)

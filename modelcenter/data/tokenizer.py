@@ -1,4 +1,4 @@
-"""Text to token ids and back: what a tokenizer is, by the tokenizers library, a table of characters, or transformers.
+"""Text to token ids and back: tokenizers of the tokenizers library, a table of characters, or one of transformers.
 
 `tokenizer_open.py` reads one from a folder, `tokenizer_train.py` makes one from the training text. `save` writes a folder that
 transformers.AutoTokenizer opens, with equal ids.
@@ -80,7 +80,7 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> set[int]:
-        """The ids of every token that stands for no text."""
+        """The ids of all tokens that stand for no text."""
         named = {i for i in map(self.id, ROLES) if i is not None}
         return named | {i for i, token in self.raw.get_added_tokens_decoder().items() if token.special}
 
@@ -112,7 +112,7 @@ class Tokenizer:
         return ids
 
     def begin(self, text: str) -> list[int]:
-        """The ids of a text that is to be gone on with: in the template, without the end of text that this may put behind."""
+        """The ids of a text that is to be continued: in the template, without the end of text that this may add."""
         ids, plain = self.encode(text), self.encode(text, special=False)
         ended = ids[-1:] == [self.eos_id] and ids[len(ids) - len(plain) :] != plain
         return ids[:-1] if ended else ids
@@ -227,7 +227,8 @@ class UnknownCharacter(InputError):
 
 
 class CharTokenizer(Tokenizer):
-    """One id a character, in sorted order, without special tokens: lossless, and it refuses what it has not seen."""
+    """One id for each character, in sorted order, without special tokens. It is lossless, and refuses characters that it has not
+    seen."""
 
     def __init__(self, raw: tokenizers.Tokenizer, special: dict[str, str], name: str = "char") -> None:
         super().__init__(raw, special, name)

@@ -24,7 +24,7 @@ SENTINELS = {  # what stands for a span that is to be predicted, or before each 
 
 
 def made_here(spec: str) -> bool:
-    """Whether what a recipe's `tokenizer` says is made of the run's own texts."""
+    """Whether a recipe's `tokenizer` means one that is trained on the run's own texts."""
     return spec == "char" or (spec.partition(":")[0] in SPECIAL and not Path(spec).exists())
 
 

@@ -1,6 +1,6 @@
-"""What `generate` can be asked for, under transformers' names, and where each value comes from. Torch-free.
+"""The options of `generate`, under transformers' names, and where each value comes from. Torch-free.
 
-The metadata of a field is its help text and its bounds, as in a recipe.
+The metadata of a field are its help text and its bounds, as in a recipe.
 """
 
 from collections.abc import Mapping
@@ -108,12 +108,12 @@ class Options:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids that end a row; -1 is none."""
+        """The ids that end a row; -1 means none."""
         return tuple(i for i in several(self.eos_token_id) if i >= 0)
 
     @property
     def pad(self) -> int:
-        """The id that fills up, by default the first that ends a row."""
+        """The id that fills up rows, by default the first of `ends`."""
         return self.pad_token_id if self.pad_token_id is not None else (*self.ends, 0)[0]
 
     def new_tokens(self, prompt: int) -> int:
@@ -130,10 +130,11 @@ def several(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 def read(given: Mapping[str, Any], options: Mapping[str, Any], config: Mapping[str, Any], file: str | None) -> Options:
-    """Every option: from the call, else from `given` (what `file` holds), else from the model's `config`, else the default.
+    """Every option: from the call, or else from `given` (what `file` holds), or else from the model's `config`, or else its
+    default.
 
-    None means not given. What transformers knows and this package does not do is refused, unless its value does nothing: an empty
-    list of processors or criteria.
+    None means not given. What transformers has and this package has not is refused, unless its value does nothing: an empty list of
+    processors or criteria, for example.
     """
     known = [f.name for f in fields(Options)]
     for name in options:
@@ -155,7 +156,7 @@ def read(given: Mapping[str, Any], options: Mapping[str, Any], config: Mapping[s
 
 
 def chosen(values: Mapping[str, Any], known: list[str], file: str | None) -> dict[str, Any]:
-    """What of `values` is an option of ours and given."""
+    """Those of `values` that are options of ours and given."""
     for name, neutral in UNSUPPORTED.items():
         value = values.get(name)
         if value is not None and value not in neutral:

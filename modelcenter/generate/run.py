@@ -1,6 +1,6 @@
-"""`generate`: options (options.py) in, token ids out; greedy and sampling here, beams in beam.py.
+"""`generate`: options (options.py) in, token ids out. Greedy decoding and sampling are here, beam search is in beam.py.
 
-The rows and their cache are a `State`; `rules` change scores before a token is chosen; a `Stop` says which rows end.
+The rows and their cache are a `State`; `rules` change scores before a token is chosen; a `Stop` tells which rows end.
 """
 
 from dataclasses import replace
@@ -34,13 +34,15 @@ def generate(
     prefix_allowed_tokens_fn: Allowed | None = None,
     **options: Any,
 ) -> Tensor:
-    """Generate token ids: (b * num_return_sequences, prompt + new), or of an encoder-decoder the target, from its start token on.
+    """Generate token ids (b * num_return_sequences, tokens): the prompt and what follows it, or, of an encoder-decoder, the target
+    from its start token on.
 
-    `input_ids` (b s), padded on the left where `attention_mask` is 0. Options are the fields of `generate.options.Options`, with
-    transformers' names: `max_new_tokens`, `do_sample`, `num_beams` ... An option that is not given is taken from
-    `generation_config` (an object or a mapping), else from the generation_config.json that came with the weights, else from
-    config.json. Rows that end early are filled up with `pad_token_id`; where that is 0, beam search fills them with the end token,
-    as transformers' does.
+    `input_ids` (b s), padded on the left where `attention_mask` is 0. The options are the fields of `generate.options.Options`,
+    with transformers' names: `max_new_tokens`, `do_sample`, `num_beams` ... An option that is not given is taken from
+    `generation_config` (an object or a mapping), or else from the generation_config.json that came with the weights, or else from
+    config.json. Rows that end early are filled up with `pad_token_id`; if that is 0, beam search fills them with the end token, as
+    transformers' does.
+
     `streamer.put(ids)` is called with the prompt (b s), or with a target's start, then with every new column (b), and
     `streamer.end()` at the end, as in transformers. `tokenizer.decode(ids)` is needed for `stop_strings`.
     `prefix_allowed_tokens_fn(row, ids)` returns the ids that may follow. Errors: `InputError`.
@@ -85,7 +87,7 @@ def generate(
 
 
 def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: torch.Generator, streamer: Any) -> Tensor:
-    """Token by token, the likeliest or a drawn one: ids (b * num_return_sequences t)."""
+    """Choose token by token, the likeliest or a drawn one: ids (b * num_return_sequences t)."""
     scores = state.scores().repeat_interleave(o.num_return_sequences, 0)
     if streamer is not None:
         streamer.put(state.seen.cpu())
@@ -123,7 +125,7 @@ def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
 
 
 def beside(model: "Model") -> dict[str, Any]:
-    """What the generation_config.json that came with the weights holds; nothing where none came."""
+    """What the generation_config.json that came with the weights holds; empty if none came."""
     held = parse_json(file_of(model), model.companions.get(FILE, b"{}"))
     if not isinstance(held, dict):
         refuse(file_of(model), None, f"a {type(held).__name__}", "an object with generation's options")
@@ -135,7 +137,7 @@ def file_of(model: "Model") -> str:
 
 
 def check_prompt(model: "Model", ids: Tensor, mask: Tensor | None) -> None:
-    """Refuse ids or a mask of another shape than (b s), and padding where the next token goes, from which a model would go on."""
+    """Refuse ids or a mask of another shape than (b s), and padding on the right, from which a model would continue."""
     check_tokens(ids, "input_ids")
     if model.device.type == "meta":
         refuse(None, "device", "meta, where weights have no values", "the model on a device")
@@ -151,7 +153,7 @@ def check_prompt(model: "Model", ids: Tensor, mask: Tensor | None) -> None:
 
 
 def check_ids(model: "Model", ids: Tensor, new: int) -> None:
-    """Refuse what the model's tables do not hold: on an accelerator an index beyond them ends the whole process."""
+    """Refuse ids and positions beyond the model's tables: on an accelerator an index beyond them ends the whole process."""
     vocab, table = model.config.vocab, getattr(getattr(model, "embed", None), "positions", None)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         odd = ids.max() if ids.max() >= vocab else ids.min()

@@ -17,7 +17,8 @@ Allowed = Callable[[int, Tensor], Sequence[int]]  # a prompt's number and a row'
 
 
 def rules(o: Options, prompts: int, prompt: int, new: int, mask: Tensor | None, allowed: Allowed | None, vocab: int) -> list[Rule]:
-    """What `o` asks for, in order, for `prompts` prompts of `prompt` tokens (`mask`: which are real) and `new` to come.
+    """The rules that `o` asks for, in order, for `prompts` prompts of `prompt` tokens (`mask`: which are real) and `new` tokens to
+    come.
 
     Rows of one prompt stand together.
     """
@@ -68,9 +69,10 @@ def apply(changes: Sequence[Rule], ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def penalise_repetition(ids: Tensor, scores: Tensor, penalty: float, mask: Tensor | None) -> Tensor:
-    """Scores of the tokens of a row divided by `penalty` where above zero, else times it. Keskar et al., 2019, section 4.1.
+    """Divide the scores of a row's tokens by `penalty` if they are above zero, and multiply them by it if not. Keskar et al., 2019,
+    section 4.1.
 
-    What pads a row on the left (b0 s; where rows were repeated, of each prompt) is none of its tokens.
+    Padding on the left (b0 s; of each prompt, if rows were repeated) does not count as tokens of the row.
     """
     there = torch.zeros_like(scores, dtype=torch.bool)
     if mask is None:
@@ -115,7 +117,8 @@ def ban_words(ids: Tensor, scores: Tensor, words: Sequence[Sequence[int]]) -> Te
 
 
 def constrain(ids: Tensor, scores: Tensor, allowed: Allowed, prompts: int) -> Tensor:
-    """Only what `allowed` says of each row; where all of that is banned in all rows of a prompt, that nevertheless."""
+    """Allow only what `allowed` returns for each row. If all of that is banned in all rows of a prompt, it is allowed
+    nevertheless."""
     rows = len(ids) // prompts
     mask = torch.full_like(scores, NEVER)
     for i, row in enumerate(ids):
@@ -133,7 +136,7 @@ def force(scores: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def filtered(scores: Tensor, o: Options, keep: int) -> Tensor:
-    """Scores over the temperature, -inf for all tokens but those to draw among; at least `keep` stay.
+    """Scores divided by the temperature, with -inf for tokens that are not to be drawn; at least `keep` tokens stay.
 
     top-k: Fan et al., 2018; top-p: Holtzman et al., 2020; min-p: Nguyen et al., 2024.
     """

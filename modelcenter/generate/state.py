@@ -1,4 +1,4 @@
-"""The rows that a model goes on with. b rows, s prompt, t tokens so far."""
+"""The rows that generation continues. b rows, s prompt, t tokens so far."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ ROOM = 64  # the cache's places are a multiple of it, which kernels like in a ma
 
 
 class State:
-    """Token ids so far, which of them are real, and the cache; memory for all `new` tokens is taken at once.
+    """The token ids so far, which of them are real, and the cache. Memory for all `new` tokens is allocated at once.
 
     An encoder-decoder reads `prompt` as its source and writes its target, which begins with `start`.
     """
@@ -38,13 +38,13 @@ class State:
         return self.ids[:, : self.length]
 
     def positions(self, start: int) -> Tensor:
-        """Where the tokens from `start` on stand (1|b s): a row's first real one at 0, whatever pads it."""
+        """The positions of the tokens from `start` on (1|b s): a row's first real token has 0, whatever pads the row."""
         if self.mask is None or self.source is not None:
             return torch.arange(start, self.length, device=self.ids.device)[None]
         return (self.mask[:, : self.length].cumsum(1) - 1).clamp(min=0)[:, start:]
 
     def scores(self) -> Tensor:
-        """Scores of the next token (b vocab), in at least fp32. Only what the cache lacks is run."""
+        """The scores of the next token (b vocab), at least fp32. Only tokens that the cache lacks are run."""
         if self.steps is None and self.cache.length and suits(self):
             self.steps = Steps(self)
         if self.steps is not None:
@@ -63,7 +63,7 @@ class State:
         self.length += 1
 
     def repeat(self, n: int) -> None:
-        """Make n rows of every row."""
+        """Repeat every row n times."""
         if n == 1:
             return
         self.ids = self.ids.repeat_interleave(n, 0)
@@ -71,6 +71,6 @@ class State:
         self.cache.repeat(n)
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i becomes what row `rows[i]`, of the same prompt, was."""
+        """Let row i be what row `rows[i]`, of the same prompt, was."""
         self.ids = self.ids.index_select(0, rows)
         self.cache.reorder(rows)

@@ -1,9 +1,9 @@
-"""Steps of one token on a GPU as one call of the host each. b rows, t tokens so far.
+"""Generation's steps of one token, each a single call of the host, on a GPU. b rows, t tokens so far.
 
-A step of a small model has hundreds of kernels, and the host takes longer to call them than the GPU to run them. All steps are the
-same calls if no shape changes: the cache is read to a fixed length and what is not there yet is hidden (`layers.cache.Fixed`). So
-the first step is made by calls, they are recorded as a CUDA graph, and those that follow replay it. The length that is read
-doubles when it is full, and with it there is another record.
+A step of a small model has hundreds of kernels, and the host takes longer to call them than the GPU to run them. All steps make the
+same calls if no shape changes. So the cache is read to a fixed length, and places that are not filled yet are hidden
+(`layers.cache.Fixed`). The first step is made by calls, the second is recorded as a CUDA graph, and those that follow replay it.
+When the length that is read is full it doubles, and there is a new record.
 """
 
 import warnings
@@ -27,7 +27,7 @@ SPAN = 256  # places that are read at least
 
 
 def suits(state: "State") -> bool:
-    """Whether the steps of `state` are the same calls, and are better recorded."""
+    """Whether all steps of `state` make the same calls, so that recording them pays."""
     model = state.model
     if not state.ids.is_cuda or state.ids.size(1) - state.length < FEWEST or recording():
         return False
@@ -35,13 +35,13 @@ def suits(state: "State") -> bool:
 
 
 def odd(module: torch.nn.Module) -> bool:
-    """Whether a module does something that a record leaves out, or waits for the device."""
+    """Whether a module does something that a record would leave out, or waits for the device."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or module._compiled_call_impl is not None or (isinstance(module, Rotary) and module.frequencies.by_length)
 
 
 class Steps:
-    """The steps of `state` from here on. `record`: as a CUDA graph, or else by calls."""
+    """The further steps of `state`: with `record` as a CUDA graph, otherwise by calls."""
 
     def __init__(self, state: "State", record: bool = True):
         self.model, self.record, self.cache, self.source = state.model, record, state.cache, state.source is not None
@@ -69,7 +69,7 @@ class Steps:
         return self.out
 
     def begin(self) -> None:
-        """The second step of a length: recorded, and done."""
+        """Record and do the second step of a length."""
         try:
             self.replay, self.out = recorded(self.step, self.ids.device)
             self.replay()

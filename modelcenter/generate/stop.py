@@ -10,7 +10,7 @@ from ..errors import refuse
 
 
 class Stop:
-    """Says of rows (b t) which of them end with their last token (b)."""
+    """Tells which rows (b t) end with their last token (b)."""
 
     def __init__(self, ends: Sequence[int], strings: Sequence[str], tokenizer: Any, device: torch.device):
         self.ends, self.strings, self.tokenizer = torch.tensor(ends, dtype=torch.long, device=device), tuple(strings), tokenizer
@@ -34,8 +34,8 @@ class Stop:
 
 
 class Over:
-    """Asked after every token whether all rows have ended (b). A GPU is not waited for: the answer is that of the token before
-    (`late`), so that one more is written than need be."""
+    """Asked after every token whether all rows have ended (b). On a GPU it does not wait: the answer is that of the token before
+    (`late`), so that one token more than necessary is written."""
 
     def __init__(self, late: bool):
         self.late, self.known = late, torch.zeros((), dtype=torch.bool, pin_memory=late and torch.cuda.is_available())

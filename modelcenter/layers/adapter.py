@@ -13,11 +13,11 @@ from .quantized import QuantizedLinear
 
 
 class Adapted(nn.Module):
-    """base(x) + scale b(a(dropout(x))), of weights a (rank in) and b (out rank); the base may be held in 4 or 8 bits (QLoRA).
+    """base(x) + scale b(a(dropout(x))), with weights a (rank in) and b (out rank). The base may be held in 4 or 8 bits (QLoRA).
 
-    With a `magnitude` (out), DoRA: the rows of W' = W + scale b a are brought to the lengths that it holds, and those that they had
-    are constants to the gradient (section 4.3). `a` may be shared by the parts of a matrix that others hold as one: there an
-    adapter has one `a` for all. The adapter's weights are fp32 over a base in half precision.
+    With a `magnitude` (out) this is DoRA: the rows of W' = W + scale b a are scaled to the lengths in `magnitude`; the lengths that
+    they had are constants to the gradient (section 4.3). `a` may be shared by layers that other programs hold as one matrix,
+    because one adapter for that matrix has one `a`. The adapter's weights are fp32 over a base in half precision.
     """
 
     magnitude: nn.Parameter | None
@@ -50,13 +50,13 @@ class Adapted(nn.Module):
 
     @torch.no_grad()
     def summed(self) -> Tensor:
-        """W + scale b a (out in), in the adapter's dtype; of a tensor-parallel rank its part of it."""
+        """W + scale b a (out in) in the adapter's dtype; on a tensor-parallel rank, its part of it."""
         w, b, a = (local(layer.weight) for layer in (self.base, self.b, self.a))
         return w.to(b.dtype).add(b @ a, alpha=self.scale)
 
     @torch.no_grad()
     def lengths(self) -> Tensor:
-        """Of the rows of W + scale b a (out)."""
+        """The lengths of the rows of W + scale b a (out)."""
         lengths: Tensor = torch.linalg.vector_norm(self.summed(), dim=1)
         return lengths if self.joined is None else self.joined(lengths)
 
@@ -94,7 +94,7 @@ def adapted(model: nn.Module) -> dict[str, Adapted]:
 
 
 def current_names(model: nn.Module) -> dict[str, str]:
-    """The names of parameters as the model was made -> their names now that some layers stand inside an adapter."""
+    """The names of parameters before some layers were wrapped in adapters -> their names now."""
     inside = {f"{name}.base." for name in adapted(model)}
     out = {}
     for name, _ in model.named_parameters():

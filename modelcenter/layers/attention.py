@@ -13,7 +13,7 @@ from .view import View
 
 
 class Attention(nn.Module):
-    """Self-attention, or cross-attention when the view has a memory; grouped when kv_heads < heads (Ainslie et al., 2023)."""
+    """Self-attention, or cross-attention if the view has a memory. With kv_heads < heads it is grouped (Ainslie et al., 2023)."""
 
     tp = {"q": "column", "k": "column", "v": "column", "o": "row"}
 
@@ -50,13 +50,14 @@ class Attention(nn.Module):
         return made
 
     def asked(self, x: Tensor, view: View) -> View | None:
-        """What the queries that are wanted see, where none but those need be made."""
+        """The view of only those queries that are wanted, if no others need be computed."""
         if view.wanted is None or view.memory is not None or not all(map(alone, (self.q, self.k, self.v))):
             return None
         return view.asked(x, autocast_dtype(x.device) or x.dtype, self.head_dim)
 
     def project(self, x: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (b h s d), keys and values (b h t d): of x after what the cache holds, or of the memory, projected once."""
+        """Queries (b h s d), and keys and values (b h t d). These are of x, behind those in the cache; or of the memory, projected
+        once."""
         cache = view.cache
         if view.memory is None:
             q, k, v = self.heads(x, view.angles, self.q, self.k, self.v)
@@ -70,8 +71,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def heads(self, x: Tensor, angles: Angles | None, *projections: nn.Module) -> list[Tensor]:
-        """Each projection's heads (b h s d), those of queries and keys rotated: before they are transposed, and in place if nobody
-        sees it."""
+        """Each projection's heads (b h s d), with queries and keys rotated. They are rotated before they are transposed, and in
+        place if nobody else sees the tensor."""
         heads = []
         for projection, made in zip(projections, together(x, *projections), strict=True):
             apart = made.unflatten(-1, (-1, self.head_dim))  # b s (h d) -> b s h d

@@ -24,8 +24,8 @@ def pair(x: Twice) -> tuple[Tensor, Tensor]:
 
 
 def ahead(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's forward whose layers find their weights rounded to what autocast multiplies in. It stands within what is computed
-    again, for selective recompute wants the same calls both times."""
+    """A block's forward, during which its layers find their weights already rounded to the dtype that autocast multiplies in. The
+    rounding is part of what is computed again, because selective recompute needs the same calls both times."""
 
     @wraps(forward)
     def found(self: "Block", x: Twice, *views: View | None) -> Twice:
@@ -37,9 +37,9 @@ def ahead(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Block(nn.Module, ABC):
-    """Attention, optional cross-attention and feed-forward around a residual stream: the unit that is sharded, recomputed and
-    compiled. Subclasses say where the norms stand; dropout acts on what is added to the stream. A norm and the addition before it
-    are one op."""
+    """Attention, optional cross-attention and feed-forward around a residual stream. This is the unit that is sharded, recomputed
+    and compiled. Subclasses say where the norms stand. Dropout acts on what is added to the stream. A norm and the addition before
+    it are one op."""
 
     def __init__(
         self,
@@ -62,11 +62,12 @@ class Block(nn.Module, ABC):
 
 
 class PreNorm(Block):
-    """x + layer(norm(x)) for each layer, as GPT-2, T5, LLaMA."""
+    """x + layer(norm(x)) for each layer."""
 
     def first(self, x: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """The first norm of x, and x for the stream. On a GPU the norm's kernel takes the stream's gradient along and spares a pass
-        over memory; on a CPU, where it spares little, every mode of recompute has the same gradients to the bit without it."""
+        """The first norm of x, and x for the stream. On a GPU the norm's kernel also adds the stream's gradient, which spares a
+        pass over memory. On a CPU that spares little, and without it every mode of recompute gives the same gradients to the
+        bit."""
         return self.attn_norm.beside(x, dtype) if on_gpu(x) else (self.attn_norm(x, dtype), x)
 
     @ahead
@@ -82,10 +83,10 @@ class PreNorm(Block):
 
 
 class PostNorm(Block):
-    """norm(x + layer(x)) for each layer, as the original transformer and BERT."""
+    """norm(x + layer(x)) for each layer, as in the original transformer."""
 
     def after(self, norm: LayerNorm | RMSNorm, h: Tensor, x: Tensor) -> Twice:
-        """The norm of x + h, for the next layer and for the stream. On a GPU its kernel adds their gradients; see `first`."""
+        """The norm of x + h, for the next layer and for the stream. On a GPU its kernel adds the gradients of both; see `first`."""
         if not on_gpu(x):
             return norm.add(h, x, self.dropout)[0]
         one, other = norm.twice(h, x, self.dropout)
@@ -101,7 +102,7 @@ class PostNorm(Block):
 
 
 class Parallel(PreNorm):
-    """x + attn(norm(x)) + ffn(norm(x)) with one norm, as GPT-J."""
+    """x + attn(norm(x)) + ffn(norm(x)), with one norm."""
 
     def __init__(self, norm: Callable[[], LayerNorm | RMSNorm], attn: Attention, ffn: nn.Module, *, dropout: float = 0.0):
         super().__init__(norm, attn, ffn, dropout=dropout)
@@ -122,8 +123,8 @@ class Stack(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor, view: View, cross: View | None = None, wanted: Tensor | None = None) -> Tensor:
-        """b s dim; or, where fewer places of b s are `wanted` (n, counted through), these alone (1 n dim): what the last block does
-        behind its attention it does for no others."""
+        """b s dim. If only some places of b s are `wanted` (n indices into the flattened b s), only these (1 n dim): behind its
+        attention the last block computes no others."""
         out: Twice = x
         few = wanted is not None and plain(x) and len(wanted) < x.size(0) * x.size(1)
         for number, block in enumerate(self.blocks, 1):

@@ -13,10 +13,10 @@ Pair = tuple[Tensor, Tensor]  # keys and values, b h t d
 
 @dataclass
 class Cache:
-    """Keys and values of the tokens seen so far, one pair an attention layer.
+    """Keys and values of the tokens seen so far, one pair for each attention layer.
 
-    `ahead` is the number of tokens that may follow the first forward: with it each layer's memory is taken once and filled in
-    place. Without it pairs grow by copying, for whoever cannot know the number or wants gradients.
+    `ahead` is how many tokens may follow the first forward. If it is given, each layer's memory is allocated once and filled in
+    place. If not, pairs grow by copying, which suits callers that cannot know the number or want gradients.
     """
 
     length: int = 0
@@ -44,7 +44,7 @@ class Cache:
         return self.pairs[layer]
 
     def repeat(self, n: int) -> None:
-        """Make n rows of every row."""
+        """Repeat every row n times."""
         self.room = {layer: repeated(pair, n) for layer, pair in self.room.items()}
         self.across = {layer: repeated(pair, n) for layer, pair in self.across.items()}
         self.memory = None if self.memory is None else self.memory.repeat_interleave(n, 0)
@@ -54,19 +54,20 @@ class Cache:
             self.pairs[layer] = (k[:, :, :long], v[:, :, :long])
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i becomes what row `rows[i]` was. Rows trade places within one source: an encoder's output stays where it is."""
+        """Let row i be what row `rows[i]` was. Rows only change places with rows of the same source, so an encoder's output stays
+        where it is."""
         for k, v in self.pairs.values():
             k.copy_(k.index_select(0, rows))
             v.copy_(v.index_select(0, rows))
 
 
 class Fixed(Cache):
-    """A cache in which every step is the same but for numbers on the device: one token, written to the place `at` (1) of each
-    layer's room, of which the first `span` places are read. So a step can be recorded once and done again without the host.
+    """A cache with which every step is the same sequence of calls: one token is written to the place `at` (1, on the device) of
+    each layer's memory, and the first `span` places are read. So a step can be recorded once and replayed without the host.
 
-    To whoever asks, `span` - 1 places are full; what is not there yet is hidden (`there`). `used` (b int32) counts the keys that
-    are, for a kernel that needs no mask then (`counted`). It goes on with the memory of `cache`, in which `full` places of each
-    room are filled.
+    To callers it seems to hold `span` - 1 tokens; places that are not filled yet are hidden (`there`). `used` (b int32) counts the
+    keys that are filled, for a kernel that then needs no mask (`counted`). It takes over the memory of `cache`, of which `full`
+    places are filled.
     """
 
     def __init__(self, cache: Cache, full: int, span: int):
@@ -89,17 +90,17 @@ class Fixed(Cache):
         self.length = self.span - 1 - self.before
 
     def advance(self) -> None:
-        """Behind a step: the next one has one key more."""
+        """Called after a step: the next one has one more key."""
         self.at += 1
         self.used += 1
 
     @property
     def there(self) -> Tensor:
-        """Which places are filled, the new token's too (1 span)."""
+        """Which places are filled, including the new token's (1 span)."""
         return (self.places <= self.at)[None]
 
     def additive(self, mask: Tensor) -> Tensor:
-        """`mask` as attention adds it, made once and not in every layer."""
+        """`mask` as numbers to add to scores, made once and not in every layer."""
         if mask.dtype != torch.bool:
             return mask.to(self.dtype)
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
@@ -117,7 +118,7 @@ class Fixed(Cache):
 
 
 def counts(room: Tensor) -> bool:
-    """Whether torch's flash attention takes such a room (b h t d), and a number on the device of the keys that are there."""
+    """Whether torch's flash attention takes memory like this (b h t d) and a number of keys that is on the device."""
     if not room.is_cuda or room.dtype not in (torch.float16, torch.bfloat16) or not room.transpose(1, 2).is_contiguous():
         return False
     flash = torch.backends.cuda.is_flash_attention_available() and modern(room.get_device())
@@ -125,11 +126,11 @@ def counts(room: Tensor) -> bool:
 
 
 def taken(x: Tensor, ahead: int) -> Tensor:
-    """Memory for x (b h s d) and `ahead` further tokens, a token's heads side by side."""
+    """Memory for x (b s h d) and for `ahead` more tokens; the heads of a token lie side by side."""
     return x.new_empty(x.size(0), x.size(2) + ahead, x.size(1), x.size(3)).transpose(1, 2)
 
 
 def repeated(pair: Pair, n: int) -> Pair:
-    """n rows of every row, laid out as they were."""
+    """x with every row repeated n times, in the same memory layout."""
     k, v = (x.transpose(1, 2).repeat_interleave(n, 0).transpose(1, 2) for x in pair)
     return k, v

@@ -27,7 +27,7 @@ class Embedding(nn.Module):
         dropout: float = 0.0,
         pad: int | None = None,
     ):
-        """`pad`: a token whose row of the table is not trained by being read."""
+        """`pad`: a token whose row is not trained by being read."""
         super().__init__()
         self.pad = pad
         self.tokens = nn.Embedding(vocab, dim)
@@ -37,7 +37,7 @@ class Embedding(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """`x`: token ids (b s) or vectors ready made (b s dim); `positions` and `segments` (1|b s). Returns b s dim."""
+        """`x`: token ids (b s) or vectors (b s dim); `positions` and `segments` (1|b s). Returns b s dim."""
         x = read(self.tokens, x, self.pad) if x.dim() == 2 else x
         if self.positions is not None:
             assert positions is not None
@@ -55,9 +55,9 @@ class Embedding(nn.Module):
 
 
 def read(table: nn.Embedding, ids: Tensor, pad: int | None = None) -> Tensor:
-    """The rows of `table` at `ids`; that of `pad` is not trained by it. Where more than the table itself has a part in this, a hook
-    of tensor parallelism or a sharded weight, its own call is made. Under autocast they are fp32 though the table be a copy in low
-    precision, which other ranks sent: they are added up before the residual stream is given its dtype."""
+    """The rows of `table` at `ids`; reading `pad` does not train its row. If the table is not a plain module (a hook of tensor
+    parallelism, a sharded weight), the module itself is called. Under autocast the rows are fp32 even if the table is a copy in low
+    precision that other ranks sent: they are added up before the residual stream gets its dtype."""
     plain = alone(table, nn.Embedding) and table.padding_idx is None and table.max_norm is None and not table.sparse
     out: Tensor = ops.embedding(ids, table.weight, pad) if plain else untrained(table(ids), ids, pad)
     return out if autocast_dtype(out.device) is None else wide(out)

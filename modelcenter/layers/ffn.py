@@ -26,7 +26,7 @@ class FFN(nn.Module):
 
 
 class GatedFFN(nn.Module):
-    """down(act(gate(x)) * up(x)); `act` takes both. Shazeer, 2020."""
+    """down(act(gate(x)) * up(x)), where `act` is an op that takes both. Shazeer, 2020."""
 
     tp = {"gate": "column", "up": "column", "down": "row"}
 

@@ -1,7 +1,7 @@
-"""Task heads: hidden states to predictions, each with its loss.
+"""Task heads: from hidden states to predictions, each with its loss.
 
-A head takes hidden states (b s dim), the batch and `items`, the number of targets that the loss is divided by (None: those of
-this batch, so that the loss is a mean), and returns an `Output`.
+A head takes hidden states (b s dim), the batch, and `items`, the number of targets that the loss is divided by (None: the number in
+this batch, so that the loss is a mean). It returns an `Output`.
 """
 
 from collections.abc import Callable
@@ -24,30 +24,30 @@ from .pick import first_token, places
 
 
 class Head(nn.Module):
-    """No head: the backbone's own output. `smoothing` of the labels is for training alone: set it on the head. `by_token`: the
-    labels are as many as the tokens."""
+    """No head: the output is the backbone's own. Subclasses add theirs. `smoothing` of labels is set on the head and used in
+    training only. `by_token`: there is a label for each token."""
 
     smoothing = 0.0
     by_token = False
 
     @property
     def smooth(self) -> float:
-        """The smoothing of this moment."""
+        """The smoothing to use now: none outside training."""
         return self.smoothing if self.training else 0.0
 
     def labelled_of(self, labels: Tensor) -> Tensor | None:
-        """Of labels on the host those that in training `prepared` would find on the device, filled up to a number that comes again,
-        with what is no label; None where it looks for nothing. Asked by a thread that reads ahead: whether the head is in training
-        now means nothing."""
+        """From labels on the host, the indices that `prepared` would otherwise look for on the device in training, padded with
+        indices of ignored labels to a length that recurs; None if it looks for none. A thread that reads ahead calls this, so
+        whether the head is in training at this moment does not count."""
         return None
 
     def prepared(self, batch: Batch) -> Batch:
-        """`batch` with what the head has to wait for the device to know, asked for before the body is at work there, and, in
-        training with labels, the places that are `wanted`, if the head reads no others: the last block then makes no more."""
+        """`batch` with what the head needs from the device, asked for before the body keeps the device busy. In training with
+        labels, also the places that are `wanted`, if the head reads no others, so that the last block computes no more."""
         return batch
 
     def check(self, labels: Tensor, batch: Batch) -> None:
-        """Refuse labels that the loss would stumble over: of another shape, or numbers where it wants classes."""
+        """Refuse labels that the loss cannot use: of a wrong shape, or numbers where it wants classes."""
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         return Output(last_hidden_state=x)
@@ -56,8 +56,8 @@ class Head(nn.Module):
 class LMHead(Head):
     """Scores over the vocabulary: out(transform(x) * scale). `shift`: position i predicts token i + 1.
 
-    In training with labels whole logits are never materialised (ops.linear_cross_entropy). The z-loss' factor `z` is for training
-    alone, as `smoothing` is.
+    In training with labels the logits of all tokens are never materialised (ops.linear_cross_entropy). The factor `z` of the z-loss
+    is set on the head and used in training only, as `smoothing` is.
     """
 
     tp = {"out": "logits"}
@@ -89,8 +89,8 @@ class LMHead(Head):
         return torch.cat((known, none[:more]))  # each place once: a GPU would add up the gradients of one place one by one
 
     def prepared(self, batch: Batch) -> Batch:
-        """Where few positions have a label the others are left out, though a GPU must be waited for to know them if nobody has said
-        it; labels on `meta` have no values, and those of a graph (torch.compile) none yet: all count."""
+        """If few positions have a label, the others are left out. To know which ones, the device must be waited for, unless the
+        batch says it. Labels on `meta` have no values, and those of a graph (torch.compile) none yet: all of them count."""
         if batch.labels is None or self.shift or not self.training or batch.labels.is_meta:
             return batch
         given = batch.labelled
@@ -124,7 +124,8 @@ class LMHead(Head):
         return scores[..., : self.vocab].clone()  # rows that only pad the vocabulary are no words; FSDP wants no view
 
     def total(self, x: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
-        """The summed loss of x (b s dim) against labels (b s), or of `rows` (n) of both: x may be those rows alone (1 n dim)."""
+        """The summed loss of x (b s dim) against labels (b s). If `rows` (n) are given only these count, and x may hold just them
+        (1 n dim)."""
         x, labels = x.flatten(0, -2), labels.flatten()
         if rows is not None:
             x, labels = x if len(x) < len(labels) else x.index_select(0, rows), labels[rows]
@@ -141,7 +142,7 @@ class LMHead(Head):
 
 
 def plain(module: nn.Module) -> bool:
-    """Whether a linear layer is what its weight and bias say, and calling it would do nothing else."""
+    """Whether a linear layer is only its weight and bias, so that calling it would do nothing else."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if type(module) not in (Linear, nn.Linear) or any(hooks) or "forward" in vars(module):
         return False
@@ -149,7 +150,7 @@ def plain(module: nn.Module) -> bool:
 
 
 class Transform(nn.Module):
-    """norm(act(dense(x))): what BERT puts before the table of the vocabulary."""
+    """norm(act(dense(x))), which stands before the table of the vocabulary in masked language models."""
 
     def __init__(self, dim: int, act: ops.Op, norm: nn.Module):
         super().__init__()
@@ -163,13 +164,14 @@ class Transform(nn.Module):
 
 
 class ClassifyHead(Head):
-    """One label a sequence from one vector a sequence: out(dropout(tanh(pooler(x)))), the pooler where the family has one. Labels
-    that are numbers and no classes are a regression, or, of several outputs, labels that may be there together.
+    """One label for each sequence, from one vector: out(dropout(tanh(pooler(x)))), with the pooler only if the family has one.
+    Labels that are not integers make it a regression, or, with several outputs, a choice of any number of labels.
 
-    `r_drop`: set on the head, in training every row is computed twice, with other dropout, and so many times how far the two are
-    apart is added to the mean of their losses (R-Drop; Liang et al., 2021, whose alpha is twice as much beside the sum).
+    `r_drop`: set on the head. In training every row is then computed twice with different dropout, and `r_drop` times the
+    divergence of the two is added to the mean of their losses (R-Drop; Liang et al., 2021, who add it to the sum, so that their
+    alpha is twice this).
 
-    `pick` chooses the vector (b dim) out of hidden states (b s dim); where no mask says what pads it is known by its id, as in
+    `pick` chooses the vector (b dim) out of the hidden states (b s dim). Without a mask, padding is recognised by its id, as in
     transformers.
     """
 
@@ -208,11 +210,11 @@ class ClassifyHead(Head):
         return replace(batch, wanted=places(self.pick, self.seen(batch)))
 
     def compares(self, labels: Tensor) -> bool:
-        """Whether two passes are compared."""
+        """Whether two passes are compared (R-Drop)."""
         return self.training and self.r_drop > 0 and not labels.is_floating_point()
 
     def seen(self, batch: Batch) -> Batch:
-        """`batch` with a mask of what pads, if its ids tell."""
+        """`batch` with a mask of its padding, if the ids tell what pads."""
         if batch.mask is None and batch.pad is not None and batch.x.dim() == 2:
             return replace(batch, mask=batch.x != batch.pad)
         return batch
@@ -235,7 +237,7 @@ class ClassifyHead(Head):
 
 
 class TagHead(Head):
-    """One label a token."""
+    """One label for each token."""
 
     by_token = True
 
@@ -255,8 +257,8 @@ class TagHead(Head):
 
 
 class SpanHead(Head):
-    """Question answering: where the answer starts and ends. Logits are b s 2; labels b 2 (start, end), IGNORE or beyond the
-    end where there is no answer."""
+    """Question answering: where the answer starts and ends. Logits are b s 2. Labels are b 2 (start, end): IGNORE, or a place
+    beyond the sequence's end, if there is no answer."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -279,7 +281,7 @@ class SpanHead(Head):
 
 
 class PoolHead(Head):
-    """BERT's pooler: tanh of a projection of the first token, beside the hidden states."""
+    """The pooler: tanh of a projection of the first token, returned beside the hidden states."""
 
     def __init__(self, dim: int):
         super().__init__()

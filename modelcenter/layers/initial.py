@@ -1,7 +1,7 @@
-"""Initial weights: every parameter is drawn from the seed and its own name, so they do not depend on the mesh or on the order
-of building.
+"""Initial weights. Every parameter is drawn from the seed and its own name, so the values depend neither on the mesh nor on the
+order in which a model is built.
 
-A tensor is drawn piece after piece, and of the pieces a rank keeps what it holds: the values are those of one draw of the whole.
+A tensor is drawn piece by piece, and a rank keeps of the pieces what it holds: the values are those of one draw of the whole.
 """
 
 import hashlib
@@ -32,7 +32,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal noise of a standard deviation. A part is that of the whole draw: the same on every mesh."""
+    """Normal noise of a standard deviation. A part is taken from the draw of the whole tensor, so that it is the same on every
+    mesh."""
 
     shape: Shape
     std: float
@@ -59,7 +60,7 @@ class Uniform:
 
 
 def part(shape: Shape, region: Region, source: torch.Generator, draw: Callable[[Tensor], Tensor]) -> Tensor:
-    """The part `region` of what `draw` would fill a tensor of `shape` with from `source`, without the rest of it."""
+    """The part `region` of the tensor of `shape` that `draw` would fill from `source`, without making the rest of it."""
     rows, width = region[0], math.prod(shape[1:])
     group = LANES // math.gcd(width, LANES)  # rows
     step = max(1, PIECE // (group * width)) * group
@@ -92,7 +93,8 @@ def source_of(seed: int, name: str) -> torch.Generator:
 def initial(
     model: nn.Module, shapes: Mapping[str, Shape], seed: int, std: Callable[[str, Shape], float]
 ) -> dict[str, Lazy]:
-    """Where the first value of each parameter in `shapes` comes from: norms one, biases zero, the rest normal of `std`."""
+    """The source of each parameter's first value, for the parameters in `shapes`: norms one, biases zero, the rest normal with
+    `std`."""
     norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, LayerNorm | RMSNorm)}
     return {
         name: Constant(shape, float(name in norms))

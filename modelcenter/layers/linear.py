@@ -13,22 +13,22 @@ from ..ops.linear import LOW, linear, linears, rectified, rounded
 
 
 class Linear(nn.Linear):
-    """nn.Linear, formed by `ops.linear`. `bias=False` in a call leaves the bias to whoever takes it along for less."""
+    """nn.Linear, computed by `ops.linear`. Called with `bias=False` it leaves the bias to the caller, who can add it for less."""
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         return linear(x, self.weight, self.bias if bias else None)
 
 
 def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
-    """layer(x) of each: one op, whose gradient is formed for less, where the layers are nothing but themselves."""
+    """layer(x) for each layer. If the layers are plain, this is one op whose gradient costs less."""
     if all(map(alone, layers)):
         return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # type: ignore[misc]  # of `Linear`
     return [layer(x) for layer in layers]
 
 
 def activated(act: Op, layer: nn.Module, x: Tensor) -> Tensor:
-    """act(layer(x)). The activation adds the bias where it has a kernel to do so, and relu of a product without one is done with
-    it, if the layer is nothing but itself: no hook of tensor parallelism, no sharded or quantised parameter, no adapter there."""
+    """act(layer(x)). The activation adds the bias if it has a kernel for that; relu of a product without a bias is part of the
+    product. Both only if the layer is plain: no hook of tensor parallelism, no sharded or quantised parameter, no adapter."""
     out: Tensor
     if type(layer) is Linear and layer.bias is None and act is relu and alone(layer):
         out = rectified(x, layer.weight)
@@ -40,8 +40,8 @@ def activated(act: Op, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def rounding(block: nn.Module, x: Tensor) -> AbstractContextManager[Any]:
-    """Where what trains of the block's layers, of those that are nothing but themselves, is rounded to what autocast multiplies in
-    on a GPU."""
+    """A context in which the trained weights of the block's plain layers are rounded, once, to the dtype that autocast multiplies
+    in on a GPU."""
     if not (on_gpu(x) and torch.is_grad_enabled()) or torch.compiler.is_compiling() or transformed():
         return nullcontext()
     low = autocast_dtype(x.device)
@@ -53,7 +53,7 @@ def rounding(block: nn.Module, x: Tensor) -> AbstractContextManager[Any]:
 
 
 def alone(layer: nn.Module, kind: type[nn.Module] = Linear) -> bool:
-    """Whether a call of the layer runs the `forward` of its kind on plain parameters, and nothing else."""
+    """Whether a call of the layer runs the `forward` of its class on plain parameters, and nothing else."""
     return type(layer) is kind and not watched(layer) and all(p is None or plain(p) for p in layer._parameters.values())
 
 

@@ -1,4 +1,4 @@
-"""What heads judge by: sums over targets, divided by their number, and the labels that they refuse."""
+"""The losses of heads, which are sums over targets divided by their number, and the labels that they refuse."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .batch import Batch
 
 
 def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
-    """A sum over targets divided by their number; no target gives zero."""
+    """A sum over targets divided by their number; zero if there are no targets."""
     return total / ((labels != IGNORE).sum().clamp(min=1) if items is None else items)
 
 
@@ -32,8 +32,8 @@ def drift_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Te
 
 
 def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: float) -> Tensor:
-    """The summed cross entropy of places in sequences: scores b s, labels b. Padding is no place, so that a loss does not depend on
-    what a sequence is batched with; transformers' does."""
+    """The summed cross entropy of places in sequences: scores b s, labels b. Padding is not a possible place, so that a loss does
+    not depend on what a sequence is batched with; transformers' loss does."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     real = torch.ones_like(scores, dtype=torch.bool) if real is None else real
     logs = scores.masked_fill(~real, torch.finfo(scores.dtype).min).log_softmax(1)
@@ -44,8 +44,8 @@ def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: f
 
 
 def value_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
-    """Of labels that are numbers: the squared error of one output (labels b), or the binary cross entropy of several, each a label
-    that is there or not (labels b n), which is the mean over them."""
+    """The loss of labels that are numbers: of one output the squared error (labels b); of several outputs, each a label that is
+    there or not, the mean of their binary cross entropies (labels b n)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = labels.to(logits.dtype).view_as(logits)
     if logits.size(-1) == 1:
@@ -57,12 +57,12 @@ def value_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Te
 
 
 def sequences(batch: Batch) -> int:
-    """How many there are: rows, or those that are packed in one."""
+    """How many sequences there are: rows, or the sequences packed in one."""
     return batch.x.size(0) if batch.packing is None else batch.packing.q.there.numel() - 1
 
 
 def classes(labels: Tensor, shape: Sequence[int], each: str) -> None:
-    """Refuse labels that are not whole numbers (int64), or not so many."""
+    """Refuse labels that are not integers (int64), or not of this shape."""
     if labels.dtype not in (torch.int64, torch.uint8):
         refuse(None, "labels", f"of {str(labels.dtype).removeprefix('torch.')}", f"classes, of int64 (labels.long()), {each}")
     if labels.numel() != math.prod(shape) or (len(shape) > 1 and labels.shape != tuple(shape)):

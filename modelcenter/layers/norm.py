@@ -32,7 +32,7 @@ class LayerNorm(nn.Module):
         return out
 
     def beside(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The norm of x, and x for whoever adds to it."""
+        """The norm of x, and x itself for the addition that follows."""
         if not itself(self, LayerNorm):
             return self(x, dtype), x
         return beside(ops.layer_norm, x, self.weight, self.bias, self.eps, dtype)
@@ -46,7 +46,7 @@ class LayerNorm(nn.Module):
         return out, total
 
     def twice(self, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
-        """The norm of residual + dropout(x): for a layer, and for whoever adds to it."""
+        """The norm of residual + dropout(x), twice: for a layer, and for the addition that follows."""
         if not itself(self, LayerNorm):
             return (self(dropout.add(x, residual)),) * 2
         return twice(ops.add_layer_norm, x, residual, self.weight, self.bias, self.eps, dropout.seed(x), dropout.p)
@@ -65,7 +65,7 @@ class RMSNorm(nn.Module):
         return out
 
     def beside(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The norm of x, and x for whoever adds to it."""
+        """The norm of x, and x itself for the addition that follows."""
         if not itself(self, RMSNorm):
             return self(x, dtype), x
         return beside(ops.rms_norm, x, self.weight, None, self.eps, dtype)
@@ -79,19 +79,20 @@ class RMSNorm(nn.Module):
         return out, total
 
     def twice(self, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
-        """The norm of residual + dropout(x): for a layer, and for whoever adds to it."""
+        """The norm of residual + dropout(x), twice: for a layer, and for the addition that follows."""
         if not itself(self, RMSNorm):
             return (self(dropout.add(x, residual)),) * 2
         return twice(ops.add_rms_norm, x, residual, self.weight, None, self.eps, dropout.seed(x), dropout.p)
 
 
 def factors(x: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast multiplies matrices: a norm that only they read is written in it, once and not by each reader."""
+    """The dtype in which autocast multiplies matrices. A norm that only matrix products read is written in it, once, instead of
+    being cast by each of them."""
     return None if x.dtype == torch.float64 else autocast_dtype(x.device)
 
 
 def stream(x: Tensor) -> torch.dtype | None:
-    """The dtype of the residual stream under autocast: bf16 too, which has the range of fp32, so that norms and additions move half
-    the bytes. With fp16 it stays wide, for the sum of many layers is beyond that (T5's is)."""
+    """The dtype of the residual stream under autocast. With bf16 it is bf16, which has the range of fp32, so that norms and
+    additions move half the bytes. With fp16 it stays wide, because the sum over many layers can exceed fp16."""
     low = factors(x)
     return low if low == torch.bfloat16 else None

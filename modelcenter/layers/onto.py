@@ -1,4 +1,4 @@
-"""Numbers on their way to a device."""
+"""Moving numbers from the host to a device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from ..ops import _graph
 
 
 def onto(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on `device`. From the host to a GPU it goes by itself: what the GPU still has to do is not waited for. A CUDA graph would
-    read the host's memory again when that holds something else: RuntimeError."""
+    """`x` on `device`. A copy from the host to a GPU does not wait for what the GPU still has to do. While a CUDA graph is recorded
+    it raises a RuntimeError, because a replay would read the host's memory when that holds something else."""
     if device.type == "cuda" and x.device.type == "cpu":
         if _graph.recording():
             raise RuntimeError("numbers of the host cannot be a part of a CUDA graph")
@@ -21,8 +21,8 @@ def onto(x: Tensor, device: torch.device) -> Tensor:
 
 
 def kept(known: dict[Any, Tensor], name: Any, make: Callable[[], Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """`make()`, numbers that never change, on `device`. On a GPU they stay, in `known`: sent again at each forward they would be
-    waited for, and no CUDA graph could have them."""
+    """`make()`, numbers that never change, on `device`. On a GPU they are kept in `known`: sending them at each forward would make
+    the host wait, and no CUDA graph could hold it."""
     if device.type != "cuda" or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return make().to(device, dtype)
     key = name, device, dtype

@@ -1,4 +1,4 @@
-"""One vector of a sequence: which of its tokens, or their mean. `pick(x, batch)` makes b dim of hidden states (b s dim)."""
+"""One vector for a sequence: one of its tokens, or their mean. `pick(x, batch)` makes b dim out of hidden states (b s dim)."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from .batch import Batch
 
 
 def first_token(x: Tensor, batch: Batch) -> Tensor:
-    """The first token of every sequence: b dim, or n dim where n are packed."""
+    """The first token of every sequence: b dim, or n dim if n sequences are packed."""
     return x[:, 0] if batch.packing is None else x[0, batch.packing.q.there[:-1].clamp(max=x.size(1) - 1)]
 
 
@@ -24,7 +24,7 @@ def last_token(x: Tensor, batch: Batch) -> Tensor:
 
 
 def mean_token(x: Tensor, batch: Batch) -> Tensor:
-    """The mean of every sequence's real tokens; a row of nothing but padding gives zero."""
+    """The mean of every sequence's real tokens; zero for a row that is only padding."""
     if batch.packing is not None:
         ends, at = batch.packing.q.there, torch.arange(x.size(1), device=x.device)
         own = (at >= ends[:-1, None]) & (at < ends[1:, None])
@@ -34,7 +34,7 @@ def mean_token(x: Tensor, batch: Batch) -> Tensor:
 
 
 def places(pick: Callable[[Tensor, Batch], Tensor], batch: Batch) -> Tensor | None:
-    """Where in b s, counted through, the tokens stand that `pick` takes; None if it takes them all."""
+    """The places that `pick` reads, as indices into the flattened b s; None if it reads all."""
     if pick not in (first_token, last_token):
         return None
     b, s = batch.x.shape[:2]

@@ -32,13 +32,14 @@ class Angles:
     interleaved: bool
 
     def rotate(self, x: Tensor, *, spare: bool = False) -> Tensor:
-        """Rotate the first r channels of x (b s h d); `spare`: x has no other use, and its memory may be the result's."""
+        """Rotate the first r channels of x (b s h d). `spare`: x is not used again, so that the result may take its memory."""
         turned: Tensor = (rotary_ if spare else ops.rotary)(x, self.cos, self.sin, self.interleaved)
         return turned
 
 
 class Rotary(nn.Module):
-    """Rotary positions (Su et al., 2021): `frequencies` says how fast each pair turns and is where a scaling plugs in."""
+    """Rotary positions (Su et al., 2021). `frequencies` says how fast each pair of channels turns; a scaling of the positions is
+    another such function."""
 
     def __init__(self, channels: int, frequencies: Plain, *, interleaved: bool = False):
         super().__init__()
@@ -46,15 +47,15 @@ class Rotary(nn.Module):
         self.known: dict[tuple[torch.device, torch.dtype], tuple[Tensor, float]] = {}  # no buffer: it is no part of a checkpoint
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """Angles at `positions` (1|b s); never below fp32, whatever `dtype` the model has."""
+        """The angles at `positions` (1|b s); at least fp32, whatever the model's `dtype`."""
         kind = torch.promote_types(dtype, torch.float32)
         frequencies, factor = self.turning(positions, kind)
         angle = positions[:, :, None, None].to(kind) * frequencies
         return Angles(angle.cos() * factor, angle.sin() * factor, self.interleaved)
 
     def turning(self, positions: Tensor, kind: torch.dtype) -> tuple[Tensor, float]:
-        """The frequencies in `kind`, where the positions are, and the factor. Those that no length changes are brought there once:
-        a forward, above all one of a single token, has no copy to wait for."""
+        """The frequencies in `kind` on the device of the positions, and the factor. Frequencies that no length changes are sent
+        there once, so that a forward, above all one of a single token, does not wait for a copy."""
         by_length, place = self.frequencies.by_length, (positions.device, kind)
         # what a compiler or a dispatch mode sees is not what others may have, nor the other way round
         kept = not by_length and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
@@ -71,9 +72,10 @@ class Rotary(nn.Module):
 
 @dataclass(frozen=True)
 class Distances:
-    """A bias for each key - query: `vector` (h by queries + keys - 1), from the key furthest behind on; at least fp32. `served`: a
-    kernel takes it as it is. With a `prompt`, the first so many positions, `vector` has two more: for a query of the prompt and a
-    key of the rest, and the other way round. `reach`: from that distance on, either way, all are one number (0: none are)."""
+    """A bias that depends on key - query alone. `vector` (h by queries + keys - 1) starts with the key furthest behind, and is at
+    least fp32. `served`: there is a kernel that takes it as it is. With a `prompt`, the number of positions of a first segment,
+    `vector` has two more entries: for a query of the prompt and a key of the rest, and the other way round. From the distance
+    `reach` on, in either direction, all entries are equal (0: no such distance)."""
 
     vector: Tensor
     queries: int
@@ -83,11 +85,12 @@ class Distances:
     reach: int = 0
 
     def spread(self) -> Tensor:
-        """The bias (1 h s t) of the last `queries` of `keys` positions, made once and not in every layer."""
+        """The bias (1 h s t) of the last `queries` of `keys` positions as a mask, made once for all layers."""
         return spread(self.vector, self.queries, self.keys, self.keys, self.prompt)[None].contiguous()
 
     def row(self, at: Tensor) -> Tensor:
-        """The bias (1 h 1 t) of one query at the position `at` (1) on the device, behind the prompt; of keys beyond it, any."""
+        """The bias (1 h 1 t) of one query at the position `at` (1, on the device), behind the prompt. Its values for keys beyond
+        the query mean nothing."""
         key = torch.arange(self.keys, device=at.device)
         found = self.vector[:, (key - at + self.keys - 1).clamp(max=self.keys - 1)]
         if self.prompt:
@@ -96,8 +99,8 @@ class Distances:
 
 
 def served(vector: Tensor, kind: torch.dtype) -> bool:
-    """Whether attention in `kind`, or autocast's precision, has a kernel for distances that are where `vector` is: under tensor
-    parallelism that of this rank's heads, whose table is a DTensor and which is none."""
+    """Whether there is a kernel for attention with distances in the dtype `kind`, or in autocast's, on the device of `vector`.
+    Under tensor parallelism there is none for a table that is a DTensor."""
     low = (autocast_dtype(vector.device) or kind) in (torch.float16, torch.bfloat16)
     return low and plain(vector) and relative_attention.fast(vector)
 
@@ -139,7 +142,7 @@ class RelativeBias(nn.Module):
 
 
 class SegmentBias(RelativeBias):
-    """CPM's relative bias: distance buckets within a segment, one learned bias for each ordered pair of segments."""
+    """CPM's relative bias: distance buckets within a segment, and one learned bias for each ordered pair of segments."""
 
     def __init__(self, heads: int, buckets: int, max_distance: int, *, segments: int):
         super().__init__(heads, buckets, max_distance, bidirectional=True)
@@ -157,8 +160,8 @@ class SegmentBias(RelativeBias):
 
 
 class ALiBi(nn.Module):
-    """A fixed slope per head times the distance. Press et al., 2021. As a mask it is the slope times the key's position, because a
-    softmax does not see what is constant along a row; so that needs one row, not s of them."""
+    """A fixed slope per head times the distance. Press et al., 2021. As a mask it is the slope times the key's position: a softmax
+    does not see what is constant along a row, so one row is enough in place of s."""
 
     tp = {"slopes": "heads"}
 
@@ -187,8 +190,8 @@ class ALiBi(nn.Module):
 
 
 def gaps(real: Tensor) -> bool:
-    """Whether a row of `real` (b t) hides something between tokens. A device is waited for, so where gradients are formed, and
-    where that cannot be, it is not asked and none are taken to be there."""
+    """Whether a row of `real` (b t) hides something between tokens. Finding out waits for the device, so during training, and where
+    values cannot be read, no gaps are assumed."""
     known = type(real) is Tensor and not (real.is_meta or torch.compiler.is_compiling() or recording())
     if not known or torch.is_grad_enabled():
         return False

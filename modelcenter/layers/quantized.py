@@ -13,11 +13,12 @@ from .linear import Linear
 
 
 class QuantizedLinear(nn.Module, ABC):
-    """What the two below share: made of a linear layer, and one again on demand. It takes the place of the layer it is made of.
+    """A linear layer whose frozen weight is held as codes. It is made of a plain layer, takes its place, and can be turned back
+    into one.
 
-    The state is codes, scales and the bias; the weight is a property, dequantised at each reading. A Hugging Face folder holds
-    whole weights, so a model with such layers is refused there: `linear()` gives each back first. The scales stay fp32 whatever
-    the module is cast to, because a rounded scale is another weight.
+    The state is codes, scales and the bias; `weight` is a property, dequantised at each access. A Hugging Face folder holds whole
+    weights, so saving a model with such layers is refused: `linear()` gives each plain layer back first. The scales stay fp32
+    whatever dtype the module is cast to, because a rounded scale is another weight.
     """
 
     codes: Tensor
@@ -35,7 +36,7 @@ class QuantizedLinear(nn.Module, ABC):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Self:
-        """The layer in codes, on its device; it shares the bias, which is frozen here."""
+        """The quantised form of a layer, on its device; the two share the bias, which is frozen."""
         codes, scales = cls.quantize(layer.weight)
         return cls(codes, scales, layer.bias, layer.in_features, layer.weight.dtype)
 
@@ -46,19 +47,19 @@ class QuantizedLinear(nn.Module, ABC):
 
     @abstractmethod
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x (.. in) by the weight that the codes stand for: .. out."""
+        """x (.. in) times the weight that the codes stand for: .. out."""
 
     @property
     @abstractmethod
     def weight(self) -> Tensor:
-        """(out in), as the codes have it."""
+        """The weight (out in) that the codes stand for."""
 
     @property
     def out_features(self) -> int:
         return self.codes.shape[0]
 
     def linear(self) -> Linear:
-        """A plain layer with this one's weight, which can be trained and saved."""
+        """A plain layer with this one's weight, to be trained or saved."""
         layer = Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         layer.weight = nn.Parameter(self.weight)
         if self.bias is not None:
@@ -66,7 +67,7 @@ class QuantizedLinear(nn.Module, ABC):
         return layer
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """x (.. in): .. out, in the dtype of x, or autocast's."""
+        """x (.. in) to .. out, in the dtype of x, or autocast's."""
         if (low := autocast_dtype(x.device)) is not None and x.dtype != torch.float64:
             x = x.to(low)
         x = x if self.given is None else self.given(x)

@@ -1,9 +1,9 @@
-"""How fast rotary channels turn, and the ways to stretch them beyond the length they were trained on.
+"""How fast rotary channels turn, and the ways to stretch positions beyond the length that a model was trained on.
 
-A scaling is a frozen value. Called with (r rotated channels, length in tokens) it returns r/2 inverse frequencies in
-fp32, in radians a token, and the factor on cos and sin. The order of operations is that of transformers'
-`modeling_rope_utils`, so that frequencies are equal bit for bit; but every call depends on its arguments alone, where
-transformers keeps what a longer input left behind.
+A scaling is a frozen value. Called with (r rotated channels, length in tokens) it returns r/2 inverse frequencies in fp32, in
+radians a token, and the factor on cos and sin. The order of operations is that of transformers' `modeling_rope_utils`, so that
+frequencies are equal bit for bit. But here a call depends on its arguments alone, whereas transformers keeps what a longer input
+left behind.
 """
 
 import math

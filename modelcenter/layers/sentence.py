@@ -34,20 +34,21 @@ class Dense(nn.Module):
 
 
 class EmbedHead(Head):
-    """A sentence's vector, scaled to length one. `pick` takes it from the tokens': their mean (Reimers & Gurevych, 2019), the
-    first, or, of a causal model, the last (Wang et al., 2023, "Improving text embeddings with large language models"). `dense`:
-    what it goes through before its length is one, if the checkpoint has such layers, with the `files` that say so and the `places`
-    of their weights (checkpoint/sentence.py).
+    """A sentence's vector, scaled to length one. `pick` takes it from the tokens' vectors: their mean (Reimers & Gurevych, 2019),
+    the first, or, in a causal model, the last (Wang et al., 2023, "Improving text embeddings with large language models"). `dense`
+    are the layers that it goes through before it is scaled, if the checkpoint has such layers, with the `files` that describe them
+    and the `places` of their weights (checkpoint/sentence.py).
 
-    A `pooler` that the family's backbone is saved with has no part in it, but is kept and its output returned beside it.
+    A `pooler` that the family's backbone is saved with plays no part in the vector; it is kept, and its output is returned beside
+    it.
 
-    Labels (n) that are numbers: the rows are n texts and then the n of their pairs, whose cosines are to be these (the squared
-    error). Labels that are places: behind the first n rows stand the texts among which each one's own is to be found, by cosines
-    times `scale`; these are the logits (n, rows - n), and, if `symmetric`, the first is to be found by the second too. One loss a
-    pair. Henderson et al., 2017.
+    Labels (n) that are numbers: the rows are n texts followed by their n partners, and the labels are the cosines that the pairs
+    should have (squared error). Labels that are places: the first n rows are followed by the texts among which each one's partner
+    is to be found, by cosines times `scale`. These are the logits (n, rows - n). If `symmetric`, the partner must find the first
+    text as well. There is one loss for each pair. Henderson et al., 2017.
 
-    Where a batch is shared out `gather` gives in training the rows (m ...) of all shares, this one's first, so that each text is
-    to be found among those of all.
+    If a batch is divided among ranks, `gather` gives in training the rows (m ...) of all of them, this rank's first, so that each
+    text is to be found among those of all.
     """
 
     scale = 20.0

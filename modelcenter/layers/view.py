@@ -23,8 +23,8 @@ from .position import Angles, Distances
 
 @dataclass(frozen=True)
 class Ends:
-    """Where n sequences end that are laid end to end: `there` are their n + 1 cumulative lengths (int32) on the device of what is
-    laid out, `known` the same where the host knows them. None is longer than `longest`."""
+    """Where n sequences end that are laid end to end. `there`: their n + 1 cumulative lengths (int32) on the device; `known`: the
+    same on the host, if it knows them. No sequence is longer than `longest`."""
 
     there: Tensor
     longest: int
@@ -37,20 +37,20 @@ class Ends:
 
     @cached_property
     def here(self) -> Sequence[int]:
-        """The numbers on the host. Where it does not know them a GPU is waited for, and there can be no CUDA graph."""
+        """The cumulative lengths on the host. If it does not know them, it waits for the GPU, and there can be no CUDA graph."""
         return self.there.tolist() if self.known is None else self.known
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences laid end to end: where those of queries end, and those of keys."""
+    """Sequences laid end to end: where those of the queries end, and those of the keys."""
 
     q: Ends
     k: Ends
 
     @classmethod
     def of(cls, q: Sequence[int], k: Sequence[int], device: torch.device) -> "Packing":
-        """n + 1 cumulative lengths of each."""
+        """From n + 1 cumulative lengths of each."""
         return cls(Ends.of(q, device), Ends.of(k, device))
 
     def spans(self) -> list[tuple[slice, slice]]:
@@ -60,12 +60,12 @@ class Packing:
 
     @property
     def ends(self) -> tuple[Tensor, Tensor]:
-        """The two on their device."""
+        """Both cumulative lengths, on their device."""
         return self.q.there, self.k.there
 
     @property
     def span(self) -> tuple[int, int]:
-        """The most queries and the most keys of a sequence."""
+        """The largest numbers of queries and of keys in a sequence."""
         return self.q.longest, self.k.longest
 
     @property
@@ -74,7 +74,7 @@ class Packing:
 
 
 class Once:
-    """A view that is made when a layer first asks for it."""
+    """A view that is made when a layer first asks for it, and then kept."""
 
     def __init__(self, make: "Callable[[], View]"):
         self.make = make
@@ -88,10 +88,11 @@ class Once:
 
 @dataclass(frozen=True)
 class View:
-    """`mask` (1|b 1|h s t; bool, or an additive bias with -inf where nothing is seen), how keys are found, and rotary angles.
+    """What queries may see: a `mask` (1|b 1|h s t; bool, or an additive bias with -inf where nothing is seen), where keys are
+    found, and rotary angles.
 
-    With `packing` a sequence sees itself alone, and an additive `mask` is indexed by the position within the sequence, or there
-    is one for each sequence.
+    With `packing` each sequence sees only itself. An additive `mask` is then indexed by the position within a sequence, or there is
+    one mask for each sequence.
     """
 
     mask: Tensor | Sequence[Tensor | None] | None = None
@@ -107,9 +108,9 @@ class View:
     wanted: Tensor | None = None  # n: the places of b s, counted through, that are read of what the block makes; None: all
 
     def asked(self, x: Tensor, dtype: torch.dtype, head_dim: int) -> "View | None":
-        """Attention to x (b s dim, laid end to end as 1 (b s) dim) that only the `wanted` of its places ask, n in order: packed
-        queries, each sequence's its own. None where that is not to be had: nothing is wanted, what a query sees depends on its
-        place, or no kernel takes heads of these."""
+        """The view of only the `wanted` places of x (b s dim, laid end to end as 1 (b s) dim), n of them in order, as packed
+        queries. None if that is impossible: nothing is wanted, what a query sees depends on its place, or no kernel takes such
+        heads."""
         seen, placed = self.seen, self.causal or self.distances is not None or self.angles is not None or self.cache is not None
         if self.wanted is None or placed or not covers(x.new_empty((0, 1, 0, head_dim), dtype=dtype)):
             return None
@@ -128,7 +129,8 @@ class View:
         return View(packing=packing, seen=None if seen is None else seen.reshape(1, -1), masked=Once(lambda: self))
 
     def chosen(self, x: Tensor) -> Tensor:
-        """Of x (b s dim), which stands behind attention, what is wanted (1 n dim): no token sees another from there on."""
+        """The wanted places (1 n dim) of x (b s dim). Behind the last attention no token sees another, so that this may be done
+        there."""
         return x if self.wanted is None else x.flatten(0, 1).index_select(0, self.wanted)[None]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
@@ -175,11 +177,11 @@ class View:
 
     @property
     def lengths(self) -> tuple[Tensor | None, Tensor | None]:
-        """The packing's, on the device; none without it."""
+        """The cumulative lengths of the packing, on the device; None without one."""
         return (None, None) if self.packing is None else self.packing.ends
 
     def by_distance(self, bias: Distances, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """The same with a bias that no mask is made of."""
+        """`attend` with a bias by distance, of which no mask is made."""
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -188,7 +190,7 @@ class View:
         return out.transpose(1, 2)
 
     def by_lengths(self, packing: Packing | None, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """All sequences of a packed row, or a context that all see, by one kernel of ours, which also knows a bias."""
+        """`attend` of all sequences of a packed row, or of a context that is seen by all, in one kernel of ours."""
         span = (q.size(2), k.size(2)) if packing is None else packing.span
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -198,7 +200,8 @@ class View:
         return out.transpose(1, 2)
 
     def by_flash(self, packing: Packing, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """The same by torch's flash attention, without dropout; fewer heads of keys than of queries are no copies."""
+        """`attend` by torch's flash attention, without dropout. If there are fewer heads of keys than of queries, nothing is
+        copied."""
         turned = (x[0].transpose(0, 1) for x in (q, k, v))
         given = (*packing.ends, *packing.span)
         found = torch.ops.aten._flash_attention_forward(*turned, *given, 0.0, self.causal, False, scale=scale)
@@ -206,8 +209,8 @@ class View:
         return out[None].transpose(1, 2)
 
     def step(self, cache: Fixed, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """The same for one query (b h 1 d) of each row and the keys of a cache of fixed shape: those that it counts, or those that
-        the mask shows. Heads that share their keys are as queries of one head, for which every kernel is made."""
+        """`attend` of one query (b h 1 d) for each row to a cache of fixed shape: to the keys that it counts, or to those that the
+        mask shows. Heads that share their keys become queries of one head, which every kernel can do."""
         if self.mask is None:
             flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
             counted = (cache.rows, cache.bounds, 1, cache.span, 0.0, False, False)
@@ -222,7 +225,7 @@ class View:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).reshape(b, h, 1, d)
 
     def tiled(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """The same by our own kernel, which reads and writes b s h d, as the projections around it do: no copies."""
+        """`attend` by our own CPU kernel, which reads and writes b s h d as the projections do: no copies."""
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -230,9 +233,9 @@ class View:
         return out.transpose(1, 2)
 
     def tiles_pay(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
-        """Whether our kernel is there and beats torch's attention: with dropout or a gradient in half precision, for which torch
-        has no kernel on the CPU, it takes a quarter of the time or less; without them few queries do not fill a tile, and what is
-        exported must not ask how many there are."""
+        """Whether our CPU kernel is there and beats torch's attention. With dropout, or with a gradient in half precision, for
+        which torch has no CPU kernel, it takes a quarter of the time or less. Otherwise it pays only if the queries fill a tile;
+        what is exported must not ask how many there are."""
         trains = torch.is_grad_enabled() and q.requires_grad
         pays = dropout > 0 or (not torch.compiler.is_exporting() and q.size(2) >= 64) or (trains and q.dtype != torch.float32)
         return pays and q.dtype == k.dtype == v.dtype and ops.attention.fast(q)
@@ -241,7 +244,7 @@ class View:
 def by_torch(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None, grouped: bool
 ) -> Tensor:
-    """torch's attention. What it drops a record that computes it again has to have once more."""
+    """torch's attention. If it drops something, a CUDA graph that computes it again must draw the same."""
     make = partial(F.scaled_dot_product_attention, q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     return drawn(make) if dropout else make()
 
@@ -250,12 +253,12 @@ def merge(
     queries: int, keys: int, device: torch.device, *, causal: bool, real: Tensor | None, bias: Tensor | None,
     context: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
-    """One mask out of causality, `real` keys (b t), those of the `context`, the first so
-    many of each row (b 1), which no causality hides, and an additive `bias`,
-    and whether the kernel's causal rule is left to do.
+    """One mask out of causality, the `real` keys (b t), the `context` (b 1: how many first keys of each row are seen despite
+    causality) and an additive `bias`; and whether causality is left to the kernel's own rule.
 
-    Queries are the last `queries` of the `keys` positions. Nothing to hide: no mask, so that the fastest kernel applies.
-    """  # fmt: skip
+    Queries are the last `queries` of the `keys` positions. If there is nothing to hide there is no mask, so that the fastest kernel
+    applies.
+    """
     if real is None and bias is None and context is None:
         if queries == keys or not causal:
             return None, causal

@@ -53,8 +53,8 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 class Plain(Optimizer):
-    """torch's optimizer. Nobody compiles these methods: torch asks its compiler to leave them out, and so would import it, for
-    more than a second, before the first step."""
+    """torch's optimizer, without its calls of the compiler: torch asks the compiler to skip these methods, and would import it for
+    that, for more than a second before the first step."""
 
     add_param_group: Any = unwrap(Optimizer.add_param_group)
     zero_grad: Any = unwrap(Optimizer.zero_grad)
@@ -85,8 +85,8 @@ class AdamW(Plain):
                                   "master": master, "stochastic": stochastic, "seed": seed, "fused": fused})
 
     def squares(self, copies: Callable[[Tensor], int] = lambda p: 1) -> Tensor:
-        """The sum of all squared gradients of this process (float64, 1), each divided by how many processes hold the same part of
-        its parameter: summed over a mesh by who knows the mesh, every element then counts once."""
+        """The sum of all squared gradients of this process (float64, 1). Each is divided by the number of processes that hold the
+        same part of its parameter, so that in a sum over the mesh every element counts once."""
         lists: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -98,9 +98,9 @@ class AdamW(Plain):
         return found[0] if len(found) == 1 else torch.cat([total.to(found[0].device) for total in found]).sum(0, True)
 
     def clip(self, max_norm: float = 0.0, scale: Tensor | None = None, squares: Tensor | None = None) -> Tensor:
-        """(norm, factor), float32: the norm of the gradients times `scale` (a number on the device, 1 / loss scale), and what
-        unscales them and clips them to `max_norm` (0: never), or NaN where the norm is not finite: `step` then leaves all as it
-        is."""
+        """(norm, factor), float32. The norm is that of the gradients times `scale` (a number on the device, 1 / loss scale). The
+        factor unscales them and clips them to `max_norm` (0: never); it is NaN if the norm is not finite, and `step` then changes
+        nothing."""
         totals = self.squares() if squares is None else squares
         if usable(totals):
             clip = torch.empty(2, device=totals.device)
@@ -139,7 +139,7 @@ class AdamW(Plain):
         return loss
 
     def prepare(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Make the state of a parameter, or make it over if another kind of AdamW has made it."""
+        """Make the state of a parameter, or convert one that another kind of AdamW has made."""
         if p.grad is not None and p.grad.is_sparse:
             raise ValueError("AdamW: a sparse gradient; dense ones are wanted")
         state = self.state[p]
@@ -159,7 +159,7 @@ class AdamW(Plain):
                 narrow(state, name, old)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, and torch's own are taken, but moments keep the dtype that they were saved in."""
+        """As torch's, whose own state dicts are accepted too; but moments keep the dtype in which they were saved."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.update({key: value for key, value in self.defaults.items() if key not in group})
@@ -187,7 +187,8 @@ def local(x: Tensor) -> Tensor:
 
 
 def gradient(p: Tensor) -> Tensor | None:
-    """The gradient of `p`, in parts as `p` is: what has been used in several ways may be whole, or a sum that was not made yet."""
+    """The gradient of `p`, divided as `p` is. That of a parameter that is used in several ways may come whole, or as a sum that is
+    still to be made."""
     placements = getattr(p, "placements", None)
     # ignored: a DTensor has placements
     if p.grad is not None and placements is not None and p.grad.placements != placements:  # type: ignore[attr-defined]
@@ -289,7 +290,7 @@ def exact_root(x: Tensor) -> Tensor:
 
 
 def widened(state: dict[str, Any], name: str) -> Tensor:
-    """A moment as numbers."""
+    """A moment as floating-point numbers."""
     codes = local(state[name])
     if codes.dtype.is_floating_point:
         return codes

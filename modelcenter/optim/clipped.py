@@ -1,4 +1,5 @@
-"""Optimizers other than AdamW behind its face: `clip` gives norm and factor on the device, `step(clip=)` obeys them."""
+"""Optimizers other than AdamW with the same interface: `clip` returns norm and factor on the device, and `step(clip=)` applies
+them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from .adamw import AdamW, Plain, evaluated, gradient, local
 
 
 class Clipped(Plain):
-    """Scales the gradients by what `clip` gave and steps; where the norm was not finite nothing changes."""
+    """Scales the gradients by what `clip` returned and steps. If the norm was not finite, nothing changes."""
 
     squares: Any = AdamW.squares  # which ask for nothing but groups
     clip: Any = AdamW.clip
@@ -23,7 +24,7 @@ class Clipped(Plain):
 
 
 def scaled(groups: list[dict[str, Any]], clip: Tensor) -> bool:
-    """Multiply the gradients by what `clip` gave; False, and nothing done, where that is not a number."""
+    """Multiply the gradients by what `clip` returned. If that is NaN, do nothing and return False."""
     if not bool(clip[1].isfinite()):
         return False
     grads = [local(g) for group in groups for p in group["params"] if (g := gradient(p)) is not None]

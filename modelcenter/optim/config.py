@@ -1,4 +1,4 @@
-"""What the `optimizer`, `schedule` and `loss` sections of a recipe say; torch-free, so that a recipe is checked first."""
+"""The `optimizer`, `schedule` and `loss` sections of a recipe; torch-free, so that a recipe is checked first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -88,7 +88,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is added to the cross entropy in training (evaluation is without), and what the loss of sentence embeddings is."""
+    """What is added to the cross entropy in training (not in evaluation), and what the loss of sentence embeddings is."""
 
     label_smoothing: float = field(
         default=0.0, metadata={"min": 0, "below": 1, "help": "part of a target spread over all classes (Szegedy et al., 2016)"}
@@ -106,7 +106,7 @@ class LossConfig:
 
 
 def refuse_changed(config: Any, keys: Sequence[str], why: str, section: str = "") -> None:
-    """Refuse a key of `keys`, which are of a `section`, that is not at its default."""
+    """Refuse a key among `keys` of a `section` that is not at its default."""
     for f in fields(config):
         if f.name in keys and getattr(config, f.name) != f.default:
             usual = list(f.default) if isinstance(f.default, tuple) else f.default

@@ -10,7 +10,8 @@ from .adamw import local
 
 
 class EMA:
-    """average = decay average + (1 - decay) weight, after each update, from the first weights on; fp32, of what trains alone."""
+    """average = decay average + (1 - decay) weight, after each update, starting from the first weights; in fp32, of what is
+    trained."""
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
@@ -20,14 +21,14 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of this moment in."""
+        """Add the current weights to the averages."""
         averages = [local(a) for a in self.averages.values()]
         weights = [local(p.detach()).to(a.dtype) for p, a in zip(self.weights.values(), averages, strict=True)]
         torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange weights and averages; twice is nothing at all, where the weights are fp32."""
+        """Exchange weights and averages. Doing it twice changes nothing, if the weights are fp32."""
         for name, p in self.weights.items():
             weight = p.detach().to(self.averages[name].dtype, copy=True)
             p.copy_(self.averages[name])
@@ -35,7 +36,7 @@ class EMA:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the averages for as long as the context lasts."""
+        """A context in which the model has the averages as its weights."""
         self.swap()
         try:
             yield

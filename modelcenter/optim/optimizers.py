@@ -20,10 +20,10 @@ NAMES = ("adamw", "adafactor", "lion", "muon")
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, ranks: Ranks = ALONE) -> AdamW | Clipped:
-    """The optimizer over the parameters that train, in groups: matrices with `config.weight_decay`, norms and biases without; one
-    for each depth where rates differ (`lr_scale`); the matrices of blocks apart for Muon; what has no 8-bit moments apart from what
-    has (`blocked`). Parameters carry their names into the optimizer's state. `ranks`: those that `model` is spread over; what they
-    do together is what one process does. Refuses a model in which nothing trains."""
+    """The optimizer of the parameters that are trained, in groups: matrices with `config.weight_decay`, norms and biases without;
+    one for each depth if rates differ (`lr_scale`); the matrices of blocks apart for Muon; and what has no 8-bit moments apart from
+    what has (`blocked`). Parameters carry their names into the optimizer's state. `ranks`: those that `model` is spread over;
+    together they do what one process does. A model in which nothing is trained is refused."""
     if config.name not in NAMES:
         refuse(None, "optimizer.name", repr(config.name), nearest(config.name, NAMES))
     settle(model)
@@ -54,8 +54,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, ranks: Ranks = AL
 
 
 def blocked(name: str, parameter: Tensor) -> bool:
-    """Whether the moments of a parameter have 8 bits: those of a matrix whose rows are whole blocks, so that the blocks are the
-    same on any mesh. Vectors, and what has narrow rows, keep 4 bytes: they are few."""
+    """Whether the moments of a parameter have 8 bits. Those of a matrix do, if its rows are whole blocks, so that the blocks are
+    the same on any mesh. Vectors, and matrices with narrow rows, keep 4 bytes: they are few."""
     sharded, last, width = cast(Any, parameter), parameter.dim() - 1, parameter.shape[-1]
     if last == 0 or width % BLOCK:
         return False
@@ -91,8 +91,8 @@ def lr_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, parameter, whether weight decay applies) for each parameter that trains; a tied one once, by its first
-    name. Decay is for matrices: not for a norm's parameters, nor for biases, whatever their shape, tables of them included."""
+    """(name, parameter, whether weight decay applies) for each parameter that is trained; a tied one once, by its first name.
+    Matrices decay; norms' parameters and biases do not, whatever their shape, nor do tables of biases."""
     seen: set[Tensor] = set()
     tables = {part for module in model.modules() if isinstance(module, RelativeBias) for part in module.modules()}
     for path, module in model.named_modules():

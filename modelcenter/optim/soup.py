@@ -10,9 +10,9 @@ from ..model import Model
 
 @torch.no_grad()
 def soup(models: Iterable[Model]) -> Model:
-    """The first of `models`, its weights the mean of all, added up in at least fp32; of each later one only its weights are looked
-    at, and no two need be held at once. Errors: `InputError`, naming the first that is of another family, head, size or labels, or
-    that has an adapter."""
+    """The first of `models`, with the mean of all their weights, added up in at least fp32. Of each later model only the weights
+    are used, and no two need be in memory at once. Errors: `InputError`, naming the first model that is of another family, head,
+    size or labels, or that has an adapter."""
     rest = iter(models)
     first = next(rest)
     alike(first, first)

@@ -1,8 +1,8 @@
-"""Tensor parallelism of layers with an adapter and of layers in codes, whose parts a rank has: those of its rows or columns.
+"""Tensor parallelism of layers with an adapter and of quantised layers: a rank has its rows or columns of them.
 
-An adapter is cut like its base, on the side that is not of low rank. DoRA's lengths are those of whole rows: of a matrix cut along
-them their squares are summed over the ranks. Codes are cut where they are, between groups, which share a scale; no rank makes
-others than one process would.
+An adapter is cut like its base, on the side that is not of low rank. DoRA's lengths are those of whole rows; if a matrix is cut
+along its rows, the squares of the parts are summed over the ranks. Codes are cut where they are, between groups that share a scale,
+so that no rank makes other codes than one process would.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def cut_adapted(layer: Adapted, style: str, mesh: "DeviceMesh", sequence: bool, styles: "Styles") -> "dict[str, ParallelStyle]":
-    """Cut what torch's styles do not, and say in which style they cut the rest. With `sequence` sums over ranks are left to
-    sequence.py, but for those that DoRA multiplies: they are taken at once."""
+    """Cut what torch's styles do not, and return the styles in which they cut the rest. With `sequence`, sums over ranks are left
+    to sequence.py, except those that DoRA multiplies, which are taken at once."""
     check_adapted(layer, style)
     dora = layer.magnitude is not None
     late = sequence and not (dora and style == "row")
@@ -43,13 +43,13 @@ def cut_adapted(layer: Adapted, style: str, mesh: "DeviceMesh", sequence: bool, 
 
 
 def check_adapted(layer: Adapted, style: str) -> None:
-    """Refuse an adapter on a head, whose rows are those of a padded vocabulary."""
+    """Refuse an adapter on a head: its rows would be those of a padded vocabulary."""
     if style not in ("column", "row"):
         refuse(None, "tensor_parallel", "an adapter on a head", "targets outside the head, or tensor_parallel=1")
 
 
 def check_codes(model: nn.Module, kind: str, ranks: int) -> None:
-    """Refuse matrices, still whole, whose codes cannot be cut among so many ranks."""
+    """Refuse a model, not yet sharded, with matrices whose codes cannot be divided among so many ranks."""
     for name, module in model.named_modules():
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)
@@ -65,7 +65,7 @@ def check_codes(model: nn.Module, kind: str, ranks: int) -> None:
 
 
 def cut_codes(layer: QuantizedLinear, style: str, mesh: "DeviceMesh", sequence: bool = False) -> None:
-    """Leave this rank its rows or columns, and have their products made as torch's styles make them."""
+    """Keep this rank's rows or columns, and let their products be made as torch's styles make them."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     ranks, me = mesh.size(), mesh.get_local_rank()
@@ -96,7 +96,7 @@ def cut_codes(layer: QuantizedLinear, style: str, mesh: "DeviceMesh", sequence: 
 
 
 def cut_lengths(layer: Adapted, style: str, mesh: "DeviceMesh") -> None:
-    """Of DoRA: magnitudes go with the rows; where columns are cut, squares are summed."""
+    """Cut DoRA's magnitudes along with the rows; if columns are cut, sum the squares over the ranks."""
     from torch.distributed._functional_collectives import all_reduce
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -122,7 +122,8 @@ def whole(mesh: "DeviceMesh", layer: nn.Module, args: Any, out: Tensor) -> Any:
 
 
 def sequence_parallel_adapter(layer: Adapted, style: str, mesh: "DeviceMesh") -> None:
-    """Of an adapted layer: what is of low rank is whole on every rank, as are the weights on that side of it."""
+    """The style of an adapted layer under sequence parallelism: what is of low rank is whole on every rank, as are the weights on
+    that side of it."""
 
     def local(a: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(x.to_local() if hasattr(x, "to_local") else x for x in args)

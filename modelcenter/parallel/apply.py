@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def styles(sequence: bool) -> "dict[str, Callable[[], ParallelStyle]]":
-    """What the words of the layers' `tp` tables do; `sequence`: sums over ranks are left to sequence.py."""
+    """torch's parallel style for each word of the layers' `tp` tables. With `sequence`, sums over ranks are left to sequence.py."""
     from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -51,11 +51,12 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
                 quiet: Callable[[], object] = lambda: None) -> nn.Module:
     """Shard `model` in place as `machine` (a profile or its name) says, and return it. A model on the meta device stays there.
 
-    `precision`: bf16 or fp16 if forwards will run under torch.autocast of it. Ranks then send each other weights in that precision,
-    half as many bytes; they hold and update them, and add up gradients, in the model's own dtype. `quiet`: called when ranks
-    exchange nothing more; what is left, FSDP's hooks, each rank does for itself.
+    `precision`: bf16 or fp16, if forwards will run under torch.autocast with it. Ranks then send each other weights in that
+    precision, which halves the bytes; they hold and update weights, and add up gradients, in the model's own dtype. `quiet`: a
+    function that is called as soon as the ranks have nothing more to exchange; what is left, FSDP's hooks, each rank does by
+    itself.
 
-    Errors: `InputError` where the machine asks for what does not go together, before anything is allocated.
+    Errors: `InputError` if settings of the machine do not go together, before anything is allocated.
     """
     machine = load_machine(machine) if isinstance(machine, str) else machine
     check(machine)
@@ -75,7 +76,7 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
 
 
 def mesh_of(machine: Machine) -> "DeviceMesh | None":
-    """The mesh (replicate, fsdp, tp) over all ranks, without what has one alone; None where one process does everything."""
+    """The mesh (replicate, fsdp, tp) over all ranks, without dimensions of size one; None for a single process."""
     if machine.ranks == 1:
         return None
     kind = device_of(machine)
@@ -92,14 +93,14 @@ def mesh_of(machine: Machine) -> "DeviceMesh | None":
 
 @cache
 def one_mesh(kind: str, degrees: tuple[tuple[str, int], ...], group: Any) -> "DeviceMesh":
-    """A mesh starts process groups of its own: once is enough, as long as `group` is the group of all."""
+    """The mesh, made once for as long as `group` is the group of all ranks: each new one would start process groups of its own."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(kind, tuple(n for _, n in degrees), mesh_dim_names=tuple(name for name, _ in degrees))
 
 
 def join(machine: Machine) -> Ranks:
-    """This process among the ranks of `machine`, which have found each other when it returns."""
+    """Join the ranks of `machine`: they have found each other when this returns."""
     mesh = mesh_of(machine)
     return ALONE if mesh is None else Ranks(mesh, machine.zero)
 
@@ -138,8 +139,8 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False
 
 
 def looked_up(table: nn.Embedding, ids: Any) -> Any:
-    """What this rank's rows of a table have at `ids` (b s), a summand of what all have (b s dim). torch's own lookup forms the
-    gradient of the whole table on every rank, and leaves it whole there if nothing else cuts it."""
+    """This rank's summand (b s dim) of the rows of a table at `ids` (b s): zero for rows that other ranks have. torch's own lookup
+    forms the gradient of the whole table on every rank, and leaves it whole there if nothing else cuts it."""
     from torch.distributed.tensor import DTensor, Partial
 
     weight: Any = table.weight
@@ -151,8 +152,8 @@ def looked_up(table: nn.Embedding, ids: Any) -> Any:
 
 
 def pad_rows(module: nn.Module, ranks: int) -> None:
-    """Lengthen a vocabulary's table so that it divides among `ranks`, a large one into parts that the matrix units like (multiples
-    of 8: ops/linear_cross_entropy.py has figures); the added rows are zero and never saved."""
+    """Lengthen a vocabulary's table so that it divides among `ranks`; a large one into parts that matrix units like (multiples of
+    8; ops/linear_cross_entropy.py has figures). The added rows are zero and never saved."""
     for name, old in list(module.named_parameters(recurse=False)):
         if extra := -len(old) % (8 * ranks if len(old) >= 1024 else ranks):
             grown = torch.cat((old.detach(), old.new_zeros(extra, *old.shape[1:])))
@@ -166,8 +167,8 @@ def retie(model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None, quiet: Callable[[], object]) -> None:
-    """FSDP2: each block gathers its own parameters, a large head too, the root the rest. Of a mesh (replicate, fsdp) each row
-    shards, and rows add up their gradients; a row of one rank is plain data parallelism.
+    """Apply FSDP2: each block gathers its own parameters, a large head too, and the root gathers the rest. In a mesh (replicate,
+    fsdp) each row shards, and rows add up their gradients; rows of one rank are plain data parallelism.
 
     Bytes of a parameter on each of n fsdp ranks, with AdamW in bf16 over fp32, and what is sent for the m micro-batches of a step
     (Rajbhandari et al., 2020, "ZeRO"; `Ranks.reduce` turns the same knobs from one micro-batch to the next):
@@ -176,7 +177,7 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
         zero 2   16 / n + 2 for as long as a step lasts    1 gather, m reduce-scatters
         zero 1   16 / n + 2 + 4, where m > 1               1 gather, 1 reduce-scatter
 
-    Gradients of all rows are added up once a step whatever the stage.
+    Gradients of all rows are added up once a step, whatever the stage.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -201,8 +202,8 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
 
 
 def policy(model: nn.Module, precision: str | None) -> "MixedPrecisionPolicy":
-    """In which dtypes ranks exchange weights and gradients: gradients never in low precision, whose sum would lose what each adds.
-    The residual stream keeps its own, so inputs of blocks are not cast."""
+    """The dtypes in which ranks exchange weights and gradients. Gradients are never summed in low precision, which would lose small
+    summands. The residual stream keeps its dtype: inputs of blocks are not cast."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     low = LOW.get(precision or "")
@@ -211,7 +212,7 @@ def policy(model: nn.Module, precision: str | None) -> "MixedPrecisionPolicy":
 
 
 def release(model: nn.Module, args: Any, out: Any) -> None:
-    """After a forward that no backward follows weights would stay whole: who changes or saves them then would find these and not
-    the shards."""
+    """Give gathered weights back after a forward that no backward follows. Otherwise they would stay whole, and whoever changes or
+    saves weights would find these and not the shards."""
     if not torch.is_grad_enabled():
         settle(model)

@@ -1,4 +1,4 @@
-"""What a machine asks of each block, on one device or on many: to be computed again in the backward, to be compiled."""
+"""What a machine asks of each block, on one device or on many: to be computed again in the backward, and to be compiled."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,9 +30,9 @@ def blocks(model: nn.Module) -> list[Block]:
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """What ranks send each other by itself, beside the rest of the model: blocks, and a head with a table of its own that is as
-    large as one. Its gradients are on their way, and its memory is free, while the blocks are at work; what is left to the root
-    waits for the first and for the last of them."""
+    """The modules that ranks send each other separately, beside the rest of the model: the blocks, and a head that has a table of
+    its own as large as a block. Its gradients are sent, and its memory becomes free, while the blocks are at work. What is left to
+    the root is there from the first block to the last."""
     head, own = getattr(model, "head", None), blocks(model)
     if not isinstance(head, nn.Module) or not own:
         return [*own]
@@ -43,7 +43,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def fit_blocks(model: nn.Module, machine: Machine) -> None:
-    """Recompute, then compile, as `machine` says: what is computed again is compiled too."""
+    """Apply recompute and then compile, as `machine` says: what is computed again is compiled too."""
     recompute(model, machine.recompute)
     if machine.compile:
         for block in blocks(model):
@@ -51,8 +51,8 @@ def fit_blocks(model: nn.Module, machine: Machine) -> None:
 
 
 def recompute(model: nn.Module, how: Recompute) -> None:
-    """`full`: keep only the blocks' inputs, and compute their insides again in the backward, with the same dropout; `selective`:
-    keep the results of `KEPT` as well (Korthikanti et al., 2022, "Reducing Activation Recomputation")."""
+    """`full`: keep only the inputs of blocks, and compute the rest again in the backward, with the same dropout. `selective`: also
+    keep the results of the operators in `KEPT` (Korthikanti et al., 2022, "Reducing Activation Recomputation")."""
     if how == "none":
         return
     for block in blocks(model):
@@ -100,15 +100,15 @@ def keep_drawn(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointP
 
 
 def keep(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    """Whether the result of a call is kept. Attention that draws its dropout by itself is computed again: were it left out, what is
-    drawn after it would not be what the forward drew."""
+    """Whether the result of a call is kept. Attention that draws its dropout by itself is computed again: if it were skipped, what
+    is drawn after it would differ from what the forward drew."""
     kept = op._schema.name in KEPT and not draws(op, args, options)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def draws(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether this call of attention drops something by itself. That of a CPU draws beforehand; where it stands for a GPU's at a
-    rehearsal, it is torch's there."""
+    """Whether this call of attention draws dropout by itself. On a CPU it is drawn beforehand. In a rehearsal where a CPU stands
+    for a GPU, it is torch's attention that draws."""
     if op._schema.name == "modelcenter::attention_forward":
         return on_gpu(args[0]) and args[-2] is not None
     given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | options

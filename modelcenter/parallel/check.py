@@ -1,11 +1,11 @@
-"""What a machine may not ask for together: refused by name, before anything is allocated."""
+"""Combinations that a machine profile may not ask for: refused by name, before anything is allocated."""
 
 from ..errors import refuse
 from .machine import Machine
 
 
 def check(machine: Machine) -> None:
-    """Refuse settings that have no meaning beside one another, and a layout that is still to be chosen."""
+    """Refuse settings that do not go together, and `devices` for which no layout has been chosen yet."""
     if machine.devices is not None:
         refuse(None, "machine.devices", f"{machine.devices}, where nothing is trained", "machine.fsdp=N, or leave it out")
     if machine.sequence_parallel and machine.tensor_parallel == 1:

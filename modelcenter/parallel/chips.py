@@ -1,8 +1,8 @@
-"""What a device can do: its memory, and how fast it computes, moves bytes and hears of other devices.
+"""What a device can do: its memory, and how fast it computes, moves bytes and communicates.
 
-Rates are what a training step reaches, not what a leaflet says. Those of the H200 were measured; of the others arithmetic is 0.8
-and memory 0.9 of the vendor's figure, the shares that the H200 reaches of its own. A file with the same keys says it for any
-other: `device=FILE.yaml`. Torch-free but for `probe`.
+Rates are those that a training step reaches, not those of a data sheet. The H200's were measured. For other GPUs, arithmetic is 0.8
+and memory 0.9 of the vendor's figure, the shares that the H200 reaches of its own. A file with the same keys describes any other
+device: `device=FILE.yaml`. Torch-free except `probe`.
 """
 
 import time
@@ -19,7 +19,7 @@ GB, TB, TERA = 10**9, 10**12, 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device of a machine whose devices are alike. Bytes, FLOP/s, bytes/s, seconds."""
+    """One device of a machine whose devices are alike, in bytes, FLOP/s, bytes/s and seconds."""
 
     name: str = field(metadata={"help": "what it is", "min": 1})
     memory: float = field(metadata={"help": "bytes for tensors", "above": 0})
@@ -52,12 +52,12 @@ class Chip:
     source: str = field(default="", metadata={"help": "where the numbers are from"})
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of products in fp32, bf16 or fp16; what it has no units for is formed in fp32."""
+        """FLOP/s of matrix products in fp32, bf16 or fp16. A dtype for which the chip has no units counts as fp32."""
         return {"bf16": self.bf16, "fp16": self.fp16}.get(dtype) or self.fp32
 
     def bus(self, ranks: int, stride: int) -> float:
-        """Bus bytes/s of a collective of `ranks` devices, each `stride` from the next: nodes are left by as many wires as have a
-        rank there."""
+        """Bus bytes/s of a collective of `ranks` devices that are `stride` apart. A node is left through as many wires as it has
+        ranks in the collective."""
         inside = max(1, min(ranks, self.node // stride))
         return self.link if ranks <= inside else min(self.link, self.wire * inside)
 
@@ -66,9 +66,9 @@ UNEVEN = 4.0  # benchmarks/plans.md: of the hosts that were measured all but one
 
 
 def together(device: float, host: float, apart: bool) -> float:
-    """Seconds of a step that asks so many of the device and of the host. Where the host runs ahead (`apart`) the longer hides the
-    shorter, but not evenly: with about as much to do each waits for the other now and then, for a fifth of a step at most. What is
-    not apart does one after the other."""
+    """Seconds of a step that needs so many of the device and of the host. If the host runs ahead (`apart`), the longer time hides
+    the shorter, but not evenly: when both are about as long, each waits for the other now and then, for up to a fifth of a step. If
+    not, one follows the other."""
     if not apart:
         return device + host
     most = max(device, host)
@@ -133,8 +133,8 @@ def chip_named(name: str) -> Chip:
 
 
 def chip_here(device: Any) -> Chip | None:
-    """The chip that a torch device is: a CPU is probed, a GPU known by its name, its memory read off it and its host timed; None if
-    it is unknown."""
+    """The chip that a torch device is. A CPU is probed. A GPU is known by its name; its memory is read off it, and its host is
+    timed. None if it is unknown."""
     if device.type == "cpu":
         return probe()
     if device.type != "cuda":
@@ -157,9 +157,10 @@ LINKS, CALLS = 25, 10  # of a chain of small calls, and of torch in each of its 
 
 
 def host_call() -> float:
-    """Seconds of this thread for a small call of torch's, forward and backward, timed for about a fiftieth of a second on a
-    processor's tensors: a GPU's context would take half a gigabyte of it, and what else runs here is none of a step's. No call that
-    a library gives to all cores: gelu of eight elements wakes 64 threads and took a thousandth of a second."""
+    """Seconds that this thread takes for a small call of torch, forward and backward, timed for about a fiftieth of a second. It is
+    timed on a CPU's tensors: a GPU's context would take half a gigabyte of its memory, and other work there is no part of a step.
+    The call must not be one that a library spreads over all cores: gelu of eight elements wakes 64 threads, and took a thousandth
+    of a second."""
     import torch
     from torch.nn import functional as F
 

@@ -1,8 +1,9 @@
 """How a process joins the others of its run. Whatever is wrong is said by name, and nobody waits for ever.
 
-The launcher tells each process by its environment: RANK, WORLD_SIZE, LOCAL_RANK, and where the first rank is to be met: MASTER_ADDR
-and MASTER_PORT, or on one machine a file. There each writes its name and its versions, the first one compares, and only then do
-they connect to each other, which would hang or fail with a riddle where something does not fit.
+The launcher tells each process through its environment: RANK, WORLD_SIZE, LOCAL_RANK, and where to meet the first rank: MASTER_ADDR
+and MASTER_PORT, or a file on a single machine. At that place each process writes its name and its versions, and the first one
+compares them. Only then do they connect to each other, because a connection between processes that do not fit would hang or fail
+with an obscure message.
 """
 
 import atexit
@@ -57,7 +58,7 @@ def connected(device: torch.device, machine: Machine) -> Iterator[None]:
 
 
 def check_interfaces() -> None:
-    """Refuse a network interface that is not there."""
+    """Refuse the name of a network interface that this machine does not have."""
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in there:
@@ -69,7 +70,7 @@ def check_interfaces() -> None:
 
 
 def meet(rank: int, size: int, seconds: float, device: str) -> Any:
-    """The store through which the ranks have found each other: all of them are there, and fit."""
+    """The store through which the ranks have found each other; when it is returned all of them are there, and fit."""
     until = time.monotonic() + seconds
     me = {"host": platform.node(), "pid": os.getpid(),
           "WORLD_SIZE": size, "modelcenter": __version__, "torch": torch.__version__, "device": device}  # fmt: skip
@@ -109,7 +110,7 @@ def meet(rank: int, size: int, seconds: float, device: str) -> Any:
 
 
 def late(key: str, found: str, wanted: str) -> NoReturn:
-    """As `refuse`, for a process that was waited for."""
+    """`refuse`, for a process that was waited for in vain."""
     raise LateError(message("environment", key, found, wanted))
 
 
@@ -136,7 +137,7 @@ def verdict(store: Any, size: int, until: float, seconds: float) -> tuple[bool, 
 
 
 def linger(store: Any, size: int) -> None:
-    """The first rank, with which the store goes, waits until those who came have heard why."""
+    """Keep the first rank, whose end would end the store, until the others have read why the run is refused."""
     until = time.monotonic() + PATIENCE
     came = sum(store.check([f"rank/{rank}"]) for rank in range(1, size))
     while store.add("heard", 0) < came and time.monotonic() < until:
@@ -144,7 +145,7 @@ def linger(store: Any, size: int) -> None:
 
 
 def open_store(rank: int, size: int, left: float, seconds: float) -> Any:
-    """The place where the ranks meet. `left` of `seconds` are left."""
+    """The store in which the ranks meet. `left` of `seconds` remain."""
     path = os.environ.get("MODELCENTER_STORE")
     if path is not None:
         return stores.FileStore(path, size)
@@ -175,7 +176,7 @@ def open_store(rank: int, size: int, left: float, seconds: float) -> Any:
 
 
 def resolve(host: str, port: int, seconds: float) -> None:
-    """Refuse a name that stays unknown."""
+    """Refuse a host name that cannot be resolved in time."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -188,7 +189,7 @@ def resolve(host: str, port: int, seconds: float) -> None:
 
 
 def occupied(port: int) -> bool:
-    """Whether somebody listens there already."""
+    """Whether another process listens at that address already."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a run before has left half closed is free
         try:
@@ -199,7 +200,7 @@ def occupied(port: int) -> bool:
 
 
 def knock(host: str, port: int, rank: int, left: float, seconds: float) -> None:
-    """Wait until somebody answers at the first rank's address."""
+    """Wait until a process answers at the first rank's address."""
     began, said = time.monotonic(), False
     while True:
         try:

@@ -1,6 +1,6 @@
-"""The rehearsal of a deep model, from those of a few of its blocks.
+"""The rehearsal of a deep model, inferred from rehearsals of a few of its blocks.
 
-Blocks of a stack are alike: each moment's memory, and the work, is a linear function of their number.
+Blocks of a stack are alike, so that each moment's memory, and the work, are linear functions of their number.
 """
 
 from collections import Counter
@@ -19,14 +19,14 @@ AHEAD = 2  # blocks of a stack that are rehearsed: the first and the last, and t
 
 @dataclass(frozen=True, eq=False)
 class Deep:
-    """A sum of rehearsals, each so many times, which is that of a deeper model."""
+    """A weighted sum of rehearsals, which stands for that of a deeper model."""
 
     parts: Sequence[tuple[int, Rehearsal]]
 
     def peak(self, factors: Mapping[Kind, float] | None = None, gathered: Callable[[str], float] = lambda phase: 0.0
              ) -> Counter[Kind]:
-        """The bytes of each kind at the moment with most, where each kind counts `factors` times (1, if it is not named), and what
-        is `gathered` in its phase is there too."""
+        """The bytes of each kind at the moment that needs most. Each kind counts `factors` times (once, if it is not named), and
+        the bytes that are `gathered` in the moment's phase are added."""
         of = [(factors or {}).get(kind, 1.0) for kind in SEEN]
 
         def most(moments: Sequence[tuple[int, ...]]) -> list[float]:
@@ -54,7 +54,7 @@ class Deep:
 
 
 def rehearse_deep(model: nn.Module, how: Callable[..., Rehearsal]) -> Deep:
-    """What `how(model, keep=...)` finds, from rehearsals of a few blocks of each stack where these are alike."""
+    """What `how(model, keep=...)` finds, inferred from a few blocks of each stack whose blocks are alike."""
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     deep = [i for i, stack in enumerate(stacks) if len(stack.blocks) > AHEAD + 1 and alike(list(stack.blocks)[1:-1])]
     if not deep:
@@ -66,7 +66,7 @@ def rehearse_deep(model: nn.Module, how: Callable[..., Rehearsal]) -> Deep:
 
 
 def alike(some: Sequence[nn.Module]) -> bool:
-    """Whether blocks have the same parts of the same shapes, trained or not."""
+    """Whether blocks have the same parts with the same shapes, trained or not."""
 
     def signature(block: nn.Module) -> Any:
         tensors = (*block.named_parameters(), *block.named_buffers())

@@ -13,7 +13,7 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device_of(machine: Machine) -> torch.device:
-    """The device of this rank: `machine.device`, or the accelerator that torch finds, by the launcher's LOCAL_RANK."""
+    """The device of this rank: the one in `machine.device`, or the accelerator that torch finds; LOCAL_RANK gives its number."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if machine.device == "cpu" or (machine.device == "auto" and found is None):
         return torch.device("cpu")
@@ -24,7 +24,7 @@ def device_of(machine: Machine) -> torch.device:
 
 
 def check_device(device: str | torch.device) -> None:
-    """Refuse a name of no device, and one of a device that is not here."""
+    """Refuse a name that is no device's, and a device that this machine does not have."""
     try:
         named = torch.device(device)
     except (RuntimeError, TypeError):
@@ -40,7 +40,7 @@ def check_device(device: str | torch.device) -> None:
 
 
 def count_of(machine: Machine) -> int:
-    """The devices that `machine.devices` means; those of NNODES machines like this one."""
+    """How many devices `machine.devices` means, on all NNODES machines, which are taken to be alike."""
     kind, nodes = device_of(machine).type, variable("NNODES", 1, 2**20, default=1)
     here = torch.accelerator.device_count() if kind != "cpu" else 1
     if not isinstance(machine.devices, int):
@@ -51,8 +51,7 @@ def count_of(machine: Machine) -> int:
 
 
 def memory_of(device: torch.device) -> tuple[int, int] | None:
-    """(free for this process, all there is) in bytes on a device; None where torch does not tell. On a CPU what is free is known
-    if psutil is installed."""
+    """(bytes free for this process, bytes in all) of a device; None if torch cannot tell. On a CPU this needs psutil."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device), total

@@ -1,4 +1,4 @@
-"""Rows of all shares of the data, for losses that compare the rows of a batch with one another."""
+"""Rows of all data shares, for losses that compare the rows of a batch with one another."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .ranks import Ranks
 
 
 class Gathered(torch.autograd.Function):
-    """Each share's loss depends on the rows of all: a row's gradient is the sum of what all of them ask of it."""
+    """All-gather whose backward adds up what the losses of all shares ask of a row."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Ranks) -> Tensor:
@@ -41,7 +41,7 @@ class Gathered(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Gather:
-    """The rows (n ...) of this share and, behind them, those of the others; every rank calls it, whatever it has."""
+    """The rows (n ...) of this share and, behind them, those of the others. Every rank calls it."""
 
     ranks: Ranks
 
@@ -50,7 +50,7 @@ class Gather:
         return out
 
     def __deepcopy__(self, memo: Any) -> Callable[[Tensor], Tensor]:
-        """A copy of a model that rehearses a step (parallel/rehearse.py) speaks to nobody."""
+        """A copy, made for the rehearsal of a step (parallel/rehearse.py), communicates with nobody."""
         return alone
 
 

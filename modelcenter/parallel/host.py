@@ -1,8 +1,8 @@
-"""What the host does for FSDP2 and tensor parallelism besides a model's own calls: Python of their hooks and of DTensor's dispatch.
+"""What the host does for FSDP2 and tensor parallelism besides a model's own calls: Python in their hooks and in DTensor's dispatch.
 
-Counted in calls of torch's, as a rehearsal counts those of a model, so that what `Chip.call` says of a host says it of these too.
-They depend on neither sizes nor ranks. `python benchmarks/host.py` measures them, on tensors of a few elements: these are rounded
-from a CPU's and from an H200's host, torch 2.13 and 2.11, which differ by 20 %.
+It is counted in calls of torch, as a rehearsal counts those of a model, so that `Chip.call` gives the time of these as well. The
+counts depend on neither sizes nor ranks. `python benchmarks/host.py` measures them on tensors of a few elements; these are rounded
+from a CPU's and an H200's host, torch 2.13 and 2.11, which differ by 20 %.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ UPDATED, SHARDED = 1.2, 3.1  # a parameter in an update: its gradient found, tol
 
 
 class Exchanges(NamedTuple):
-    """How often in a step weights of a block come and those of what is outermost, and how often a unit's gradients are shared out
-    and copies add theirs up. Among fsdp ranks the first three are collectives; one alone copies in their place."""
+    """How often in a step the weights of a block are gathered, and those of the outermost layers, and how often a unit's gradients
+    are scattered, and summed over copies. Among several fsdp ranks the first three are collectives; a single one copies instead."""
 
     blocks: int
     outermost: int
@@ -34,14 +34,15 @@ class Exchanges(NamedTuple):
 
 
 def exchanges(machine: Machine, forwards: int) -> Exchanges:
-    """Those of a step of `forwards` micro-batches: what is outermost is there still when the backward begins."""
+    """The exchanges of a step of `forwards` micro-batches. The outermost layers' weights are still there when the backward
+    begins."""
     three = machine.zero == 3
     return Exchanges(2 * forwards if three else 1, forwards if three else 1, 1 if machine.zero == 1 else forwards,
                      int(machine.replicate > 1))
 
 
 def hooked(model: nn.Module, machine: Machine, forwards: int) -> float:
-    """Calls for FSDP in a step of `forwards` micro-batches."""
+    """Calls that FSDP adds to a step of `forwards` micro-batches."""
     if machine.shares == 1:
         return 0.0
     inner, parts, times = len(blocks(model)), len(units(model)) + 1, exchanges(machine, forwards)
@@ -50,12 +51,12 @@ def hooked(model: nn.Module, machine: Machine, forwards: int) -> float:
 
 
 def recomputed(model: nn.Module, machine: Machine) -> float:
-    """Calls for what is computed again, in a micro-batch, beside those that are made again."""
+    """Calls that recompute adds to a micro-batch, besides those that are made again."""
     return len(blocks(model)) * RECOMPUTED[str(machine.recompute)]
 
 
 def cut(model: nn.Module, machine: Machine) -> float:
-    """Calls for tensor parallelism in a micro-batch."""
+    """Calls that tensor parallelism adds to a micro-batch."""
     if machine.tensor_parallel == 1:
         return 0.0
     parts = [getattr(module, child) for module, child, _ in tables(model)]
@@ -64,5 +65,5 @@ def cut(model: nn.Module, machine: Machine) -> float:
 
 
 def updated(model: nn.Module, machine: Machine) -> float:
-    """Calls for an update, beside those of its kernels."""
+    """Calls of an update, besides those of its kernels."""
     return sum(p.requires_grad for p in model.parameters()) * (UPDATED if machine.ranks == 1 else SHARDED)

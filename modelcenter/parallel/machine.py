@@ -24,8 +24,9 @@ Recompute = Literal["none", "selective", "full"] | bool
 class Machine:
     """A machine profile: how a run is divided among ranks, and what it trades for memory.
 
-    There are `tensor_parallel` x `fsdp` x `replicate` ranks. Results do not depend on it, beyond rounding. Errors: `InputError` for
-    settings that do not go together."""
+    There are `tensor_parallel` x `fsdp` x `replicate` ranks. The result of a run does not depend on the machine, beyond rounding.
+    Errors: `InputError` for settings that do not go together.
+    """
 
     devices: Literal["all"] | int | None = field(
         default=None, metadata={"min": 1, "max": 65536, "help": "train on so many GPUs, in the layout predicted to be fastest; "
@@ -87,7 +88,7 @@ class Machine:
             object.__setattr__(self, "fsdp", self.left_over())
 
     def left_over(self) -> int:
-        """The fsdp ranks of a launcher's WORLD_SIZE, which may be another one each time that it starts them."""
+        """The number of fsdp ranks that is left of a launcher's WORLD_SIZE, which may differ each time that it starts them."""
         if "WORLD_SIZE" not in os.environ:
             found = "auto, and no launcher has said how many ranks there are"
             refuse(None, "fsdp", found, "torchrun, a number, or machine.devices=all in place of it")
@@ -103,22 +104,22 @@ class Machine:
 
     @property
     def graphs(self) -> bool:
-        """Whether a GPU may be given a micro-batch as a CUDA graph: not where others take part, nor where blocks are compiled."""
+        """Whether micro-batches may run as CUDA graphs: with one rank, and without compiled blocks."""
         return self.cuda_graphs and self.ranks == 1 and not self.compile
 
     @property
     def shares(self) -> int:
-        """How many shares of the data there are."""
+        """Into how many shares the data is divided."""
         return self.fsdp * self.replicate
 
 
 def load_machine(name: str | Path) -> Machine:
-    """The packaged profile of that bare name, or the file at that path."""
+    """The packaged profile with that name, or the file at that path."""
     file, values = read_machine(name)
     return bind(Machine, values, file)
 
 
 def read_machine(name: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Its file, and what that says."""
+    """The file of a profile, and what it says."""
     file = find(name, "machine profile", packaged("machines"))
     return file, read_recipe(file)

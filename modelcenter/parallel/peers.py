@@ -1,10 +1,10 @@
-"""How the FSDP ranks of a node hand each other weights and gradients, without kernels that take the products' place.
+"""How the FSDP ranks of a node hand each other weights and gradients, without kernels that compete with matrix products.
 
-A collective of NCCL computes on multiprocessors that the products beside it could use. Copies take none: where every rank can map
-the others' memory (torch's symmetric memory), a GPU's copy engines fetch the parts of weights and bring gradients where they are
-added up. Gradients travel as they were formed, in bf16, and are added up in fp32 by the rank that holds their part, in the order of
-the ranks: half the bytes of a reduce-scatter in fp32, and nothing is rounded before the sum. So they are on CPUs too, and on GPUs
-that do not reach each other, by one all-to-all.
+A collective of NCCL runs on multiprocessors that the products beside it could use. Copies need none. If every rank can map the
+others' memory (torch's symmetric memory), a GPU's copy engines fetch the parts of weights, and bring gradients where they are added
+up. Gradients travel as they were formed, in bf16, and the rank that holds their part adds them up in fp32, in the order of the
+ranks. That is half the bytes of a reduce-scatter in fp32, and nothing is rounded before the sum. CPUs, and GPUs that do not reach
+each other, do the same with one all-to-all.
 
 Gather and Sum are what FSDP calls in place of its own collectives (`set_custom_all_gather`, `set_custom_reduce_scatter`).
 """
@@ -23,8 +23,8 @@ PATIENCE = 60  # seconds in which ranks that map each other's memory for the fir
 
 
 class Mapped:
-    """A buffer on each rank of a group that every one of them reaches, used by one thing after the other. It grows with what is
-    asked for, on all ranks at once."""
+    """A buffer on each rank of a group that every rank can reach, used for one thing after another. It grows on all ranks at once,
+    when more is asked for."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, 0
@@ -45,7 +45,7 @@ class Mapped:
 
 
 class Gather:
-    """FSDP's all-gather: each rank lays its part out, and fetches those of the others."""
+    """FSDP's all-gather: each rank lays out its part, and fetches those of the others."""
 
     def __init__(self, mapped: Mapped) -> None:
         self.mapped = mapped
@@ -105,10 +105,11 @@ class Sum:
 
 
 def lasting(size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for what one stream writes and the update frees: that of the stream that computes. torch's allocator keeps what was
-    freed on a stream from all others, and FSDP asks for sums on one of its own: gradients and activations would never take each
-    other's place, and with memory full be given back to the driver and asked of it again, twice a step. The stream that writes
-    waits for all that the other was given before, who takes this memory next waits for it; nobody reads a sum sooner."""
+    """Memory for what one stream writes and the update frees, taken from the stream that computes. torch's allocator keeps memory
+    that was freed on one stream from all others, and FSDP asks for sums on a stream of its own. Gradients and activations could
+    then never take each other's place, and when memory is full it would go back to the driver and be asked for again, twice a step.
+    The stream that writes waits for all earlier work of the other one; the next user of this memory waits for it; nobody reads a
+    sum earlier."""
     if device.type != "cuda":
         return torch.empty(size, dtype=dtype, device=device)
     here, home = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
@@ -126,8 +127,8 @@ def exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def ways(group: dist.ProcessGroup, kind: str) -> tuple[Gather | None, Sum | None]:
-    """What takes the place of FSDP's collectives among the ranks of `group`, whose devices are of `kind`; None: nothing does. A
-    collective. Across machines there is no all-to-all: each gradient would travel as often as there are ranks elsewhere."""
+    """What replaces FSDP's collectives among the ranks of `group`, whose devices are of `kind`; None: nothing does. A collective.
+    Across machines there is no all-to-all, because each gradient would travel as often as there are ranks elsewhere."""
     if not agreed(on_one_node(group), group, kind):
         return None, None
     if reach(group, kind, 4096) is None:
@@ -136,19 +137,19 @@ def ways(group: dist.ProcessGroup, kind: str) -> tuple[Gather | None, Sum | None
 
 
 def reach(group: dist.ProcessGroup, kind: str, size: int) -> Mapped | None:
-    """`size` bytes of each rank of a node that all the others reach; None where they cannot. A collective."""
+    """`size` bytes of each rank of a node, all of which the others can reach; None if they cannot. A collective."""
     return mapped(group, kind, size) if kind == "cuda" and agreed(near(group), group, kind) else None
 
 
 def agreed(able: bool, group: dist.ProcessGroup, kind: str) -> bool:
-    """Whether all ranks are able."""
+    """Whether all ranks can."""
     least = torch.tensor(float(able), device=kind)
     dist.all_reduce(least, dist.ReduceOp.MIN, group)
     return bool(least)
 
 
 def places(group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """The node and the number on it of each rank, by the launcher's LOCAL_WORLD_SIZE; one node, where there is none."""
+    """The node of each rank and its number there, by the launcher's LOCAL_WORLD_SIZE; a single node without it."""
     local = variable("LOCAL_WORLD_SIZE", 1, dist.get_world_size(), default=dist.get_world_size())
     return [divmod(rank, local) for rank in dist.get_process_group_ranks(group)]
 
@@ -158,15 +159,15 @@ def on_one_node(group: dist.ProcessGroup) -> bool:
 
 
 def near(group: dist.ProcessGroup) -> bool:
-    """Whether each GPU of the group is seen here and reaches every other."""
+    """Whether all GPUs of the group are visible here and can reach each other."""
     devices = [device for _, device in places(group)]
     seen = torch.cuda.device_count() > max(devices) and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     return seen and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
 
 
 def mapped(group: dist.ProcessGroup, kind: str, size: int) -> Mapped | None:
-    """The same, tried: a container can forbid it, and one rank alone may hear so. The others then wait for it in the group's store,
-    for `PATIENCE` seconds in place of the store's own half an hour."""
+    """Mapped buffers, if mapping works, which is tried: a container can forbid it, and perhaps only one rank is told so. The others
+    then wait for it in the group's store, for `PATIENCE` seconds and not for the store's own half an hour."""
     store = dist.distributed_c10d._get_process_group_store(group)
     usual = store.timeout  # type: ignore[attr-defined]  # it is there, and not in torch's types
     store.set_timeout(timedelta(seconds=PATIENCE))

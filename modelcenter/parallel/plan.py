@@ -1,4 +1,4 @@
-"""What a run needs at the peak of a step, kind by kind, against what there is."""
+"""What a run needs at the peak of a step, by kind, against the memory that is there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .tally import KINDS, LASTING, Kind
 
 @dataclass(frozen=True)
 class Plan:
-    """The bytes at the peak of a step, by kind, on a device that has `total` of them, `free` for this process."""
+    """The bytes at the peak of a step, by kind, on a device with `total` bytes, of which `free` are left for this process."""
 
     parts: Mapping[Kind, int]
     free: int
@@ -25,7 +25,7 @@ class Plan:
 
     @property
     def lasting(self) -> int:
-        """What is there whatever the batch."""
+        """What is needed whatever the batch."""
         return sum(self.parts.get(kind, 0) for kind in LASTING)
 
     @property

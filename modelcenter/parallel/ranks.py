@@ -1,7 +1,7 @@
-"""The processes of a run, and the few things that they say to each other.
+"""The processes of a run, and the few things that they tell each other.
 
-One process is the plain case: `ALONE` says nothing and waits for nobody, so that whoever computes need not ask how many there are.
-Texts travel as bytes; nothing is pickled. Every method that returns something of other ranks is a collective: all call it, or none.
+A single process is the plain case: `ALONE` communicates with nobody, so that callers need not ask how many there are. Texts travel
+as bytes; nothing is pickled. Every method that returns something from other ranks is a collective: all ranks call it, or none.
 """
 
 import math
@@ -20,13 +20,13 @@ STEP = 0x9E3779B97F4A7C15  # odd, so that no two shares of the data have one see
 
 
 class OtherRankError(RuntimeError):
-    """What failed on another rank, and with which words."""
+    """An error on another rank, with its message."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """All processes of a run, as a mesh (replicate, fsdp, tp): those along the first two have each a share of the data, those along
-    `tp` the same one. `zero` is the machine's; `channel` are connections of their own for what they say."""
+    """All processes of a run, as a mesh (replicate, fsdp, tp). Along the first two dimensions each has a share of the data; those
+    along `tp` have the same share. `zero` is the machine's. `channel`: connections of their own for messages."""
 
     mesh: "DeviceMesh | None" = None
     zero: int = 3
@@ -42,22 +42,22 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that speaks and writes for all."""
+        """Whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
     @property
     def degrees(self) -> dict[str, int]:
-        """How many there are along each dimension."""
+        """The size of each dimension of the mesh."""
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)) if self.mesh is not None else {}
 
     @property
     def share(self) -> int:
-        """Which share of the data is this rank's."""
+        """The number of this rank's share of the data."""
         return self.rank * self.shares // self.size
 
     @property
     def shares(self) -> int:
-        """How many shares of the data there are."""
+        """Into how many shares the data is divided."""
         return math.prod(self.degrees.get(name, 1) for name in SHARES)
 
     @property
@@ -66,27 +66,27 @@ class Ranks:
         return self.rank % (self.size // self.shares) == 0
 
     def seed(self, seed: int) -> int:
-        """Of what is drawn while training: another one for each share, the same for ranks of one share."""
+        """The seed of what is drawn in training: different for each share, the same for all ranks with one share."""
         return (seed + self.share * STEP) % 2**63
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def cuts(self, tensor: "Tensor") -> set[str]:
-        """The dimensions of the mesh along which a tensor of the model is in parts; along the others each rank has the same."""
+        """The dimensions of the mesh along which a tensor of the model is divided; along the others every rank has the same."""
         placements = getattr(tensor, "placements", ())
         names = tensor.device_mesh.mesh_dim_names if placements else ()  # type: ignore[attr-defined]  # a DTensor's
         return {name for name, place in zip(names or (), placements, strict=True) if not place.is_replicate()}
 
     def copies(self, tensor: "Tensor") -> int:
-        """How many ranks hold the part that this one holds."""
+        """How many ranks hold the same part of a tensor as this one."""
         return math.prod([n for name, n in self.degrees.items() if name not in self.cuts(tensor)])
 
     def owns(self, tensor: "Tensor") -> bool:
-        """Whether this rank is the first of those that hold this part."""
+        """Whether this rank is the first of those that hold the same part."""
         return all(self.mesh.get_local_rank(name) == 0 for name in self.degrees.keys() - self.cuts(tensor)) if self.mesh else True
 
     def alike(self, cuts: set[str]) -> list[list[int]]:
-        """The groups of ranks that hold the same of a tensor which is cut along the dimensions `cuts`."""
+        """The groups of ranks that hold the same part of a tensor that is divided along the dimensions `cuts`."""
         if self.mesh is None:
             return [[0]]
         names = list(self.degrees)
@@ -96,9 +96,9 @@ class Ranks:
         return groups
 
     def reduce(self, model: "nn.Module", last: bool) -> None:
-        """Before a backward: whether it is the last of a step, after which gradients are those of all ranks. Before the last, zero
-        1 keeps whole gradients and sends nothing, zero 2 and 3 keep parts of gradients, and zero 1 and 2 keep whole weights; copies
-        of the shards are told in the last alone."""
+        """Called before a backward, to say whether it is the last of a step; after the last, gradients are those of all ranks.
+        Before that, zero 1 keeps whole gradients and sends nothing, zero 2 and 3 keep parts of gradients, and zero 1 and 2 keep
+        whole weights. Copies of shards are summed in the last one only."""
         if self.shares > 1:
             sharded: Any = model
             sharded.set_is_last_backward(last)
@@ -107,8 +107,8 @@ class Ranks:
             sharded.set_reshard_after_backward(last or self.zero == 3)
 
     def verdict(self, squares: "Tensor", loss: "Tensor") -> "tuple[Tensor, Tensor]":
-        """The sum of the squares (float64, 1; `AdamW.squares` by `copies`) and the mean of the losses: what is not finite on one
-        rank is finite on none, so that all do the same."""
+        """The sum of the squares (float64, 1; from `AdamW.squares` with `copies`) and the mean of the losses. What is not finite on
+        one rank is then finite on none, so that all do the same."""
         if self.mesh is None:
             return squares, loss
         import torch
@@ -119,7 +119,8 @@ class Ranks:
         return both[:1], both[1]
 
     def added(self, parts: "Sequence[Tensor]", of: "Sequence[Tensor]") -> "list[Tensor]":
-        """Each of `parts`, which is what this rank's part of one of the parameters `of` adds to a sum, summed over all of it."""
+        """Each of `parts`, which is what this rank's part of one of the parameters `of` adds to a sum, summed over the whole
+        parameter."""
         out, cut = list(parts), [k for k, p in enumerate(of) if self.cuts(p)]
         if cut:
             import torch
@@ -132,7 +133,7 @@ class Ranks:
         return out
 
     def exchanged(self, parts: "Sequence[Tensor]", sizes: Sequence[int]) -> "list[Tensor]":
-        """The parts (n_r), one for each rank, are sent there; from each rank come `sizes` elements of the same kind."""
+        """Send part r of `parts` to rank r, and receive `sizes` elements of the same dtype from each rank."""
         import torch
         import torch.distributed as dist
 
@@ -145,7 +146,7 @@ class Ranks:
     # ---- numbers and texts -------------------------------------------------------------------------------------------
 
     def sum(self, *numbers: float) -> Sequence[Any]:
-        """Each number, summed over the shares of the data; integers stay integers."""
+        """Each number, summed over the shares of the data. Integers stay integers."""
         if self.mesh is None:
             return numbers
         import torch
@@ -157,11 +158,11 @@ class Ranks:
         return [int(f) if isinstance(n, int) else f for n, f in zip(numbers, found, strict=True)]
 
     def tell(self, text: str) -> str:
-        """What the first rank says; the others' `text` is nobody's."""
+        """The text of the first rank, on all ranks; the `text` of the others is ignored."""
         return self.agree(text if self.first else "")[0]
 
     def agree(self, text: str) -> list[str]:
-        """What each rank says, by rank."""
+        """The text of every rank, in the order of the ranks."""
         if self.mesh is None:
             return [text]
         import torch
@@ -170,8 +171,8 @@ class Ranks:
         return [bytes(part.tolist())[:-1].decode() for part in said]
 
     def joined(self, batches: "Sequence[Sequence[Tensor]]") -> "list[Tensor]":
-        """The rows (n, on the host) of all batches, of which each share has as many and every so manieth, in the order of the
-        batches; of several shares as float64."""
+        """The rows (n, on the host) of all batches, in the order of the batches, which the shares have in turn. With several shares
+        they are float64."""
         import torch
 
         rows = [row for batch in batches for row in batch]
@@ -185,7 +186,7 @@ class Ranks:
         return [row for k in range(len(batches)) for rank in leads for row in islice(found[rank], int(counts[rank][k]))]
 
     def gathered(self, values: "Tensor") -> "list[Tensor]":
-        """The values (n, which may differ) of each rank, by rank, on the host."""
+        """The values (n, which may differ) of every rank, in the order of the ranks, on the host."""
         import torch
         import torch.distributed as dist
 
@@ -199,15 +200,15 @@ class Ranks:
 
     @property
     def home(self) -> str:
-        """The device through which numbers travel: the host wherever ranks are connected there."""
+        """The device through which numbers are exchanged: the host, if ranks are connected there."""
         import torch.distributed as dist
 
         assert self.mesh is not None
         return "cpu" if self.channel is not None or "cpu" in dist.get_backend_config() else self.mesh.device_type
 
     def apart(self) -> "Ranks":
-        """The same ranks, who `agree` and work `together` over connections of their own, from host to host: another thread may,
-        whatever is being sent meanwhile. All ranks make them, or none."""
+        """The same ranks with connections of their own from host to host, so that another thread may `agree` and work `together`
+        whatever else is being sent. All ranks make them, or none."""
         if self.mesh is None:
             return self
         import torch.distributed as dist
@@ -215,8 +216,8 @@ class Ranks:
         return replace(self, channel=dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # `watch.py` speaks first
 
     def together(self, work: "Callable[[], str]", kinds: tuple[type[Exception], ...]) -> list[str]:
-        """What `work` returns on each rank. If it fails on one with an error of `kinds` it has failed on all: that rank raises its
-        error, the others an `OtherRankError`."""
+        """What `work` returns on each rank. If it fails on one rank with an error of `kinds`, it has failed on all: that rank
+        raises its error, the others an `OtherRankError`."""
         if self.mesh is None:
             return [work()]
         failure: Exception | None = None
@@ -237,8 +238,8 @@ ALONE = Ranks()
 
 
 def settle(model: "nn.Module") -> None:
-    """Have every parameter be this rank's part of it, as FSDP2 keeps it. After a forward whose backward has not come, or never
-    comes, weights that others have sent stand in its place, whole and perhaps in low precision: to save those would round them."""
+    """Make every parameter this rank's part of it, as FSDP2 keeps it. After a forward without a backward, gathered weights stand in
+    its place, whole and perhaps in low precision; saving those would save rounded weights."""
     for module in model.modules():
         sharded: Any = module
         if hasattr(sharded, "reshard"):  # FSDP's class would have to be imported, for a second
@@ -246,13 +247,13 @@ def settle(model: "nn.Module") -> None:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 2, 5`; of many the first eight."""
+    """`rank 3`, or `ranks 0, 2, 5`; of many only the first eight."""
     shown = ", ".join(map(str, ranks[:8]))
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
 
 
 class Silent:
-    """What the other ranks have in place of something through which the first one speaks."""
+    """Takes the place, on all ranks but the first, of an object through which the first one speaks."""
 
     def __getattr__(self, name: str) -> "Callable[..., None]":
         return lambda *args, **options: None

@@ -1,7 +1,8 @@
-"""Do ranks that hold the same weights still hold the same? A flipped bit or a missed sum spreads silently, and the run is lost.
+"""Do ranks that should hold the same weights still do? A flipped bit or a missed sum spreads silently, and the run is lost.
 
-Each rank sums the bits of every such tensor, as integers, on its device: one pass over memory, and any single flipped bit changes
-the sum. One number for each way in which tensors are cut is compared; only where it differs are the sums of all tensors.
+Each rank sums the bits of every such tensor, as integers, on its device. That takes one pass over memory, and any single flipped
+bit changes the sum. For each way in which tensors are divided, ranks compare one number; only if it differs do they compare the
+sums of all tensors.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ Held = Mapping[tuple[str, ...], list[tuple[str, Tensor]]]  # tensors with their 
 
 
 def check_replicas(model: nn.Module, ranks: Ranks, step: int) -> None:
-    """Refuse to go on where ranks differ in what they hold alike, by the tensor and the ranks. A collective."""
+    """Refuse to go on if ranks differ in weights that they should hold alike, and name the tensor and the ranks. A collective."""
     held = held_alike(model, ranks)
     if not held:
         return
@@ -45,8 +46,8 @@ def held_alike(model: nn.Module, ranks: Ranks) -> Held:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The sum (int64, wrapping) of the bits of this rank's part, taken as words of 8 bytes where these fill it: sums of smaller
-    ones are slow on a CPU."""
+    """The sum (int64, wrapping) of the bits of this rank's part. They are taken as words of 8 bytes if they fill such words,
+    because sums of smaller ones are slow on a CPU."""
     part: Any = tensor.detach()
     part = part.to_local() if hasattr(part, "to_local") else part
     part = part.contiguous().view(-1)
@@ -57,12 +58,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def folded(sums: Tensor) -> Tensor:
-    """One number of many, each with a factor of its own, so that two changes do not cancel."""
+    """Many numbers as one, each with a factor of its own, so that two changes do not cancel."""
     return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
 
 
 def who(group: list[int], sums: list[int]) -> str:
-    """`rank 2 has other bits than ranks 0, 1, 3`; without a majority, that they differ."""
+    """`rank 2 has other bits than ranks 0, 1, 3`, or, without a majority, only that they differ."""
     by_sum: dict[int, list[int]] = {}
     for rank in group:
         by_sum.setdefault(sums[rank], []).append(rank)

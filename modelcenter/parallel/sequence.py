@@ -1,10 +1,10 @@
 """Sequence parallelism: between the layers that tensor parallelism cuts, each rank has a part of every sequence.
 
-What lies there, norms, dropout and the residual stream, is else the same on all ranks of a layer. A stack cuts its input along the
-sequence and puts its output together; attention and feed-forward gather what they read, and their sums over ranks are scattered:
-as many bytes as before, and activations between layers by the number of ranks smaller (Korthikanti et al., 2022, "Reducing
-Activation Recomputation in Large Transformer Models", section 4.2.2). Dropout differs from rank to rank there, by its shard's seed.
-Sequences whose length the ranks do not divide, a new token of a generation among them, stay whole.
+Without it, norms, dropout and the residual stream are computed alike on all ranks of a layer. With it, a stack cuts its input along
+the sequence and puts its output together again. Attention and feed-forward gather what they read, and their sums over ranks are
+scattered. That sends as many bytes as before, and divides the activations between layers by the number of ranks (Korthikanti et
+al., 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2). Dropout there differs from rank to rank,
+by the seed of its shard. Sequences whose length the ranks do not divide, such as a single new token in generation, stay whole.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def sequence_parallel(model: nn.Module, mesh: "DeviceMesh") -> None:
-    """Of a model whose layers leave the sums over ranks to whoever takes them (`styles`)."""
+    """Apply it to a model whose layers leave their sums over ranks to it (`styles`)."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     whole, part = [Replicate()], [Shard(1)]
@@ -47,7 +47,7 @@ def sequence_parallel(model: nn.Module, mesh: "DeviceMesh") -> None:
         return found
 
     def summed(grad: Any) -> Any:
-        """A norm has seen a part of the sequence alone."""
+        """Sum the gradient of a norm's weight, which has seen only a part of the sequence."""
         return grad.redistribute(placements=whole)
 
     for stack in [m for m in model.modules() if isinstance(m, Stack)]:

@@ -1,5 +1,5 @@
-"""Tensors without storage whose bytes and work are counted: each storage from its birth to its death, each call with the arithmetic
-that it does and the bytes that it reads and writes."""
+"""Tensors without storage whose bytes and work are counted: the life of each storage, and each call's arithmetic and the bytes that
+it reads and writes."""
 
 import importlib
 import sys
@@ -68,8 +68,8 @@ def kind_of_name(kind: str) -> type[str]:
 
 
 class Work(NamedTuple):
-    """One call: arithmetic in a dtype, and bytes that it must read and write; of a `sum`, those that tensor-parallel ranks add.
-    `times`: how much longer than a product of as much arithmetic it takes."""
+    """One call: its arithmetic in a dtype, and the bytes that it must read and write; for a `sum`, those that tensor-parallel ranks
+    add up. `times`: how much longer it takes than a matrix product with as much arithmetic."""
 
     kind: Literal["matmul", "attention", "move", "sum"]
     dtype: str
@@ -79,10 +79,10 @@ class Work(NamedTuple):
 
 
 class Tally(FakeTensorMode):
-    """Tensors without storage; the bytes of those that are alive, by kind, at the moments of each phase, and the work done.
+    """A mode of tensors without storage that counts, by kind, the bytes alive at the moments of each phase, and the work done.
 
-    `chosen`: of a mask of so many elements, how many are not zero; of any other, all. Another number that only values would tell
-    is 1, and a condition on one does not hold.
+    `chosen`: for a mask of so many elements, how many are not zero; in any other mask all are. Every other number that depends on
+    values is taken to be 1, and every condition on values to be false.
     """
 
     def __init__(self, chosen: Mapping[int, int] | None = None) -> None:
@@ -143,20 +143,20 @@ class Tally(FakeTensorMode):
             self.look()
 
     def look(self) -> None:
-        """Remember this moment; one in which all was less is not needed after it."""
+        """Record this moment, and forget those in which every kind was smaller."""
         moment, seen = tuple(self.now[kind] for kind in SEEN), self.moments.setdefault(self.phase, [])
         if seen and all(a <= b for a, b in zip(seen[-1], moment, strict=True)):
             seen.pop()
         seen.append(moment)
 
     def enter(self, phase: str, kind: Kind | None = None) -> None:
-        """From now on it is that phase; what appears is of that kind."""
+        """Begin a phase. New storage is of that kind from now on."""
         self.phase = phase
         self.kind = kind or self.kind
         self.look()
 
     def name(self, tensor: Tensor | None, kind: Kind) -> None:
-        """What a storage is for has turned out only now."""
+        """Give a storage its kind afterwards."""
         if tensor is not None and (key := tensor.untyped_storage()._cdata) in self.known:
             reference, size, before = self.known[key]
             self.known[key] = (reference, size, kind)
@@ -168,7 +168,7 @@ class Tally(FakeTensorMode):
         self.now[kind] -= size
 
     def did(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count an operator of torch's."""
+        """Count a call of one of torch's operators."""
         name, packet = func._schema.name, func.overloadpacket
         self.calls += 1
         if func.is_view or "empty" in name or name in NOTHING:
@@ -210,8 +210,8 @@ class Tally(FakeTensorMode):
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, back: bool, size: int, more: int = 0,
                  ends: Sequence[Any] = ()) -> None:
-        """Count attention of q (b h s d) to k and v: two products forward, five backward; half of each if causal. `more`: what is
-        done to each score, a bias added, some dropped."""
+        """Count attention of q (b h s d) to k and v: two products forward, five backward, and half of each if causal. `more`: what
+        else is done to each score: a bias that is added, dropout."""
         parts = ends[0].numel() - 1 if ends and ends[0] is not None else 1  # packed sequences, alike: their bounds are fakes
         pairs = q.size(-2) * k.size(-2) / parts
         flops = 2 * prod(q.shape[:-2]) * pairs * (q.size(-1) + v.size(-1))

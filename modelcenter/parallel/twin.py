@@ -1,4 +1,4 @@
-"""A model's stand-in at a rehearsal: the same modules with other tensors, of fewer blocks or of one tensor-parallel rank."""
+"""A model's stand-in at a rehearsal: the same modules with other tensors, with fewer blocks, or of one tensor-parallel rank."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,9 @@ CUT = {"column": 0, "logits": 0, "vocab": 0, "row": 1, "heads": 1}  # the dimens
 
 def twin(model: nn.Module, device: torch.device, fake: FakeTensorMode, *, keep: Mapping[int, int] | None = None, ranks: int = 1,
          dtype: torch.dtype | None = None) -> Any:
-    """The model with tensors of `fake` on `device` in place of its own, tied where these are, not compiled. `keep`: how many blocks
-    of which stacks; `ranks`: those of which one has this part of each layer; `dtype`: of the floating-point parameters."""
+    """The model with tensors of `fake` on `device` in place of its own, tied as these are, and not compiled. `keep`: how many
+    blocks to keep of which stacks. `ranks`: make it that of one of so many tensor-parallel ranks. `dtype`: of its floating-point
+    parameters."""
     memo: dict[int, Any] = {}
     cut = dict(shards(model, ranks)) if ranks > 1 else {}
     words = [getattr(module, child) for module, child, _ in tables(model)] if ranks > 1 else []
@@ -55,7 +56,7 @@ def twin(model: nn.Module, device: torch.device, fake: FakeTensorMode, *, keep: 
 
 
 def shards(model: nn.Module, ranks: int) -> Iterator[tuple[int, torch.Size]]:
-    """By id the shape that a tensor has on one of `ranks`, by the layers' own `tp` tables."""
+    """The shape that each tensor has on one of `ranks`, by the tensor's id, according to the layers' `tp` tables."""
     for module, child, style in tables(model):
         part = getattr(module, child)
         if isinstance(part, Tensor):
@@ -68,7 +69,7 @@ def shards(model: nn.Module, ranks: int) -> Iterator[tuple[int, torch.Size]]:
 
 
 def tables(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """(module, child, word) of all `tp` tables; of an adapted layer its parts that are cut."""
+    """(module, child, word) of all `tp` tables; for an adapted layer, of its parts that are cut."""
     for module in model.modules():
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)

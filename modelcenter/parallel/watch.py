@@ -1,8 +1,8 @@
-"""A run of several ranks that stands still ends, and every rank says where it stands.
+"""A run of several ranks that stands still is ended, and every rank says where it stands.
 
-A rank that waits for another cannot tell that from work, and would wait for ever. So whatever makes progress calls `beat`, and
-ranks count that in their store; where none has for long, a thread writes down the stacks of all threads and ends the process,
-having told the other ranks to do so too. The rank at fault is the one that is not waiting for others. Torch-free until there are
+A rank that waits for another cannot tell waiting from work, and would wait for ever. So whatever makes progress calls `beat`, and
+ranks count that in their store. If none has for long, a thread writes down the stacks of all threads and ends the process, after
+telling the other ranks to do so too. The rank at fault is the one that is not waiting for others. Torch-free until there are
 several ranks.
 """
 
@@ -36,7 +36,7 @@ MEETING = f"{os.sep}torch{os.sep}distributed{os.sep}"  # in the paths of what ma
 
 
 class Pulse:
-    """When something last made progress, and whether it has done no step yet."""
+    """When progress was last made, and whether a first step is still to come."""
 
     def __init__(self) -> None:
         self.last, self.first = time.monotonic(), True
@@ -47,7 +47,7 @@ _own = threading.local()  # of a thread of which `apart` keeps a pulse
 
 
 def beat(step: bool = False) -> None:
-    """Something has moved: bytes of a file; or a `step`: a forward with its backward, a batch evaluated."""
+    """Note progress: bytes of a file; or a `step`, which is a forward with its backward, or a batch evaluated."""
     pulse: Pulse = getattr(_own, "pulse", _run)
     pulse.last = time.monotonic()
     pulse.first = pulse.first and not step
@@ -55,8 +55,8 @@ def beat(step: bool = False) -> None:
 
 @contextmanager
 def apart(pulse: Pulse) -> Iterator[None]:
-    """What this thread does moves `pulse`, and the process only while that waits for it (`wait_for`): a run that stands still while
-    a state is being written beside it stands still."""
+    """Let progress of this thread count for `pulse`, and for the process only while it waits for that (`wait_for`): a run that
+    stands still while a state is written in the background does stand still."""
     _own.pulse = pulse
     try:
         yield
@@ -65,13 +65,14 @@ def apart(pulse: Pulse) -> Iterator[None]:
 
 
 def wait_for(job: "Future[Any]", pulse: Pulse) -> None:
-    """Wait for what another thread does; its progress is this process's as long as that lasts."""
+    """Wait for what another thread does; meanwhile its progress counts as this process's."""
     while not wait([job], timeout=PAUSE).done:
         _run.last = max(_run.last, pulse.last)
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """Watches over this process, one of `ranks`, whose stacks are written to `folder`/RANK.txt after `seconds` without progress."""
+    """Watches over this process, which is one of `ranks`. After `seconds` without progress its stacks are written to
+    `folder`/RANK.txt."""
 
     def __init__(self, folder: Path, ranks: Ranks, seconds: float) -> None:
         self.file, self.ranks, self.seconds = folder / f"{ranks.rank}.txt", ranks, seconds
@@ -150,7 +151,7 @@ class Watch(AbstractContextManager["Watch"]):
 
 
 def own_store() -> Any:
-    """A connection of its own to where the ranks met: one that another thread waits on is taken."""
+    """A second connection to the store in which the ranks met: while a thread waits on a connection nobody else can use it."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     store: Any = _get_default_store()
@@ -160,7 +161,7 @@ def own_store() -> Any:
 
 
 def stacks() -> tuple[str, str]:
-    """Where the main thread stands, in a clause; the stacks of all threads but the watch's."""
+    """Where the main thread stands, as a clause, and the stacks of all threads but the watch's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {names.get(ident, str(ident)): frame for ident, frame in sys._current_frames().items()}
     frames.pop("watch", None)

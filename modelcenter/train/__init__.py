@@ -1,7 +1,7 @@
 """Training. The package is callable: `modelcenter.train(recipe, machine, overrides)` is `train.loop.train`.
 
-The function and this folder share a name, and importing a folder's module puts the folder in the function's place; so the folder
-answers the call.
+The function and this folder share a name, and importing a module of the folder puts the folder in the function's place. So the
+folder itself can be called.
 """
 
 import sys

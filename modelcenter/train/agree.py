@@ -1,8 +1,9 @@
 """Before the first step: are all ranks about to do the same, and can each of them write its part of a state?
 
-A rank with another recipe, an older checkout or half the data would train all the same, and the result would be nobody's. Each says
-what it has as one hash; only where these differ do they say it all, and the first thing that differs is named. A rank on a machine
-that has not mounted the output would be noticed at the first state, after hours of work that nothing then saves.
+A rank with another recipe, an older checkout or half the data would train all the same, and the result would be useless. Each rank
+tells what it has as one hash. Only if the hashes differ do the ranks tell all, and the first difference is named. A rank on a
+machine that has not mounted the output folder would be noticed only at the first state, after hours of work that nothing then
+saves.
 """
 
 import json
@@ -30,7 +31,8 @@ LOOK = 0.1  # seconds between two looks
 
 
 def agree(recipe: Recipe, machine: Machine, ranks: Ranks) -> None:
-    """Refuse ranks whose `recipe` (resolved), `machine`, code, model folder or data differ, by the first key that does."""
+    """Refuse to start if the ranks' `recipe` (resolved), `machine`, code, model folder or data differ, and name the first key that
+    does."""
     if ranks.size == 1:
         return
     text = ""
@@ -50,7 +52,7 @@ def agree(recipe: Recipe, machine: Machine, ranks: Ranks) -> None:
 
 
 def check_output(folder: Path, ranks: Ranks) -> None:
-    """Refuse a `folder`, claimed by the first rank, in which not every rank can write as it would in saving a state."""
+    """Refuse a `folder`, claimed by the first rank, in which some rank could not write a state."""
     if ranks.size == 1:
         return
     place = Path(ranks.tell(str(folder.resolve() / f".tmp-ranks-{secrets.token_hex(4)}")))
@@ -65,7 +67,7 @@ def check_output(folder: Path, ranks: Ranks) -> None:
 
 
 def unwritable(place: Path, ranks: Ranks) -> str:
-    """Why this rank can make no file in `place`, a folder that the first one makes, and where it runs; "" if it can."""
+    """Why this rank cannot create a file in `place`, a folder that the first rank makes, and on which machine; "" if it can."""
     until = time.monotonic() + APPEARS
     while True:
         try:
@@ -80,7 +82,8 @@ def unwritable(place: Path, ranks: Ranks) -> str:
 
 
 def facts(recipe: Recipe, machine: Machine) -> dict[str, Any]:
-    """What has to be the same, in the order in which it is compared. Times and places of files may differ: machines have copies."""
+    """What must be the same on all ranks, in the order of comparison. Times and paths of files may differ, because machines may
+    have copies."""
     found = {"modelcenter": __version__, "code": code(), **flat(to_dict(recipe)), **flat(to_dict(machine), "machine.")}
     for path in paths(recipe.data):
         said = describe_data(path, recipe.data)
@@ -101,7 +104,7 @@ def code() -> str:
 
 
 def difference(all_of_them: list[dict[str, Any]]) -> tuple[str, str]:
-    """The first key whose values are not the same on all ranks, and who has which."""
+    """The first key whose values are not the same on all ranks, and which ranks have which value."""
     keys = list(dict.fromkeys(key for one in all_of_them for key in one))
     for key in keys:
         held: dict[str, list[int]] = {}

@@ -1,9 +1,9 @@
-"""Training states written while the run goes on.
+"""Training states that are written while the run goes on.
 
-What a state holds is copied to the host before the next update (pinned, where it comes from an accelerator), and a thread writes
-the copies just as a run that waits would write the tensors (`checkpoint/state.py: save_state`, what ranks say to each other over
-connections of their own). A thread is enough: hashing, writing and flushing let Python go. One state is written at a time, and none
-is called saved before its folder has its name.
+What a state holds is copied to the host before the next update (pinned, if it comes from an accelerator). A thread then writes the
+copies just as a run that waits would write the tensors (`checkpoint/state.py: save_state`); what ranks tell each other meanwhile
+goes over connections of its own. A thread is enough, because hashing, writing and flushing release Python's lock. One state is
+written at a time, and none is called saved before its folder has its final name.
 """
 
 import time
@@ -22,7 +22,7 @@ from ..parallel.watch import Pulse, apart, beat, wait_for
 
 
 class Background:
-    """Whoever writes the states of one run; all ranks have one, made by all at once."""
+    """The writer of one run's states. All ranks have one, and make it at the same time."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks.apart()
@@ -34,7 +34,7 @@ class Background:
 
     def write(self, folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor | Piece]], state: Mapping[str, Any],
               keep: int | None, ranks: Ranks) -> None:
-        """Copy what `save_state` would write, and begin to write that. The one before must be settled."""
+        """Copy what `save_state` would write, and begin to write it. The state before must be settled."""
         assert self.pending is None
         began = time.perf_counter()
         copied = {group: {name: self.copy(f"{group}/{name}", entry) for name, entry in table.items()}
@@ -64,8 +64,8 @@ class Background:
             self.took = time.perf_counter() - began
 
     def settled(self, wait: bool) -> Path | None:
-        """The state that was begun, once it is on the disk; None where there is none, or it is not yet there and nobody waits.
-        Errors: those of `save_state`, once."""
+        """The state that was begun, once it is on the disk. None if there is none, or if it is not finished and the caller does not
+        wait. Errors: those of `save_state`, once."""
         if self.pending is None or not (wait or self.pending.done()):
             return None
         began, pending, self.pending = time.perf_counter(), self.pending, None

@@ -1,12 +1,12 @@
-"""What runs took against what was foreseen of them: kept for the next prediction on the same device.
+"""How long runs took, against how long they were predicted to take: kept for the next prediction on the same device.
 
-Two things of a machine may be off: how long the device takes, beside what its rates say, and how long the host takes for a call,
-beside what was timed. A run tells of the one that it waited for. So the last runs of a device are explained together, by the
-likeliest pair of the two, and a plan made with the pair holds for other layouts and models as well.
+Two predictions about a machine may be off: how long the device takes, compared with its rates, and how long the host takes for a
+call, compared with what was timed. Each run tells only about the one that it waited for. So the last runs on a device are explained
+together, by the likeliest pair of the two factors. A plan made with this pair holds for other layouts and models as well.
 
-$XDG_CACHE_HOME/modelcenter/plan.json (~/.cache without that variable) holds of each run its device, its precision, whether it had
-one rank or several, and the seconds of a step: the device's and the host's as foreseen, and those that it took. No model, path or
-text is in it. MODELCENTER_CALIBRATION=0 neither reads nor writes it.
+$XDG_CACHE_HOME/modelcenter/plan.json (~/.cache without that variable) holds for each run its device, its precision, whether it had
+one rank or several, and the seconds of a step: predicted of the device and of the host, and measured. No model, path or text is in
+it. With MODELCENTER_CALIBRATION=0 it is neither read nor written.
 """
 
 import json
@@ -35,7 +35,7 @@ STEPS = 16  # tried between a number and its double
 
 
 class Run(NamedTuple):
-    """Seconds of a step: foreseen of the device and of the host, at their rates as they are, and measured."""
+    """Seconds of a step: predicted of the device and of the host at their nominal rates, and measured."""
 
     precision: str
     several: bool
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Learned:
-    """How many times as long the device and a call of the host take, from so many runs."""
+    """By which factors the device and a call of the host take longer than predicted, from so many runs."""
 
     device: float = 1.0
     host: float = 1.0
@@ -57,11 +57,11 @@ class Learned:
         return f"{runs}: arithmetic x {self.device:.2f}, calls of the host x {self.host:.2f}"
 
     def of(self, chip: Chip) -> Chip:
-        """The chip as it has turned out to be."""
+        """The chip with these factors applied."""
         return replace(chip, slower=chip.slower * self.device, call=chip.call * self.host)
 
     def plain(self, e: Estimate) -> tuple[float, float]:
-        """Seconds of the device and of the host in an estimate for that chip, as they were without what was learned."""
+        """Seconds of the device and of the host in an estimate for that chip, without these factors."""
         return (e.seconds - e.spent["host"]) / self.device, e.host / self.host
 
 
@@ -69,7 +69,7 @@ NOTHING: Learned = Learned()
 
 
 def file() -> Path | None:
-    """Where runs are kept; None if they are not."""
+    """The file in which runs are kept; None if they are not kept."""
     if os.environ.get("MODELCENTER_CALIBRATION") == "0":
         return None
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -77,7 +77,7 @@ def file() -> Path | None:
 
 
 def read(path: Path) -> dict[str, list[Run]]:
-    """The runs by device; none where there is no such file, or another."""
+    """The runs by device; none if there is no such file, or it holds something else."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -88,7 +88,7 @@ def read(path: Path) -> dict[str, list[Run]]:
 
 
 def sound(row: Any) -> bool:
-    """Whether a row of the file, or what would become one, says anything."""
+    """Whether a row, of the file or about to go into it, has sensible values."""
     if not isinstance(row, list | tuple) or len(row) != len(Run._fields):
         return False
     kinds = (str, bool, float, float, float)
@@ -98,15 +98,15 @@ def sound(row: Any) -> bool:
 
 
 def learn(chip: Chip, precision: str, several: bool) -> Learned:
-    """What the runs on such a device tell of the next one."""
+    """What earlier runs on this device tell about the next one."""
     path = file()
     runs = read(path).get(chip.name, []) if path is not None else []
     return explained(runs, precision, several, chip.apart)
 
 
 def explained(runs: Sequence[Run], precision: str, several: bool, apart: bool) -> Learned:
-    """The likeliest pair: one host for all runs, a device for each precision and for one rank and several. `apart`: the host runs
-    ahead of the device, and the slower counts most; else one waits for the other."""
+    """The likeliest factors: one of the host for all runs, one of the device for each precision, and for one rank and several.
+    `apart`: the host runs ahead of the device, and the slower of them counts most; if not, one waits for the other."""
     if not runs:
         return NOTHING
     kinds: dict[tuple[str, bool], list[Run]] = {(precision, several): []}
@@ -131,18 +131,18 @@ def unlikely(ratio: float, deviation: float) -> float:
 
 
 def odd(run: Run, device: float, host: float, apart: bool) -> float:
-    """How badly a pair explains a run; one that was disturbed is odd under every pair, and moves none far."""
+    """How badly a pair of factors explains a run. A run that was disturbed is odd under every pair, and hardly moves the result."""
     return abs(log(run.measured / together(run.device * device, run.host * host, apart))) / RUN
 
 
 def rate(rows: Sequence[Row]) -> float | None:
-    """Tokens a second of a run, the median of its rows without the first; None of a run that is too short to say."""
+    """Tokens a second of a run: the median of its rows without the first; None if the run is too short to tell."""
     rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
     return median(rates[1:]) if len(rates) >= LEAST else None
 
 
 def remember(foreseen: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
-    """Keep what came of a prediction, if its batches were about as long as foreseen. A disk that refuses is no matter."""
+    """Keep the outcome of a prediction, if the batches were about as long as predicted. A disk that refuses is ignored."""
     path, measured = file(), rate(rows)
     if path is None or foreseen is None or measured is None:
         return

@@ -1,7 +1,7 @@
-"""The recipes there are, and a copy of one with its keys written out, to be edited. Torch-free.
+"""The packaged recipes, and a copy of one with all its keys written out, to be edited. Torch-free.
 
-A packaged recipe says only what differs from the defaults, each setting with its reason behind `  # `; its first line says what
-the recipe is for. These comments are read by line, which our own files are written for; the settings come from the YAML.
+A packaged recipe says only what differs from the defaults, each setting with its reason behind ` # `; its first line says what the
+recipe is for. These comments are read line by line, and our own files are written for that; the settings come from the YAML.
 """
 
 import re
@@ -20,7 +20,7 @@ COLUMN = 26  # two before the comments of a copy, unless a value is longer
 
 
 def listing() -> list[dict[str, str]]:
-    """The name of every packaged recipe, variants one by one, and what it is for."""
+    """The name of every packaged recipe, its variants one by one, with what it is for."""
     rows = []
     for name in names(packaged()):
         file = find(name, "recipe", packaged())
@@ -49,7 +49,8 @@ def reasons(file: Path) -> dict[str, str]:
 
 
 def commented(name: str) -> str:
-    """The recipe of that name with every key that its objective reads: value, type, default, meaning; above what it sets, why."""
+    """The recipe of that name with every key that its objective reads: value, type, default and meaning, and above what it sets,
+    why."""
     file, tree = open_recipe(name)
     why = reasons(file)
     variant = why.get(f"variants.{name.rpartition('/')[2]}")
@@ -71,12 +72,12 @@ def commented(name: str) -> str:
 
 
 def objective_of(tree: Mapping[str, Any]) -> Objective:
-    """What a recipe trains."""
+    """The objective that a recipe trains."""
     return find_objective(tree.get("objective", "lm"))
 
 
 def value_at(tree: Mapping[str, Any], key: str) -> Any:
-    """What `tree` says at a dotted key; None where it says nothing."""
+    """The value of `tree` at a dotted key; None if there is none."""
     at: Any = tree
     for part in key.split("."):
         at = at.get(part) if isinstance(at, Mapping) else None

@@ -1,4 +1,5 @@
-"""A machine that says how many devices, and not how they share the work, is given the layout that the plan finds fastest."""
+"""A machine profile may give only a number of devices, and not how they share the work. It then gets the layout that is predicted
+to be fastest."""
 
 import os
 from dataclasses import replace
@@ -22,10 +23,11 @@ CHOSEN = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")
 
 
 def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
-    """`machine` with a layout in place of `devices`, and `recipe` with the micro-batch that goes with it; said in a line.
+    """`machine` with a layout in place of `devices`, and `recipe` with the micro-batch that goes with it; one line tells the
+    choice.
 
-    A run that goes on keeps its micro-batch, and on as many devices as before its layout. One CPU leaves nothing to choose; several
-    ranks of it compute micro-batches as one would. Errors: `InputError` where nothing fits.
+    A resumed run keeps its micro-batch, and on the same number of devices its layout. For one CPU there is nothing to choose;
+    several ranks of a CPU compute the same micro-batches as one would. Errors: `InputError` if nothing fits.
     """
     if machine.devices is None:
         return recipe, machine
@@ -59,7 +61,8 @@ def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
 
 
 def surveyed(recipe: Recipe, machine: Machine, device: torch.device, ranks: int, rows: int | None) -> Survey:
-    """All layouts of a recipe on devices that are here. A GPU's step is rehearsed on the CPU: its own would take its memory."""
+    """All layouts of a recipe on devices that are here. A GPU's step is rehearsed on the CPU, because a rehearsal there would take
+    its memory."""
     gpu = device.type != "cpu"
     job, chip = job_there(recipe, machine, torch.device("cpu"), gpu), chip_of(device)
     chip = learn(chip, recipe.precision, ranks > 1).of(chip)
@@ -69,7 +72,7 @@ def surveyed(recipe: Recipe, machine: Machine, device: torch.device, ranks: int,
 
 
 def chip_of(device: torch.device) -> Chip:
-    """What a device can do; of a GPU that is not known its memory, and the proportions of one that is."""
+    """What a device can do. A GPU that is not known is taken to have its own memory and the proportions of one that is."""
     if (chip := chip_here(device)) is not None:
         return chip
     if (there := memory_of(device)) is None:
@@ -78,7 +81,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def together(recipe: Recipe) -> bool:
-    """Whether the objective wants its whole batch in one forward."""
+    """Whether the objective needs its whole batch in one forward."""
     return find_objective(recipe.objective).together
 
 

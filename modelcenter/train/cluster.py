@@ -1,9 +1,9 @@
-"""What a cluster is told: a Slurm script, or a Kubernetes manifest, to be read before it is submitted. Torch-free.
+"""Jobs for a cluster: a Slurm script or a Kubernetes manifest, to be read before it is submitted. Torch-free.
 
-Both start one `modelcenter train` a node, which starts that node's ranks (train/launch.py). No torchrun between: it kills ranks
-30 s after SIGTERM, which is no time to save a large model, and hides their exit status, by which a mistake (2) is told from a lost
-node. On Kubernetes an Indexed Job with a headless Service gives each pod a number and a name, which is all that ranks need, on any
-cluster; a PyTorchJob would need an operator there.
+Both start one `modelcenter train` a node, which starts that node's ranks (train/launch.py). There is no torchrun in between: it
+kills ranks 30 s after SIGTERM, which is too soon to save a large model, and hides their exit status, which tells a mistake (2) from
+a lost node. On Kubernetes an Indexed Job with a headless Service gives each pod a number and a name, which is all that ranks need,
+on any cluster; a PyTorchJob would need an operator there.
 """
 
 import shlex
@@ -25,7 +25,7 @@ def _is(help: str, **bounds: float) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What `launch` takes beside what `train` takes."""
+    """What `launch` takes besides what `train` takes."""
 
     slurm: bool = field(default=False, metadata=_is("write a script for sbatch"))
     kubernetes: bool = field(default=False, metadata=_is("write a manifest for kubectl"))

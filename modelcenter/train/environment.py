@@ -1,8 +1,8 @@
-"""environment.json: in which surroundings a run was made, an object for each process that worked on it, in order.
+"""environment.json: the surroundings in which a run was made, one object for each process that worked on it, in order.
 
-What a colleague needs to do it again: versions, the commit of the folder that it was started in, the command, the machine, and
-which data files there were. No environment variable is written, and the value of one whose name says that it is secret is
-written nowhere, wherever it comes from.
+It has what a colleague needs to repeat the run: versions, the commit of the folder that it was started in, the command, the
+machine, and the data files. Environment variables are not written, and if the name of one says that it is secret, its value is
+removed wherever it occurs.
 """
 
 import json
@@ -34,7 +34,7 @@ LISTED = 100  # files
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a run may use."""
+    """The versions of the packages that a run may use."""
     found = {}
     for package in PACKAGES:
         try:
@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def surroundings(data: DataConfig) -> dict[str, Any]:
-    """Those of this process."""
+    """The surroundings of this process."""
     return {
         "started": now(), "command": sys.argv, "folder": os.getcwd(), "commit": commit(), "host": platform.node(),
         "cores": os.cpu_count(), "cpu": torch.backends.cpu.get_cpu_capability(), "gpus": gpus(), "cuda": torch.version.cuda,
@@ -65,14 +65,15 @@ def gpus() -> list[str]:
 
 
 def commit() -> str | None:
-    """The commit of the repository around the current folder, `-dirty` if a file it knows has changed; None without one."""
+    """The commit of the repository around the current folder, with `-dirty` if a tracked file has changed; None if there is
+    none."""
     said = git("rev-parse", "HEAD")
     return None if not said else f"{said}-dirty" if git("status", "--porcelain", "--untracked-files=no") else said
 
 
 def git(*arguments: str) -> str | None:
-    """What git says in the current folder, or None: it is not there, refuses, or takes too long. It runs no program of the
-    repository's own configuration, and asks nobody."""
+    """What git prints in the current folder; None if it is missing, refuses, or takes too long. It runs no program of the
+    repository's own configuration, and asks no questions."""
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2, stdin=subprocess.DEVNULL,
@@ -83,13 +84,13 @@ def git(*arguments: str) -> str | None:
 
 
 def paths(data: DataConfig) -> list[str]:
-    """The sources that a recipe names."""
+    """The data sources that a recipe names."""
     return [name for path in (data.path, data.eval_path) for name in ([path] if isinstance(path, str) else path or ())]
 
 
 def describe_data(path: str, data: DataConfig) -> dict[str, Any]:
-    """The number of files of a source, their bytes, and a hash: of their contents as long as these are small, else of their names,
-    sizes and times of change. A few are listed one by one."""
+    """The number of files of a source, their bytes, and a hash: of their contents if these are small, otherwise of their names,
+    sizes and times of change. A few files are listed one by one."""
     if path.startswith(PREFIX):
         return {"name": path.removeprefix(PREFIX)}
     here = Path(path).expanduser()
@@ -112,8 +113,8 @@ def describe_data(path: str, data: DataConfig) -> dict[str, Any]:
 
 
 def check_data(folder: Path, data: DataConfig) -> None:
-    """Refuse data whose bytes are others than when the run in `folder` began: a state's position in them would mean nothing. Files
-    that are too large to be hashed are known by their number and size; a copy of them is the same."""
+    """Refuse data that differ from those with which the run in `folder` began, because a state's position in them would mean
+    nothing. Files too large to be hashed are compared by number and size, so that a copy of them counts as the same."""
     known = found_data(folder)
     for path in (path for path in paths(data) if path in known):
         then, here = known[path], describe_data(path, data)
@@ -124,7 +125,7 @@ def check_data(folder: Path, data: DataConfig) -> None:
 
 
 def found_data(folder: Path) -> dict[str, Any]:
-    """What `describe_data` said of each source when the run in `folder` first read it."""
+    """What `describe_data` returned for each source when the run in `folder` first read it."""
     out: dict[str, Any] = {}
     for entry in read_processes(folder):
         out = {**entry["data"], **out} if isinstance(entry.get("data"), dict) else out
@@ -132,8 +133,8 @@ def found_data(folder: Path) -> dict[str, Any]:
 
 
 def same_bytes(folder: Path, then: str, here: str, data: DataConfig) -> bool:
-    """Whether `here` holds what the run in `folder` read from `then`: as many files of the same kinds, with the same contents. Not
-    known, and so no, of what is too large to be hashed."""
+    """Whether `here` holds what the run in `folder` read from `then`: as many files of the same kinds, with the same contents.
+    False if they are too large to be hashed, because that is not known."""
     known, there = found_data(folder).get(then, {}), Path(here).expanduser()
     if "sha256_of_contents" not in known or "list" not in known or here.startswith(PREFIX) or not there.exists():
         return False
@@ -151,7 +152,7 @@ def redacted(text: str) -> str:
 
 
 def read_processes(folder: Path) -> list[dict[str, Any]]:
-    """What `write_processes` wrote; nothing where there is no such file, or another."""
+    """What `write_processes` wrote; empty if there is no such file, or it holds something else."""
     try:
         found = json.loads((folder / FILE).read_text("utf-8"))
     except (OSError, ValueError):
@@ -160,10 +161,10 @@ def read_processes(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_processes(folder: Path, processes: list[dict[str, Any]]) -> None:
-    """All processes of a run. Errors: `InputError` if the disk refuses."""
+    """Write all processes of a run. Errors: `InputError` if the disk refuses."""
     atomic_write(folder / FILE, (redacted(json.dumps(processes, indent=1, default=str)) + "\n").encode())
 
 
 def new_id() -> str:
-    """A name for a run that services can tell from others."""
+    """A new name for a run, by which services tell it from others."""
     return secrets.token_hex(4)

@@ -26,7 +26,7 @@ Arguments = Mapping[str, Any]  # a batch of the loader: the model's keyword argu
 
 
 def on_device(batch: Arguments, device: torch.device) -> dict[str, Any]:
-    """`batch` with its tensors on `device`, which goes on with what it does."""
+    """`batch` with its tensors on `device`; the copy does not wait for what the device is doing."""
     return {key: onto(value, device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
@@ -48,13 +48,15 @@ def count_targets(batch: Arguments, task: str) -> int:
 def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics: Sequence[str] = (),
              text_bytes: int | None = None, tags: Sequence[str] = (), asked: Asked | None = None,
              ranks: Ranks = ALONE) -> dict[str, float]:
-    """`eval_loss`, the mean over all target tokens of `batches`, `eval_targets`, their number, what is always told of
-    the objective `task`, and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
+    """Returns `eval_loss`, the mean over all target tokens of `batches`; `eval_targets`, their number; what the objective `task`
+    always reports; and `metrics`, each as eval_NAME: shares of one, correlations, perplexities, bits.
 
-    `text_bytes`: of the text (UTF-8) that the targets of `lm` are, for bits per byte. `tags`: the names of the labels of `tag`.
-    `asked`: whose examples `batches` hold, in order, where they are parts of questions. Several `ranks` have the batches in turn
-    (`Loader.once`), all the results.
-    Leaves the model in the mode that it was in; a set without targets has loss 0."""
+    `text_bytes`: the length (UTF-8) of the text that the targets of `lm` are, for bits per byte. `tags`: the names of the labels of
+    `tag`. `asked`: the examples of `batches` in order, if they are parts of questions. Several `ranks` take the batches in turn
+    (`Loader.once`), and all get the results.
+
+    The model is left in the mode that it was in. The loss of a set without targets is 0.
+    """
     objective, device = find_objective(task), next(model.parameters()).device
     was_training = model.training
     model.eval()
@@ -88,7 +90,7 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
 
 @dataclass
 class Told:
-    """What a model says of a set beside its loss, and what is right: a list of each batch's."""
+    """What a model predicts of a set besides its loss, and what is right: a list with one entry a batch."""
 
     objective: Objective
     predicted: list[list[Tensor]] = field(default_factory=list)
@@ -136,8 +138,8 @@ def rows_of(told: Tensor, batch: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a run's model is judged. `references`: the wanted texts of the loader's examples in order, where a metric is of texts;
-    they are compared with what the model writes by the options `generation`."""
+    """How a run's model is evaluated. `references`: the wanted texts of the loader's examples in order, if a metric is about texts.
+    They are compared with what the model writes with the options `generation`."""
 
     loader: Loader
     task: str
@@ -150,7 +152,8 @@ class Evaluation:
     ranks: Ranks = ALONE
 
     def __call__(self, model: nn.Module, tell: Callable[[int, int], None] = lambda done, of: None) -> dict[str, float]:
-        """As `evaluate`. `tell` hears how many of the texts are written: one takes as many steps as it has tokens."""
+        """Do what `evaluate` does. `tell` is called with how many texts are written so far: each takes as many steps as it has
+        tokens."""
         results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes, self.tags,
                            self.loader.examples if isinstance(self.loader.examples, Asked) else None, self.ranks)
         if texts := of_texts(self.metrics, find_objective(self.task).of):
@@ -173,7 +176,7 @@ class Evaluation:
         return lines
 
     def written(self, model: Any, tell: Callable[[int, int], None] = lambda done, of: None) -> list[str]:
-        """What the model writes for each example. All ranks write all of it: they share each forward, so that none may end its
+        """What the model writes for each example. All ranks write all texts: they share each forward, so that none may end its
         texts before the others."""
         assert self.tokenizer is not None
         out: list[str] = []
@@ -187,8 +190,8 @@ class Evaluation:
 
 
 def stream_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
-    """The bytes (UTF-8) that a model predicts of one stream of `texts`: all but those of the first token, unless a beginning of
-    text stands before it."""
+    """How many bytes (UTF-8) a model predicts of a stream of `texts`: all but those of the first token, unless a beginning of text
+    stands before it."""
     size = 0
     for text in texts:
         if not size and text and tokenizer.encode("")[:1] != [tokenizer.bos_id]:

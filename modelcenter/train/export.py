@@ -19,12 +19,13 @@ from .state import put_weights
 
 
 def export(state: str | Path, out: str | Path, dtype: str = "auto", **how: Any) -> None:
-    """Write the model of `state`, a run's folder step-N, into the folder `out`, with the run's tokenizer: the averaged weights
-    where the run keeps them, the adapter where one is trained. On the CPU, from a state that any number of ranks wrote. `how`:
-    as `save_pretrained` takes it.
+    """Write the model of `state`, a run's folder step-N, into the folder `out` with the run's tokenizer: the averaged weights if
+    the run keeps them, the adapter if one is trained. It works on the CPU, whatever number of ranks wrote the state. `how`: options
+    of `save_pretrained`.
 
-    The run's data are read once more, for what is made of them: a tokenizer, the names of labels. Errors: `InputError`, for a
-    state that is broken or has no recipe beside it, before they are."""
+    The run's data are read once more, for what is made of them: a tokenizer, the names of labels. Errors: `InputError`, raised
+    before that for a state that is broken or has no recipe beside it.
+    """
     state, machine = Path(state), Machine(device="cpu")
     file = state.parent / RECIPE
     verify(state)

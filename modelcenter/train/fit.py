@@ -1,4 +1,4 @@
-"""Whether a run will fit into memory and how long a step will take, said before its first step, and what would make it fit."""
+"""Whether a run will fit into memory and how long a step will take, told before its first step, and what would make it fit."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -35,8 +35,8 @@ Compute = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A plan, the batch that it is for (sequences x tokens), and what would need less: (settings, bytes). `estimate`: the same with
-    the time of a step, where the device's rates are known."""
+    """A plan, the batch that it is for (sequences x tokens), and settings that need less: (settings, bytes). `estimate`: the same
+    with the time of a step, if the device's rates are known."""
 
     plan: Plan
     batch: str
@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def foreseen(self) -> dict[str, Any] | None:
-        """What to compare the run with."""
+        """What the run will be compared with when it has ended."""
         e = self.estimate
         if e is None:
             return None
@@ -82,10 +82,10 @@ WHAT = {"compute": "arithmetic", "memory": "moving bytes of the device's memory"
 
 def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup, compute: Compute, *,
             refuses: bool = True) -> Verdict | str:
-    """What a run will need and take on `device`; a line that says why, where that is not known.
+    """What a run will need and take on `device`; or one line that says why this is not known.
 
-    The batch is the largest that can come: a micro-batch of sequences of `data.seq_len`. Refused is only what no batch could be
-    small enough for: weights, gradients and optimizer beyond all the memory there is.
+    The plan is for the largest possible batch: a micro-batch of sequences of `data.seq_len`. A run is refused only if no batch is
+    small enough: if weights, gradients and optimizer exceed all the memory there is.
     """
     there = memory_of(device)
     if there is None:
@@ -132,7 +132,7 @@ def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
 
 
 def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute, machine: Machine, gpu: bool = False) -> Job:
-    """What a recipe trains, with the largest batches that can come."""
+    """What a recipe trains, with the largest batches that can occur."""
     model: Any = setup.model if machine.ranks == 1 else whole(setup.model, recipe)
     _, batches = next(setup.loader.steps(micro_batch=recipe.micro_batch))
     first, pairs = batches[0], bool(model.encoder_decoder)
@@ -145,7 +145,7 @@ def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute,
 
 
 def whole(model: Model, recipe: Recipe) -> Model:
-    """The model without storage, before it was spread over ranks."""
+    """The model without storage, as it was before it was spread over ranks."""
     config: Any = model.config
     family = next(family for family in families().values() if family.Config is type(config))
     out = skeleton(family, config, model.task, torch.float32)
@@ -157,7 +157,7 @@ def whole(model: Model, recipe: Recipe) -> Model:
 
 
 def keeper(recipe: Recipe) -> Callable[[nn.Module], tuple[Any, Any]]:
-    """What is kept beside the weights."""
+    """A function that makes what is kept beside the weights: the optimizer, and averages if there are any."""
     return lambda model: (build_optimizer(model, recipe.optimizer), EMA(model, recipe.ema) if recipe.ema is not None else None)
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, whether this run may use it, and which state it goes on from. Torch-free."""
+"""The folder of a run: whose it is, whether this run may use it, and from which state it continues. Torch-free."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,13 +23,13 @@ STEPS = ("max_steps", "num_epochs")
 
 @contextmanager
 def claim(folder: Path, recipe: Recipe, ranks: Ranks = ALONE) -> Iterator[None]:
-    """Hold `folder` for a run of `recipe` (resolved), or refuse; the first rank does, for all. A folder made for a run that then
-    fails before it has written anything is removed again.
+    """Hold `folder` for a run of `recipe` (resolved), or refuse; the first rank does this for all. A folder that was made for a run
+    which then fails before it has written anything is removed again.
 
-    A folder that holds a run is refused with `resume: never`, and otherwise unless its recipe is this one: a recipe
-    fixes the result, so the first key that differs is named. Only `WATCHING`, the keys that say what is logged and
-    kept, may change; under a schedule that is `timeless` the number of steps may too, because no step depends on it there; and
-    the micro-batch where the loss does not depend on it, for the memory may be another.
+    A folder that holds a run is refused with `resume: never`, and otherwise unless its recipe is the same: a recipe determines the
+    result, so the first key that differs is named. Three kinds of keys may differ: those in `WATCHING`, which say what is logged
+    and kept; under a schedule that is `timeless` the number of steps, because no step depends on it; and the micro-batch, if the
+    loss does not depend on it, because the memory may be another.
     """
     if not ranks.first:
         yield
@@ -54,7 +54,7 @@ def claim(folder: Path, recipe: Recipe, ranks: Ranks = ALONE) -> Iterator[None]:
 
 
 def check(folder: Path, recipe: Recipe) -> None:
-    """Refuse a folder that is another run's, or that `recipe.resume` does not allow to go on with."""
+    """Refuse a folder that is another run's, or that `recipe.resume` does not allow to continue."""
     if folder.exists() and not folder.is_dir():
         refuse(folder, "output_dir", "a file", "a folder, or a name that is free")
     ran = [name for name in (RECIPE, "model") if (folder / name).exists()] + [path.name for path in steps(folder)]
@@ -75,7 +75,7 @@ def check(folder: Path, recipe: Recipe) -> None:
 
 
 def same_recipe(file: Path, recipe: Recipe) -> None:
-    """Refuse unless the recipe in `file` gives the same result as `recipe`; names the first key that differs."""
+    """Refuse if the recipe in `file` gives another result than `recipe`, and name the first key that differs."""
     free = {*WATCHING, *(STEPS if recipe.schedule.timeless else ())}
     if not find_objective(recipe.objective).together:
         free.add("micro_batch")
@@ -90,7 +90,7 @@ def same_recipe(file: Path, recipe: Recipe) -> None:
 
 
 def elsewhere(run: Path, then: Any, here: Any, recipe: Recipe) -> bool:
-    """Whether the data that the run found in `then` when it began have only moved, and are now in `here`."""
+    """Whether the data that the run found at `then` when it began have only been moved, and are now at `here`."""
     from .environment import same_bytes  # which needs torch
 
     if isinstance(then, str) and isinstance(here, str):
@@ -100,7 +100,7 @@ def elsewhere(run: Path, then: Any, here: Any, recipe: Recipe) -> bool:
 
 
 def check_steps(start: Path, recipe: Recipe, steps: int) -> None:
-    """Refuse to go on from the state `start` where it is past the end of a run of so many steps."""
+    """Refuse to continue from the state `start` if it is past the end of a run of so many steps."""
     if step_of(start) > steps:
         key, value = ("max_steps", "") if steps == recipe.max_steps else ("num_epochs", f"{recipe.num_epochs:g}, which are ")
         found = f"{value}{steps} steps, and {start} has done more"
@@ -116,8 +116,8 @@ def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def find_start(resume: str, folder: Path, ranks: Ranks = ALONE) -> Path | None:
-    """The step-N folder to go on from; None to begin. The first rank looks, for all. Errors: `MissingError` for a path without a
-    valid state, `InputError` for a folder of the run's own whose states are all broken: to begin again is the user's to say."""
+    """The step-N folder to continue from; None to begin. The first rank looks, for all. Errors: `MissingError` for a path without a
+    valid state; `InputError` for a run whose own states are all broken, because it is for the user to decide to begin again."""
     return Path(told) if (told := ranks.tell(str(found_start(resume, folder) or "") if ranks.first else "")) else None
 
 
@@ -137,13 +137,13 @@ def found_start(resume: str, folder: Path) -> Path | None:
 
 
 def write_recipe(folder: Path, recipe: Recipe, machine: Machine) -> None:
-    """The resolved recipe and the machine beside their results, ready to be run again."""
+    """Write the resolved recipe and the machine beside the results, ready to be run again."""
     atomic_write(folder / RECIPE, dump_yaml(to_dict(recipe)).encode())
     atomic_write(folder / MACHINE, dump_yaml(to_dict(machine)).encode())
 
 
 def ran(recipe: Recipe) -> tuple[Recipe, Machine] | None:
-    """The recipe and the machine of the run that `recipe` would go on with; None of one that begins, or kept no machine."""
+    """The recipe and the machine of the run that `recipe` would continue; None if it begins, or if no machine was kept."""
     source = Path(recipe.output_dir if recipe.resume == "auto" else recipe.resume)
     run = source.parent if (source / MANIFEST).exists() else source
     files = run / RECIPE, run / MACHINE

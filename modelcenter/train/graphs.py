@@ -1,19 +1,19 @@
-"""Forward and backward of a micro-batch as one CUDA graph: recorded once, then begun by one call of the host.
+"""Forward and backward of a micro-batch as one CUDA graph: recorded once, then started by one call of the host.
 
-A step of a small model has thousands of kernels, and the host takes longer to call them than the GPU to run them. Where the shapes
-of a micro-batch come again the same calls are made again, so that a record of them will do: the kernels, their arguments and the
-memory they use, which the record keeps for itself. What changes from one micro-batch to the next is read there: the batch, the
-number of targets and the loss scale are copied to where the recorded kernels find them; what dropout draws is a function of the
-generator's position, which torch hands to a graph each time and moves on as the calls themselves would. So a run with graphs has
-the bits of one without, and one that is resumed those of one that was not, as far as the kernels themselves give the same twice.
+A step of a small model has thousands of kernels, and the host takes longer to call them than the GPU to run them. If the shapes of
+a micro-batch recur, so do the calls, and a record of them can be replayed: the kernels, their arguments and the memory they use,
+which the record keeps for itself. What changes from one micro-batch to the next is copied to where the recorded kernels read it:
+the batch, the number of targets and the loss scale. What dropout draws depends on the generator's position, which torch gives to a
+graph at each replay and advances as the calls themselves would. So a run with graphs has the same bits as one without, and a
+resumed run the same as an uninterrupted one, as far as the kernels themselves are deterministic.
 
-Gradients. A step's first micro-batch finds none: its backward makes them, in memory of the record, and the parameters are given
-them each time. Further ones find those and add to them. These are two records. The gradients of other shapes are copied to where
-the first shapes' are, so that any micro-batch may follow any other.
+Gradients. The first micro-batch of a step finds none: its backward makes them, in memory of the record, and the parameters are
+given them each time. Further micro-batches find those and add to them. These are two records. The gradients of other shapes are
+copied to where those of the first shapes are, so that any micro-batch may follow any other.
 
-Shapes that come again are made of others that do not (shapes.py). What cannot be recorded runs as it always did: packed sequences
-in fp32, which the host cuts apart; what waits for the device or brings something from the host; what there is no memory for. A run
-that then lacks memory gives the records up and does its step again.
+shapes.py fills micro-batches up to shapes that recur. What cannot be recorded runs by calls as before: packed sequences in fp32,
+which the host cuts apart; what waits for the device or brings something from the host; what there is no memory for. If a run then
+lacks memory, it gives the records up and repeats its step.
 """
 
 from collections import OrderedDict
@@ -44,7 +44,7 @@ Kind = Literal["first", "later"]  # of a step's micro-batches
 
 
 class Recorder(Protocol):
-    """What records calls: `GPU`, or what stands for it."""
+    """What records calls: `GPU`, or a stand-in for it in tests."""
 
     def room(self) -> bool:
         """Whether there is memory for a record."""
@@ -66,7 +66,7 @@ class Recorder(Protocol):
 
 
 class GPU:
-    """Records on a GPU. All records share one pool of memory, for one is done after the other."""
+    """Records on a GPU. All records share one pool of memory, because they are replayed one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
@@ -101,7 +101,7 @@ class GPU:
 
 @dataclass
 class Record:
-    """The calls of one kind of micro-batch, and where they leave the loss."""
+    """The recorded calls of one kind of micro-batch, and where they leave the loss."""
 
     launch: Callable[[], object]
     loss: Tensor
@@ -109,7 +109,7 @@ class Record:
 
 @dataclass
 class Shapes:
-    """What is known of micro-batches of the same shapes; `inputs` and `scale` are what their records read."""
+    """What is known about micro-batches of the same shapes; `inputs` and `scale` are what their records read."""
 
     seen: int = 0
     refused: bool = False
@@ -119,8 +119,8 @@ class Shapes:
 
 
 class Graphs:
-    """The records of one model's micro-batches, while its parameters stay where they are. `tell` hears of the first one, and of
-    what could not be recorded."""
+    """The records of one model's micro-batches, valid while its parameters stay where they are. `tell` is called with a line about
+    the first one, and about what could not be recorded."""
 
     def __init__(self, model: nn.Module, recorder: Recorder, tell: Callable[[str], object] = lambda line: None) -> None:
         self.model, self.recorder, self.tell = model, recorder, tell
@@ -133,7 +133,7 @@ class Graphs:
         self.failures = 0
 
     def run(self, work: Work, arguments: Arguments, scale: Scale) -> Tensor:
-        """What `work` does with `arguments` and `scale`: the loss, its gradients added to those that are there."""
+        """Do what `work` does with `arguments` and `scale`: return the loss, with its gradients added to those that are there."""
         key = None if self.ended else key_of(self.model, arguments, scale)
         kind: Kind = "first" if all(p.grad is None for p in self.trained) else "later"
         if kind == "first" and self.gradients and self.places != self.here():
@@ -156,7 +156,7 @@ class Graphs:
         return record.loss.clone()
 
     def attempt(self, step: Callable[[], T]) -> T:
-        """What `step` gives; if it lacks the memory that records hold, what it gives without them."""
+        """The result of `step`. If that lacks the memory that records hold, they are given up and it is tried again."""
         if self.ended or any(p.grad is not None for p in self.trained):
             return step()
         drawn = self.recorder.drawn()
@@ -174,15 +174,15 @@ class Graphs:
         return step()
 
     def held(self) -> bool:
-        """Whether the gradients that are there are those of the records."""
+        """Whether the current gradients are those of the records."""
         return bool(self.gradients) and all(p.grad is self.gradients.get(p) for p in self.trained)
 
     def here(self) -> list[int]:
         return [p.data_ptr() for p in self.all]
 
     def known(self, key: tuple[Any, ...]) -> Shapes:
-        """What is known of the shapes `key`, now the last used. Those that were not used for longest and have no record are not
-        remembered for ever."""
+        """What is known about the shapes `key`, which become the last used. Shapes that were unused for longest and have no record
+        are forgotten."""
         if key not in self.shapes:
             self.shapes[key] = Shapes()
             if len(self.shapes) > MOST + SEEN:
@@ -191,7 +191,8 @@ class Graphs:
         return self.shapes[key]
 
     def free(self, shapes: Shapes, arguments: Arguments) -> bool:
-        """Whether `shapes` may have a record more: memory is there, and a place, which shapes that come often take from others."""
+        """Whether `shapes` may have another record: there is memory, and a place, which shapes that recur often take from
+        others."""
         with_records = [key for key, other in self.shapes.items() if other.records]
         full = not shapes.records and len(with_records) >= MOST
         if full and shapes.seen <= WORTH:
@@ -207,7 +208,7 @@ class Graphs:
         return True
 
     def record(self, shapes: Shapes, kind: Kind, work: Work, arguments: Arguments, scale: Scale) -> Record | None:
-        """Record `work`; None, and all is as it was, where that cannot be done."""
+        """Record `work`. If that is impossible, return None and leave everything as it was."""
         before = {p: p.grad for p in self.trained}
         hooks = []
         try:
@@ -240,12 +241,12 @@ class Graphs:
 
     @torch.no_grad()
     def bring(self, p: Tensor) -> None:
-        """A gradient of other shapes' backward goes where those of the first shapes are."""
+        """Copy the gradients of other shapes' backward to where those of the first shapes are."""
         if p.grad is not None and p in self.gradients:
             p.grad = self.gradients[p].copy_(p.grad)
 
     def failed(self, error: Exception, arguments: Arguments) -> None:
-        """Shapes could not be recorded. What is recorded goes too: the generator that it knows may be of no more use."""
+        """Note that shapes could not be recorded. All records are given up, because the generator that they use may be broken."""
         self.drop()
         self.recorder.close()
         self.failures += 1
@@ -254,13 +255,13 @@ class Graphs:
         self.tell(f"{said(arguments)} cannot be a CUDA graph and run without: {type(error).__name__}: {why}")
 
     def drop(self) -> None:
-        """Give up what is recorded, and its memory."""
+        """Give up all records and their memory."""
         for shapes in self.shapes.values():
             shapes.records, shapes.inputs, shapes.scale = {}, {}, None
         self.gradients, self.places = {}, []
 
     def make_room(self) -> None:
-        """For work of another kind, whose memory nobody has measured: give up what is recorded if there is little left."""
+        """Before work of another kind, whose memory was not measured: give up the records if little memory is left."""
         if self.gradients and self.recorder.tight():
             self.drop()
 
@@ -271,7 +272,7 @@ class Graphs:
 
 
 def key_of(model: nn.Module, arguments: Arguments, scale: Scale) -> tuple[Any, ...] | None:
-    """What micro-batches with one record have in common; None for those that have none."""
+    """What micro-batches with the same record have in common; None for those that have none."""
     if "cu_seq_lens_q" in arguments and (getattr(model, "prefixed", False) or "max_length_q" not in arguments):
         return None
     each = ((name, (v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v) for name, v in sorted(arguments.items()))
@@ -294,7 +295,8 @@ def said(arguments: Arguments) -> str:
 
 
 def graphs_of(model: nn.Module, machine: Machine, device: torch.device, tell: Callable[[str], object]) -> Graphs | None:
-    """Those of a run, if it may have any. Without `cuda_graphs` there are none, but the same batches, and so the same bits."""
+    """The graphs of a run, if it may have any. Without `cuda_graphs` nothing is recorded, but batches are filled up in the same
+    way, so that the bits are the same."""
     if not replace(machine, cuda_graphs=True).graphs or device.type != "cuda":
         return None
     graphs = Graphs(model, GPU(device), tell)

@@ -1,7 +1,8 @@
-"""What a run does when updates stay other than finite or the loss leaps: it goes back to a state from before, and on past the data.
+"""What a run does when updates stay non-finite or the loss leaps: it returns to an earlier state, and continues behind the data of
+the trouble.
 
-So did PaLM's training (Chowdhery et al., 2022, section 5.1): the same weights without the batches of the spike had no spike. Each
-state is gone back to once, so that a run whose trouble stays comes to an end.
+PaLM's training did so (Chowdhery et al., 2022, section 5.1): the same weights without the batches of the spike had no spike. A run
+returns to each state only once, so that a run whose trouble stays comes to an end.
 """
 
 from collections.abc import Callable
@@ -22,17 +23,18 @@ PATIENCE = 5  # updates in a row that may be left out because a loss or a gradie
 
 
 def in_trouble(at: Position, on_spike: str) -> bool:
-    """Whether the step just done is one to go back from: the fifth in a row that was not finite, or the first of a spike."""
+    """Whether to return after this step: it is the fifth in a row that was not finite, or the first of a spike."""
     return at.streak == PATIENCE or (on_spike == "rollback" and at.losses.high == 1)
 
 
 def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, ema: EMA | None,
             say: Callable[[str], None], ranks: Ranks) -> Position | None:
-    """Put back the newest valid state of `folder` from before the trouble that `at` is in, and remove those after it; where the run
-    then stands. None, and nothing is changed, without such a state or if it has been gone back to already. Either is said.
+    """Restore the newest valid state of `folder` from before the trouble at `at`, and remove those after it; returns where the run
+    then stands. Without such a state, or if the run has already returned to it once, nothing changes and None is returned. A line
+    tells what happened.
 
-    Weights, moments, averages, random generators and the schedule are the state's; the data goes on where it is. The last update
-    before a bad loss may be what made it bad: a state must be older than that one.
+    Weights, moments, averages, random generators and the schedule are those of the state; the data continues where it is. The
+    update just before a bad loss may have caused it, so the state must be older than that update.
     """
     first = at.step + 1 - (at.streak + at.losses.high)
     seen = find_state(folder, before=first - 1) if ranks.first else None
@@ -49,7 +51,7 @@ def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, 
 
 
 def give_up(at: Position) -> NoReturn:
-    """Refuse to go on: the updates stay other than finite, and there is nothing to go back to."""
+    """Refuse to continue: updates stay non-finite, and there is no state to return to."""
     again = f", after going back to step {at.returned} too" if at.rollbacks else ", and no state from before them is saved"
     refuse(None, f"step {at.step}", f"{PATIENCE} gradients in a row were not finite{again}",
            "a lower optimizer.lr, precision=fp32 or other data")

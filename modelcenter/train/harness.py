@@ -1,7 +1,7 @@
-"""A model for lm-eval, EleutherAI's evaluation harness (`pip install modelcenter[lm-eval]`); imported when it is asked for.
+"""A model for lm-eval, EleutherAI's evaluation harness (`pip install modelcenter[lm-eval]`); imported only when asked for.
 
-What lm-eval asks is answered as by its own `hf` model on the same weights: the log probability of a continuation and whether it is
-what greedy decoding writes, that of a whole text in windows, and texts written until one of some strings.
+It answers as lm-eval's own `hf` model does with the same weights: the log probability of a continuation and whether greedy decoding
+writes it, the log probability of a whole text in windows, and texts written up to the first of some strings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,7 @@ class Harness(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context follows."""
+        """The id that a text without a context follows."""
         return self.eot_token_id if self.words.bos_id is None else int(self.words.bos_id)
 
     @property
@@ -69,7 +69,7 @@ class Harness(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return self.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, in the tokenizer's template unless the text begins with its beginning already."""
+        """The ids of a text, in the tokenizer's template unless the text already starts with its beginning."""
         begins = self.words.bos_id is not None and string.startswith(self.words.decode([self.words.bos_id], special=True))
         return self.words.encode(string, special=not begins if add_special_tokens is None else add_special_tokens)
 
@@ -153,7 +153,7 @@ def groups(numbers: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 def examine(model: str, tasks: Sequence[str], folder: str | None = None, few_shot: int | None = None, limit: int | None = None,
             batch: int = 8, device: str | None = None, dtype: str = "auto") -> dict[str, dict[str, float]]:
-    """The metrics of each task of lm-eval, or of the files in `folder`; `limit` is of examples."""
+    """The metrics of each task of lm-eval, or of the files in `folder`. `limit`: how many examples of each."""
     manager = TaskManager(include_path=folder, include_defaults=folder is None)  # to read all of lm-eval's own takes half a minute
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         refuse(None, "lm_eval", unknown[0], nearest(unknown[0], manager.all_tasks)[:150])

@@ -1,7 +1,7 @@
-"""What a step on a CPU frees, the next one finds.
+"""On a CPU, what one step frees stays there for the next.
 
-Each step asks for gigabytes and frees them. glibc hands the top of its heap back to the system as it becomes free, which then has
-every page of it to clear for the next step.
+Each step asks for gigabytes and frees them. glibc returns freed memory at the top of its heap to the system, which must then clear
+every page of it again for the next step.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MA
 
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """While it lasts freed memory of the host is kept, if `device` is the CPU; then it is handed back. Nothing happens where the
-    C library is not glibc, or where the environment says how it is to do this."""
+    """While this lasts, freed memory of the host is kept, if `device` is the CPU; afterwards it is returned. Without glibc, or if
+    the environment already sets how it does this, nothing happens."""
     libc = ctypes.CDLL(None)
     told = any(name in os.environ for name in VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if device.type != "cpu" or told or not hasattr(libc, "gnu_get_libc_version"):

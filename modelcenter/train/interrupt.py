@@ -1,6 +1,6 @@
-"""Asking a run to stop: the first SIGTERM, Ctrl-C or end of its terminal lets it finish its step and save, a second one ends it at
-once. Of several ranks the process that has started them says which is the second (train/launch.py). A download, which may take an
-hour and leaves nothing to save, is not waited for."""
+"""Asking a run to stop. The first SIGTERM, Ctrl-C or end of its terminal lets it finish its step and save; a second one ends it at
+once. With several ranks, the process that started them says which is the second (train/launch.py). A download is not waited for: it
+may take an hour, and leaves nothing to save."""
 
 import os
 import signal
@@ -16,13 +16,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def heeded() -> list[signal.Signals]:
-    """`SIGNALS`, without SIGHUP where it is ignored: nohup has said that the end of the terminal is not to end the run."""
+    """`SIGNALS`, without SIGHUP if it is ignored: nohup has said that the end of the terminal must not end the run."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Interrupt(AbstractContextManager["Interrupt"]):
-    """True once a signal has asked for the end. Outside the main thread, where Python lets nobody listen, it stays
-    false and signals do what they did before."""
+    """True once a signal has asked for the end. Outside the main thread, where Python does not allow handlers, it stays false and
+    signals do what they did before."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -42,7 +42,7 @@ class Interrupt(AbstractContextManager["Interrupt"]):
             signal.signal(number, handler)
 
     def begin(self) -> None:
-        """From now on there is something to save."""
+        """Say that from now on there is something to save."""
         self.then = "finishing the step and saving"
 
     def hear(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What is kept of a run besides its numbers: environment.json at its beginning, summary.md at its end, however it ends."""
+"""What is kept of a run besides its numbers: environment.json when it begins, summary.md when it ends, however it ends."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,8 +12,8 @@ from .summary import write_summary
 
 
 class Journal:
-    """The processes that worked on the run in `folder`, of which this is one. A disk that refuses costs a line. A `silent` one, of
-    a rank that is not the first, writes nothing."""
+    """The processes that worked on the run in `folder`, of which this is one. If the disk refuses, that costs only a line. One that
+    is `silent`, of a rank that is not the first, writes nothing."""
 
     def __init__(self, folder: Path, recipe: Recipe, *, silent: bool = False) -> None:
         self.folder, self.recipe, self.silent = folder, recipe, silent
@@ -23,11 +23,11 @@ class Journal:
 
     @property
     def id(self) -> str:
-        """The same in every process of the run."""
+        """The run's name, the same in all its processes."""
         return str(self.processes[0].get("run"))
 
     def begin(self, environment: Mapping[str, Any], step: int, say: Callable[[str], None]) -> None:
-        """This process goes on after `step`. `environment`: what is known of model and data."""
+        """This process begins or continues after `step`. `environment`: what is known about model and data."""
         self.say = say
         before = read_processes(self.folder) if step else []
         if before and step >= environment["steps"]:  # it is finished: nothing happens
@@ -39,13 +39,13 @@ class Journal:
         self.write()
 
     def note(self, incident: str) -> None:
-        """Something happened that whoever reads the summary should know."""
+        """Note an event that a reader of the summary should know."""
         if self.mine:
             self.mine["incidents"].append(incident)
             self.write()
 
     def tell(self, incident: str) -> None:
-        """Say it now, too."""
+        """Note it, and print it now."""
         self.say(incident)
         self.note(incident)
 

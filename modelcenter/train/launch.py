@@ -1,8 +1,9 @@
-"""Starts the ranks of a run on this machine and stands by them: what it is told they are told, and none outlives another's failure.
+"""Starts the ranks of a run on this machine and stays with them: it passes on what it is told, and no rank outlives another's
+failure.
 
-On one machine they find each other through a file in a private folder and talk over the loopback interface alone. Where the
-environment says NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, one such process on each machine starts its share of them. The
-first rank of a machine has the terminal; what the others say is shown only if it was one of them that failed first. Torch-free.
+On one machine they find each other through a file in a private folder, and communicate over the loopback interface only. If the
+environment gives NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, one such process on each machine starts its part of them. The
+first rank of a machine has the terminal; the output of the others is shown only if one of them failed first. Torch-free.
 """
 
 import ctypes
@@ -46,7 +47,8 @@ WORDS = re.compile(r"gloo|nccl|connection|broken pipe|process ?group|store|wait 
 
 
 class RankError(RuntimeError):
-    """A rank failed; what it said is on stderr. `status`: what a command exits with. `heard`: it has said why itself."""
+    """A rank failed; its message is on stderr. `status`: the exit status of the command. `heard`: the rank has printed why
+    itself."""
 
     def __init__(self, text: str, status: int, heard: bool = False) -> None:
         super().__init__(text)
@@ -54,12 +56,12 @@ class RankError(RuntimeError):
 
     @property
     def passing(self) -> bool:
-        """Whether the same command may do better: nothing that a user has to mend, and nobody asked for the end."""
+        """Whether the same command may succeed later: nothing has to be corrected by the user, and nobody asked for the end."""
         return self.status not in (BAD_INPUT, *(128 + number for number in SIGNALS))
 
 
 def to_launch(machine: Machine) -> bool:
-    """Whether the ranks are still to be started: nobody has told this process which of them it is."""
+    """Whether the ranks have yet to be started: no launcher has told this process which rank it is."""
     return (machine.ranks > 1 or machine.restarts > 0) and "RANK" not in os.environ
 
 
@@ -74,8 +76,8 @@ def check_ranks(recipe: Recipe, machine: Machine) -> None:
 
 
 def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, Any]:
-    """Run `modelcenter VERB` on every rank to its end, and return what the first one answers. A run whose rank fails is started
-    again `machine.restarts` times, and goes on from its last state. Errors: `RankError`."""
+    """Run `modelcenter VERB` on every rank to its end, and return the first one's answer. If a rank fails, the run is started again
+    up to `machine.restarts` times, and continues from its last state. Errors: `RankError`."""
     check_ranks(recipe, machine)
     ranks: list[subprocess.Popen[bytes]] = []
     left = machine.restarts
@@ -103,7 +105,7 @@ def share_of(machine: Machine) -> tuple[range, bool]:
 
 
 def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]", verb: str) -> dict[str, Any]:
-    """The run from where it stands to its end; `ranks` are its processes while it lasts."""
+    """Run to the end from where the run stands; `ranks` holds its processes meanwhile."""
     mine, alone = share_of(machine)
     stacks = Path(recipe.output_dir) / "ranks"
     before = stamps(stacks)
@@ -132,7 +134,7 @@ def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]
 
 
 def start(command: Sequence[str], rank: int, mine: range, ranks: int, place: Path, alone: bool) -> "subprocess.Popen[bytes]":
-    """One rank of `mine`, in a session of its own: Ctrl-C reaches it through `forwarding`, and once."""
+    """Start one rank of `mine`, in a session of its own, so that Ctrl-C reaches it only through `forwarding`, and once."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     known = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback and alone else {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -149,7 +151,7 @@ def start(command: Sequence[str], rank: int, mine: range, ranks: int, place: Pat
 
 
 def wait(ranks: "Sequence[subprocess.Popen[bytes]]") -> list[int | None]:
-    """How each has ended, when all have or one has failed; None: not yet."""
+    """How each rank has ended, once all have or one has failed; None: not yet."""
     while any(process.poll() is None for process in ranks):
         if failed := {process.poll() for process in ranks} - {None, 0}:
             until = time.monotonic() + (HEARD if BAD_INPUT in failed else GRACE)
@@ -161,13 +163,13 @@ def wait(ranks: "Sequence[subprocess.Popen[bytes]]") -> list[int | None]:
 
 
 def culprit(status: Sequence[int | None]) -> int | None:
-    """Of the ranks that failed the first that has not merely lost another; None: they have all ended well."""
+    """The first failed rank that has not merely lost another one; None if all have ended well."""
     failed = [rank for rank, code in enumerate(status) if code]
     return min(failed, key=lambda rank: (status[rank] == LOST, rank), default=None)
 
 
 def fail(rank: int, status: int, said: Path) -> NoReturn:
-    """Say what the rank said, if it has not the terminal, and raise how it ended."""
+    """Print what the rank printed, if it does not have the terminal, and raise how it ended."""
     how = f"rank {rank} was ended by signal {-status}" if status < 0 else f"rank {rank} ended with status {status}"
     words = said.read_text(encoding="utf-8", errors="replace").rstrip("\n") if said.exists() else ""
     if words:
@@ -177,13 +179,14 @@ def fail(rank: int, status: int, said: Path) -> NoReturn:
 
 
 def stamps(folder: Path) -> dict[str, int]:
-    """When each file there was written: one of a run before is known by that, and not by the hour, for clocks are set back."""
+    """When each file there was written. By this a file of an earlier run is recognised, and not by the clock, which may be set
+    back."""
     return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.txt")}
 
 
 def stalled(folder: Path, mine: range, seconds: float, before: Mapping[str, int]) -> NoReturn:
-    """Raise which rank stands where: those at fault first, those that wait for others after them. What was there `before` counts
-    for nothing."""
+    """Raise which rank stands where: first those at fault, then those that wait for others. Files that were there `before` are
+    ignored."""
     now = stamps(folder)
     places: dict[str, list[int]] = {}
     for rank in mine:
@@ -198,9 +201,9 @@ def stalled(folder: Path, mine: range, seconds: float, before: Mapping[str, int]
 
 @contextmanager
 def forwarding(ranks: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]]:
-    """Ask each rank for its end when this process is, and note it; at the second time end them. They themselves hear SIGTERM once
-    (`Interrupt`), for who ends a job may have sent it to all processes of it. Nothing outside the main thread, where Python lets
-    nobody listen."""
+    """While this lasts, pass the first signal on to each rank, and note it; at the second end them. The ranks themselves heed
+    SIGTERM only once (`Interrupt`), because whoever ends a job may have sent it to all its processes. Outside the main thread,
+    where Python does not allow handlers, nothing happens."""
     asked: list[int] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -222,7 +225,7 @@ def forwarding(ranks: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]
 
 
 def follow() -> None:
-    """Have this rank asked for its end, as by `forwarding`, when the process that started it ends in whatever way (Linux)."""
+    """Let this rank be asked for its end, as by `forwarding`, when the process that started it ends in whatever way (Linux)."""
     if PARENT in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if str(os.getppid()) != os.environ[PARENT]:  # it has ended before
@@ -230,7 +233,7 @@ def follow() -> None:
 
 
 def status_of(error: RuntimeError) -> int | None:
-    """What a command exits with: `RankError`'s own, and `LOST` for a rank of `launch` that fails because another has."""
+    """The exit status of a command: `RankError`'s own, and `LOST` for a rank of `launch` that fails because another one has."""
     if isinstance(error, RankError):
         if not error.heard:
             tell(f"modelcenter: error: {error}")

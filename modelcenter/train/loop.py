@@ -127,7 +127,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
 
 
 def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, journal: Journal, memory: Memory) -> Session:
-    """Prepare a run (`recipe` is resolved), or put it back where it was, and say how it will go."""
+    """Prepare a run (`recipe` is resolved) or restore it where it was, and tell how it will go."""
     folder = Path(recipe.output_dir)
     agree(recipe, machine, ranks)
     check_output(folder, ranks)

@@ -20,7 +20,7 @@ WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot 
 
 
 class Memory:
-    """Refuses in the place of an error of the block that says that memory ran out; `at` is what was being done."""
+    """A context that turns an error which says that memory ran out into a refusal; `at` is what was being done."""
 
     def __init__(self, recipe: Recipe, machine: Machine) -> None:
         self.recipe, self.machine, self.at = recipe, machine, ""
@@ -39,14 +39,14 @@ class Memory:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether it says so; torch has a class for that on its accelerators, and none on the host."""
+    """Whether an error says that memory ran out. torch has a class for that on accelerators, and none on the host."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in WORDS)
 
 
 def of_work(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
-    """The key that helps most against the memory of a step or an evaluation, its value, and settings to try, the best one first."""
+    """The key that helps most against the memory of a step or an evaluation, its value, and settings to try, the best first."""
     found: list[tuple[str, object, object]] = []
     micro = recipe.micro_batch
     if micro is None or micro > 1:
@@ -78,7 +78,7 @@ def of_weights(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]
 
 
 def divides(recipe: Recipe, machine: Machine) -> bool:
-    """Whether the ranks of `machine` can share out the model's codes of 4 bits."""
+    """Whether the model's codes of 4 bits can be divided among the ranks of `machine`."""
     if machine.tensor_parallel == 1:
         return True
     try:
@@ -90,7 +90,7 @@ def divides(recipe: Recipe, machine: Machine) -> bool:
 
 
 def accepted(recipe: Recipe, machine: Machine, *settings: str) -> bool:
-    """Whether the run could go on as it is but for `settings`: advice that is then refused is none."""
+    """Whether the run would accept `settings`: advice that is then refused is no advice."""
     try:
         wanted = override({**to_dict(recipe), "machine": to_dict(machine)}, settings)
         other = bind(Machine, wanted.pop("machine"), section="machine.")

@@ -22,10 +22,10 @@ Row = dict[str, Any]
 
 
 class Metrics:
-    """The rows of one run, sent to `reports` too. Rows past `step`, which a run that was killed wrote and its successor will write
-    again, are dropped when it opens, with a last line that was cut short. A number that is not finite is written as null.
+    """The rows of one run, which go to `reports` too. When it opens, rows past `step`, which a killed run wrote and its successor
+    will write again, are dropped, and so is a last line that was cut short. A number that is not finite is written as null.
 
-    Rows that the disk refuses wait for the next one's turn; `say` gets a line when that begins, and the run goes on.
+    Rows that the disk refuses wait for the next row; `say` gets a line when that begins, and the run goes on.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, Any], step: int = 0, reports: Reports | None = None,
@@ -46,7 +46,7 @@ class Metrics:
             self.reports.write(row)
 
     def append(self) -> None:
-        """Write what waits; where that fails half-way the next call begins again at the same place."""
+        """Write the rows that wait. If that fails half-way, the next call begins again at the same place."""
         data = b"".join(map(to_line, self.waiting))
         done = 0
         while done < len(data):
@@ -55,7 +55,7 @@ class Metrics:
         self.waiting.clear()
 
     def rewind(self, step: int) -> None:
-        """Drop the rows past `step`, to which the run goes back."""
+        """Drop the rows past `step`, to which the run returns."""
         self.waiting = [row for row in self.waiting if row["step"] <= step]
         with self.survived("rows past the state stay in it"):
             size = sum(len(to_line(row)) for row in upto(self.path, step))
@@ -65,7 +65,7 @@ class Metrics:
             self.reports.rewind(step)
 
     def sync(self) -> None:
-        """Every row so far is on the disk when this returns: called before a training state is."""
+        """Bring every row so far to the disk; called before a training state is written."""
         with self.survived("its rows wait for room"):
             self.append()
             os.fsync(self.file)
@@ -83,7 +83,7 @@ class Metrics:
 
     @contextmanager
     def survived(self, what: str) -> Iterator[None]:
-        """A fault of the disk in the block is said once for as long as it lasts, and is no error."""
+        """A context in which a fault of the disk is no error. It is told once for as long as it lasts."""
         try:
             yield
         except OSError as error:

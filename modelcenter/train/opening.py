@@ -1,4 +1,4 @@
-"""The lines with which a run begins: the model, the data, the length, one decoded sample, and what is likely to be a mistake."""
+"""The first lines of a run: the model, the data, the length, one decoded sample, and what is likely to be a mistake."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from .setup import Setup
 
 
 def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, ended: Sequence[int]) -> list[str]:
-    """What was found and what will happen. `ended`: ids at which generated texts end from now on. All ranks ask."""
+    """What was found and what will happen. `ended`: ids at which generated texts will end. All ranks call it."""
     model, tokenizer, labels, train = setup.model, setup.tokenizer, setup.labels, setup.loader
     held = None if setup.evaluation is None else setup.evaluation.loader
     objective = find_objective(recipe.objective)
@@ -70,7 +70,7 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
 
 
 def named(recipe: Recipe, name: str) -> str:
-    """A tokenizer as the recipe names it, where its own name is that of a file in the hub's cache."""
+    """The tokenizer as the recipe names it, if its own name is that of a file in the hub's cache."""
     return (recipe.tokenizer or recipe.model) if "/snapshots/" in name else name
 
 

@@ -1,4 +1,4 @@
-"""A run planned for devices that need not be here: the job that a recipe, or a model alone, makes of them, and its layouts."""
+"""A plan for devices that need not be here: the job that a recipe, or a model alone, makes for them, and its layouts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ MASKED = 0.15  # of the tokens are targets, in masked language modelling
 
 
 def objective_of(model: str) -> str:
-    """What a preset's own head is trained on."""
+    """The objective that trains a preset's own head."""
     known = presets()
     if model not in known:
         refuse(None, "model", repr(model), f"a preset, or a recipe; {nearest(model, known)}")
@@ -43,8 +43,8 @@ def objective_of(model: str) -> str:
 
 
 def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | None, bare: bool) -> tuple[Survey, list[str]]:
-    """The layouts of a run on `ranks` (those of `machine`) of the device of that name (what is here), and lines that say what it
-    is."""
+    """The layouts of a run on `ranks` devices (those of `machine`) of the named kind (None: the one here), and lines that describe
+    it."""
     found = device_of(replace(machine, device="auto" if device is None else machine.device if torch.cuda.is_available() else "cpu"))
     chip = chip_named(device) if device is not None else chip_here(found)
     if chip is None:
@@ -97,12 +97,12 @@ def runnable(recipe: Recipe, model: Any) -> Callable[[Machine], bool]:
 
 
 def automatic(chip: Chip) -> Any:
-    """What `precision: auto` is on a chip that is not here."""
+    """The value of `precision: auto` on a chip that is not here."""
     return "bf16" if chip.bf16 else "fp16" if chip.fp16 else "fp32"
 
 
 def job_there(recipe: Recipe, machine: Machine, device: torch.device, gpu: bool) -> Job:
-    """What a recipe trains, its data read."""
+    """What a recipe trains, with its data read."""
     kind: Any = device.type
     recipe, _ = resolve(recipe, replace(machine, device=kind))
     setup = prepare(recipe, machine, device, meta=True)
@@ -110,7 +110,8 @@ def job_there(recipe: Recipe, machine: Machine, device: torch.device, gpu: bool)
 
 
 def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
-    """What a model alone is trained on: sequences of data.seq_len, all their tokens targets, or those that are masked."""
+    """What a model is trained on without data: sequences of data.seq_len, of which all tokens are targets, or those that are
+    masked."""
     model = build(recipe.model, task=find_objective(recipe.objective).task, config=recipe.config, device="meta")
     model.freeze(*recipe.freeze)
     length, pairs = recipe.data.seq_len, bool(model.encoder_decoder)

@@ -19,8 +19,8 @@ LOG = ("grad_norm",)
 
 
 def plot_loss(folder: Path) -> str:
-    """Draw `folder`/metrics.jsonl into loss.png: the losses, each other metric of evaluations, rate, norm and speed. Returns a
-    line for the log: a picture is no reason to lose a run, nor the word on why it ended."""
+    """Draw `folder`/metrics.jsonl into loss.png: the losses, each other metric of evaluations, rate, norm and speed. Errors become
+    a line for the log, which is returned: a picture is no reason to lose a run, nor its last message."""
     if find_spec("matplotlib") is None:
         return "loss.png: not drawn, because matplotlib is not installed (pip install matplotlib)"
     try:
@@ -30,7 +30,7 @@ def plot_loss(folder: Path) -> str:
 
 
 def draw(folder: Path) -> str:
-    """The same with its errors."""
+    """`plot_loss` without catching errors."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -70,13 +70,13 @@ def draw(folder: Path) -> str:
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-    """What is worth a panel besides the losses: an evaluation's metrics first."""
+    """What gets a panel besides the losses: an evaluation's metrics first."""
     found = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float))
     rest = [key for key in found if key not in (*LEFT_OUT, "loss", "eval_loss") and not key.startswith("best_")]
     return sorted(rest, key=lambda key: not key.startswith("eval_"))
 
 
 def runs(rows: Sequence[Row], key: str) -> list[list[tuple[int, float]]]:
-    """The points (step, value) of a curve, cut where a value was not finite."""
+    """The points (step, value) of a curve, cut where a value is not finite."""
     points = [(row["step"], row[key]) for row in rows if key in row]
     return [list(part) for there, part in groupby(points, lambda point: point[1] is not None) if there]

@@ -48,7 +48,7 @@ from .setup import Labels, Setup, segmented
 
 
 def enter(recipe: Recipe, machine: Machine) -> Ranks:
-    """This process among the ranks of the run: alone, or once the others are there."""
+    """Join the ranks of the run; with one rank there is nothing to wait for."""
     follow()
     if machine.ranks == 1:
         return ALONE
@@ -59,11 +59,12 @@ def enter(recipe: Recipe, machine: Machine) -> Ranks:
 
 def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False,
             judged: bool = False) -> Setup:
-    """Read the data, make or load the tokenizer and the model (`meta`: without its weights), and say what was found. `recipe` is
-    resolved. `judged`: the model is only to be judged, by the labels that it knows, be they all in the data or not.
+    """Read the data, make or load the tokenizer and the model (`meta`: without its weights), and tell what was found. `recipe` is
+    resolved. `judged`: the model is only evaluated, with the labels that it knows, whether or not all of them occur in the data.
 
-    On a CPU the weights are read by a thread while the texts are encoded. Errors: `InputError`, before any weight is read where a
-    field of the data is what does not fit."""
+    On a CPU a thread reads the weights while the texts are encoded. Errors: `InputError`; for a field of the data that does not
+    fit, before any weight is read.
+    """
     records, held_out = read_split(recipe.data)
     check_fields(recipe, records)
     tokenizer = find_tokenizer(recipe, records)
@@ -84,7 +85,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
 
 
 def check_fields(recipe: Recipe, records: Part) -> None:
-    """Refuse a field that the records have not, before a tokenizer or weights are fetched."""
+    """Refuse a field that the records do not have, before a tokenizer or weights are fetched."""
     objective = find_objective(recipe.objective)
     for source in records.sources if isinstance(records, Mixture) else [records]:
         if not isinstance(source, Tokens):
@@ -92,14 +93,14 @@ def check_fields(recipe: Recipe, records: Part) -> None:
 
 
 def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:
-    """The recipe's own, or else the model's."""
+    """The tokenizer that the recipe names, or the model's."""
     if recipe.tokenizer is not None:
         return open_tokenizer(recipe.tokenizer, texts_of(recipe.objective, records, recipe.data))
     return load_tokenizer(recipe.model, hubs())
 
 
 def find_labels(recipe: Recipe, records: Part, judged: bool) -> Labels:
-    """The classes by name: those that the weights know, in their order, where all that occur are among them."""
+    """The names of the classes: those that the weights know, in their order, if all that occur are among them."""
     objective = find_objective(recipe.objective)
     known = learned_labels(recipe) if objective.named else ()
     learned = () if known == tuple(f"LABEL_{n}" for n in range(len(known))) else known
@@ -108,7 +109,7 @@ def find_labels(recipe: Recipe, records: Part, judged: bool) -> Labels:
 
 
 def learned_labels(recipe: Recipe) -> tuple[str, ...]:
-    """The names of the labels that the model's config.json gives, LABEL_0 and so on where it has no others."""
+    """The names of the labels in the model's config.json, which are LABEL_0 and so on if it has no others."""
     folder = Path(recipe.model).expanduser()
     if recipe.init == "random" or (recipe.model in presets() and not folder.is_dir()):
         return ()
@@ -129,7 +130,7 @@ class Reader:
         self.jobs.append(self.thread.submit(job))
 
     def wait(self) -> None:
-        """Until all is read; its errors are raised here."""
+        """Wait until all is read; its errors are raised here."""
         for name in ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor") if self.jobs else ():
             importlib.import_module(name)  # the rehearsal that follows wants them, for two thirds of a second
         for job in self.jobs:
@@ -139,8 +140,8 @@ class Reader:
 
 def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | None, machine: Machine, device: torch.device,
                put_off: Callable[[Callable[[], None]], object] | None = None) -> Model:
-    """The recipe's model in fp32: pretrained, or random with the vocabulary and the special tokens of the tokenizer. `put_off`: as
-    `load` takes it."""
+    """The recipe's model in fp32: pretrained, or random with the vocabulary and the special tokens of the tokenizer. `put_off`: see
+    `load`."""
     id2label = dict(enumerate(names)) if names is not None else None
     adapter = recipe.adapter if recipe.adapter.name != "none" else None
     if recipe.init == "pretrained" and device.type == "meta" and absent(recipe.model):
@@ -161,7 +162,7 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
 
 
 def absent(model: str) -> bool:
-    """Whether it is a preset that would have to be fetched: of one the shapes are known."""
+    """Whether it is a preset that would have to be fetched; its shapes are known without."""
     known = hubs()
     if model not in known or Path(model).expanduser().is_dir():
         return False
@@ -173,7 +174,8 @@ def absent(model: str) -> bool:
 
 
 def configure(model: Model, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> None:
-    """Tell the model what the recipe says of it: what is frozen, of its loss, of config.json; refuse what cannot be trained so."""
+    """Apply what the recipe says about the model: what is frozen, its loss, keys of config.json. What cannot be trained so is
+    refused."""
     if recipe.precision == "fp16" and model.wide:
         found = f"fp16 with {type(model).__name__}, whose feed-forward layers overflow it"
         refuse(None, "precision", found, "bf16, or fp32 where there is no bf16")
@@ -197,7 +199,7 @@ def configure(model: Model, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) 
 
 
 def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
-    """What config.json must say of a classifier that reads the last token: transformers finds it by the id that pads, and
+    """What config.json must say for a classifier that reads the last token: transformers finds that token by the id of padding, and
     without one refuses more than one text at a time."""
     head, known = model.head, tokenizer.pad_id is not None or tokenizer.eos_id is not None
     reads_last = isinstance(head, ClassifyHead) and head.pick is last_token
@@ -206,7 +208,7 @@ def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
 
 def find_examples(recipe: Recipe, records: Part, model: Model, tokenizer: Tokenizer, labels: Labels, device: torch.device,
                   ranks: Ranks, *, train: bool) -> Loader:
-    """The examples of `records`, encoded, in batches: of a step, or for evaluation as large as a forward may be."""
+    """The encoded examples of `records` in batches: those of a step, or for evaluation as large as a forward may be."""
     examples = make_examples(recipe.objective, records, tokenizer, recipe.data, vocab=model.config.vocab, train=train,
                              seed=recipe.seed, names=labels.names, segments=segmented(model))
     if not train:
@@ -217,7 +219,7 @@ def find_examples(recipe: Recipe, records: Part, model: Model, tokenizer: Tokeni
 
 
 def order_of(recipe: Recipe, records: Part, examples: Examples) -> Order | None:
-    """The order of the training examples, where it is another than a permutation of them all."""
+    """The order of the training examples, if it is not a permutation of them all."""
     data = recipe.data
     if isinstance(records, Mixture) and isinstance(examples, Chain) and records.weights is not None:
         return Blended([len(source) for source in examples.sources], records.weights, recipe.seed, data.shuffle)
@@ -228,7 +230,7 @@ def order_of(recipe: Recipe, records: Part, examples: Examples) -> Order | None:
 
 
 def budget_of(recipe: Recipe, device: torch.device) -> Budget | None:
-    """The tokens of a step and of a forward, where the recipe counts in tokens."""
+    """The tokens of a step and of a forward, if the recipe counts in tokens."""
     padded = not (recipe.data.packing or recipe.data.padding_free)
     if recipe.batch_tokens is None:
         return None
@@ -238,7 +240,7 @@ def budget_of(recipe: Recipe, device: torch.device) -> Budget | None:
 
 def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, tokenizer: Tokenizer,
                     names: Sequence[str] | None, ranks: Ranks) -> Evaluation:
-    """What the recipe asks of an evaluation on `records`, which `loader` reads."""
+    """The evaluation that the recipe asks for, on `records`, which `loader` reads."""
     data, size, wanted = recipe.data, None, tuple(dict.fromkeys((*recipe.metrics, *([recipe.best] if recipe.best else []))))
     if recipe.objective == "lm" and not data.packing and data.response_key is None and not isinstance(records, Tokens | Mixture):
         size = stream_bytes((r.text(data.text_key, "data.text_key") for r in records), tokenizer)
@@ -251,7 +253,7 @@ def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, t
 
 
 def end_at(model: Model, tokenizer: Tokenizer, ends: Sequence[int]) -> list[int]:
-    """Have the model's generation_config.json say that its texts end at these ids too; those of them that it did not say."""
+    """Add these ids to those at which the model's generation_config.json says that texts end. Returns the ids that are new."""
     if not ends:  # nor is the file looked at: what generation would refuse does not stop a run
         return []
     held = beside(model)
@@ -265,13 +267,13 @@ def end_at(model: Model, tokenizer: Tokenizer, ends: Sequence[int]) -> list[int]
 
 
 def steps_of(recipe: Recipe, train: Loader) -> int:
-    """The length of the run: what comes first of `max_steps` and `num_epochs`."""
+    """The length of the run: `max_steps` or `num_epochs`, whichever ends first."""
     epochs = train.count(max(1, ceil(recipe.num_epochs * len(train))), recipe.max_steps) if recipe.num_epochs is not None else None
     return min(limit for limit in (recipe.max_steps, epochs) if limit is not None)
 
 
 def facts(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup) -> dict[str, Any]:
-    """What the rows of metrics.jsonl are to be read with."""
+    """What is needed to interpret the rows of metrics.jsonl."""
     return {
         "modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version(),
         "platform": platform.platform(), "device": device.type, "threads": torch.get_num_threads(),

@@ -1,6 +1,6 @@
-"""What a run says while it works: lines that stay, and the state of the run with the time to its end.
+"""What a run prints while it works: lines that stay, and the state of the run with the time to its end.
 
-On a terminal the state is one line redrawn in place; anywhere else (a log, a pipe) it is a plain line for each logged step,
+On a terminal the state is one line that is redrawn in place. Anywhere else (a log, a pipe) it is a plain line for each logged step,
 without a carriage return.
 """
 
@@ -26,10 +26,10 @@ Row = Mapping[str, Any]
 
 
 class Pace:
-    """The time to the end of a run of `total` steps: steps at their recent pace, and each other kind of work at its own.
+    """The time to the end of a run of `total` steps, from the recent pace of steps and the pace of each other kind of work.
 
-    `every`: another kind of work -> the steps between two of it, None if it comes once, at the end. What was done before this
-    process began does not count, and the first step, which is slow, only until there is another.
+    `every`: another kind of work -> how many steps apart it is done, None if once, at the end. Work before this process began does
+    not count; the first step, which is slow, counts only until there is another.
     """
 
     def __init__(self, total: int, every: Mapping[str, int | None]):
@@ -39,7 +39,7 @@ class Pace:
         self.mark, self.aside, self.first = time.perf_counter(), 0.0, True
 
     def step(self) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
         now = time.perf_counter()
         if self.first and self.steps:
             self.steps.clear()
@@ -48,26 +48,26 @@ class Pace:
         self.mark, self.aside = now, 0.0
 
     def other(self, kind: str, seconds: float) -> None:
-        """Work between two steps has taken so long."""
+        """Note how long work between two steps has taken."""
         self.others.setdefault(kind, []).append(seconds)
         self.aside += seconds
 
     def left(self, step: int) -> float:
-        """Seconds from the end of `step`, what else is due there still to come, to that of the run; a kind of work that was not met
-        yet counts nothing."""
+        """Seconds from the end of `step`, with its other work still to come, to the end of the run. Kinds of work that have not
+        been done yet count as nothing."""
         seconds = sum(self.steps) / max(1, len(self.steps)) * (self.total - step)
         for kind, took in self.others.items():
             seconds += sum(took) / len(took) * self.times(kind, step)
         return seconds
 
     def times(self, kind: str, step: int) -> int:
-        """How often a kind of work comes from `step` on: also at the end, whatever its rhythm."""
+        """How often a kind of work will be done from `step` on; it is also done at the end, whatever its rhythm."""
         every = self.every.get(kind) or self.total
         return -(-self.total // every) - (step - 1) // every
 
 
 class Progress:
-    """The voice of a run. A `silent` one says nothing; a terminal that is gone is written to no more."""
+    """Prints for a run. One that is `silent` prints nothing; a terminal that is gone is no longer written to."""
 
     def __init__(self, total: int, every: Mapping[str, int | None] | None = None, stream: TextIO | None = None, *,
                  silent: bool = False) -> None:
@@ -76,13 +76,13 @@ class Progress:
         self.pace, self.drawn, self.steps = Pace(total, every or {}), -math.inf, 0
 
     def say(self, text: str) -> None:
-        """A line that stays, or several; control characters in them are shown and not obeyed."""
+        """Print one or several lines that stay. Control characters in them are shown and not obeyed."""
         text = "\n".join(map(printable, text.split("\n")))
         self.print(f"\r\x1b[K{text}\n" if self.live else f"{text}\n")
 
     def show(self, row: Row, stays: bool) -> None:
-        """The state of the run at the end of the step `row["step"]`; where nothing can be redrawn, only if it `stays` or is the
-        first: nobody should wait for a log's first number longer than a step takes."""
+        """Show the state of the run after the step `row["step"]`. If nothing can be redrawn it is printed only if it `stays` or is
+        the first: nobody should wait for a log's first number longer than a step takes."""
         self.pace.step()
         self.steps += 1
         if not self.live:
@@ -92,7 +92,7 @@ class Progress:
             self.draw(self.line(row, self.width() - 1))  # a line that wraps cannot be redrawn in place
 
     def forward(self, number: int, of: int, loss: SupportsFloat) -> None:
-        """A step has done `number` forwards and backwards `of` so many, the last with that loss: a line for the very first, if it
+        """A step has done `number` `of` so many forwards and backwards, the last with that loss. The very first gets a line, if it
         took long."""
         if self.steps or number > 1 or of == 1:
             return
@@ -102,7 +102,7 @@ class Progress:
 
     @contextmanager
     def aside(self, kind: str, step: int) -> Iterator[None]:
-        """Work other than steps: its time is none of theirs."""
+        """A context for work other than steps, whose time does not count as theirs."""
         began = self.drawn = time.perf_counter()
         if self.live:
             self.draw(f"step {step}/{self.total} | {kind} ..."[: self.width() - 1])
@@ -112,7 +112,7 @@ class Progress:
             self.pace.other(kind, time.perf_counter() - began)
 
     def part(self, what: str, done: int, of: int) -> None:
-        """So much of some work aside is done: shown where it can be redrawn, elsewhere a line a minute."""
+        """Tell how far some other work is: redrawn if possible, elsewhere a line a minute."""
         now = time.perf_counter()
         if now - self.drawn > (OFTEN if self.live else MINUTE):
             text = f"{done:,} of {of:,} {what}"

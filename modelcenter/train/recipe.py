@@ -178,19 +178,19 @@ class Recipe:
 
     @property
     def head(self) -> str:
-        """The task that the objective trains."""
+        """The task whose head the objective trains."""
         return find_objective(self.objective).task
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
-    """The packaged recipe of that name, or the file at that path, with `["a.b=v", ...]` put over it."""
+    """The packaged recipe of that name, or the file at that path, with `["a.b=v", ...]` applied to it."""
     file, tree = open_recipe(name)
     return bind(Recipe, settle(tree, assignments(overrides), file), file)
 
 
 def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The file that `name` means, and what it says. RECIPE/VARIANT is a file's settings with those of one of its `variants`
-    put over them. A packaged recipe that names no output_dir has runs/NAME."""
+    """The file that `name` means, and what it says. RECIPE/VARIANT is a file's settings with those of one of its `variants` applied
+    to them. A packaged recipe that names no output_dir has runs/NAME."""
     known = packaged()
     base, _, chosen = str(name).rpartition("/")
     if base not in names(known) and Path(base).suffix not in (".yaml", ".yml"):
@@ -211,7 +211,7 @@ def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
 
 
 def with_objective(objective: str) -> str:
-    """Which packaged recipes train for it, in words."""
+    """The packaged recipes that train an objective, in words."""
     found, default = [], Recipe.__dataclass_fields__["objective"].default
     for base in names(packaged()):
         tree = read_recipe(find(base, "recipe", packaged()))
@@ -245,8 +245,8 @@ PARTIAL = ("gradient_accumulation_steps", "bf16", "fp16", "adam_beta1", "adam_be
 
 
 def settle(tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
-    """`tree`, a file's mapping, with `over` from the command line put over it, both in our spelling. What a packaged recipe is
-    evaluated on belongs to the data that it names: other data does not bring it along."""
+    """`tree`, a file's mapping, with `over` from the command line applied to it, both in our spelling. The evaluation data of a
+    packaged recipe belong to its training data: other training data do not bring them along."""
     ours = _ours(tree, {}, file)
     given = _ours(over, ours, COMMAND_LINE)
     if "machine" in {**ours, **given}:

@@ -1,5 +1,5 @@
-"""`machine.deterministic`: on a GPU a run has the bits of another of the same recipe, and a resumed one those of a run that was not
-stopped, as they have on a CPU anyway."""
+"""`machine.deterministic`: on a GPU a run has the same bits as another run of the same recipe, and a resumed run the same as one
+that was not stopped. On a CPU this is always so."""
 
 import os
 import re
@@ -19,8 +19,8 @@ NONE_FOR = re.compile(r"^(\S+) does not have a deterministic implementation")  #
 
 @contextmanager
 def repeatable(machine: Machine) -> Iterator[None]:
-    """While it lasts torch takes kernels that add up in one order, and attention is ours, if the machine asks for that. Errors:
-    `InputError` for an operator that has no such kernel, and for a workspace with which products have none."""
+    """If the machine asks for it, torch uses only kernels that add up in a fixed order while this lasts, and attention is ours.
+    Errors: `InputError` for an operator without such a kernel, and for a workspace setting with which matrix products have none."""
     if not machine.deterministic:
         yield
         return

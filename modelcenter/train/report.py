@@ -1,8 +1,8 @@
 """Where a run's numbers go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Trackio.
 
-Each is a package that is imported here alone, asked for by `report_to` and told where to go by its own environment variables
-(WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, TRACKIO_DIR, TRACKIO_PROJECT ...). None of them
-can hurt a run: the first failure is a line, and nothing more is sent there.
+Each is a package that only this file imports. `report_to` asks for it, and its own environment variables say where to send to
+(WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, TRACKIO_DIR, TRACKIO_PROJECT ...). None of them can
+harm a run: the first failure costs a line, and nothing more is sent there.
 """
 
 import math
@@ -22,7 +22,7 @@ PROJECT = "modelcenter"  # where a service wants one and the environment names n
 
 @dataclass(frozen=True)
 class About:
-    """What a service is told of a run. `id` is the same in every process that goes on with it; `step`: where this one begins."""
+    """What a service is told about a run. `id` is the same in every process of the run. `step`: where this process begins."""
 
     folder: Path
     id: str
@@ -35,7 +35,7 @@ class About:
 
 
 class Service(Protocol):
-    """A place for numbers; whatever it raises is caught by `Reports`."""
+    """A destination for numbers; whatever it raises is caught by `Reports`."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -47,8 +47,8 @@ class Service(Protocol):
 
 
 class TensorBoard:
-    """Events in `folder`/tensorboard, those past the step of the beginning forgotten: of a process that was killed before its first
-    state too."""
+    """Events in `folder`/tensorboard. Events past the step at which this process begins are forgotten, also those of a process that
+    was killed before its first state."""
 
     def __init__(self, about: About) -> None:
         self.folder = about.folder / "tensorboard"
@@ -70,7 +70,7 @@ class TensorBoard:
 
 
 class Logged:
-    """A run that takes rows by `log`, and sends them by itself. Rows that it has already it leaves as they are."""
+    """A run that takes rows through `log` and sends them by itself. Rows that it already has stay as they are."""
 
     run: Any
 
@@ -146,14 +146,14 @@ SERVICES: dict[str, Callable[[About], Service]] = {
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Refuse a service whose package, which has its name, is not here."""
+    """Refuse a service whose package, of the same name, is not installed."""
     for name in names:
         if find_spec(name) is None:
             refuse_missing(None, "report_to", f"{name} is not installed", f"pip install {name}, or leave it out")
 
 
 class Reports:
-    """The services of a run. `say` tells what went wrong."""
+    """The services of a run. `say` prints what went wrong."""
 
     def __init__(self, names: Iterable[str], about: About, say: Callable[[str], None]) -> None:
         self.say, self.open = say, dict[str, Service]()
@@ -164,14 +164,14 @@ class Reports:
         self.open[name] = SERVICES[name](about)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Send what of a row of metrics is a number, under `train/` or `eval/`."""
+        """Send the numbers of a row of metrics, under `train/` or `eval/`."""
         values = {f"{'eval' if key.startswith(('eval_', 'best_')) else 'train'}/{key}": float(value) for key, value in row.items()
                   if key != "step" and isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
         for name, service in list(self.open.items()):
             self.attempt(name, partial(service.write, row["step"], values))
 
     def rewind(self, step: int) -> None:
-        """The run goes back to `step`."""
+        """The run returns to `step`."""
         for name, service in list(self.open.items()):
             self.attempt(name, partial(service.rewind, step))
 
@@ -185,7 +185,7 @@ class Reports:
         self.open = {}
 
     def attempt(self, name: str, act: Callable[[], Any]) -> None:
-        """Do it; where that fails, say so and forget the service."""
+        """Do it; if that fails, print so and give the service up."""
         try:
             act()
         except (Exception, SystemExit) as error:  # of a package of others: it may raise anything

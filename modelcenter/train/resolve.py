@@ -1,4 +1,4 @@
-"""What a recipe leaves open, decided: the device, the precision, the micro-batch, the length of a sequence."""
+"""Decides what a recipe leaves open: the device, the precision, the micro-batch, the length of a sequence."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,10 +24,10 @@ FORWARD_CPU = 1024  # on a CPU, which is no faster with more: GPT-2 takes 5 s fo
 
 
 def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
-    """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that has it, fp16 on an
-    older GPU, and on a CPU with units for it where the model is not tiny; fp32 elsewhere. The micro-batch is the largest divisor of
-    the batch that keeps a forward within `forward_tokens`. The default of `data.seq_len` is a model's positions where they are
-    fewer."""
+    """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that supports it, fp16 on
+    an older GPU, and on a CPU bf16 if it has units for it and the model is not tiny; otherwise fp32. The micro-batch is the largest
+    divisor of the batch that keeps a forward within `forward_tokens`. `data.seq_len` defaults to the model's number of positions if
+    that is smaller than the usual default."""
     check_ranks(recipe, machine)
     sizes = sizes_of(recipe)
     if recipe.data.seq_len == DataConfig.seq_len and (most := sizes.get("positions")) and most < recipe.data.seq_len:
@@ -45,13 +45,13 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
 
 
 def check_length(recipe: Recipe, sizes: Mapping[str, Any]) -> None:
-    """Refuse examples longer than the positions of a model of such `sizes`, where these are learned."""
+    """Refuse examples longer than the positions of a model of such `sizes`, if these are learned."""
     if (most := sizes.get("positions")) is not None and recipe.data.seq_len > most:
         refuse(None, "data.seq_len", str(recipe.data.seq_len), f"at most {most}, the model's positions")
 
 
 def sizes_of(recipe: Recipe) -> dict[str, Any]:
-    """The fields of the config of the recipe's model; none where a hub id would have to be fetched to know."""
+    """The fields of the config of the recipe's model; empty if a hub id would have to be fetched to know them."""
     known, local, found = recipe.model in presets(), Path(recipe.model).expanduser().is_dir(), None
     if recipe.init == "random" and local and not known:
         wanted = "a preset and config.KEY=VALUE, or, for the folder's weights, init=pretrained config={} tokenizer=null"
@@ -64,10 +64,10 @@ def sizes_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def automatic_precision(device: torch.device, width: int | None = None) -> Literal["bf16", "fp16", "fp32"]:
-    """What `precision: auto` is on a device, for a model of that width (absent: a wide one). On NVIDIA's GPUs before Ampere torch
-    emulates bf16, slower than fp32. A CPU with units for bf16 (AVX512-BF16, AMX) takes half the time of fp32 from 512 wide on, 0.55
-    of it at 256, and 0.7 to 0.8 at 64, for which a model that learns in minutes is not worth rounding (steps of GPT, BERT, T5 with
-    two layers, 512 and 1,024 tokens, one thread of an EPYC, torch 2.13, 2026-11-22)."""
+    """The value of `precision: auto` on a device, for a model of that width (if absent, a wide one). On NVIDIA's GPUs before Ampere
+    torch emulates bf16, slower than fp32. A CPU with units for bf16 (AVX512-BF16, AMX) takes half the time of fp32 from 512 wide
+    on, 0.55 of it at 256, and 0.7 to 0.8 at 64, where a model that learns in minutes is not worth rounding (steps of GPT, BERT, T5
+    with two layers, 512 and 1,024 tokens, one thread of an EPYC, torch 2.13, 2026-11-22)."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if device.type == "cpu":
@@ -77,10 +77,10 @@ def automatic_precision(device: torch.device, width: int | None = None) -> Liter
 
 
 def forward_tokens(device: torch.device) -> int:
-    """The most tokens of a forward, where a recipe does not say how many sequences it has."""
+    """The most tokens of a forward, if a recipe does not say how many sequences it has."""
     return FORWARD_CPU if device.type == "cpu" else FORWARD
 
 
 def most_of(recipe: Recipe, device: torch.device) -> int:
-    """Sequences of a forward, where they are of the greatest length."""
+    """How many sequences of the greatest length a forward may have."""
     return max(1, forward_tokens(device) // recipe.data.seq_len)

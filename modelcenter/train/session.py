@@ -37,7 +37,7 @@ from .step import Ready, accumulate, autocast, ready, soon, update
 
 @dataclass
 class Step:
-    """What came of an update."""
+    """The outcome of an update."""
 
     loss: float
     lr: float
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass
 class Session:
-    """What a run trains, where it stands (`at`, and the step of its newest state: `saved`), and those whom it tells."""
+    """What a run trains, where it stands (`at`; `saved` is the step of its newest state), and where it reports to."""
 
     recipe: Recipe
     device: torch.device
@@ -82,7 +82,7 @@ class Session:
 
     @property
     def tired(self) -> bool:
-        """Whether no evaluation has been better for `patience` of them."""
+        """Whether `patience` evaluations in a row have not been better than the best."""
         return self.recipe.patience is not None and self.at.waited >= self.recipe.patience
 
     @property
@@ -90,17 +90,18 @@ class Session:
         return self.finished or self.tired
 
     def due(self, every: int | None) -> bool:
-        """Whether what comes every so many steps comes now."""
+        """Whether what is done every so many steps is due now."""
         return every is not None and self.at.step % every == 0
 
     def batches(self) -> Iterator[tuple[int, list[Ready]]]:
-        """From where the run stands: (position after, micro-batches) of each step, ready for the device, which is not asked."""
+        """From where the run stands: (position after, micro-batches) of each step. The host's work on them is done; no device is
+        involved."""
         made = partial(ready, self.model, task=self.recipe.objective, device=self.device, fill=self.graphs is not None)
         for after, batches in self.setup.loader.steps(self.at.sample, micro_batch=self.recipe.micro_batch):
             yield after, [made(batch) for batch in batches]
 
     def step(self, steps: Iterator[tuple[int, Sequence[Ready]]], interrupt: Interrupt) -> Step | None:
-        """Read the next batch and update on it; None, and nothing is updated, if a rank was asked to stop."""
+        """Read the next batch and update on it. If a rank was asked to stop, nothing is updated and None is returned."""
         at, recipe, ranks, task = self.at, self.recipe, self.ranks, self.recipe.objective
         began, self.memory.at = time.perf_counter(), f"in step {at.step + 1}"
         after, batches = next(steps)
@@ -124,7 +125,7 @@ class Session:
         return Step(loss, lr, norm, overflow, leap)
 
     def log(self, step: Step) -> None:
-        """Say how the step went, and every `logging_steps` write a row."""
+        """Print how the step went, and every `logging_steps` write a row."""
         at = self.at
         self.settle(wait=False)
         row = {"step": at.step, "loss": at.loss(), "lr": step.lr, "grad_norm": step.norm, "tokens": at.tokens,
@@ -146,7 +147,7 @@ class Session:
             self.journal.tell(f"step {at.step}: the loss leaps to {step.loss:.4f}, {step.leap:.1f} times what is usual")
 
     def went_back(self) -> bool:
-        """Whether the run is in trouble and has gone back to a state from before it. Errors: `InputError` if it cannot go on."""
+        """Whether the run is in trouble and has returned to an earlier state. Errors: `InputError` if it cannot continue."""
         if not in_trouble(self.at, self.recipe.on_spike):
             return False
         self.settle()
@@ -160,14 +161,14 @@ class Session:
         return True
 
     def judged(self) -> bool:
-        """Whether there is an evaluation of the model as it is, or no data for one."""
+        """Whether the model as it is has been evaluated, or there is no data for that."""
         if self.setup.evaluation is None:
             return True
         rows = read_rows(self.folder / "metrics.jsonl") if self.ranks.first else ()
         return bool(self.ranks.tell("yes" * any(row.get("step") == self.at.step and "eval_loss" in row for row in rows)))
 
     def evaluate(self) -> None:
-        """Evaluate the model, or its average; the best so far is written out if the recipe asks for it."""
+        """Evaluate the model, or its average. The best so far is written out if the recipe asks for it."""
         assert self.setup.evaluation is not None
         at, metric = self.at, self.recipe.best or "loss"
         if self.graphs is not None:
@@ -188,7 +189,7 @@ class Session:
             self.progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
 
     def save(self) -> None:
-        """Save a state, its metrics first, or begin to; a disk that refuses costs a line and not the run."""
+        """Save a state, or begin to, its metrics first. If the disk refuses, that costs a line and not the run."""
         at = self.at
         self.settle()
         self.metrics.sync()
@@ -204,7 +205,8 @@ class Session:
             self.journal.tell(str(error))
 
     def settle(self, wait: bool = True) -> None:
-        """Wait for the state that is being written in the background, or only look for it, and say what became of it."""
+        """Wait for the state that is being written in the background, or only look whether it is finished, and tell what became of
+        it."""
         if self.background is None:
             return
         try:
@@ -226,7 +228,7 @@ class Session:
             refuse(self.folder, None, found, f"the same command goes on after step {self.saved}")
 
     def finish(self) -> dict[str, Any]:
-        """Write the model out if the run has ended; the last value of each metric."""
+        """Write the model out if the run has ended, and return the last value of each metric."""
         at, total = self.at, self.setup.steps
         self.journal.end(at.step, "finished" if self.ended else "stopped")
         if not self.ended:

@@ -16,8 +16,8 @@ from .evaluate import Evaluation
 
 @dataclass(frozen=True)
 class Labels:
-    """The names of the classes in the order of the model's outputs, None where the objective has none; and those that the weights
-    have learned, if they say."""
+    """The names of the classes in the order of the model's outputs (None if the objective has none), and the names that the weights
+    were trained with, if they tell."""
 
     names: tuple[str, ...] | None
     learned: tuple[str, ...]
@@ -25,7 +25,7 @@ class Labels:
 
 @dataclass
 class Setup:
-    """What a run works with; `steps` is its length, `lines` say so to the user."""
+    """What a run works with. `steps` is its length; `lines` tell the user about it."""
 
     model: Model
     tokenizer: Tokenizer
@@ -39,24 +39,25 @@ class Setup:
 
     @property
     def parameters(self) -> int:
-        """Numbers that the model has, in whatever they are held."""
+        """How many numbers the model has, however they are stored."""
         return sum(prod(shape) for shape in self.model.shapes.values())
 
     @property
     def trained(self) -> int:
-        """Those that are trained; of a model shared out among ranks, all of them."""
+        """How many of them are trained; of a model divided among ranks, on all ranks."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
 
 def segmented(model: Model) -> bool:
-    """Whether the model tells the second of two texts from the first by segment ids; to others these are words, or nothing."""
+    """Whether the model tells the second of two texts from the first by segment ids. Other models would read these as words, or not
+    at all."""
     embed: Any = model.embed
     return embed.segments is not None
 
 
 def write_model(folder: Path, setup: Setup, **how: Any) -> Path:
-    """Write `folder`: weights and config of Hugging Face's form, or an adapter in peft's, with the run's tokenizer. `how`: as
-    `save_pretrained` takes it."""
+    """Write `folder`: weights and config in Hugging Face's format, or an adapter in peft's, with the run's tokenizer. `how`:
+    options of `save_pretrained`."""
     with disk_errors(folder), tempfile.TemporaryDirectory() as place:
         setup.tokenizer.save(place, segments=segmented(setup.model))
         files = {file.name: file.read_bytes() for file in Path(place).iterdir() if file.is_file()}

@@ -1,9 +1,9 @@
-"""Micro-batches filled up to shapes that come again: what is recorded of one (graphs.py) is of its shapes.
+"""Micro-batches filled up to shapes that recur, because a record (graphs.py) is of one shape.
 
-Padded ones are made a little longer. Packed ones get sequences that nobody looks at, first of what tokens are missing, then empty
-ones, and a bound in place of the longest sequence's length. What fills up is hidden, or a sequence of its own, and has no label:
-all that it takes is time, for a sixteenth more tokens at most, or for seven a row. What dropout draws is numbered by the shape, and
-so is another for the batch as it was.
+Padded batches are made a little longer. Packed ones get additional sequences: one of the tokens that are missing, then empty ones;
+and an upper bound in place of the longest sequence's length. What is added is hidden or a sequence of its own, and has no label. So
+it only takes time: for at most a sixteenth more tokens, or seven a row. Dropout is numbered by the shape, and so differs from that
+of the batch as it was.
 
 b sequences, s tokens of the longest, n packed sequences, t tokens of them all.
 """
@@ -27,14 +27,13 @@ LONGEST = 128, 8  # and their bound: attention's tiles are of so many
 
 
 def up(n: int, least: int, parts: int) -> int:
-    """The next multiple of `least` that is n at least, and of which there are no more than `parts` from a power of two to the
-    next."""
+    """The next multiple of `least` that is at least n and one of at most `parts` numbers between two powers of two."""
     step = max(least, (1 << (n - 1).bit_length()) // (2 * parts))
     return -(-n // step) * step
 
 
 def filled(model: nn.Module, batch: Arguments) -> Arguments:
-    """`batch`, on the host, as the model is to compute it: the same loss and gradients but for rounding and for what is dropped."""
+    """`batch`, on the host, as the model is to compute it: with the same loss and gradients, except for rounding and dropout."""
     head: Any = getattr(model, "head", None)
     if not isinstance(head, Head) or any(isinstance(m, Rotary) and m.frequencies.by_length for m in model.modules()):
         return batch  # the longest sequence, filled up or not, says what positions mean
@@ -42,7 +41,7 @@ def filled(model: nn.Module, batch: Arguments) -> Arguments:
 
 
 def padded(model: Any, batch: Arguments, by_token: bool) -> Arguments:
-    """Rows of up to s tokens (b s), where a mask says which are there."""
+    """Rows of up to s tokens (b s), with a mask that says which are real."""
     if "attention_mask" not in batch:
         return batch
     own, labels = batch["input_ids"].size(1), batch["labels"]
@@ -55,7 +54,8 @@ def padded(model: Any, batch: Arguments, by_token: bool) -> Arguments:
 
 
 def packed(model: Any, batch: Arguments) -> Arguments:
-    """One row of n sequences (1 t). Where not each of their vectors has a label these are compared, and none may be added."""
+    """One row of n sequences (1 t). If not every sequence has a label, their vectors are compared with one another, and no sequence
+    may be added."""
     if model.prefixed or "max_length_q" not in batch:
         return batch
     labels, ends = batch["labels"], {side: batch[f"cu_seq_lens_{side}"] for side in "qk"}

@@ -1,8 +1,8 @@
-"""Whether a step's loss leaps above what the steps before it had.
+"""Whether a step's loss leaps above those of the steps before it.
 
-Hampel's filter (Davies and Gather, 1993; Pearson, 2002), one-sided and of logarithms: the running median is what is usual, the
-median absolute deviation from it says how far losses stray. Of logarithms, because the noise of a loss is proportional to it, be it
-11 at the beginning or 0.02 at the end; against the median of a few steps, because it falls all the time.
+This is Hampel's filter (Davies and Gather, 1993; Pearson, 2002), one-sided and on logarithms: the running median is the usual
+value, and the median absolute deviation from it says how far losses stray. Logarithms, because the noise of a loss is proportional
+to it, whether it is 11 at the beginning or 0.02 at the end. The median of only a few steps, because the loss keeps falling.
 """
 
 import math
@@ -18,15 +18,15 @@ NEW = 16  # leaps in a row after which the level is a new one, and what was usua
 
 @dataclass
 class Losses:
-    """What the last steps' losses were like. Leaps stay out of it, and so must what is not finite."""
+    """The last steps' losses. Leaps are kept out of it; so must be what is not finite."""
 
     recent: tuple[float, ...] = ()  # logarithms of the last SHORT
     strays: tuple[float, ...] = ()  # the last LONG distances from the running median
     high: int = 0  # leaps in a row up to now
 
     def see(self, loss: float) -> float | None:
-        """How many times the usual this step's finite loss is, if that is a leap; None if it is not. One of 0, which has no
-        logarithm, says nothing."""
+        """By what factor this step's finite loss exceeds the usual one, if that is a leap; None if it is not. A loss of 0, which
+        has no logarithm, is no leap."""
         if loss <= 0:
             return None
         value = math.log(loss)

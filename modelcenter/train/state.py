@@ -1,4 +1,4 @@
-"""Where a run stands, to the last bit: what a training state holds and how it is put back."""
+"""Where a run stands, to the last bit: what a training state holds, and how it is restored."""
 
 import math
 import random
@@ -48,8 +48,8 @@ class Position:
     waited: int = 0  # evaluations since
 
     def advance(self, sample: int, tokens: int, loss: float, targets: int, sound: bool, overflow: bool = False) -> None:
-        """Count a step, which was `sound` if there was an update. A bad one stays out of the mean: one NaN would hide the losses
-        around it. An `overflow` is neither: its loss is right, and a smaller loss scale is all that it asks for."""
+        """Count a step; `sound` if there was an update. A bad step does not enter the mean, because one NaN would hide the losses
+        around it. An `overflow` is no bad step: its loss is right, and all it needs is a smaller loss scale."""
         self.step, self.sample, self.tokens = self.step + 1, sample, self.tokens + tokens
         self.skipped += not sound
         self.streak = 0 if sound or overflow else self.streak + 1
@@ -57,13 +57,13 @@ class Position:
             self.window_loss, self.window_targets = self.window_loss + loss * targets, self.window_targets + targets
 
     def watch(self, loss: float) -> float | None:
-        """How many times the usual a step's finite loss is, if it leaps; that is counted."""
+        """By what factor a step's finite loss leaps, if it does; leaps are counted."""
         leap = self.losses.see(loss)
         self.spikes += leap is not None
         return leap
 
     def judge(self, value: float, more: bool) -> bool:
-        """Whether an evaluation at this step is the best so far; `more` is better, or less."""
+        """Whether an evaluation at this step is the best so far. `more`: larger is better."""
         better = math.isfinite(value) and (self.best is None or (value > self.best if more else value < self.best))
         if better:
             self.best, self.best_step = value, self.step
@@ -71,7 +71,7 @@ class Position:
         return better
 
     def loss(self) -> float | None:
-        """The mean loss of a target since the last row, 0 without targets; None where no step was sound."""
+        """The mean loss of a target since the last row, 0 without targets; None if no step was sound."""
         if self.window_targets == 0 and self.streak:
             return None
         return self.window_loss / max(1, self.window_targets)
@@ -79,8 +79,8 @@ class Position:
 
 def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimizer, keep: int | None,
          ema: EMA | None = None, ranks: Ranks = ALONE, write: Write = save_state) -> Path | None:
-    """Write `folder`/step-N, on the disk when this returns; the newest `keep` remain. Errors: `SaveError`. Another `write` decides
-    otherwise; what it is given are the tensors themselves, which the next update changes."""
+    """Write `folder`/step-N, which is on the disk when this returns, and keep the newest `keep` states. Errors: `SaveError`. With
+    another `write` it may be otherwise: that gets the tensors themselves, which the next update changes."""
     moments, groups = flatten_optimizer(optimizer, model)
     moments = dict(sorted(moments.items()))  # in one order, whether they were made here or restored
     tables = {"model": dict(weights(model)), "optimizer": moments, **({"ema": ema.averages} if ema is not None else {})}
@@ -95,7 +95,7 @@ def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimize
 
 
 def unpadded(moments: Mapping[str, Tensor], model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Shape]]:
-    """The shape of each of `moments` without the rows that only pad its parameter, whose own shape without them is in `shapes`."""
+    """The shapes of `moments` without the rows that only pad their parameter, whose own shape without them is in `shapes`."""
     for key, tensor in moments.items():
         name = key.partition("/")[2]
         if tensor.dim() and name in shapes:
@@ -104,8 +104,8 @@ def unpadded(moments: Mapping[str, Tensor], model: nn.Module, shapes: Mapping[st
 
 
 def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None = None, ranks: Ranks = ALONE) -> Position:
-    """Put a step-N folder back into `model`, `optimizer`, the averages and the random generators. On another mesh than wrote it
-    each rank draws on from (its seed, the step). Errors: `InputError`."""
+    """Put a step-N folder back into `model`, `optimizer`, the averages and the random generators. On another mesh than the one that
+    wrote it, each rank draws from a new stream, given by (its seed, the step). Errors: `InputError`."""
     tensors, state = load_state(path, ranks)
     put_weights(path, tensors, model, ema)
     restore_optimizer(optimizer, model, tensors["optimizer"], state["optimizer"])
@@ -115,8 +115,8 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None 
 
 
 def put_weights(path: Path, tensors: Mapping[str, Mapping[str, Tensor | Spread]], model: nn.Module, ema: EMA | None) -> None:
-    """Put what a state in `path` holds of the model, and of the averages, where it belongs. Errors: `InputError`, where these are
-    no weights of this model."""
+    """Restore the model's weights, and the averages, from a state in `path`. Errors: `InputError` if these are not weights of this
+    model."""
     mine, theirs = dict(weights(model)), tensors["model"]
     shapes: Mapping[str, Shape] = getattr(model, "shapes", {})
     for group, these in (("model", mine), *((("ema", ema.averages),) if ema is not None else ())):
@@ -132,7 +132,7 @@ def put_weights(path: Path, tensors: Mapping[str, Mapping[str, Tensor | Spread]]
 
 
 def restore_random(states: Mapping[str, Tensor | Spread], state: Mapping[str, Any], step: int, ranks: Ranks) -> None:
-    """Put back the generators of this rank, or, where the ranks were others, begin streams that no step before had."""
+    """Restore this rank's generators; or, if the ranks were others, begin streams that no earlier step used."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     if state.get("mesh", {}) != ranks.degrees:
@@ -148,8 +148,8 @@ def restore_random(states: Mapping[str, Tensor | Spread], state: Mapping[str, An
 
 
 def weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters, a tied one once by its first name, and the buffers that a checkpoint keeps. Beside an adapter, which stands on
-    weights that never change, only what is trained."""
+    """Parameters, a tied one once by its first name, and the buffers that a checkpoint keeps. With an adapter, whose base never
+    changes, only what is trained."""
     if adapted(model):
         return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     names: dict[Tensor, str] = {}
@@ -159,7 +159,7 @@ def weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def random_states() -> dict[str, Tensor]:
-    """torch's generators: the host's and those of the accelerators."""
+    """The states of torch's generators: the host's and those of the accelerators."""
     states = {"cpu": torch.get_rng_state()}
     if (kind := torch.accelerator.current_accelerator(check_available=True)) is not None:
         for index in range(torch.accelerator.device_count()):

@@ -22,7 +22,7 @@ from .shapes import filled
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Where a forward runs: bf16 and fp16 compute over fp32 weights, whose copies live as long as the forward."""
+    """The context of a forward: bf16 and fp16 compute with copies of fp32 weights that live as long as the forward."""
     low = LOW.get(precision)
     return torch.autocast(device.type, low) if low is not None else nullcontext()
 
@@ -31,14 +31,15 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
                compute: Callable[[], AbstractContextManager[Any]] = nullcontext, scale: float = 1.0, targets: int | None = None,
                ranks: Ranks = ALONE, told: Callable[[int, int, Tensor], None] | None = None,
                graphs: Graphs | None = None) -> tuple[Tensor, int]:
-    """Add to the gradients those of the mean loss over all target tokens of `batches`, times `scale`, whichever way these are
-    cut; the loss (float64, on the device, which nobody has waited for) and the number of targets. Without any target the loss is 0
-    and the gradients are zeros.
+    """Add the gradients of `scale` times the mean loss over all target tokens of `batches`, however these are cut into
+    micro-batches. Returns the loss (float64, on the device, not waited for) and the number of targets. Without any target the loss
+    is 0 and the gradients are zeros.
 
-    On several ranks `batches` are this one's share and `targets` those of all; the gradients are formed when it returns, and the
-    loss is the mean over the ranks of what each returns. `told` hears of each of them: its number, how many there are, and
-    its own mean loss. `graphs`: those of the model, where forward and backward may be recorded and batches are filled up to shapes
-    that come again. A batch that is not `ready` is made so."""
+    On several ranks `batches` are this rank's share and `targets` those of all; the gradients are complete when it returns, and the
+    loss is the mean over the ranks of what each returns. `told` is called for each micro-batch with its number, how many there are,
+    and its own mean loss. `graphs`: the model's graphs, with which forward and backward may be recorded and batches are filled up
+    to shapes that recur. A batch that is not `ready` is made so.
+    """
     step = partial(added_up, model, batches, task, compute, scale, targets, ranks, told, graphs)
     return step() if graphs is None else graphs.attempt(step)
 
@@ -46,7 +47,7 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
 def added_up(model: nn.Module, batches: Sequence[Arguments], task: str, compute: Callable[[], AbstractContextManager[Any]],
              scale: float, targets: int | None, ranks: Ranks, told: Callable[[int, int, Tensor], None] | None,
              graphs: Graphs | None) -> tuple[Tensor, int]:
-    """As `accumulate`, once."""
+    """`accumulate`, without a second attempt."""
     device = next(model.parameters()).device
     ours = [ready(model, batch, task, device, graphs is not None) for batch in batches]
     targets = sum(batch.targets for batch in ours) if targets is None else targets
@@ -67,7 +68,7 @@ def added_up(model: nn.Module, batches: Sequence[Arguments], task: str, compute:
 
 def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContextManager[Any]], given: Arguments,
                          scale: Tensor | float | None) -> Tensor:
-    """The loss of a micro-batch; the gradients of its `scale`-fold are added."""
+    """The loss of a micro-batch, after adding the gradients of `scale` times it."""
     with compute():
         loss: Tensor = model(**given).loss
     (loss if scale is None else loss * scale).backward()
@@ -75,17 +76,17 @@ def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContext
 
 
 class Ready(dict[str, Any]):
-    """A batch with all that the host does for a model to train on it: what a forward takes, still on the host, and how many tokens
-    of the loader's batch count as `targets` and as `tokens`."""
+    """A batch on which the host's work is done: the arguments of a forward, still on the host, and how many tokens of the loader's
+    batch count as `targets` and as `tokens`."""
 
     targets: int
     tokens: int
 
 
 def ready(model: nn.Module, batch: Arguments, task: str, device: torch.device, fill: bool) -> Ready:
-    """`batch` of the loader, ready for a model that trains on `device`; one that is ready stays as it is. No device takes part, so
-    another thread may do it while one is at work. `fill`: up to shapes that come again. Which of the labels the head will ask for
-    is known where they still are on the host: there no device is waited for."""
+    """`batch` of the loader, made ready for a model that trains on `device`; one that is ready stays as it is. No device is
+    involved, so that another thread may do this while the device works. `fill`: up to shapes that recur. Which labels the head will
+    look for is found here, on the host, so that no device has to be waited for."""
     if isinstance(batch, Ready):
         return batch
     found = Ready(filled(model, batch) if fill else batch)
@@ -99,18 +100,20 @@ def ready(model: nn.Module, batch: Arguments, task: str, device: torch.device, f
 
 
 def number_on(value: float, device: torch.device) -> Tensor | float:
-    """A number for a device to compute with. A GPU reads it from its memory, so that a record of the calls has none of its own."""
+    """A number for a device to compute with. A GPU reads it from its memory, so that a record of the calls does not contain its
+    value."""
     return torch.full((), value, device=device) if device.type == "cuda" else value
 
 
 def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, lr: float, max_norm: float,
            scale: float = 1.0, squares: Tensor | None = None) -> float:
-    """Divide the gradients by `scale`, clip them to `max_norm` (0: never), step at the rate `lr` and drop them; their norm before
-    clipping. Where it or the loss is not finite NaN is returned, and neither a weight nor a moment has changed. `squares`: the sum
-    of the squared gradients of all ranks, where there are several.
+    """Divide the gradients by `scale`, clip them to `max_norm` (0: never), step at the rate `lr` and drop them; returns their norm
+    before clipping. If the norm or the loss is not finite NaN is returned, and no weight or moment has changed. `squares`: the sum
+    of the squared gradients of all ranks, if there are several.
 
-    The device is waited for at the end alone, and until it knows the norm: while it still forms the gradients, what follows them is
-    prepared, and while it updates the next step may be."""
+    The device is waited for only at the end, and only until it knows the norm. While it still forms the gradients, what follows is
+    prepared; while it updates, the next step may be.
+    """
     set_lr(optimizer, lr)
     unscale = None if scale == 1 else torch.tensor(1 / scale, device=next(model.parameters()).device)
     squares = optimizer.squares() if squares is None else squares
@@ -124,7 +127,7 @@ def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, l
 
 
 def soon(number: Tensor) -> Callable[[], float]:
-    """A number of a device, which is asked for now: what is returned waits for it, and for nothing that the device does later."""
+    """A number of a device, requested now. Calling the result waits for it, and for nothing that the device does later."""
     if number.device.type != "cuda":
         return partial(float, number)
     here, stream = torch.empty_like(number, device="cpu", pin_memory=True), torch.cuda.current_stream(number.device)

@@ -1,4 +1,4 @@
-"""summary.md: a run told to a colleague, from the files of its folder alone; and several runs side by side."""
+"""summary.md: a run described for a colleague, from the files of its folder alone; and several runs side by side."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ def write_summary(folder: Path) -> Path:
 
 
 def summarise(folder: Path) -> str:
-    """The Markdown text on the run in `folder`."""
+    """The Markdown text about the run in `folder`."""
     recipe, rows, processes = read_run(folder)
     last = processes[-1] if processes else {}
     parts = [f"# {folder.resolve().name}", sentence(recipe, last, rows), table(facts(recipe, last, rows)), "## Metrics",
@@ -62,7 +62,7 @@ def sentence(recipe: Mapping[str, Any], process: Mapping[str, Any], rows: Sequen
 
 
 def state(process: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """How far it came, and why no further."""
+    """How far the run came, and why no further."""
     step = max([process.get("to_step", 0), process.get("from_step", 0), *(row["step"] for row in rows)])
     how = process.get("how", "still running, or killed")
     return f"{how}, step {step:,} of {process['steps']:,}" if "steps" in process else f"{how}, step {step:,}"
@@ -100,7 +100,8 @@ def facts(recipe: Mapping[str, Any], process: Mapping[str, Any], rows: Sequence[
 
 
 def beside(process: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """What was foreseen, and what came. Of a CPU the process's own memory is measured, which is not what was foreseen."""
+    """What was predicted, and what was measured. On a CPU the memory of the process is measured, which is not what was
+    predicted."""
     foreseen, measured = process.get("foreseen"), rate(rows)
     if not foreseen:
         return []
@@ -115,7 +116,7 @@ def beside(process: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str, s
 
 
 def seconds(rows: Sequence[Row]) -> float:
-    """The time that the steps of these rows took, over all processes: what a killed one did in vain is not in it."""
+    """The time of the steps of these rows, over all processes, without what a killed process did in vain."""
     total, before = 0.0, 0
     for row in rows:
         if row["tokens_per_second"]:
@@ -141,12 +142,12 @@ def measures(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def typed(path: Path) -> str:
-    """A path as a shell takes it: in quotes where it has blanks, but not for its letters."""
+    """A path as typed in a shell: in quotes if it has blanks."""
     return str(path) if not set(str(path)) & set(" \t\n'\"`$&|;<>()*?[]#~!{}\\") else shlex.quote(str(path))
 
 
 def usage(folder: Path, recipe: Mapping[str, Any]) -> str:
-    """Where the model is and how to open it; how to go on with the run."""
+    """Where the model is and how to open it, and how to continue the run."""
     commands = [f"modelcenter train {typed(folder / RECIPE)}    # goes on where it stopped"]
     model = folder / "model"
     if not model.is_dir():
@@ -176,7 +177,7 @@ def opener(model: Path) -> str:
 
 
 def incidents(rows: Sequence[Row], processes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Skipped updates, interruptions, resumes and what else was noted."""
+    """Skipped updates, interruptions, resumes and other notes."""
     out, before = [], (0, 0)
     for number, process in enumerate(processes):
         verb = "began" if number == 0 else f"resumed after step {process['from_step']:,}"
@@ -200,7 +201,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def compare(folders: Sequence[Path]) -> tuple[str, list[dict[str, Any]]]:
-    """Runs side by side: the keys of their recipes that differ, then the last value of each metric; as text and as data."""
+    """Runs side by side: the keys of their recipes that differ, then the last value of each metric, as text and as data."""
     read = [read_run(folder) for folder in folders]
     recipes = [flat(recipe) for recipe, _, _ in read]
     lasts = [{key: value for row in rows for key, value in row.items() if value is not None} for _, rows, _ in read]

@@ -1,4 +1,4 @@
-"""Texts that a model writes: prompts in batches, rows of ids out."""
+"""Texts that a model writes: prompts in, in batches; rows of ids out."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ..model import Model
 
 
 class Spelled:
-    """A tokenizer that says its special tokens too, so that a stop string may be one."""
+    """A tokenizer that spells out its special tokens, so that a stop string may be one."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -22,7 +22,7 @@ class Spelled:
 
 
 class Spoken:
-    """A streamer that hands the text of one row to `say`, `ids` first, piece by piece; half a character waits for its rest."""
+    """A streamer that passes the text of one row to `say` piece by piece, `ids` first. Half a character waits for its rest."""
 
     def __init__(self, tokenizer: Tokenizer, say: Any, ids: Sequence[int] = ()):
         self.tokenizer, self.say, self.ids, self.said = tokenizer, say, list(ids), 0
@@ -45,10 +45,10 @@ class Spoken:
 
 def write(model: Model, tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]], batch: int = 8, **options: Any
           ) -> Iterator[list[list[int]]]:
-    """For each prompt, a text or its ids, in turn the ids of its texts (`num_return_sequences` of them): a decoder's with the
-    prompt, an encoder-decoder's target after its start token, each up to and with the id that ends it.
+    """For each prompt, a text or its ids, in turn the ids of its texts (`num_return_sequences` of them). A decoder's include the
+    prompt; an encoder-decoder's are the target after its start token. Each goes up to and includes the id that ends it.
 
-    `options` are `generate`'s. A seed counts up from batch to batch.
+    `options` are those of `generate`. A seed counts up from batch to batch.
     """
     device = next(model.parameters()).device
     o = settings(model, None, {k: v for k, v in options.items() if k not in ("streamer", "prefix_allowed_tokens_fn")})
@@ -71,7 +71,7 @@ def write(model: Model, tokenizer: Tokenizer, prompts: Sequence[str | Sequence[i
 
 
 def cut(ids: list[int], ends: Sequence[int], fill: int | None) -> list[int]:
-    """`ids` up to the first that ends them; those that a string has ended are followed by `fill` alone."""
+    """`ids` up to the first that ends them. Those that a string has ended are followed only by `fill`."""
     for i, t in enumerate(ids):
         if t in ends:
             return ids[: i + 1]

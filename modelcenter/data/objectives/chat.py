@@ -1,4 +1,4 @@
-"""Instruction tuning on conversations: all turns are read, those of the assistant are trained on."""
+"""Instruction tuning on conversations: all turns are read, and those of the assistant are trained on."""
 
 import json
 import warnings
@@ -51,8 +51,8 @@ class Chat(Causal):
 
 
 class Chats(Sequences):
-    """Conversations, each cut after seq_len tokens; one of which then nothing is left to train on is left out. Where the template
-    writes a turn otherwise once others follow it, there is one for each turn of the assistant."""
+    """Conversations, each cut after seq_len tokens; one in which nothing is then left to train on is left out. If the template
+    writes a turn differently once others follow it, there is an example for each turn of the assistant."""
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, use: str) -> None:
         self.fill, self.size, self.ids, self.trained = filler(read.tokenizer), data.seq_len, Ragged(), Ragged()
@@ -82,7 +82,7 @@ class Chats(Sequences):
 
 
 def written(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    """Which tokens, each from one character to another, have a part in one of `spans`."""
+    """Which tokens, each given by its range of characters, overlap one of `spans`."""
     starts, stops = np.array(places, np.int64).reshape(-1, 2).T
     out = np.zeros(len(places), np.bool_)
     for begin, end in spans:
@@ -91,7 +91,7 @@ def written(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]])
 
 
 def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
-    """The messages of a record, each with a role and a content: a list of them, as ShareGPT's too, or Alpaca's row."""
+    """The messages of a record, each with a role and a content: from a list of them, from ShareGPT's list, or from Alpaca's row."""
     key = data.messages_key or next((key for key in KEYS if key in record.fields), None)
     if key is None and ROW[0] in record.fields and ROW[2] in record.fields:
         asked, more, answer = (str(record.fields.get(name) or "") for name in ROW)
@@ -103,8 +103,8 @@ def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
 
 
 def tools_of(record: Record) -> Any:
-    """What a conversation may call, which stands in the field `tools`: a list, also as JSON, since a table has no other place for
-    one; None without."""
+    """The tools that a conversation may call, from the field `tools`: a list, or a list as JSON, because a table can hold it only
+    so; None without."""
     tools = record.fields.get("tools")
     if isinstance(tools, str):
         try:
@@ -117,7 +117,7 @@ def tools_of(record: Record) -> Any:
 
 
 def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
-    """One message, without what is null in it, as transformers' templates get them."""
+    """One message without its null values, as transformers' templates get it."""
     if "role" not in message and "from" in message:
         if message["from"] not in SHAREGPT:
             record.refuse(f"a turn is from {message['from']!r}", f"one of {', '.join(SHAREGPT)}")

@@ -1,8 +1,8 @@
 """Answers to a question about a text, each right or wrong: which of them are right, and which is the best.
 
 A record is one question (`context`, `question`, `answers` with `text` and `label`), or what SuperGLUE's own files nest: MultiRC's
-passage with its questions (Khashabi et al., 2018), or ReCoRD's passage with its entities and its queries, an answer to which is an
-entity in place of @placeholder (Zhang et al., 2018). Each answer is judged by itself, as by the baselines of Wang et al., 2019.
+passage with its questions (Khashabi et al., 2018), or ReCoRD's passage with its entities and its queries, in which an entity
+replaces @placeholder (Zhang et al., 2018). Each answer is judged by itself, as in the baselines of Wang et al., 2019.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,12 +55,13 @@ class Question(NamedTuple):
     answers: list[str]  # what counts as right, as it is written elsewhere too
 
     def filled(self, choice: str) -> str:
-        """The question with an answer: in its place, or behind."""
+        """The question with an answer: in place of the placeholder, or behind the question."""
         return self.text.replace(PLACE, choice) if PLACE in self.text else f"{self.text} {choice}"
 
 
 class Choices(Labelled, Asked):
-    """The context and the question with one of its answers; class 1 is a right one. Those of a question stand side by side."""
+    """The context and the question with one of its answers; class 1 is a right one. The answers to a question stand side by
+    side."""
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
         self.questions: list[Question] = []
@@ -85,7 +86,7 @@ class Choices(Labelled, Asked):
 
 
 def questions(record: Record, data: DataConfig) -> Iterator[Question]:
-    """Those of a record, which is one, or a passage with some."""
+    """The questions of a record, which is one question, or a passage with several."""
     passage = record.fields.get("passage")
     if not isinstance(passage, dict):
         context, text = record.text(data.context_key, "data.context_key"), record.text(data.question_key, "data.question_key")
@@ -116,7 +117,7 @@ def judged(record: Record, context: str, text: str, answers: Any, key: str) -> Q
 
 
 def filled_in(record: Record, passage: Mapping[str, Any], text: str, answers: Any) -> Question:
-    """A query whose answers are entities of the passage; each of them is tried once, however often it is named."""
+    """A query whose possible answers are the entities of the passage, each tried once, however often it is named."""
     try:
         ends = [(int(entity["start"]), int(entity["end"]) + 1) for entity in passage["entities"]]  # the end belongs to it
         wanted = [str(a["text"]) for a in answers]

@@ -1,4 +1,4 @@
-"""A label of one text or of two: a class, or a number."""
+"""A label for one text or for two: a class, or a number."""
 
 import math
 from array import array
@@ -90,7 +90,7 @@ class Regress(Judged):
 
 @register
 class Multilabel(Judged):
-    """Of several labels each is there or not."""
+    """Several labels, any number of which may apply."""
 
     name = "multilabel"
     named = True
@@ -121,7 +121,7 @@ class Multilabel(Judged):
 
 
 class Labelled:
-    """One text or two and a class; `names` are the classes in order."""
+    """One text or two, and a class; `names` are the classes in order."""
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
         self.names, self.fill, self.size = tuple(names), filler(read.tokenizer), data.seq_len
@@ -192,7 +192,7 @@ class Labelled:
 
 
 class Several(Labelled):
-    """One text or two and the labels that are there, any number of `names`."""
+    """One text or two, and any number of the labels `names`."""
 
     def holder(self) -> Any:
         return Ragged()
@@ -206,7 +206,7 @@ class Several(Labelled):
 
 
 class Valued(Labelled):
-    """One text or two and a number; labels are fp32."""
+    """One text or two, and a number; labels are fp32."""
 
     def holder(self) -> Any:
         return array("d")
@@ -224,9 +224,9 @@ class Valued(Labelled):
 
 
 def label_names(records: Sequence[Record], data: DataConfig, known: Names = ()) -> tuple[str, ...]:
-    """The classes of `records`: names in sorted order, or all that the data set numbers, in their order (class 1, of which F1 is,
-    is theirs then); or LABEL_0 ... for numbers, which must run from 0 on. Those `known` are the classes of any that are among
-    them."""
+    """The classes of `records`: names in sorted order; or, if the data set numbers its classes, all of them in its order (class 1,
+    which F1 is about, is then the data set's); or LABEL_0 ... for numbers, which must run from 0 on. If all that occur are among
+    those `known`, these are the classes."""
     values = [record.get(data.label_key, "data.label_key") for record in records]
     for record, value in zip(records, values, strict=True):
         if not isinstance(value, str | int) or (isinstance(value, str) and not value.strip()):  # a cell that nobody filled in
@@ -254,8 +254,8 @@ def label_names(records: Sequence[Record], data: DataConfig, known: Names = ()) 
 
 
 def set_names(records: Sequence[Record], data: DataConfig, known: Names = ()) -> tuple[str, ...]:
-    """The labels that occur: names in sorted order, or all that the data set numbers, in their order; or LABEL_0 ... for numbers,
-    up to the highest. Those `known` are the labels of any that are among them."""
+    """The labels that occur: names in sorted order; or, if the data set numbers its labels, all of them in its order; or LABEL_0
+    ... for numbers, up to the highest. If all that occur are among those `known`, these are the labels."""
     values = {value for record in records for value in labels_of(record, data.label_key)}
     if among(values, known):
         return known
@@ -282,7 +282,7 @@ def among(values: Iterable[Any], known: Names) -> bool:
 
 
 def labels_of(record: Record, key: str) -> list[Any]:
-    """The labels of a record: a list, or text parted by commas; none is an empty one."""
+    """The labels of a record: a list, or text separated by commas; an empty list means none."""
     value = record.get(key, "data.label_key")
     if isinstance(value, str):
         return [label.strip() for label in value.split(",") if label.strip()]
@@ -292,7 +292,7 @@ def labels_of(record: Record, key: str) -> list[Any]:
 
 
 def class_number(value: Any) -> int | None:
-    """A class given by number, in CSV and TSV as text; false is 0 and true 1."""
+    """A class given by number, which in CSV and TSV is text; false is 0 and true 1."""
     if isinstance(value, int):
         return int(value)
     text = value.removeprefix("-") if isinstance(value, str) else ""

@@ -1,8 +1,8 @@
-"""Whether two spans of a text speak of the same: a class for a text in which both are marked.
+"""Whether two spans of a text refer to the same thing: a class for a text in which both are marked.
 
-A record has a text, a label and `target`, which says where each span stands by its text and by the number of its first word (from
-0, words parted by spaces), as SuperGLUE's WSC (Levesque et al., 2012; Wang et al., 2019), or of its first character, as CLUE's (Xu
-et al., 2020). The marks are those of T5's authors: * around the first, # around the second.
+A record has a text, a label and `target`, which gives each span by its text and by the number of its first word (from 0, words
+separated by spaces), as SuperGLUE's WSC does (Levesque et al., 2012; Wang et al., 2019), or of its first character, as CLUE's does
+(Xu et al., 2020). The marks are those of T5's authors: * around the first span, # around the second.
 """
 
 import re
@@ -59,8 +59,8 @@ def marked(record: Record, data: DataConfig) -> str:
 
 
 def find(text: str, said: str, first: int) -> tuple[int, int] | None:
-    """The characters from and to which `said` stands in `text`, from word `first` on; from that character, in a text that has fewer
-    words. The published files differ from their texts in case and full stops here and there: then whole words."""
+    """The range of characters in which `said` stands in `text`, from word `first` on; from character `first` on, if the text has
+    fewer words. The published files sometimes differ from their texts in case and full stops; then whole words are compared."""
     words, parts = [word.span() for word in re.finditer(r"\S+", text)], said.split()
     if parts and 0 <= first <= len(words) - len(parts):
         begin, end = words[first][0], words[first + len(parts) - 1][1]

@@ -1,6 +1,6 @@
-"""Sentence embeddings: pairs that belong together against all others of a forward, or pairs with a score.
+"""Sentence embeddings: pairs that belong together, against all others of a forward; or pairs with a score.
 
-A batch holds the first texts of all examples, then all second ones, then all third: as many sequences as labels, each time.
+A batch holds the first texts of all examples, then all second texts, then all third ones: each time as many as there are labels.
 """
 
 import math
@@ -41,8 +41,8 @@ class Embed(Objective):
 
 @register
 class Contrastive(Embed):
-    """A text, one that is near it, and texts that are not: the second is to be found among all of the forward. van den Oord et al.,
-    2018 (InfoNCE); Henderson et al., 2017, section 4.4."""
+    """A text, one that is near it, and texts that are not: the near one is to be found among all of the forward. van den Oord et
+    al., 2018 (InfoNCE); Henderson et al., 2017, section 4.4."""
 
     name = "contrastive"
     keys = ("text_key", "pair_key", "negative_key")
@@ -60,7 +60,7 @@ class Contrastive(Embed):
 
 @register
 class Similarity(Embed):
-    """Two texts and how alike they are: the cosine of their vectors is to be the score."""
+    """Two texts and how alike they are: the cosine of their vectors should be the score."""
 
     name = "similarity"
     keys = ("text_key", "pair_key", "label_key", "score_max")
@@ -148,7 +148,7 @@ class Scored(Texts):
 
 
 def texts_of_row(record: Record, data: DataConfig) -> list[str]:
-    """The text, the one of its pair and the negatives: one, or a list of them."""
+    """The text, its partner and its negatives: one text, or a list of them."""
     found = [record.text(data.text_key, "data.text_key"), record.text(str(data.pair_key), "data.pair_key")]
     if data.negative_key is None:
         return found

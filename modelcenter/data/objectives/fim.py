@@ -28,7 +28,8 @@ MARKS = (  # before the prefix, the suffix, the middle
 
 @register
 class FIM(Causal):
-    """Documents of which `fim_rate` are rearranged, by characters, before they are tokens; which, and how, is drawn once."""
+    """Documents of which `fim_rate` are rearranged, by characters, before they become tokens. Which ones, and how, is drawn
+    once."""
 
     name = "fim"
     keys = ("text_key", "fim_rate", "fim_spm_rate")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Causal(Objective):
-    """Position i predicts label i + 1: the first label of a row is nobody's target."""
+    """Position i predicts label i + 1, so nothing predicts the first label of a row."""
 
     task = "lm"
     metrics = ("perplexity",)
@@ -59,8 +59,8 @@ class LM(Causal):
 class Blocks(Sequences):
     """One stream of tokens, cut into blocks of seq_len.
 
-    A block starts on the last token of the one before, so each token but the stream's first is predicted once an epoch.
-    In training the cuts move by an offset drawn each epoch, in a ring over the stream's end: a token is seen with
+    A block starts with the last token of the one before, so that each token except the stream's first is predicted once an epoch.
+    In training the cuts move by an offset that is drawn for each epoch, in a ring over the stream's end, so that a token is seen in
     different contexts. The stream's first token, and what is past one turn of the ring, is ignored.
     """
 
@@ -103,7 +103,7 @@ def cut(seed: int, epoch: int, stride: int) -> int:
 
 
 class Documents(Sequences):
-    """Documents apart from one another; one that is longer is cut into sequences of seq_len."""
+    """Documents apart from one another; a longer one is cut into sequences of seq_len."""
 
     def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig) -> None:
         self.tokens, self.size, self.fill = tokens, data.seq_len, filler(read.tokenizer)
@@ -117,9 +117,9 @@ class Documents(Sequences):
 
 
 class Rows(Sequences):
-    """A prompt and its response: only the response is trained on.
+    """A prompt and its response, of which only the response is trained on.
 
-    Of a row that is too long the prompt loses its beginning first, all but a beginning of text, then the response its end.
+    If a row is too long, the prompt first loses its beginning, except for a beginning of text, and then the response its end.
     """
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
@@ -146,8 +146,8 @@ def prompted(records: Sequence[Record], read: "Reader", data: DataConfig) -> Ite
 
 
 def fit(prompt: list[int], response: list[int], size: int, head: int = 0) -> tuple[list[int], int]:
-    """At most `size` ids, and how many of them are not trained on: the prompt gives way from its beginning, but its first `head`
-    ids, the beginning of text, stay, and one token to predict from."""
+    """At most `size` ids, and how many of them are not trained on. The prompt is cut at its beginning, but keeps its first `head`
+    ids, the beginning of text, and one token to predict from."""
     room = min(len(prompt), max(size - len(response), head, 1))
     prompt = prompt[:head] + prompt[len(prompt) - room + head :]
     return prompt + response[: size - len(prompt)], max(len(prompt), 1)

@@ -89,9 +89,11 @@ class Masked(Sequences):
 
 
 def continuing(tokenizer: "Tokenizer") -> NDArray[np.bool_]:
-    """Which ids go on with the word of the token before: by ## in WordPiece, else by no mark of a space at their beginning.
+    """Which ids continue the word of the token before: those with ## in WordPiece, otherwise those without a mark of a space at
+    their beginning.
 
-    Chinese and Japanese have no spaces: each of their characters is a word, as WordPiece has it, and not a whole sentence one.
+    Chinese and Japanese have no spaces: each of their characters counts as a word, as in WordPiece, and not a whole sentence as
+    one.
     """
     vocab = tokenizer.vocabulary if hasattr(tokenizer, "raw") else {}  # what transformers alone can read marks no words
     mark = next((m for m in ("##", "Ġ", "▁") if any(token.startswith(m) for token in vocab)), None)

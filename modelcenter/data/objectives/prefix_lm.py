@@ -1,4 +1,5 @@
-"""Prefix language modelling: a prompt is read in both directions, what follows is predicted. Raffel et al., 2019, section 3.2.1."""
+"""Prefix language modelling: a prompt is read in both directions, and what follows is predicted. Raffel et al., 2019, section
+3.2.1."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @register
 class PrefixLM(LM):
-    """Rows of a prompt and its response, or documents, each cut in two at random. The model's config.json says so, because the
+    """Rows of a prompt and its response, or documents, each cut in two at random. The model's config.json records this, because the
     weights are of no use to a model that reads its prompt in one direction."""
 
     name = "prefix_lm"
@@ -36,7 +37,7 @@ class PrefixLM(LM):
 
 
 class Halves(Documents):
-    """Documents whose beginning, one token at least and as long as not, is given; anew each epoch."""
+    """Documents whose beginning is given; its length is drawn anew each epoch, and is at least one token."""
 
     def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
         super().__init__(tokens, read, data)

@@ -59,9 +59,9 @@ class Question(NamedTuple):
 
 
 class Questions(Asked):
-    """Windows of seq_len tokens, the question first, then as much of the context; the next window goes back by `stride`.
+    """Windows of seq_len tokens: the question first, then as much of the context as fits. The next window goes back by `stride`.
 
-    A label is the (first, last) token of the answer, both the first token of the window where the answer is not whole in it.
+    A label is the (first, last) token of the answer; both are the first token of the window if the answer is not whole in it.
     """
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
@@ -125,7 +125,7 @@ class Questions(Asked):
 
 
 def span(question: Question, starts: Sequence[int], stops: Sequence[int]) -> tuple[int, int]:
-    """The (first, last) token that hold the answer, or (0, 0) where the window does not hold it whole."""
+    """The (first, last) tokens that hold the answer, or (0, 0) if the window does not hold it whole."""
     if question.start < 0:
         return 0, 0
     begin, end = question.start, question.start + len(question.answers[0])

@@ -1,4 +1,4 @@
-"""Span corruption: which tokens are dropped, and what stands for them. Raffel et al., 2019, section 3.1.4; n tokens, k spans."""
+"""Span corruption: which tokens are dropped, and what replaces them. Raffel et al., 2019, section 3.1.4; n tokens, k spans."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -35,10 +35,10 @@ class Span(Objective):
 
 
 class Spans(Sequences):
-    """The stream of all documents, cut so that a source is of seq_len at most when spans of it are masked; anew each epoch.
+    """The stream of all documents, cut so that a source has at most seq_len tokens once spans of it are dropped; anew each epoch.
 
-    `mlm_probability` of the tokens are dropped in spans of `span_length` on average; each
-    is a sentinel in the source, and the target says behind each sentinel what it stands for. Both end in the end of text.
+    `mlm_probability` of the tokens are dropped, in spans of `span_length` on average. Each span is a sentinel in the source, and
+    behind each sentinel the target has what it stands for. Both end with the end of text.
     """
 
     def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
@@ -73,7 +73,7 @@ def spans_of(n: int, density: float, mean: float) -> tuple[int, int]:
 
 
 def longest(size: int, density: float, mean: float) -> int:
-    """The most tokens whose source has `size` at most, its sentinels and the end of text counted."""
+    """The most tokens whose source has at most `size`, including its sentinels and the end of text."""
     n = 2
     while n + 1 - spans_of(n + 1, density, mean)[0] + spans_of(n + 1, density, mean)[1] + 1 <= size:
         n += 1

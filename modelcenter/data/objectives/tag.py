@@ -1,4 +1,4 @@
-"""Tagging: one label a word, learned and judged at the word's first token. w words, s tokens."""
+"""Tagging: one label for each word, learned and judged at the word's first token. w words, s tokens."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ class Tag(Objective):
 
 
 class Tagged(Sequences):
-    """Words and a label for each; `names` are the labels in order. What of a sentence has no room is left out."""
+    """Words and a label for each; `names` are the labels in order. What does not fit of a sentence is left out."""
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
         self.size, self.fill, self.ids, self.labels = data.seq_len, filler(read.tokenizer), Ragged(), Ragged()
@@ -68,7 +68,7 @@ class Tagged(Sequences):
 
 
 def sentence(record: Record, data: DataConfig) -> tuple[list[str], list[Any]]:
-    """The words and the tags of a record; as text they are parted by spaces."""
+    """The words and the tags of a record; if they are text, they are separated by spaces."""
     found = []
     for key, option in ((data.words_key, "data.words_key"), (data.tags_key, "data.tags_key")):
         value = record.get(key, option)
