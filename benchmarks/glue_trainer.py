@@ -32,7 +32,8 @@ from modelcenter.data.record import Record
 from modelcenter.errors import refuse
 from modelcenter.metrics.table import METRICS
 from modelcenter.train.metrics import read_rows
-from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.read import load_recipe
+from modelcenter.train.recipe import Recipe
 from modelcenter.train.resolve import resolve
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}

@@ -16,7 +16,7 @@ import modelcenter as mc
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.optim.schedules import lr_factor
 from modelcenter.train.prepare import prepare
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 from modelcenter.train.resolve import resolve
 
 

@@ -26,7 +26,7 @@ from modelcenter.optim.schedules import lr_factor
 from modelcenter.parallel.machine import Machine
 from modelcenter.train.evaluate import on_device
 from modelcenter.train.prepare import prepare
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 from modelcenter.train.resolve import resolve
 from modelcenter.train.step import autocast, update
 

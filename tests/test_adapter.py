@@ -27,7 +27,7 @@ from modelcenter.adapter.folder import CONFIG, TASK_TYPES, WEIGHTS
 from modelcenter.checkpoint.load import put
 from modelcenter.layers import Linear, NF4Linear
 from modelcenter.layers.adapter import adapted
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 
 CASES = cases(all_variants=False)
 FIRST = cases(all_tasks=False, all_variants=False)

@@ -15,7 +15,7 @@ from modelcenter.parallel.machine import Machine
 from modelcenter.train import calibrate, choose, paper
 from modelcenter.train.calibrate import Learned, Run, explained, learn, rate, read, remember
 from modelcenter.train.fit import Verdict
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 from modelcenter.train.summary import beside
 
 SPENT = {"compute": 1.2, "memory": 0.5, "link": 0.0, "host": 0.3}

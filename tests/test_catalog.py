@@ -12,7 +12,8 @@ from modelcenter.errors import InputError, MissingError, message
 from modelcenter.metrics.suites import SUITES
 from modelcenter.parallel.machine import Machine, load_machine
 from modelcenter.train.catalog import LINE, commented, listing, reasons, value_at
-from modelcenter.train.recipe import Recipe, load_recipe, open_recipe
+from modelcenter.train.read import load_recipe, open_recipe
+from modelcenter.train.recipe import Recipe
 
 NAMES = [row["name"] for row in listing()]
 DATA = ["data.path=a.txt", "data.eval_path=b.txt"]

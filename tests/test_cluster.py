@@ -19,7 +19,8 @@ from modelcenter.config import describe, dump_yaml, to_dict
 from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine
 from modelcenter.train.cluster import POD, STOPPED, Job, check, kubernetes, slurm
-from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe
+from modelcenter.train.read import ALIASES, PARTIAL
+from modelcenter.train.recipe import Recipe
 
 MACHINE = Machine(fsdp=8, tensor_parallel=2)
 ODD = ["train", "it's", "data.path=a b/$HOME `x`.txt"]

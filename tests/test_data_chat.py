@@ -26,7 +26,7 @@ from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.generate.options import several
 from modelcenter.train.prepare import end_at
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 
 TEXT = "To be, or not to be, that is the question. Whether 'tis nobler: 2 + 2 = 4.\n\nnaïve café 中文 🙂 " * 3
 TURNS = ["hi", "2 + 2?", "", "  spaces  ", "naïve 中文 🙂", "to be\n\nor not", "<|im_end|> inside", "café " * 9]

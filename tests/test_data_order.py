@@ -23,7 +23,7 @@ from modelcenter.data.record import Mixture
 from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.errors import InputError
 from modelcenter.train.loop import train
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 
 WEIGHTS = st.lists(st.integers(1, 400).map(lambda n: n / 100), min_size=1, max_size=6)
 

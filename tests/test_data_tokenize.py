@@ -22,7 +22,7 @@ from modelcenter.data.tokenize import Tokenization, tokenize
 from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.train.loop import train
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 
 TEXTS = ["a bcd", "", *(f"{'efg ' * (k % 7)}{k} é" for k in range(60))]
 

@@ -19,7 +19,8 @@ from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.parallel.machine import Machine
 from modelcenter.registry import families
 from modelcenter.train.catalog import listing
-from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe, load_recipe
+from modelcenter.train.read import ALIASES, PARTIAL, load_recipe
+from modelcenter.train.recipe import Recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-modelcenter.md"
 SPAN = re.compile(r"`([^`]+)`")

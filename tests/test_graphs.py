@@ -34,7 +34,7 @@ from modelcenter.train import graphs as module
 from modelcenter.train import step as stepping
 from modelcenter.train.graphs import GPU, WARM, Graphs, graphs_of
 from modelcenter.train.loop import train
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 from modelcenter.train.step import accumulate, autocast, update
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

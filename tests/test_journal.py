@@ -21,7 +21,8 @@ from modelcenter.train import environment, loop, session
 from modelcenter.train.environment import commit, describe_data, paths, read_processes, redacted
 from modelcenter.train.journal import Journal
 from modelcenter.train.plot import keys, plot_loss, runs
-from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.read import load_recipe
+from modelcenter.train.recipe import Recipe
 from modelcenter.train.summary import compare, summarise
 
 MACHINE = Machine(device="cpu", threads=1)

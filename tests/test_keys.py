@@ -20,7 +20,8 @@ from effort import at_most
 from modelcenter.config import bind, dump_yaml
 from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine
-from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.read import load_recipe
+from modelcenter.train.recipe import Recipe
 
 BASE: dict[str, Any] = {"model": "gpt2", "output_dir": "out", "max_steps": 10, "data": {"path": "a.txt"}}
 ALL = ["word", "", 0, 1, -1, 1.5, True, None, [], ["word"], [1, "a"], {"k": 1}, {"k": "v"}, {"k": [1]}, 2**63, -(2**70)]

@@ -22,7 +22,8 @@ from modelcenter.train import loop, paper
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.loop import train
 from modelcenter.train.prepare import prepare
-from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.read import load_recipe
+from modelcenter.train.recipe import Recipe
 from modelcenter.train.resolve import automatic_precision, resolve
 
 HALF = {"precision": "fp16", "logging_steps": 1, "eval_steps": None, "config": {**TINY, **STILL}}

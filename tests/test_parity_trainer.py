@@ -24,7 +24,8 @@ from modelcenter.optim.optimizers import trainable
 from modelcenter.train.loop import Run, train
 from modelcenter.train.metrics import read_rows
 from modelcenter.train.prepare import prepare
-from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.read import load_recipe
+from modelcenter.train.recipe import Recipe
 from modelcenter.train.resolve import resolve
 
 pytest.importorskip("accelerate")

@@ -30,7 +30,7 @@ from modelcenter.parallel.rehearse import Conditions, rehearse
 from modelcenter.train import fit
 from modelcenter.train.fit import Verdict, verdict, widest
 from modelcenter.train.prepare import prepare
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 from modelcenter.train.resolve import resolve
 from modelcenter.train.step import autocast
 

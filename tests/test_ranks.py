@@ -42,7 +42,7 @@ from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, read_rows
 from modelcenter.train.opening import slow_choices
 from modelcenter.train.prepare import enter, prepare
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 from modelcenter.train.resolve import resolve
 from modelcenter.train.state import restore, weights
 from modelcenter.train.step import accumulate, update

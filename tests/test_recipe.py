@@ -18,7 +18,8 @@ from modelcenter.data.objective import COMMON, objectives
 from modelcenter.errors import InputError, MissingError
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.parallel.machine import Machine, load_machine
-from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe, load_recipe
+from modelcenter.train.read import ALIASES, PARTIAL, load_recipe
+from modelcenter.train.recipe import Recipe
 
 BASE = "model: gpt2\noutput_dir: out\nmax_steps: 10\ndata: {path: a.txt}\n"
 

@@ -23,7 +23,8 @@ from modelcenter.train import step as stepping
 from modelcenter.train.catalog import listing
 from modelcenter.train.graphs import Graphs
 from modelcenter.train.loop import Run, train
-from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.read import load_recipe
+from modelcenter.train.recipe import Recipe
 
 NAMES = [row["name"] for row in listing()]
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "ate", "one", "red", "apple", "while", "it", "rained", "in", "old", "towns")

@@ -20,7 +20,7 @@ from modelcenter.layers.batch import Batch
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import loop
 from modelcenter.train.loop import train
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 from modelcenter.train.repeatable import VARIABLE
 from modelcenter.train.session import Session
 

@@ -245,7 +245,7 @@ def test_ctrl_c_goes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_not_installed_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from modelcenter.train import loop, report
-    from modelcenter.train.recipe import load_recipe
+    from modelcenter.train.read import load_recipe
 
     monkeypatch.setattr(report, "find_spec", lambda name: None if name == "mlflow" else 1)
     check_installed(["wandb"])

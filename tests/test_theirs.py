@@ -20,7 +20,8 @@ from modelcenter.config import describe
 from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.generate.options import Options
 from modelcenter.parallel.machine import Machine
-from modelcenter.train.recipe import ALIASES, PARTIAL, Recipe
+from modelcenter.train.read import ALIASES, PARTIAL
+from modelcenter.train.recipe import Recipe
 
 SIZES = {"layers": 2, "dim": 32, "heads": 2, "vocab": 50, "positions": 32}
 BERT = {**SIZES, "hidden": 64}

@@ -43,7 +43,8 @@ from modelcenter.train.interrupt import Interrupt
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
 from modelcenter.train.prepare import prepare
-from modelcenter.train.recipe import Recipe, load_recipe
+from modelcenter.train.read import load_recipe
+from modelcenter.train.recipe import Recipe
 from modelcenter.train.resolve import resolve
 from modelcenter.train.session import Session
 from modelcenter.train.state import Position, restore, save
@@ -306,7 +307,7 @@ KILLED = """
 import os, signal, sys
 from modelcenter.train import loop, session
 from modelcenter.parallel.machine import Machine
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 real, count = session.update, []
 def update(*rest):
     count.append(1)
@@ -1224,7 +1225,7 @@ def test_a_run_imports_no_compiler(tmp_path: Path) -> None:
             "data.seq_len": 16, "batch": 4, "max_steps": 2, "save_steps": 1, "output_dir": str(tmp_path / "out")}  # fmt: skip
     code = f"""
 import json, sys
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 from modelcenter.train.loop import train
 run = train(load_recipe({str(tmp_path / "base.yaml")!r}, {over!r}))
 found = [name for name in ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp") if name in sys.modules]

@@ -27,7 +27,7 @@ from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine
 from modelcenter.registry import families
 from modelcenter.train.memory import Memory
-from modelcenter.train.recipe import load_recipe
+from modelcenter.train.read import load_recipe
 
 TEXT = "the cat sat on the mat. " * 40
 TINY = {"layers": 1, "dim": 16, "heads": 2}

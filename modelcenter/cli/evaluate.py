@@ -95,7 +95,7 @@ def trained(recipe: "Recipe", args: Arguments) -> "Recipe":
 def given(args: Arguments) -> dict[str, Any]:
     """What the command line says of the recipe, in the recipe's spelling."""
     from ..config import assignments
-    from ..train.recipe import settle
+    from ..train.read import settle
 
     return settle({}, assignments([setting for setting in args.settings if not setting.startswith("machine.")]), COMMAND_LINE)
 
@@ -167,7 +167,8 @@ def examined(asked: Examination) -> Answer:
 def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head, and the machine."""
     from ..config import assignments
-    from ..train.recipe import Recipe, settle
+    from ..train.read import settle
+    from ..train.recipe import Recipe
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
     take(replace(args, settings=[], machine=None), ["MODEL"])

@@ -57,7 +57,8 @@ def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
     if args.names:
         return *run_of(args), False
     from ..config import assignments, merge
-    from ..train.recipe import Recipe, settle
+    from ..train.read import settle
+    from ..train.recipe import Recipe
     from .recipe import machine_of
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe and the machine that a command line names, `machine.key=value` put over the latter."""
     from ..parallel.machine import Machine
-    from ..train.recipe import Recipe, load_recipe
+    from ..train.read import load_recipe
+    from ..train.recipe import Recipe
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
     if whole := [setting for setting in args.settings if setting.startswith("machine=")]:

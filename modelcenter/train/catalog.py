@@ -13,7 +13,8 @@ from typing import Any
 from ..config import describe, find, flow, names, packaged, read_recipe
 from ..data.config import DataConfig
 from ..data.objective import COMMON, Objective, find_objective
-from .recipe import Recipe, open_recipe
+from .read import open_recipe
+from .recipe import Recipe
 
 LINE = re.compile(r"( *)([\w-]+):(?: .*?)??(?:  # (.*))?")
 COLUMN = 26  # two before the comments of a copy, unless a value is longer

@@ -42,7 +42,8 @@ from .metrics import Metrics
 from .plot import plot_loss
 from .prepare import enter, prepare
 from .progress import Progress
-from .recipe import Recipe, load_recipe
+from .read import load_recipe
+from .recipe import Recipe
 from .repeatable import repeatable
 from .report import About, Reports, check_installed
 from .resolve import resolve

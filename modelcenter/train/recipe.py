@@ -1,26 +1,20 @@
-"""What a training run is: every key of a recipe, its type, default and bounds. Torch-free: it is checked first.
+"""What a training run is: every key of a recipe, its type, default and bounds, and which keys go together.
 
-A recipe fixes the result; where it runs, and how fast, is a `Machine`'s matter. Transformers' argument names are
-accepted as checked aliases (`ALIASES`): they are put into our keys before anything else looks at them, and giving both
-spellings in one place is refused. On the command line either spelling wins over the file.
+A recipe determines the result; where it runs, and how fast, is a `Machine`'s matter. Torch-free, so that it is checked first.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..adapter.config import AdapterConfig
-from ..config import COMMAND_LINE, assignments, bind, checked, convert, find, merge, names, packaged, read_recipe
+from ..config import bind, checked
 from ..data.config import DataConfig
 from ..data.objective import COMMON, find_objective, objectives
-from ..errors import nearest, refuse, refuse_missing
+from ..errors import refuse
 from ..generate.options import Options
 from ..metrics.table import check
 from ..optim.config import LossConfig, OptimizerConfig, ScheduleConfig, refuse_changed
-from ..theirs import RECIPE
 
 LARGE = ("lm", "mlm", "seq2seq")  # heads over the vocabulary
 MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed
@@ -110,6 +104,15 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checked(self)
+        for key in ("output_dir", "resume"):  # a shell expands ~ on the command line, and nobody in a file
+            object.__setattr__(self, key, os.path.expanduser(getattr(self, key)))
+        self.check_objective()
+        self.check_data()
+        self.check_run()
+        self.check_training()
+
+    def check_objective(self) -> None:
+        """Refuse keys and metrics that the objective does not know."""
         objective = find_objective(self.objective)
         for setting in fields(self.data):
             value = getattr(self.data, setting.name)
@@ -129,6 +132,9 @@ class Recipe:
         if not objective.classes and self.loss.label_smoothing:
             found = f"{self.loss.label_smoothing} with objective {self.objective}"
             refuse(None, "loss.label_smoothing", found, "0: values are no classes")
+
+    def check_data(self) -> None:
+        """Refuse missing data, and an evaluation without data."""
         if self.data.path is None:
             refuse(None, "data.path", "missing", "give data.path=FILE")
         if (self.best or self.patience) and self.data.eval_path is None and not self.data.eval_fraction:
@@ -141,12 +147,13 @@ class Recipe:
             refuse(None, "task", f"{self.task} with objective {self.objective}", "give one of the two")
         if self.data.group_by_length and isinstance(self.data.path, dict):
             refuse(None, "data.group_by_length", "true with a mixture", "a mixture has an order of its own: leave it out")
+
+    def check_run(self) -> None:
+        """Refuse a run without an end, a folder that cannot be its own, and batches that do not divide."""
         if self.max_steps is None and self.num_epochs is None:
             refuse(None, "max_steps", "missing, and so is num_epochs", "give one of them, or the training never ends")
         if not self.output_dir.isprintable():
             refuse(None, "output_dir", repr(self.output_dir), "a name without control characters")
-        for key in ("output_dir", "resume"):  # a shell does it on the command line, and nobody in a file
-            object.__setattr__(self, key, os.path.expanduser(getattr(self, key)))
         if os.path.dirname(folder := os.path.abspath(self.output_dir)) == folder:
             refuse(None, "output_dir", f"{self.output_dir}, the root of all files", "a folder for this run alone")
         if self.batch > MOST:
@@ -155,6 +162,9 @@ class Recipe:
             refuse(None, "batch_tokens", str(self.batch_tokens), f"at most {MOST} sequences of data.seq_len tokens")
         if self.batch_tokens is None and self.micro_batch is not None and self.batch % self.micro_batch:
             refuse(None, "batch", f"{self.batch} is no multiple of micro_batch {self.micro_batch}", "change one")
+
+    def check_training(self) -> None:
+        """Refuse settings of adapter, loss and schedule that do not go together."""
         if self.adapter.name != "none" and self.freeze:
             refuse(None, "freeze", f"with adapter.name {self.adapter.name}", "an adapter freezes all: modules_to_save are trained")
         if self.objective != "contrastive":
@@ -180,160 +190,3 @@ class Recipe:
     def head(self) -> str:
         """The task whose head the objective trains."""
         return find_objective(self.objective).task
-
-
-def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
-    """The packaged recipe of that name, or the file at that path, with `["a.b=v", ...]` applied to it."""
-    file, tree = open_recipe(name)
-    return bind(Recipe, settle(tree, assignments(overrides), file), file)
-
-
-def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The file that `name` means, and what it says. RECIPE/VARIANT is a file's settings with those of one of its `variants` applied
-    to them. A packaged recipe that names no output_dir has runs/NAME."""
-    known = packaged()
-    base, _, chosen = str(name).rpartition("/")
-    if base not in names(known) and Path(base).suffix not in (".yaml", ".yml"):
-        base, chosen = str(name), ""
-    if base in objectives() and base not in names(known):
-        refuse_missing(None, base, "no such recipe but an objective", with_objective(base))
-    file = find(base, "recipe", known)
-    tree = read_recipe(file)
-    variants = tree.pop("variants", {})
-    if not isinstance(variants, dict) or not all(isinstance(variant, dict) for variant in variants.values()):
-        refuse(file, "variants", "not a mapping of mappings", "a name and settings for each")
-    if chosen and chosen not in variants:
-        refuse_missing(None, f"{base}/{chosen}", "no such recipe", nearest(chosen, variants) if variants else f"{base} has none")
-    if variants and not chosen:
-        refuse(None, base, "several recipes", f"one of {', '.join(f'{base}/{variant}' for variant in variants)}")
-    tree = merge(tree, variants.get(chosen, {}))
-    return file, {"output_dir": f"runs/{name}", **tree} if base in names(known) else tree
-
-
-def with_objective(objective: str) -> str:
-    """The packaged recipes that train an objective, in words."""
-    found, default = [], Recipe.__dataclass_fields__["objective"].default
-    for base in names(packaged()):
-        tree = read_recipe(find(base, "recipe", packaged()))
-        variants = {f"/{name}": own for name, own in tree.get("variants", {}).items()} or {"": {}}
-        found += [f"{base}{name}" for name, own in variants.items() if {**tree, **own}.get("objective", default) == objective]
-    return f"recipes that have it: {', '.join(found)}" if found else f"objective={objective} goes with another recipe"
-
-
-# -------------------------------------------------------------------------------------------------------------- aliases
-
-ALIASES = {  # transformers' TrainingArguments and example scripts: our key
-    "model_name_or_path": "model",
-    "tokenizer_name": "tokenizer",
-    "train_file": "data.path",
-    "validation_file": "data.eval_path",
-    "max_seq_length": "data.seq_len",
-    "packing": "data.packing",
-    "group_by_length": "data.group_by_length",
-    "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_epsilon": "optimizer.eps",
-    "lr_scheduler_type": "schedule.name",
-    "label_smoothing_factor": "loss.label_smoothing",
-    "warmup_steps": "schedule.warmup_steps",
-    "warmup_ratio": "schedule.warmup_steps",
-    "per_device_train_batch_size": "micro_batch",
-    "num_train_epochs": "num_epochs",
-    "resume_from_checkpoint": "resume",
-}
-PARTIAL = ("gradient_accumulation_steps", "bf16", "fp16", "adam_beta1", "adam_beta2")  # aliases that are more than a name
-
-
-def settle(tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
-    """`tree`, a file's mapping, with `over` from the command line applied to it, both in our spelling. The evaluation data of a
-    packaged recipe belong to its training data: other training data do not bring them along."""
-    ours = _ours(tree, {}, file)
-    given = _ours(over, ours, COMMAND_LINE)
-    if "machine" in {**ours, **given}:
-        refuse(file if "machine" in ours else None, "machine", "no part of a recipe", "--machine M, or mc.train(recipe, machine)")
-    data = given.get("data")
-    if file is not None and Path(file).parent == Path(str(packaged())) and isinstance(data, dict) and "path" in data:
-        ours = {**ours, "data": {key: value for key, value in (ours.get("data") or {}).items() if key != "eval_path"}}
-    return merge(ours, given)
-
-
-def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
-    """`tree` with its aliases replaced; what one of them says only in part is completed from `base`."""
-    known = (*ALIASES, *PARTIAL)
-    ours = {key: value for key, value in tree.items() if key not in known}
-    for key, name in _unknown(ours):
-        if wanted := RECIPE.get(name) or ALIASES.get(name):
-            refuse(file, key, "unknown key", wanted if wanted.startswith("leave") else f"here it is {wanted}")
-        if key == name and (close := get_close_matches(key, known, n=1, cutoff=0.85)):  # `bind` would look among ours alone
-            refuse(file, key, "unknown key", f"did you mean {close[0]!r}?")
-    for alias, key in ALIASES.items():
-        if alias in tree:
-            value = tree[alias]
-            if alias == "resume_from_checkpoint":  # there a boolean too
-                value = {"true": "auto", "false": "never"}.get(str(value).lower(), value)
-            ours = _put(ours, alias, key, value, file)
-    if half := {alias: convert(tree[alias], bool, file, alias) for alias in ("bf16", "fp16") if alias in tree}:
-        chosen = [alias for alias, wanted in half.items() if wanted]
-        if len(chosen) == 2:
-            refuse(file, "fp16", "true, and so is bf16", "one of them")
-        ours = _put(ours, (chosen or list(half))[0], "precision", (chosen or ["fp32"])[0], file)
-    if given := [alias for alias in ("adam_beta1", "adam_beta2") if alias in tree]:
-        old = _get(base, "optimizer.betas")
-        old = OptimizerConfig.betas if old is None else old
-        betas = list(convert(old, tuple[float, float], file, "optimizer.betas"))
-        for alias in given:
-            betas[alias == "adam_beta2"] = convert(tree[alias], float, file, alias, {"min": 0, "below": 1})
-        ours = _put(ours, given[0], "optimizer.betas", betas, file)
-    if "gradient_accumulation_steps" in tree:
-        ours |= _batches(tree["gradient_accumulation_steps"], ours, base, file)
-    return ours
-
-
-def _unknown(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is no key of a recipe: in whole, and without its section."""
-    sections: dict[str, Any] = {setting.name: setting.default_factory for setting in fields(Recipe)}
-    for key, value in tree.items():
-        if key not in sections:
-            yield str(key), str(key)
-        elif is_dataclass(sections[key]) and isinstance(value, Mapping):
-            known = {setting.name for setting in fields(sections[key])}
-            yield from ((f"{key}.{name}", str(name)) for name in value if name not in known)
-
-
-def _batches(
-    value: Any, ours: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | None
-) -> dict[str, int]:
-    """What accumulation settles: batch = micro_batch x accumulation, on any number of ranks. What the same place says
-    of the two counts first, then the base's micro-batch, then its batch."""
-    alias, least = "gradient_accumulation_steps", {"min": 1}
-    steps = convert(value, int, file, alias, least)
-    batch, micro = ours.get("batch"), ours.get("micro_batch")
-    if batch is None and micro is None:
-        micro = base.get("micro_batch")
-        batch = base.get("batch") if micro is None else None
-    batch = None if batch is None else convert(batch, int, file, "batch", least)
-    micro = None if micro is None else convert(micro, int, file, "micro_batch", least)
-    if micro is not None and batch in (None, micro * steps):
-        return {"batch": micro * steps}
-    if micro is not None:
-        refuse(file, alias, f"{steps} x micro_batch {micro} is not batch {batch}", "leave one of the three out")
-    if batch is None:
-        refuse(file, alias, f"{steps} without batch or micro_batch", "give one of them")
-    if batch % steps:
-        refuse(file, alias, f"batch {batch} is no multiple of {steps}", "change one of them")
-    return {"micro_batch": batch // steps}
-
-
-def _put(ours: dict[str, Any], alias: str, key: str, value: Any, file: str | Path | None) -> dict[str, Any]:
-    if _get(ours, key) is not None:
-        refuse(file, alias, f"given, and so is {key}", "they are one setting: keep one of them")
-    section, _, leaf = key.rpartition(".")
-    if section and not isinstance(ours.get(section, {}), dict):
-        refuse(file, alias, f"given, and so is {section} as a whole", "keep one of them")
-    return merge(ours, {section: {leaf: value}} if section else {leaf: value})
-
-
-def _get(tree: Mapping[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None  # type: ignore[assignment]  # of any kind
-    return tree
