@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .adapter.attach import choose, fill_all, first_values, insert, measure
 from .adapter.config import AdapterConfig
-from .adapter.folder import Saved
+from .adapter.read import Saved
 from .checkpoint.config import changed, told
 from .checkpoint.exchange import open_roads, set_out
 from .checkpoint.folder import Folder

@@ -15,7 +15,8 @@ import torch
 
 from .adapter.attach import LABELLED
 from .adapter.config import AdapterConfig
-from .adapter.folder import Saved, is_adapter, read_adapter
+from .adapter.folder import is_adapter
+from .adapter.read import Saved, read_adapter
 from .checkpoint import hub
 from .checkpoint.config import changed
 from .checkpoint.folder import Folder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapter.config import AdapterConfig
-from .adapter.folder import save_adapter
+from .adapter.save import save_adapter
 from .checkpoint.config import Config, unchanging
 from .checkpoint.match import LoadReport
 from .checkpoint.save import save_model

@@ -1,0 +1,218 @@
+"""Read an adapter's folder in peft's format (`folder.py`)."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.files import read_config
+from ..checkpoint.header import read_header
+from ..checkpoint.strict_json import read_json
+from ..errors import refuse, refuse_missing
+from ..names import Entry, Lazy
+from .attach import Place, ends, sites
+from .config import ALL, AdapterConfig
+from .folder import CONFIG, PREFIX, TASK_TYPES, WEIGHTS, A, B, M, copies
+
+if TYPE_CHECKING:
+    from ..model import Model
+
+SETTLED = ("prefix_lm", "pad_token_id")  # keys of config.json by which a model reads, and which training may have changed
+PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}  # others change the base, or more
+READ = {"peft_type", "task_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "use_rslora",
+        "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", *PLAIN}  # fmt: skip
+IDLE = {  # keys of theirs that do not change what an adapter computes, or repeat what its tensors say
+    "auto_mapping", "inference_mode", "peft_version", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "fan_in_fan_out", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying", "target_modules", "loftq_config",
+    "runtime_config",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An adapter's folder as it was read: tensors by their names without the prefix."""
+
+    folder: Path
+    config: AdapterConfig
+    base: str
+    task_type: str | None
+    tensors: Mapping[str, Tensor]
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    revision: str | None = None  # of the base
+    named: Sequence[str] = ()  # the modules that were trained whole
+
+    def size(self, layer: str) -> tuple[int, float]:
+        """Rank and scale of an adapter, by peft's patterns."""
+        rank = next((r for key, r in self.rank_pattern.items() if fits(key, layer)), self.config.rank)
+        alpha = next((a for key, a in self.alpha_pattern.items() if fits(key, layer)), self.config.alpha)
+        return rank, self.config.scaled(alpha, rank)
+
+    def task(self, architectures: Mapping[str, str]) -> str | None:
+        """The task by the config.json beside the adapter, or by peft's type; None: the base's own task."""
+        if (self.folder / "config.json").is_file():
+            said = read_config(self.folder).get("architectures")
+            return next((task for task, name in architectures.items() if said == [name]), None)
+        kind = self.task_type
+        return next((task for task, name in TASK_TYPES.items() if name == kind and task in architectures), None)
+
+    def labels(self, heads: list[str]) -> dict[int, str] | None:
+        """The names of the classes, or as many unnamed ones as the head among `heads` has rows."""
+        said = read_config(self.folder).get("id2label") if (self.folder / "config.json").is_file() else None
+        if isinstance(said, dict) and all(str(i) in said and isinstance(said[str(i)], str) for i in range(len(said))):
+            return {i: said[str(i)] for i in range(len(said))}
+        rows = next((len(self.tensors[f"{h}.weight"]) for h in reversed(heads) if f"{h}.weight" in self.tensors), None)
+        return None if rows is None else {i: f"LABEL_{i}" for i in range(rows)}
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """What the config.json beside the adapter says about how the model reads, whatever the base's says."""
+        said = read_config(self.folder) if (self.folder / "config.json").is_file() else {}
+        return {key: said[key] for key in SETTLED if key in said}
+
+    def places(self, model: "Model") -> list[Place]:
+        """Where the tensors belong on the model. Errors: `InputError` for one without a place, or of another shape."""
+        by_name = {site.theirs: site for site in sites(model)}
+        whole_names = {e.theirs for e in self.entries(model)}
+        out, dora = [], self.config.name == "dora"
+        for key in self.tensors:
+            layer, kind = next(((key.removesuffix(k), k) for k in (A, B, M) if key.endswith(k)), (key, None))
+            if kind is None and key not in whole_names and not self.repeats(model, key):
+                refuse(self.folder / WEIGHTS, key, "no tensor of this model", "an adapter of LoRA or DoRA on linear layers")
+            if kind is None:
+                continue
+            if layer not in by_name:
+                refuse(self.folder / WEIGHTS, key, "not for a linear layer of this model", "an adapter of this model")
+            site = by_name[layer]
+            rank, scale = self.size(layer)
+            rows = sum(model.shapes[f"{name}.weight"][0] for name in site.ours)
+            wanted = {A: (rank, model.shapes[f"{site.ours[0]}.weight"][1]), B: (rows, rank), **({M: (rows,)} if dora else {})}
+            for other in wanted:
+                if f"{layer}{other}" not in self.tensors:
+                    refuse(self.folder / WEIGHTS, f"{layer}{other}", "missing", "beside the other parts of its adapter")
+            if kind not in wanted or tuple(self.tensors[key].shape) != wanted[kind]:
+                found = f"has shape {list(self.tensors[key].shape)}"
+                refuse(self.folder / WEIGHTS, key, found, f"{list(wanted.get(kind, ()))}, as {CONFIG} and the model say")
+            if kind == A:
+                out.append(Place(site, site.ours, rank, scale, shared=True))
+        return out
+
+    def repeats(self, model: "Model", key: str) -> bool:
+        """Whether a tensor is a copy of the one that the model has for both: what peft writes of an embedding that is the head."""
+        source = self.tensors.get(model.aliases.get(key, ""))
+        return key in self.tensors and source is not None and torch.equal(self.tensors[key], source)
+
+    def entries(self, model: "Model") -> list[Entry]:
+        """The rows of names whose tensors the folder holds whole."""
+        return [e for e in model.table.entries(model.shapes, bare=model.bare) if e.theirs in self.tensors]
+
+    def vocab(self, model: "Model") -> int | None:
+        """How many words the folder's embedding has; None if it has no embedding."""
+        for e in self.entries(model):
+            if "embed.tokens.weight" in e.ours:
+                return len(self.tensors[e.theirs]) - sum(model.shapes[n][0] for n in e.ours if n != "embed.tokens.weight")
+        return None
+
+    def beside(self, model: "Model", e: Entry) -> bool:
+        """Whether a tensor is there only because the base has other words, and is not trained."""
+        return model.resized.issuperset(e.ours) and not any(ends(e.theirs.rpartition(".")[0], name) for name in self.named)
+
+    def trained(self, model: "Model") -> list[str]:
+        """The model's parameters that are trained whole."""
+        return [name for e in self.entries(model) if not self.beside(model, e) for name in e.ours]
+
+    def wholes(self, model: "Model") -> dict[str, Lazy]:
+        """The parameters of the model that the folder replaces."""
+        shapes = {name: model.shapes[name] for e in self.entries(model) for name in e.ours}
+        if absent := sorted(model.resized - shapes.keys()):
+            found = f"missing, though the embedding has {self.vocab(model)} rows and not the base's"
+            refuse(self.folder / WEIGHTS, absent[0], found, "all that has a row for every word")
+        for e in self.entries(model):
+            lacking = [alias for alias in copies(model, e) if not self.repeats(model, alias)]
+            if lacking and not self.beside(model, e):  # or else it is in place of the base's, and so of all that share it
+                found = f"alone, and not {lacking[0]}, which is the same matrix in the base"  # peft's goes on with that
+                refuse(self.folder / WEIGHTS, e.theirs, found, "both (peft: ensure_weight_tying), or a base that does not tie them")
+            if tuple(self.tensors[e.theirs].shape) != (shape := e.verb.shape([shapes[name] for name in e.ours])):
+                refuse(self.folder / WEIGHTS, e.theirs, f"has shape {list(self.tensors[e.theirs].shape)}", f"{list(shape)}")
+        return model.table.load(lambda key: self.tensors[key], shapes, bare=model.bare)
+
+    def values(self, model: "Model", places: list[Place]) -> dict[str, Lazy]:
+        """The adapters' parameters, by their names in the model."""
+        out: dict[str, Any] = {}
+        for place in places:
+            theirs, outs = place.site.theirs, [model.shapes[f"{name}.weight"][0] for name in place.ours]
+            out |= {f"{name}.a.weight": self.tensors[f"{theirs}{A}"] for name in place.ours}
+            b = place.site.rows.parts(self.tensors[f"{theirs}{B}"], [(n, place.rank) for n in outs])
+            out |= zip((f"{name}.b.weight" for name in place.ours), b, strict=True)
+            if self.config.name == "dora":
+                m = place.site.rows.parts(self.tensors[f"{theirs}{M}"], [(n,) for n in outs])
+                out |= zip((f"{name}.magnitude" for name in place.ours), m, strict=True)
+        return out
+
+
+def fits(pattern: str, layer: str) -> bool:
+    """As peft compares them; its keys are regular expressions, of which the ones for whole names are taken here."""
+    return ends(layer, pattern)
+
+
+def read_adapter(folder: str | os.PathLike[str]) -> Saved:
+    """Read an adapter's folder. Errors: `InputError` for one that is broken, or of a kind that is not supported."""
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    filled = read_settings(folder / CONFIG)
+    if not (folder / WEIGHTS).is_file():
+        refuse_missing(folder / WEIGHTS, None, "missing", f"beside {CONFIG}, as safetensors")
+    metadata = read_header(folder / WEIGHTS).metadata
+    tensors = {}
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        if not name.startswith(PREFIX):
+            refuse(folder / WEIGHTS, name, "no tensor of an adapter", f"{PREFIX}...")
+        tensors[name.removeprefix(PREFIX)] = tensor
+    quantize: Any = metadata.get("quantize", "none")
+    if quantize not in ("none", "nf4", "int8"):
+        refuse(folder / WEIGHTS, "quantize", repr(quantize), "nf4, int8 or nothing")
+    config = AdapterConfig(
+        name="dora" if filled.get("use_dora") else "lora", rank=filled["r"], alpha=float(filled["lora_alpha"]),
+        dropout=float(filled["lora_dropout"]), rslora=bool(filled.get("use_rslora")), quantize=quantize,
+        targets=tuple(sorted({n.removesuffix(A) for n in tensors if n.endswith(A)})) or (ALL,),
+    )  # fmt: skip
+    base, task_type = filled["base_model_name_or_path"], filled.get("task_type")
+    patterns = filled["rank_pattern"], filled["alpha_pattern"]
+    named = filled.get("modules_to_save") or ()
+    if isinstance(named, str) or not all(isinstance(name, str) for name in named):
+        refuse(folder / CONFIG, "modules_to_save", repr(named), "a list of modules' names")
+    return Saved(folder, config, base, task_type, tensors, *patterns, filled["revision"] or None, named)
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The content of adapter_config.json, checked, with peft's defaults for what it leaves out."""
+    said = read_json(file)
+    if not isinstance(said, dict) or said.get("peft_type") != "LORA":
+        refuse(file, "peft_type", repr(said.get("peft_type") if isinstance(said, dict) else said), "LORA (or DoRA, rsLoRA)")
+    for key, value in said.items():
+        if (key in PLAIN and value not in PLAIN[key]) or (key not in READ | IDLE and value):
+            refuse(file, key, repr(value), "an adapter of LoRA, DoRA or rsLoRA without this")
+    number = (int, float)
+    types: dict[str, Any] = {"r": int, "lora_alpha": number, "lora_dropout": number, "base_model_name_or_path": str,
+                             "revision": str, "rank_pattern": dict, "alpha_pattern": dict}  # fmt: skip
+    filled: dict[str, Any] = {"lora_dropout": 0.0, "revision": "", "rank_pattern": {}, "alpha_pattern": {}}
+    filled |= {k: v for k, v in said.items() if v is not None}
+    for key, kind in types.items():
+        if not isinstance(filled.get(key), kind) or isinstance(filled[key], bool):
+            refuse(file, key, repr(filled.get(key)), "what peft writes there")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for name, value in filled[key].items():
+            if not isinstance(value, number) or isinstance(value, bool) or not re.fullmatch(r"[\w.-]+", name):
+                refuse(file, f"{key}.{name}", repr(value), "a layer's name and a number")
+    for key, rank in {"r": filled["r"], **{f"rank_pattern.{name}": r for name, r in filled["rank_pattern"].items()}}.items():
+        if not isinstance(rank, int) or rank < 1:
+            refuse(file, key, repr(rank), "a whole number, 1 or more")
+    if not 0 <= filled["lora_dropout"] < 1:
+        refuse(file, "lora_dropout", repr(filled["lora_dropout"]), "a rate from 0 to below 1")
+    return filled
