@@ -227,8 +227,8 @@ void turn(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
 #pragma GCC unroll 16
                 for (int i = 0; i < LANES; i++)
                     if (!(i & half)) {
-                        const vf a = x[i], b = x[i + half];
-                        x[i] = pick(a, b, upper), x[i + half] = pick(a, b, lower);
+                        const vf a = x[i], b = x[i | half];
+                        x[i] = pick(a, b, upper), x[i | half] = pick(a, b, lower);
                     }
             }
             for (int i = 0; i < n; i++) store(panel + (c + i) * PANEL, x[i]);
