@@ -1,5 +1,6 @@
 """What other people's programs ask of a model by transformers' names: Trainer, accelerate, peft, pipelines."""
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,14 @@ from .generate.run import beside
 from .layers.batch import shift_right
 from .parallel.blocks import kept, recompute, recomputed
 from .theirs import MODEL
+
+MET: dict[str, str] = {}  # a class of ours that pipelines have met -> transformers' with the head that the last one had
+
+
+def worth_saying(record: logging.LogRecord) -> bool:
+    """Not that a pipeline does not know a class of ours by name, where it knows transformers' own with the same head."""
+    said, rest = record.getMessage(), " is not supported"
+    return not any(said.startswith(f"The model '{ours}'{rest}") and f"'{theirs}'" in said for ours, theirs in MET.items())
 
 
 class Guest(nn.Module):
@@ -46,6 +55,8 @@ class Guest(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "hf_device_map":  # what a pipeline asks first of all
+                self.introduce()
             if name not in MODEL:
                 raise
             raise AttributeError(f"{type(self).__name__} has no {name}; {MODEL[name]}", name=name, obj=self) from None
@@ -140,6 +151,13 @@ class Guest(nn.Module):
         if base is not None and base.weight is self.get_submodule("embed.tokens").weight:
             said = "merged, what is added to it would change the embedding too"
             warnings.warn(f"head.out: the embedding's own matrix; {said}: peft's exclude_modules=['head.out']", stacklevel=5)
+
+    # ---- pipelines
+
+    def introduce(self) -> None:
+        """To a pipeline, which goes by the names of classes."""
+        MET[type(self).__name__] = self.architecture
+        logging.getLogger("transformers.pipelines.base").addFilter(worth_saying)
 
     # ---- generation
 

@@ -46,10 +46,15 @@ LOAD = {  # arguments of from_pretrained
     "torch_dtype": "dtype",
     "trust_remote_code": "leave it out: no code of a folder is run",
     "use_auth_token": "the variable HF_TOKEN",
+    "variant": "the path of a folder with these files alone",
+    "max_memory": "machine to share the model out among devices",
+    "generation_config": "model.generation_config, behind it",
+    "from_tf": "convert them with transformers first",
+    "key_mapping": "names that transformers writes; its save_pretrained first",
     "use_safetensors": ALWAYS,
 }
 SAVE = {  # arguments of save_pretrained
-    "is_main_process": "leave it out: every process calls, and each writes its part",
+    "is_main_process": f"{ALWAYS}, for every process calls and writes its part",
     "push_to_hub": "leave it out, and upload the folder: hf upload NAME FOLDER",
     "safe_serialization": ALWAYS,
     "state_dict": "leave it out: the model's own weights are written",
@@ -57,6 +62,7 @@ SAVE = {  # arguments of save_pretrained
     "variant": "leave it out",
 }
 MODEL = {  # attributes of a model
+    "active_adapters": "model.adapter",
     "add_adapter": "mc.add_adapter(model, mc.AdapterConfig(...))",
     "base_model": f"mc.load(name, task='backbone'); {OURS}",
     "get_decoder": "model.decoder, or mc.load(name, task='backbone') for hidden states",
@@ -68,6 +74,7 @@ MODEL = {  # attributes of a model
     "name_or_path": "model.source",
     "num_parameters": "sum(p.numel() for p in model.parameters())",
     "push_to_hub": "save_pretrained(folder), then: hf upload NAME FOLDER",
+    "set_attn_implementation": "leave it out: the fastest of those that compute the same is taken",
     "set_input_embeddings": "resize_token_embeddings(size), or values copied into get_input_embeddings().weight",
     "set_output_embeddings": "values copied into model.head.out.weight",
     "tie_weights": "model.tie()",
@@ -92,6 +99,9 @@ GENERATE = {  # arguments of generate
 }
 TOKENIZER = {  # attributes of a tokenizer
     "__call__": "encode(text), and torch.tensor([ids]); batches with masks by transformers.AutoTokenizer, of the same folder",
+    "add_special_tokens": "a tokenizer is trained with them, or has them in its file: transformers.AutoTokenizer adds and saves",
+    "add_tokens": "transformers.AutoTokenizer of the same folder adds and saves; then model.resize_token_embeddings",
+    "all_special_ids": "[tokenizer.token_to_id(token) for token in tokenizer.special.values()]",
     "apply_chat_template": "transformers.AutoTokenizer of the same folder; modelcenter generate MODEL PROMPT chat=true does it",
     "batch_decode": "[tokenizer.decode(ids) for ids in rows]",
     "batch_encode_plus": "encode_all(texts), or transformers.AutoTokenizer of the same folder",
@@ -102,6 +112,7 @@ TOKENIZER = {  # attributes of a tokenizer
     "encode_plus": "encode(text)",
     "eos_token": "tokenizer.special['eos']",
     "eos_token_id": "eos_id",
+    "from_pretrained": "mc.load_tokenizer(name)",
     "get_vocab": "tokenizer.vocabulary",
     "mask_token_id": "mask_id",
     "pad": "transformers.AutoTokenizer of the same folder",
@@ -186,8 +197,19 @@ MODULE = {  # names of the package, in the beginning of which these stand
     "AutoConfig": "mc.load(name, device='meta').config",
     "AutoModel": "mc.load(name), which takes any family; task= says which head",
     "AutoTokenizer": "mc.load_tokenizer(name)",
+    "Bert": "mc.BERT; task= says which head",
+    "BitsAndBytesConfig": "mc.AdapterConfig(name='lora', quantize='nf4')",
+    "Bloom": "mc.BLOOM; task= says which head",
+    "CpmAnt": "mc.CPMAnt; task= says which head",
+    "DataCollator": "transformers' own, whose batches a forward takes; a recipe's objective makes its own",
+    "GPT2": "mc.GPT; task= says which head",
     "GenerationConfig": "options of model.generate, by their names",
+    "LlamaFor": "mc.LLaMA; task= says which head",
+    "LlamaModel": "mc.LLaMA with task='backbone'",
     "LoraConfig": "mc.AdapterConfig(name='lora')",
+    "PeftModel": "mc.load(folder of the adapter), which loads its base too",
+    "T5For": "mc.T5; task= says which head",
+    "T5Model": "mc.T5 with task='backbone'",
     "TrainingArguments": "a recipe: modelcenter list keys, under their names too",
     "get_peft_model": "mc.add_adapter(model, mc.AdapterConfig(...))",
     "pipeline": "model.generate, or transformers' own on a saved folder",
@@ -201,15 +223,20 @@ def refuse_argument(call: str, name: str, theirs: Mapping[str, str], known: Iter
 
 
 def arguments(theirs: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function refuse, in that way, every argument that it does not take."""
+    """Make a function refuse, in that way, every argument that it does not take, and pass over what asks for nothing: an argument
+    of theirs that is None, False, or True where it is always so."""
+
+    def nothing(name: str, value: object) -> bool:
+        return name in theirs and (value is None or value is theirs[name].startswith(ALWAYS))
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = tuple(signature(function).parameters)
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name not in known:
+            more = [name for name in kwargs if name not in known]
+            for name in more:
+                if not nothing(name, kwargs.pop(name)):
                     refuse_argument(function.__name__, name, theirs, known)
             return function(*args, **kwargs)
 

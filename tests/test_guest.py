@@ -1,5 +1,6 @@
 """Ours in other people's programs: transformers' Trainer trains them as it trains transformers' model with the same weights."""
 
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
@@ -299,11 +300,17 @@ def test_a_prompt_of_peft_is_not_passed_over() -> None:
     ("gpt2", "lm", "text-generation"), ("bert", "mlm", "fill-mask"), ("bert", "classify", "text-classification"),
     ("bert", "tag", "token-classification"),
 ], ids=str)
-def test_a_pipeline_takes_ours(kind: str, task: str, name: Any) -> None:
+def test_a_pipeline_takes_ours(kind: str, task: str, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "w5 [MASK] w33" if task == "mlm" else "w5 w9 w33"
+    said: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("transformers.pipelines.base"), "callHandlers", said.append)
     asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False} if task == "lm" else {}
     wanted, found = (transformers.pipeline(name, model=model, tokenizer=tokenizer(), device="cpu")(text, **asked)
                      for model in quiet(kind, task))  # fmt: skip
     for one, other in zip(wanted, found, strict=True):
         for key, value in one.items():
             assert other[key] == (pytest.approx(float(value), rel=1e-4) if key == "score" else value)
+    assert [record for record in said if "not supported" in record.getMessage()] == []
+    transformers.pipeline("text-classification" if task == "tag" else "token-classification", model=quiet(kind, task)[1],
+                          tokenizer=tokenizer(), device="cpu")  # fmt: skip
+    assert "is not supported for" in said[-1].getMessage()

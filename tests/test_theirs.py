@@ -224,10 +224,22 @@ def test_functions_refuse(tmp_path: Path) -> None:
         mc.GPT.from_pretrained("gpt2", torch_dtype=torch.bfloat16)
     with pytest.raises(mc.InputError, match=r"^load\(num_label\): no such argument; did you mean 'num_labels'\?$"):
         mc.load("gpt2", num_label=3)  # type: ignore[call-arg]  # what is refused
-    with pytest.raises(mc.InputError, match=r"^save_pretrained\(safe_serialization\): no such argument; leave it out"):
-        gpt().save_pretrained(tmp_path / "out", safe_serialization=True)  # type: ignore[call-arg]  # what is refused
+    for asked in ({"safe_serialization": False}, {"is_main_process": False}, {"state_dict": {}}):
+        with pytest.raises(mc.InputError, match=rf"^save_pretrained\({min(asked)}\): no such argument; leave it out"):
+            gpt().save_pretrained(tmp_path / "out", **asked)  # type: ignore[arg-type]  # what is refused
     assert not (tmp_path / "out").exists()
 
+
+def test_what_asks_for_nothing_is_no_argument(tmp_path: Path) -> None:
+    """As callers of many models write it: what they leave as it is, and what is always so."""
+    asked: Any = {"safe_serialization": True, "is_main_process": True, "push_to_hub": False, "token": None}
+    gpt().save_pretrained(tmp_path, **asked)
+    asked = {"device_map": None, "trust_remote_code": False, "low_cpu_mem_usage": True, "load_in_4bit": False, "variant": None}
+    assert isinstance(mc.GPT.from_pretrained(tmp_path, **asked), mc.GPT)
+    with pytest.raises(mc.InputError, match=r"^load\(low_cpu_mem_usage\): no such argument"):
+        mc.load(tmp_path, low_cpu_mem_usage=False)  # type: ignore[call-arg]  # what is refused
+    with pytest.raises(mc.InputError, match=r"^load\(nobodys\): no such argument"):
+        mc.load(tmp_path, nobodys=None)  # type: ignore[call-arg]  # what is refused
 
 def test_attributes_say_what_does_the_same() -> None:
     model = gpt()
