@@ -35,7 +35,7 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     lines = [
         f"model: {recipe.model} ({weights}), {setup.parameters / 1e6:,.2f} M parameters, {setup.trained / 1e6:,.2f} M of them "
         f"trained; {recipe.precision} on {many}{device.type}, {threads}",
-        f"data: {len(train):,} examples, {len(held) if held else 0:,} for evaluation; {recipe.objective}, "
+        f"data: {counted(len(train), 'example')}, {len(held) if held else 0:,} for evaluation; {recipe.objective}, "
         f"at most {recipe.data.seq_len} tokens each{shorter}; tokenizer "
         f"{named(recipe, tokenizer.name)} of {len(tokenizer):,} tokens",
         f"steps: {setup.steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} "
