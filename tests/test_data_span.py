@@ -10,6 +10,7 @@ from modelcenter.data.objective import make_examples
 from modelcenter.data.objectives.mlm import continuing
 from modelcenter.data.objectives.span import corrupt, longest, span_mask, spans_of
 from modelcenter.data.record import Record
+from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.data.tokenizer_open import load_tokenizer, open_tokenizer
 from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
@@ -114,6 +115,23 @@ def test_whole_words_are_masked(spec: str, tmp_path: Path) -> None:
     assert whole > 20 and split == 0 and 0.1 < chosen / tokens < 0.2
     with pytest.raises(InputError, match=r"data\.whole_words: true with a tokenizer that marks no words"):
         continuing(open_tokenizer("char", ["ab"]))
+
+
+def test_the_rest_of_a_word_at_a_blocks_beginning_is_a_word_of_its_own() -> None:
+    """Where no [CLS] stands before it, and where the word fills the whole block too."""
+    made = train_tokenizer(["abc"], 270, "roberta")
+    bare = Tokenizer(made.raw, {role: token for role, token in made.special.items() if role not in ("cls", "sep")})
+    examples = make_examples("mlm", [Record({"text": "bcd efgh" * 20}, "f", 1)], bare, DataConfig(seq_len=8, whole_words=True))
+    same = []
+    for epoch in range(20):
+        for index in range(len(examples) - 1):
+            ids, labels = examples.at(epoch, index)
+            hidden = (labels != -100).tolist()
+            assert len(ids) == 8 and any(hidden) and len(set(hidden[:3])) == len(set(hidden[3:])) == 1
+            same.append(hidden[0] == hidden[-1])
+    assert 0 < np.mean(same) < 0.5  # the two are chosen apart: both or none is rare, as one at least is
+    examples = make_examples("mlm", [Record({"text": "abcdefgh" * 20}, "f", 1)], bare, DataConfig(seq_len=8, whole_words=True))
+    assert (examples.at(0, 0)[1] != -100).all()
 
 
 def test_a_character_without_spaces_around_it_is_a_word() -> None:

@@ -78,7 +78,9 @@ class Masked(Sequences):
         ids = np.concatenate([self.head, block, self.tail]).astype(np.int32)
         random = np.random.default_rng((self.seed, epoch, index, 2))
         open_ = self.open.take(ids, mode="clip")  # np.isin would be a fifth to nearly half of a row's time
-        word = np.arange(len(ids)) if self.inside is None else np.cumsum(~self.inside[ids] | ~open_) - 1
+        begins = np.ones(len(ids), np.bool_) if self.inside is None else ~self.inside[ids] | ~open_
+        begins[0] = True  # without [CLS] a block may begin within a word
+        word = np.cumsum(begins) - 1
         chosen = open_ & (random.random(word[-1] + 1) < self.probability)[word]
         if not chosen.any() and open_.any():
             chosen = open_ & (word == word[random.choice(np.flatnonzero(open_))])
