@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import ByteLevel, TemplateProcessing
 
 import modelcenter as mc
 from modelcenter.cli.generate import ids_of, messages_of
@@ -169,6 +170,21 @@ def test_a_template_that_writes_a_turn_otherwise_later_has_a_text_a_turn(tokeniz
         asked = theirs.apply_chat_template(turns[: until - 1], add_generation_prompt=True, return_dict=False)
         assert ids == theirs.apply_chat_template(turns[:until], return_dict=False) and ids[: len(asked)] == asked
         assert labels == [IGNORED] * len(asked) + ids[len(asked) :]
+
+
+def test_spaces_that_end_an_answer_are_trained_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Also where the tokenizer leaves spaces out of the ranges that it tells, as LLaMA 3's does."""
+    told = []
+    for trims in (False, True):
+        made = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.raw.to_str()), tokenizer.special)
+        made.raw.post_processor = ByteLevel(trim_offsets=trims)
+        made.chat_template = ("{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}"
+                              "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}")
+        turns = [[ASKED[0], {"role": "assistant", "content": said}] for said in ("yes ", "  yes  ", "\nyes\n ", "no")]
+        examples = make_examples("chat", rows(turns), made, DataConfig())
+        told.append([examples.at(0, k)[1].tolist() for k in range(len(turns))])
+    assert told[0] == told[1]
+    assert [tokenizer.decode([i for i in row if i != IGNORED]) for row in told[1][:2]] == ["yes ", "  yes  "]
 
 
 def test_tools_as_json(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -82,8 +82,10 @@ class Chats(Sequences):
 
 
 def written(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    """Which tokens, each given by its range of characters, overlap one of `spans`."""
+    """Which tokens, each given by its range of characters, overlap one of `spans`. An empty range is that of spaces alone, which
+    some tokenizers (RoBERTa's, LLaMA 3's) leave out of every range: they stand before it."""
     starts, stops = np.array(places, np.int64).reshape(-1, 2).T
+    starts = starts - (starts == stops)
     out = np.zeros(len(places), np.bool_)
     for begin, end in spans:
         out |= (starts < end) & (stops > begin)
