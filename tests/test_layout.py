@@ -596,7 +596,7 @@ MEASURED = [
 
 
 def measure(rank: int, file: str, family: str, name: str) -> None:
-    """What a rank holds: the most in a second step, by torch's record of allocations, and weights, gradients, optimizer."""
+    """What a rank holds: the most in a later step, by torch's record of allocations, and weights, gradients, optimizer."""
     (preset, task, config), (degrees, precision, rows, forwards) = FAMILIES[family], MESHES[name]
     machine = Machine(device="cpu", threads=1, **degrees)
     ranks = join(machine)
@@ -613,15 +613,16 @@ def measure(rank: int, file: str, family: str, name: str) -> None:
     step()
     found["weights"] = held([*model.parameters(), *model.buffers()])
     found["optimizer"] = held([v for s in optimizer.state.values() for v in s.values()])
-    now = most = found["weights"] + found["optimizer"] + held([t for one in batches for t in one.values()])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        step()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
+    lasting = found["weights"] + found["optimizer"] + held([t for one in batches for t in one.values()])
+    peaks = []
+    for _ in range(2):  # what is being sent stays until its thread has had a processor: the lesser is the step's own
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            step()
+        events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+        changes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+        peaks.append(max(itertools.accumulate(changes, initial=lasting)))
     if rank == 0:
-        Path(file).write_text(json.dumps({**found, "peak": most}))
+        Path(file).write_text(json.dumps({**found, "peak": min(peaks)}))
 
 
 def held(tensors: list[Any]) -> int:
