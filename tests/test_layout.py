@@ -142,7 +142,8 @@ def test_one_of_two_tensor_parallel_ranks_has_its_own_heads_biases(family: str, 
     model = mc.build(preset, task=task, config=config, device="meta")
     some = batch(3, 16) | ({"attention_mask": torch.ones(3, 16, dtype=torch.long)} if padded else {})
     for precision, gpu in (("fp32", False), ("bf16", False), ("bf16", True)):
-        assert rehearse(model, some, adamw, partial(autocast, precision, CPU), CPU, gpu=gpu, ranks=2, evaluates=True).calls > 0
+        conditions = Conditions(adamw, partial(autocast, precision, CPU), CPU, evaluates=True, gpu=gpu)
+        assert rehearse(model, some, conditions, ranks=2).calls > 0
 
 
 def test_what_a_caching_allocator_keeps_for_no_use() -> None:
