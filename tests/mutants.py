@@ -1217,6 +1217,8 @@ MUTANTS = (
            zoo("greedy_generation_token_for_token", GPT)),
     Mutant("beams-keep-their-places-in-the-cache", "generate/state.py", "        self.cache.reorder(rows)\n", "",
            zoo("searches_token_for_token", GPT, T5)),
+    Mutant("ended-beams-filled-with-0", "generate/beam.py", "self.fill = o.pad or (*o.ends, 0)[0]", "self.fill = o.pad",
+           f"test_zoo.py::test_searches_token_for_token[{T5}]"),
     Mutant("prompt-counted-in-a-beam-s-length", "generate/beam.py", "values / (length - self.prompt) ** self.o.length_penalty",
            "values / length ** self.o.length_penalty", zoo("searches_token_for_token", GPT)),
     Mutant("never-hopes-too-little", "generate/beam.py", "furthest = self.total if", "furthest = length if",

@@ -224,7 +224,7 @@ def test_diverse_beams_by_their_definition(groups: int, early: bool | str) -> No
                 worst = min((s for s, _ in ended[g]), default=0)
                 hopeless[g] |= len(ended[g]) == width and best <= worst
         wanted = sorted((e for group in ended for e in group), key=lambda e: -e[0])
-        texts = [(ids + [0] * new)[: found.size(1)] for _, ids in wanted]
+        texts = [(ids + ends[:1] * new)[: found.size(1)] for _, ids in wanted]
         assert found.view(2, groups * width, -1)[number].tolist() == texts
 
 

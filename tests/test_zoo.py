@@ -252,6 +252,7 @@ SEARCHES = {
     "penalties": {"num_beams": 3, "repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
     "greedy": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "suppress_tokens": [3, 5]},
     "forced": {"num_beams": 2, "forced_eos_token_id": 9, "min_length": 6},
+    "padding-0": {"num_beams": 3, "num_return_sequences": 3, "length_penalty": -1.0, "pad_token_id": 0},
 }  # fmt: skip
 
 
@@ -266,8 +267,8 @@ def test_searches_token_for_token(case: Case) -> None:
     different, cut = set(), 0
     for name, options in SEARCHES.items():
         with zoo.wide(torch.float64):
-            wanted = theirs.generate(**args, **common, eos_token_id=ends, do_sample=False, **options)
-        found = ours.generate(**args, **common, eos_token_id=ends, **options)
+            wanted = theirs.generate(**args, eos_token_id=ends, do_sample=False, **common | options)
+        found = ours.generate(**args, eos_token_id=ends, **common | options)
         assert found.tolist() == wanted.tolist(), name
         different.add(str(wanted[:: options.get("num_return_sequences", 1)].tolist()))
         cut += int((wanted == 3).any())

@@ -20,6 +20,7 @@ class Beams:
     def __init__(self, state: State, o: Options, stop: Stop, source: torch.Generator, like: Tensor):
         self.o, self.stop, self.source, self.prompt, self.total = o, stop, source, state.length, state.ids.size(1)
         self.count = n = o.num_beams // o.num_beam_groups
+        self.fill = o.pad or (*o.ends, 0)[0]  # as transformers has it
         b = len(state.ids)
         self.scores = like.new_full((b, n), LOW)
         self.scores[:, 0] = 0  # the beams of a prompt begin as one
@@ -56,7 +57,7 @@ class Beams:
         fresh = ends & (torch.arange(values.size(1), device=values.device) < n)
         values = values / (length - self.prompt) ** self.o.length_penalty
         values = values + LOW * full + LOW * ~self.open + LOW * ~fresh
-        padded = torch.full((*long.shape[:2], self.total), self.o.pad, dtype=long.dtype, device=long.device)
+        padded = torch.full((*long.shape[:2], self.total), self.fill, dtype=long.dtype, device=long.device)
         padded[..., :length] = long
         self.best, top = torch.cat((self.best, values), 1).topk(n)
         self.ids = take(torch.cat((self.ids, padded), 1), top)
