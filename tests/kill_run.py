@@ -120,9 +120,10 @@ def begun(process: int) -> bool:
         return False
 
 
-def live(folder: Path, blows: Sequence[Blow], settings: Sequence[str] = (), first: Callable[[], object] = bool) -> Life:
-    """Train in `folder` with `settings`, and give the process each blow; wait for it and for whatever it has started. `first` is
-    called in it."""
+def live(folder: Path, blows: Sequence[Blow], settings: Sequence[str] = (), first: Callable[[], object] = bool,
+         words: Sequence[str] = ("train", "recipe.yaml", "output_dir=out")) -> Life:
+    """Train, or what `words` say, in `folder` with `settings`, and give the process each blow; wait for it and for whatever it has
+    started. `first` is called in it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks whose launcher has ended are children of this process then
     said, others = folder / "said", children(os.getpid())
     child = os.fork()
@@ -137,7 +138,7 @@ def live(folder: Path, blows: Sequence[Blow], settings: Sequence[str] = (), firs
             sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))  # pytest may have put others there
             os.chdir(folder)
             first()
-            code = command(["train", "recipe.yaml", "--machine", "cpu", "machine.threads=1", "output_dir=out", *settings])
+            code = command([*words, "--machine", "cpu", "machine.threads=1", *settings])
         except KeyboardInterrupt:  # before the command could hear it
             code = 130
         except BaseException:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 from modelcenter.checkpoint.atomic import staging
+from modelcenter.cli import evaluate as judging
 from modelcenter.parallel import connect
 from modelcenter.parallel.rollcall import RollCall
 from modelcenter.parallel.watch import Watch
 from modelcenter.registry import families
-from modelcenter.train import launch, loop
+from modelcenter.train import evaluate, launch, loop
 
 ROOT = Path(__file__).parents[1]
 
@@ -94,11 +95,12 @@ def test_what_a_killed_launcher_has_left_is_swept(tmp_path: Path, monkeypatch: p
         assert life.code == 0 and there() == {living}, life.said.decode()
 
 
-PLACES = {"connect": (dist, "init_process_group"), "group": (device_mesh, "init_device_mesh"), "agree": (loop, "agree")}
+PLACES = {"connect": (dist, "init_process_group"), "group": (device_mesh, "init_device_mesh"), "agree": (loop, "agree"),
+          "evaluate": (evaluate, "evaluate")}  # fmt: skip
 
 
 def in_their_midst(number: int, victim: int, place: str) -> None:
-    """Ranks are forked, one is given a signal where ranks connect or compare, and the others have a second for that."""
+    """Ranks are forked, one is given a signal where ranks connect, compare or evaluate, and the others have a second for that."""
     kill_run.forked()
     real = getattr(*PLACES[place])
 
@@ -109,7 +111,8 @@ def in_their_midst(number: int, victim: int, place: str) -> None:
 
     setattr(*PLACES[place], call)
     connect.RollCall = lambda *who: RollCall(*who[:3], 1.0)  # type: ignore[assignment,misc]
-    loop.Watch = lambda *who: Watch(*who[:2], 1.0)  # type: ignore[assignment,misc]
+    connect.FIRST = 0  # torch's own limit: a minute, for mutants
+    loop.Watch = judging.Watch = lambda *who: Watch(*who[:2], 1.0)  # type: ignore[assignment,misc]
 
 
 SILENT = r"environment: WORLD_SIZE: \d, but rank {} does not answer, \d+ s after all had come; start all of them again; .*"
@@ -131,6 +134,24 @@ def test_a_rank_that_is_lost_where_ranks_connect(number: int, victim: int, place
     life = kill_run.live(folder, [], machine, partial(in_their_midst, number, victim, place))
     said = life.said.decode()
     assert (life.code, said.count("\n")) == (code, 1) and re.fullmatch(f"modelcenter: error: {line}\n", said), (life.code, said)
+
+
+def test_an_evaluation_does_not_wait_for_a_rank_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends as training does, and leaves the run's folder as it was."""
+    monkeypatch.setattr(kill_run.loop, "plot_loss", lambda folder: "not drawn")
+    monkeypatch.setattr(kill_run.tempfile, "tempdir", str(tmp_path))
+    families()
+    folder = kill_run.fresh(kill_run.Trial(tmp_path, 1, steps=2), "run")
+    machine, words = ["machine.fsdp=2", "machine.timeout=20"], ["evaluate", "out"]
+    assert kill_run.live(folder, []).code == 0
+    before = sorted(folder.rglob("*"))
+    life = kill_run.live(folder, [], machine, kill_run.forked, words)
+    assert life.code == 0 and life.said.startswith(b"loss "), life.said.decode()
+    life = kill_run.live(folder, [], machine, partial(in_their_midst, signal.SIGSTOP, 1, "evaluate"), words)
+    line = f"no progress for 20 s: rank 1: says nothing, .*, rank 0: .*; ({tmp_path}/modelcenter-evaluate-.*)/ranks has every stack"
+    said = re.fullmatch(f"modelcenter: error: {line}\n", life.said.decode())
+    assert said and life.code == 76, (life.code, life.said.decode())
+    assert sorted(folder.rglob("*")) == before and [p.name for p in (Path(said[1]) / "ranks").iterdir()] == ["0.txt"]
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)]), 16])

@@ -1,9 +1,11 @@
 """`modelcenter evaluate`."""
 
+import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from secrets import token_hex
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from ..adapter.config import AdapterConfig
@@ -12,6 +14,7 @@ from ..checkpoint.state import check_there
 from ..config import COMMAND_LINE, bind, names, packaged
 from ..errors import refuse, refuse_missing
 from ..parallel.variable import variable
+from ..parallel.watch import PARENT, Watch
 from .arguments import Answer, Arguments, check_model, settings, take
 from .recipe import machine_of, run_of
 
@@ -34,7 +37,8 @@ def evaluate(args: Arguments) -> Answer:
     folder that transformers, peft or this package has saved. RECIPE gives the rest; where it begins with random weights, model=
     names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the files in
     lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the same numbers.
-    Nothing is written. data.path=FILE is evaluated on whole; with data.eval_fraction=0.1, as in training, on a part.
+    Nothing is written, but for the stacks of ranks that stand still, in a temporary folder. data.path=FILE is evaluated on whole;
+    with data.eval_fraction=0.1, as in training, on a part.
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
@@ -106,6 +110,8 @@ def judged(recipe: "Recipe", machine: "Machine") -> Answer:
         refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")
     if recipe.init == "pretrained":
         check_model(recipe.model)
+    if PARENT not in os.environ:  # a rank has been told by its launcher: stacks go there, since the run's folder is only read
+        recipe = replace(recipe, output_dir=f"{gettempdir()}/modelcenter-evaluate-{token_hex(8)}")
     from ..train.launch import launch, to_launch
 
     said, speaks = "", True
@@ -129,12 +135,13 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     asked, (recipe, device) = recipe.data.seq_len, resolve(recipe, machine)
     said = f"data.seq_len: {recipe.data.seq_len}, the model's positions\n" if recipe.data.seq_len < asked else ""
     ranks = enter(recipe, machine)
-    setup = prepare(recipe, machine, device, ranks, judged=True)
-    assert setup.evaluation is not None
-    said += "".join(f"{line}\n" for line in setup.evaluation.undefined())
-    with autocast(recipe.precision, device), kept(device):
+    with Watch(Path(recipe.output_dir) / "ranks", ranks, machine.timeout), kept(device):
+        setup = prepare(recipe, machine, device, ranks, judged=True)
+        assert setup.evaluation is not None
+        said += "".join(f"{line}\n" for line in setup.evaluation.undefined())
         tell = partial(Progress(1, silent=not ranks.first).part, "texts written")
-        return said, setup.evaluation(setup.model, tell), ranks.first
+        with autocast(recipe.precision, device):
+            return said, setup.evaluation(setup.model, tell), ranks.first
 
 
 @dataclass(frozen=True, kw_only=True)
