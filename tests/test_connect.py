@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 
 import modelcenter as mc
+from modelcenter.__main__ import main
 from modelcenter.parallel import connect
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.rollcall import RollCall
+from modelcenter.train import loop
+from modelcenter.train.session import Session
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -278,6 +281,45 @@ def test_a_rank_that_is_lost_while_they_connect(how: str, stopped: list[int], te
         said = (tmp_path / str(rank)).read_text()
         assert re.fullmatch(f"modelcenter: error: environment: WORLD_SIZE: {text}\n", said), (rank, said)
     assert how != "lost" or "(Connection closed by peer [127.0.0.1]:1)" in (tmp_path / "1").read_text()
+
+
+def losing(rank: int, port: int, folder: Path, victim: int) -> None:
+    """One of two ranks as torchrun starts them; `victim` is killed after two steps."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.pop("MODELCENTER_STORE", None)
+    os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    loop.plot_loss = lambda folder: "not drawn"
+    real = Session.step
+
+    def step(self: Session, *rest: Any) -> Any:
+        if rank == victim and self.at.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, *rest)
+
+    Session.step = step  # type: ignore[method-assign]
+    os._exit(main(["train", str(folder / "r.yaml"), "machine.fsdp=2", "machine.device=cpu", "machine.threads=1"]))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_lost_later_is_a_line_too(victim: int, tmp_path: Path) -> None:
+    """With no launcher of ours to say it, and the status that this one would give."""
+    from test_ranks import run_of
+
+    from modelcenter.config import dump_yaml, to_dict
+
+    (tmp_path / "r.yaml").write_text(dump_yaml(to_dict(run_of(tmp_path, batch=4))))
+    context, port = get_context("fork"), free_port()
+    jobs = [context.Process(target=losing, args=(rank, port, tmp_path, victim), daemon=True) for rank in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(LATE)
+        job.kill()
+        job.join()
+    assert [jobs[victim].exitcode, jobs[1 - victim].exitcode] == [-signal.SIGKILL, 75]
+    said = (tmp_path / str(1 - victim)).read_text()
+    assert said.count("modelcenter: another rank has ended or stands still: ") == 1 and "Traceback" not in said, said
 
 
 def test_the_command_says_it_in_a_line(tmp_path: Path, told: Any) -> None:

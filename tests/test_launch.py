@@ -228,9 +228,10 @@ def test_who_asked_is_told_nothing_new(asked: tuple[int, ...], ended: int, tmp_p
 ], ids=["store", "file", "pair", "other"])  # fmt: skip
 def test_who_has_lost_another_says_so_in_a_line(error: RuntimeError, status: int | None, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: Any) -> None:
-    """One that its launcher has started; it knows which, and of any other error the traceback is wanted."""
+    """One of several; the launcher knows which, and of any other error the traceback is wanted."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert launch.status_of(error) is None
-    monkeypatch.setenv(launch.PARENT, "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert launch.status_of(error) == status
     assert capsys.readouterr().err == (f"modelcenter: another rank has ended or stands still: {error}\n" if status else "")
 

@@ -233,13 +233,14 @@ def follow() -> None:
 
 
 def status_of(error: RuntimeError) -> int | None:
-    """The exit status of a command: `RankError`'s own, and `LOST` for a rank of `launch` that fails because another one has."""
+    """The exit status of a command: `RankError`'s own, and `LOST` for one of several ranks, whoever has started them, that fails
+    because another one has."""
     if isinstance(error, RankError):
         if not error.heard:
             tell(f"modelcenter: error: {error}")
         return error.status
     torchs = any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__)
-    if PARENT not in os.environ or not (torchs or WORDS.search(str(error))):
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not (torchs or WORDS.search(str(error))):
         return None
     tell(f"modelcenter: another rank has ended or stands still: {printable(str(error))[:LIMIT]}")
     return LOST
