@@ -1223,6 +1223,8 @@ MUTANTS = (
            zoo("greedy_generation_token_for_token", GPT)),
     Mutant("beams-keep-their-places-in-the-cache", "generate/state.py", "        self.cache.reorder(rows)\n", "",
            zoo("searches_token_for_token", GPT, T5)),
+    Mutant("padding-without-a-mask-is-text", "generate/run.py", "attention_mask = told_by_padding(input_ids, o)", "attention_mask = None",
+           f"test_generate.py::test_padding_without_a_mask_is_what_transformers_takes_it_for[2-{GPT}]"),
     Mutant("ended-beams-filled-with-0", "generate/beam.py", "self.fill = o.pad or (*o.ends, 0)[0]", "self.fill = o.pad",
            f"test_zoo.py::test_searches_token_for_token[{T5}]"),
     Mutant("prompt-counted-in-a-beam-s-length", "generate/beam.py", "values / (length - self.prompt) ** self.o.length_penalty",

@@ -49,6 +49,24 @@ def test_a_row_that_has_ended_is_padded_and_all_ended_stop() -> None:
     assert found.shape[1] <= 5 and all(any(t in ends for t in row) for row in found.tolist())
 
 
+@pytest.mark.parametrize("case", [*CAUSAL, Case("t5", "default", "seq2seq")], ids=str)
+@pytest.mark.parametrize("end", [2, [2, 3], None])
+def test_padding_without_a_mask_is_what_transformers_takes_it_for(case: Case, end: int | list[int] | None) -> None:
+    """The prompt of who tokenizes a batch and hands on the ids alone."""
+    theirs, ours = zoo.pair(case)
+    ids = zoo.inputs(case)["input_ids"].clone()
+    ids[1, slice(-4, None) if case.seq2seq else slice(4)] = 3
+    ids[0, 5] = 3
+    options = {"max_new_tokens": 8, "pad_token_id": 3, "eos_token_id": end}
+    with zoo.wide(torch.float64):
+        wanted = theirs.generate(ids, do_sample=False, **options)
+    assert ours.generate(ids, **options).tolist() == wanted.tolist()
+    if end == 2 and not case.seq2seq:
+        assert ours.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist() != wanted.tolist()
+        with pytest.raises(InputError, match="attention_mask: row 1 ends with padding; padding on the left"):
+            ours.generate(ids.flip(1), **options)
+
+
 def test_a_row_that_has_ended_is_filled_with_what_the_model_knows() -> None:
     """Not with the end of a config that is beyond its vocabulary: on a GPU that would end the process."""
     _, ours = zoo.pair(GPT)

@@ -37,8 +37,9 @@ def generate(
     """Generate token ids (b * num_return_sequences, tokens): the prompt and what follows it, or, of an encoder-decoder, the target
     from its start token on.
 
-    `input_ids` (b s), padded on the left where `attention_mask` is 0. The options are the fields of `generate.options.Options`,
-    with transformers' names: `max_new_tokens`, `do_sample`, `num_beams` ... An option that is not given is taken from
+    `input_ids` (b s), padded on the left where `attention_mask` is 0; a prompt that comes without one, and not for an encoder, is
+    padded where it is `pad_token_id`, if that ends no row. The options are the fields of `generate.options.Options`, with
+    transformers' names: `max_new_tokens`, `do_sample`, `num_beams` ... An option that is not given is taken from
     `generation_config` (an object or a mapping), or else from the generation_config.json that came with the weights, or else from
     config.json. Rows that end early are filled up with `pad_token_id`; if that is 0, beam search fills them with the end token, as
     transformers' does.
@@ -64,6 +65,9 @@ def generate(
         if options.get("pad_token_id") is not None:
             refuse(None, "pad_token_id", str(o.pad), f"an id below {model.config.vocab}, the model's vocabulary")
         o = replace(o, pad_token_id=0)
+    if attention_mask is None and not model.encoder_decoder:
+        attention_mask = told_by_padding(input_ids, o)
+        check_prompt(model, input_ids, attention_mask)
     start = (o.decoder_start_token_id or 0) if model.encoder_decoder else None
     new = o.new_tokens(1 if model.encoder_decoder else input_ids.size(1))
     check_ids(model, input_ids, new)
@@ -150,6 +154,15 @@ def check_prompt(model: "Model", ids: Tensor, mask: Tensor | None) -> None:
     if not model.encoder_decoder and not bool(mask[:, -1].all()):
         row = int((mask[:, -1] == 0).nonzero()[0])
         refuse(None, "attention_mask", f"row {row} ends with padding", "padding on the left: tokenizer.padding_side = 'left'")
+
+
+def told_by_padding(ids: Tensor, o: Options) -> Tensor | None:
+    """The mask of a decoder's prompt that came without: 0 where `pad_token_id` stands, which must be given and end no row, as in
+    transformers; None without padding."""
+    if o.pad_token_id is None or o.pad_token_id in o.ends:
+        return None
+    mask = ids.ne(o.pad_token_id)
+    return None if bool(mask.all()) else mask.long()
 
 
 def check_ids(model: "Model", ids: Tensor, new: int) -> None:
