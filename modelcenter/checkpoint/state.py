@@ -175,7 +175,7 @@ def steps(output_dir: str | os.PathLike[str]) -> list[Path]:
 def check_there(name: str | os.PathLike[str]) -> None:
     """Refuse what is not there by what is, in a run's folder or in one of runs: two parts of a path look like a hub id, too."""
     path = Path(name)
-    if path.exists() or path.parent == Path():
+    if os.path.exists(path) or path.parent == Path():  # of a name too long for a path this one says no
         return
     if STEP.fullmatch(path.name) and (left := [other.name for other in steps(path.parent)]):
         refuse_missing(name, None, "no such training state", f"{', '.join(left[:5])}: those kept in {path.parent}")
