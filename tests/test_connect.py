@@ -1,5 +1,6 @@
 """What is wrong between ranks is said by name, in a line, before anything waits for ever."""
 
+import fcntl
 import os
 import re
 import signal
@@ -256,6 +257,39 @@ def connecting(rank: int, port: int, folder: Path, how: str) -> None:
 
 
 REACH = r"3, who have met, but do not reach each other{} s after all had come; GLOO_SOCKET_IFNAME: an interface that .*"
+
+
+LOCKED = """
+import sys, torch
+from modelcenter.parallel import connect
+from modelcenter.parallel.machine import Machine
+real, connect.LOCKED = connect.open_store, 0.5
+
+def opened(*rest):
+    store = real(*rest)
+    print("open", flush=True)
+    sys.stdin.readline()
+    return store
+
+connect.open_store = opened
+with connect.connected(torch.device("cpu"), Machine(fsdp=2, device="cpu", timeout=1)):
+    pass
+"""
+
+
+def test_a_file_whose_lock_a_stopped_rank_holds_is_given_up(tmp_path: Path) -> None:
+    """torch waits for it without a limit."""
+    store = tmp_path / "store"
+    env = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT),
+                        "MODELCENTER_STORE": str(store)}  # fmt: skip
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", LOCKED], env=env, text=True, **pipes) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == "open\n"
+        with store.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _, said = rank.communicate("\n", LATE)
+    line = "modelcenter: error: environment: WORLD_SIZE: the store in which the ranks meet has not answered for 1.5 s; start all of"
+    assert rank.returncode == 75 and said.startswith(line), said
 
 
 @pytest.mark.parametrize(("how", "stopped", "text"), [

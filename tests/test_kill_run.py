@@ -106,6 +106,7 @@ def in_their_midst(number: int, victim: int, place: str) -> None:
 
     def call(*rest: Any, **options: Any) -> Any:
         if os.environ["RANK"] == str(victim):
+            time.sleep(0.25)  # the others have read what it wrote, and it does not hold the lock of the file in which they met
             os.kill(os.getpid(), number)
         return real(*rest, **options)
 

@@ -25,7 +25,7 @@ from .. import __version__
 from ..errors import InputError, LateError, message, refuse, tell
 from .machine import Machine
 from .ranks import named
-from .rollcall import RollCall
+from .rollcall import RollCall, limited
 from .variable import variable
 from .watch import AGAIN, FIRST
 
@@ -33,6 +33,7 @@ stores: Any = dist  # whose annotations do not name them
 RESOLVE = 60.0  # seconds in which a host's name may become known: those of containers appear with them
 PATIENCE = 3.0  # seconds after which a process says for what it waits
 RETRY = 0.5  # seconds between two looks
+LOCKED = 30.0  # seconds beyond those in which all are to come, after which a store is given up that answers nobody
 
 
 @contextmanager
@@ -47,7 +48,8 @@ def connected(device: torch.device, machine: Machine) -> Iterator[None]:
         refuse("environment", "WORLD_SIZE", f"{size}, for a machine of {machine.ranks} ranks",
                "start as many, or machine.fsdp=auto, which takes those that there are")
     check_interfaces()
-    store = meet(rank, size, machine.timeout, device.type)
+    with limited(machine.timeout + LOCKED):
+        store = meet(rank, size, machine.timeout, device.type)
     both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
     # Whoever watches over the steps speaks first; this limit is for what nobody watches.
     limit = timedelta(seconds=FIRST * machine.timeout + 60)

@@ -5,7 +5,8 @@ what names nobody. So their time is kept beside that, and whoever's is up asks i
 import os
 import threading
 import time
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -15,6 +16,26 @@ from .ranks import named
 CALL = "call"  # the key under which ranks hear that they are called
 PAUSE = 0.5  # seconds between two looks
 PATIENCE = 3.0  # seconds in which a rank answers that is there
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """What is done inside ends within `seconds`, or the process does. A store that is a file has a lock, for which it waits without
+    a limit, and a rank may be stopped while it holds that."""
+    found = f"the store in which the ranks meet has not answered for {seconds:g} s"
+    last = threading.Timer(seconds, leave, [found, "start all of them again"])
+    last.daemon = True
+    last.start()
+    try:
+        yield
+    finally:
+        last.cancel()
+
+
+def leave(found: str, wanted: str) -> NoReturn:
+    """End the process, which has waited for others in vain."""
+    tell(f"modelcenter: error: {message('environment', 'WORLD_SIZE', found, wanted)}")
+    os._exit(LateError.status)
 
 
 class RollCall(AbstractContextManager["RollCall"]):
@@ -71,5 +92,4 @@ class RollCall(AbstractContextManager["RollCall"]):
     def end(self, found: str, wanted: str = "") -> NoReturn:
         waited = time.monotonic() - self.began
         wanted = wanted or f"start all of them again; they have machine.timeout, {self.seconds:g} s"
-        tell(f"modelcenter: error: {message('environment', 'WORLD_SIZE', f'{found}, {waited:.0f} s after all had come', wanted)}")
-        os._exit(LateError.status)
+        leave(f"{found}, {waited:.0f} s after all had come", wanted)
