@@ -1,0 +1,180 @@
+"""Random recipes: a packaged one with a few settings drawn at random, of any family.
+
+    python tests/fuzz_recipes.py [--cases 20] [--seed 0] [--first 0] [--ranks 0.3]
+
+Each is trained for four steps on a CPU, and must end or be refused in one line. Then it is trained once more: from its state at
+step 2, which must give the same weights bit for bit; and in another way that must not matter but for rounding (other micro-batches,
+recompute, or, of a share `--ranks` of them, two to four ranks), with the same losses. A case is a function of the seed and its own
+number, which is said of one that goes wrong: --first N --cases 1 is that case again.
+"""
+
+import argparse
+import io
+import json
+import random
+import shutil
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from mesh import spawn
+from safetensors.torch import load_file
+from test_recipes import DATA, SHAPES, sentence, tiny
+
+import modelcenter as mc
+from modelcenter.data.objective import find_objective
+from modelcenter.data.tokenizer_train import train_tokenizer
+from modelcenter.parallel.machine import Machine
+from modelcenter.train.loop import train
+from modelcenter.train.recipe import Recipe
+
+STEPS, MIDDLE = 4, 2
+BODY = {"layers": 2, "dim": 64, "heads": 4, "head_dim": 16, "hidden": 128, "positions": 64, "kv_heads": 2, "prompt_length": 4}
+PRESETS = {"gpt": ("gpt2", "llama-3.2-1b", "llama-2-7b", "bloom-560m"), "bert": ("bert-base-cased", "all-minilm-l6-v2"),
+           "t5": ("t5-small", "t5-v1_1-small", "mt5-small"), "cpm": ("cpm-ant-10b",)}  # fmt: skip
+SETTINGS = (  # of which a case has a few; what does not go together is refused
+    ("data.packing=true",), ("data.padding_free=true",), ("data.group_by_length=true",), ("data.shuffle=false",),
+    ("optimizer.name=lion",), ("optimizer.name=muon",), ("optimizer.name=adafactor",), ("optimizer.moments=bf16",),
+    ("optimizer.moments=int8",), ("optimizer.layer_decay=0.5",), ("optimizer.weight_decay=0.1",),
+    ("schedule.name=cosine",), ("schedule.name=wsd",), ("schedule.name=noam",), ("schedule.name=polynomial", "schedule.power=2"),
+    ("loss.label_smoothing=0.1",), ("loss.z_loss=1e-3",), ("loss.r_drop=2",), ("ema=0.5",), ("max_grad_norm=0.1",),
+    ("batch_tokens=24",), ("batch_tokens=200",), ("precision=bf16",), ("best=loss",),
+    ("adapter.name=lora",), ("adapter.name=dora", "adapter.rslora=true"), ("adapter.name=lora", "adapter.quantize=int8"),
+    ("adapter.name=lora", "adapter.targets=[attn.q,ffn.down]"), ("freeze=[decoder.blocks.0]",), ("freeze=[encoder.blocks.0]",),
+)  # fmt: skip
+MACHINES: tuple[dict[str, Any], ...] = (
+    {"fsdp": 2}, {"fsdp": 2, "zero": 2}, {"fsdp": 2, "zero": 1}, {"replicate": 2}, {"tensor_parallel": 2}, {"fsdp": 3},
+    {"tensor_parallel": 2, "sequence_parallel": True}, {"fsdp": 2, "tensor_parallel": 2}, {"fsdp": 2, "replicate": 2},
+)  # fmt: skip
+ALONE = Machine(device="cpu", threads=1)
+COARSE = ("lion", "muon")  # whose updates go by signs, or by a product in bf16: a rounding more is a step more
+
+
+def make(zoo: Path) -> None:
+    """Tiny models of every preset, under zoo/PRESET."""
+    for shape, presets in PRESETS.items():
+        for preset in presets:
+            tokenizer = train_tokenizer((sentence(n, 20) for n in range(40)), 400, SHAPES[shape][1])
+            known = vars(mc.build(preset, device="meta").config)
+            config = {key: value for key, value in BODY.items() if key in known} | {"vocab": len(tokenizer)}
+            mc.build(preset, config=config, seed=2).save_pretrained(zoo / preset)
+            tokenizer.save(zoo / preset)
+
+
+@cache
+def rates(model: str) -> tuple[str, ...]:
+    """The fields of a preset's config, or of one in the zoo, that are rates of dropout."""
+    return tuple(key for key in vars(mc.build(Path(model).name, device="meta").config) if "dropout" in key)
+
+
+def draw(rng: random.Random, zoo: Path, here: Path) -> Recipe:
+    """A recipe and its data, which are written to `here`."""
+    name = rng.choice(sorted(DATA))
+    shape, record = DATA[name]
+    preset = rng.choice(PRESETS[shape])
+    over = [word for setting in rng.sample(SETTINGS, rng.randint(0, 4)) for word in setting]
+    if any(word.startswith("schedule.name=noam") for word in over):
+        over.append("schedule.warmup_steps=1")
+    if rng.random() < 0.3:
+        over.append(f"micro_batch={rng.choice((1, 2))}")
+    recipe = tiny(name, shape, record, zoo, here, over)
+    if recipe.init == "pretrained":
+        recipe = replace(recipe, model=str(zoo / preset))
+    if rng.random() < 0.7:
+        recipe = replace(recipe, config=recipe.config | dict.fromkeys(rates(recipe.model), 0.0))
+    return replace(recipe, max_steps=STEPS, save_steps=MIDDLE, logging_steps=1, seed=rng.randint(0, 99), output_dir=str(here / "a"))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in sorted((folder / "model").glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def on_a_rank(rank: int, recipe: Recipe, machine: Machine) -> None:
+    train(recipe, machine)
+
+
+def try_one(number: int, seed: int, share: float, zoo: Path, here: Path) -> str:
+    """What came of a case: `refused`, or in which other way it was the same. Errors: whatever goes wrong; AssertionError for a
+    difference."""
+    rng = random.Random(f"{seed}/{number}")
+    try:
+        recipe = draw(rng, zoo, here)
+        train(recipe, ALONE)
+    except mc.InputError as refusal:
+        assert "\n" not in str(refusal), f"not one line: {refusal}"
+        return "refused"
+    folder = here / "a"
+    first, made = losses(folder), weights(folder)
+    assert all(map(torch.isfinite, map(torch.tensor, first.values()))), first
+    if max(first) > MIDDLE:
+        for state in folder.glob("step-*"):
+            shutil.rmtree(state) if state.name != f"step-{MIDDLE}" else None
+        train(recipe, ALONE)
+        again = weights(folder)
+        assert losses(folder) == first and again.keys() == made.keys(), "resumed: other losses or names"
+        assert all(torch.equal(again[name], made[name]) for name in made), "resumed: other weights"
+    still = all(recipe.config.get(key) == 0.0 for key in rates(recipe.model))
+    together = find_objective(recipe.objective).together  # its texts are compared with those of their forward
+    other, machine, how = replace(recipe, output_dir=str(here / "b")), ALONE, "recompute"
+    if still and rng.random() < share and not (together and (recipe.batch_tokens or recipe.micro_batch)):
+        machine, how = replace(ALONE, **rng.choice(MACHINES)), "ranks"
+    elif still and not together and recipe.batch_tokens is None and rng.random() < 0.5:
+        other, how = replace(other, micro_batch=1 if recipe.micro_batch != 1 else None), "micro-batches"
+    else:
+        machine = replace(ALONE, recompute=rng.choice(("selective", "full")))
+    try:
+        train(other, machine) if machine.ranks == 1 else spawn(machine.ranks, on_a_rank, other, machine)
+    except (mc.InputError, AssertionError) as error:
+        if "InputError" in f"{type(error).__name__} {error}":
+            return f"{how}, refused"
+        raise
+    coarse = recipe.optimizer.name in COARSE or recipe.optimizer.moments != "fp32" or recipe.adapter.quantize != "none"
+    tolerance = 3e-2 if recipe.precision == "bf16" else 5e-3 if coarse else 1e-3
+    found = losses(here / "b")
+    near = found.keys() == first.keys() and all(abs(found[k] - first[k]) <= tolerance * max(1e-3, abs(first[k])) for k in first)
+    assert near, f"{how} ({machine}): {found}, wanted {first}"
+    return how
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--ranks", type=float, default=0.3, help="the share of cases that are tried on several ranks")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    came, wrong = Counter[str](), []
+    with tempfile.TemporaryDirectory() as name:
+        zoo = Path(name) / "zoo"
+        make(zoo)
+        for number in range(chosen.first, chosen.first + chosen.cases):
+            here = Path(name) / str(number)
+            here.mkdir()
+            said = io.StringIO()
+            try:
+                with redirect_stdout(said), redirect_stderr(said):
+                    came[try_one(number, chosen.seed, chosen.ranks, zoo, here)] += 1
+            except Exception:
+                wrong.append(number)
+                told = f"{said.getvalue()}case {number}, --seed {chosen.seed}:\n{traceback.format_exc()}"
+                print(told, file=sys.stderr, flush=True)
+            shutil.rmtree(here)
+    print(f"{chosen.cases} recipes, {len(wrong)} wrong {wrong or ''}: {dict(came)}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
