@@ -70,7 +70,7 @@ def find_nvcc() -> str | None:
     if said == "0":
         return None
     if said != "1":
-        note(f"MODELCENTER_CUDA: {said}; 0 or 1 is wanted")
+        note(f"MODELCENTER_CUDA: {said}; 0 or 1")
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda", "/opt/cuda"]
     found = [str(Path(home, "bin", "nvcc")) for home in homes if home]
     found.insert(2, shutil.which("nvcc") or "")
@@ -92,7 +92,7 @@ def jobs() -> int:
     """How many compilers run at a time."""
     said = os.environ.get("MAX_JOBS", "").strip() or "0"
     if not said.isdecimal():
-        note(f"MAX_JOBS: {said}; a number is wanted")
+        note(f"MAX_JOBS: {said}; a number")
     return (int(said) if said.isdecimal() else 0) or os.cpu_count() or 1
 
 

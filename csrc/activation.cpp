@@ -245,25 +245,15 @@ MC_KERNEL(gated) {
 }
 
 MC_KERNEL(gated_backward) {
-    const Array dgate = call.inout("dgate", FLOATS);  // without gate and up they are here and in dup
-    const Array dup = call.inout("dup", dgate.dtype, dgate.shape);
-    const Array y = call.maybe_out("y", dgate.dtype, dgate.shape);  // without grad it is here
-    const Array grad = call.maybe("grad", dgate.dtype, dgate.shape);
-    const Array gate = call.maybe("gate", dgate.dtype, dgate.shape);
-    const Array up = call.maybe("up", dgate.dtype, dgate.shape);
-    const int64_t kind = call.integer("kind", 0, KINDS - 1);
-    call.ready();
-    if (gate.given != up.given) call.refuse("gate and up go together");
-    if (!grad && !y) call.refuse("grad: None, and y too");
-    const Array &from = grad ? grad : y, &first = gate ? gate : dgate, &second = up ? up : dup;
+    const Slopes z(call);
     void (*loop)(const float*, const float*, const float*, float*, float*, float*, int64_t) = nullptr;
-    MC_FOR_LOOP(dgate.dtype, kind, KIND, FINE, loop = gated_slopes<KIND, FINE>)
-    tiles(1, dgate.shape.count(), 1, [&](int64_t, int64_t, int64_t at, int64_t n) {
+    MC_FOR_LOOP(z.dgate.dtype, z.kind, KIND, FINE, loop = gated_slopes<KIND, FINE>)
+    tiles(1, z.dgate.shape.count(), 1, [&](int64_t, int64_t, int64_t at, int64_t n) {
         Piece g, a, b, da, db, out;
-        float *one = room(dgate, at, n, da), *two = room(dup, at, n, db), *three = y ? room(y, at, n, out) : nullptr;
-        loop(read(from, at, n, g), read(first, at, n, a), read(second, at, n, b), one, two, three, whole(n));
-        write(dgate, at, n, one);
-        write(dup, at, n, two);
-        if (y) write(y, at, n, three);
+        float *one = room(z.dgate, at, n, da), *two = room(z.dup, at, n, db), *three = z.y ? room(z.y, at, n, out) : nullptr;
+        loop(read(z.grad, at, n, g), read(z.gate, at, n, a), read(z.up, at, n, b), one, two, three, whole(n));
+        write(z.dgate, at, n, one);
+        write(z.dup, at, n, two);
+        if (z.y) write(z.y, at, n, three);
     });
 }

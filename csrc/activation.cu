@@ -416,24 +416,15 @@ MC_KERNEL(gated) {
 }
 
 MC_KERNEL(gated_backward) {
-    const Array dgate = call.inout("dgate", FLOATS);  // without gate and up they are here and in dup
-    const Array dup = call.inout("dup", dgate.dtype, dgate.shape);
-    const Array y = call.maybe_out("y", dgate.dtype, dgate.shape);  // without grad it is here
-    const Array grad = call.maybe("grad", dgate.dtype, dgate.shape);
-    const Array gate = call.maybe("gate", dgate.dtype, dgate.shape);
-    const Array up = call.maybe("up", dgate.dtype, dgate.shape);
-    const int64_t kind = call.integer("kind", 0, KINDS - 1);
-    call.ready();
-    if (gate.given != up.given) call.refuse("gate and up go together");
-    if (!grad && !y) call.refuse("grad: None, and y too");
-    const Array &from = grad ? grad : y, &a = gate ? gate : dgate, &b = up ? up : dup;
-    if (!(grad && gate) && !(from.aligned() && a.aligned() && b.aligned())) call.refuse("dgate: not aligned, and read where it is written");
-    check_present(call, dgate.dtype);
-    const int64_t count = dgate.shape.count();
+    const Slopes z(call);
+    if (z.in_place && !(z.grad.aligned() && z.gate.aligned() && z.up.aligned()))
+        call.refuse("dgate: not aligned, and read where it is written");
+    check_present(call, z.dgate.dtype);
+    const int64_t count = z.dgate.shape.count();
     if (!count) return;
     const unsigned blocks = blocks_for(count, THREADS * 8);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(dgate.dtype, T, MC_FOR_KIND(kind, KIND,
+    MC_FOR_FLOAT(z.dgate.dtype, T, MC_FOR_KIND(z.kind, KIND,
         gated_backward<KIND, T><<<blocks, THREADS, 0, stream>>>(
-            from.as<T>(), a.as<T>(), b.as<T>(), dgate.as<T>(), dup.as<T>(), y ? y.as<T>() : nullptr, count)))
+            z.grad.as<T>(), z.gate.as<T>(), z.up.as<T>(), z.dgate.as<T>(), z.dup.as<T>(), z.y ? z.y.as<T>() : nullptr, count)))
 }

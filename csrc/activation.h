@@ -79,6 +79,27 @@ MC_MATH V activate(V x) {
     return activate<KIND, FINE, false>(x, none);
 }
 
+// What `gated_backward` is given, in the order in which Python gives it: dgate and dup are written, and y if it is given. What is not
+// given of the rest stands where a result goes: gate in dgate, up in dup, grad in y.
+struct Slopes {
+    Array dgate, dup, y, grad, gate, up;
+    int64_t kind;
+    bool in_place;
+
+    explicit Slopes(Call& call) {
+        dgate = call.inout("dgate", FLOATS), dup = call.inout("dup", dgate.dtype, dgate.shape);
+        y = call.maybe_out("y", dgate.dtype, dgate.shape), grad = call.maybe("grad", dgate.dtype, dgate.shape);
+        gate = call.maybe("gate", dgate.dtype, dgate.shape), up = call.maybe("up", dgate.dtype, dgate.shape);
+        kind = call.integer("kind", 0, KINDS - 1);
+        call.ready();
+        if (gate.given != up.given) call.refuse("gate and up go together");
+        if (!grad && !y) call.refuse("grad: None, and y too");
+        in_place = !(grad && gate);
+        if (!grad) grad = y;
+        if (!gate) gate = dgate, up = dup;
+    }
+};
+
 }  // namespace
 
 // Run `body` with KIND being `kind`, a constant.

@@ -36,15 +36,7 @@ MC_NOINLINE void draw_words(vu out[4], uint64_t group, uint64_t key) {
     a = vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #endif
     a += static_cast<uint32_t>(group << 4);
-    uint32_t k = static_cast<uint32_t>(key), l = static_cast<uint32_t>(key >> 32);
-    for (int round = 0; round < 7; round++) {
-        vu ph, pl, qh, ql;
-        multiply(a, 0xD2511F53u, ph, pl);
-        multiply(c, 0xCD9E8D57u, qh, ql);
-        a = qh ^ b ^ k, b = ql;
-        c = ph ^ d ^ l, d = pl;
-        k += 0x9E3779B9u, l += 0xBB67AE85u;
-    }
+    philox(a, b, c, d, key);
 #if defined(__AVX512F__)
     const auto x = [](vu v) { return reinterpret_cast<__m512i>(v); };
     const __m512i ab = _mm512_unpacklo_epi32(x(a), x(b)), cd = _mm512_unpacklo_epi32(x(c), x(d));

@@ -168,7 +168,7 @@ constexpr int32_t LONGEST = 4096;  // keys, for which a bias fits in shared memo
 
 template <class T, bool BIASED>
 struct Pairs {
-    static constexpr int GROUPS = 2, THREADS = 128 * GROUPS, BLOCKS = 2, ROWS = 64 * GROUPS, STAGES = 4, AHEAD = STAGES - 2;
+    static constexpr int GROUPS = 2, THREADS = 128 * GROUPS, BLOCKS = 2, ROWS = 64 * GROUPS, STAGES = 4;
     static constexpr int32_t STRIP = LONGEST / 2 + ROWS;  // numbers of one of two short strips, in whose place is a long one; before either two
     using Keys = Ring<T, STAGES, THREADS / 32>;
     static constexpr size_t BYTES = 1024 - 16 + sizeof(T) * Keys::TILE * GROUPS + Keys::BYTES + 2 * sizeof(Barrier) +
@@ -259,6 +259,7 @@ template <class T, bool BIASED>
 __device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem& p, T* out, float* lse, uint32_t items, uint32_t tiles_of_one) {
     using L = Pairs<T, BIASED>;
     using S = Groups<64>;
+    constexpr int AHEAD = L::STAGES - 2;  // pairs of tiles that are asked for
     extern __shared__ uint4 memory[];
     T* const q = reinterpret_cast<T*>(aligned<S::ALIGN>(memory));
     typename L::Keys keys(q + S::elements(L::ROWS));
@@ -288,7 +289,7 @@ __device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem&
                 if (turn) wait_until(taken, (turn - 1) % 2);
                 expect(own, sizeof(T) * S::elements(L::ROWS));
                 for (int k = 0; k < L::GROUPS; k++) copy_tile(q + S::elements(64 * k), maps.q, own, of.head, static_cast<int32_t>(of.q0) + i + 64 * k);
-                for (int32_t step = 0; step < L::AHEAD && step < steps; step++)
+                for (int32_t step = 0; step < AHEAD && step < steps; step++)
                     keys.ask(maps.k, maps.v, of.head, static_cast<int32_t>(of.k0) + 64 * step);
             };
             float* const strip = strips + (asked && turn % 2 ? L::STRIP + 2 : 0);
@@ -316,7 +317,7 @@ __device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem&
             S::hold(sums);
             next(0);
             S::finish(x);
-            ask(L::AHEAD);
+            ask(AHEAD);
             for (int32_t step = 0;;) {
                 const int32_t j0 = 64 * step;
                 typename S::Left weights;
@@ -345,7 +346,7 @@ __device__ __forceinline__ void attend_in_pairs(const Maps& maps, const Problem&
                 next(step);
                 S::finish(sums, x);
                 keys.leave();
-                ask(step + L::AHEAD);
+                ask(step + AHEAD);
             }
             // The next tile's, if it is known to be like this one, before this one's result.
             const uint32_t after = item + gridDim.x;

@@ -170,12 +170,12 @@ struct Feed {
         for (int k = 0; k < COUNT; k++) {
             T* const place = tiles[k] + S::place(at / WIDE, at % WIDE * 8);
 #pragma unroll
-            for (int i = 0; i < ROWS; i += HOP) copy16(reinterpret_cast<uint4*>(place + S::below(i, 0)), next[k] + i * step, i < left);
+            for (int i = 0; i < ROWS; i += HOP) copy_async(reinterpret_cast<uint4*>(place + S::below(i, 0)), next[k] + i * step, i < left);
             if constexpr (REST > 0) {
                 T* const other = tiles[k] + S::place(at / REST, (WIDE + at % REST) * 8);
 #pragma unroll
                 for (int i = 0; i < ROWS; i += REST_HOP)
-                    copy16(reinterpret_cast<uint4*>(other + S::below(i, WIDE * 8)), next[k] + to_rest + i * step, i < left_of_rest);
+                    copy_async(reinterpret_cast<uint4*>(other + S::below(i, WIDE * 8)), next[k] + to_rest + i * step, i < left_of_rest);
             }
             next[k] += ROWS * step;
         }
@@ -221,7 +221,7 @@ struct Strip {
 #pragma unroll
         for (int hop = 0; hop < I + J - 1; hop += THREADS)
             if (hop + static_cast<int>(threadIdx.x) < (one ? 1 : I + J - 1))
-                copy4(strip + hop + threadIdx.x, bias + read_for(p, first + hop + static_cast<int32_t>(threadIdx.x)), true);
+                copy_async(strip + hop + threadIdx.x, bias + read_for(p, first + hop + static_cast<int32_t>(threadIdx.x)), true);
         first += BY;
     }
 };
@@ -236,7 +236,7 @@ struct Numbers {
     __device__ __forceinline__ Numbers(const float* a, const float* b, int32_t first, int32_t rows)
         : next((threadIdx.x < ROWS ? a : b) + first + threadIdx.x % ROWS), left(rows - first - static_cast<int32_t>(threadIdx.x % ROWS)) {}
     __device__ __forceinline__ void to(float* place) {
-        if (2 * ROWS == THREADS || threadIdx.x < 2 * ROWS) copy4(place + threadIdx.x, next, left > 0);
+        if (2 * ROWS == THREADS || threadIdx.x < 2 * ROWS) copy_async(place + threadIdx.x, next, left > 0);
         next += ROWS, left -= ROWS;
     }
 };

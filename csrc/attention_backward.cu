@@ -485,20 +485,13 @@ struct Whole {
         1024 - 16 + sizeof(T) * 4 * TILE + Tiles::BYTES + sizeof(float) * (64 * QUERIES + 4 * QUERIES) + 10 * sizeof(Barrier);
 };
 
-// The sequences that a block does, one after another.
-struct Item {
-    uint32_t pair;
-
-    __device__ __forceinline__ Item() : pair(blockIdx.x) {}
-    __device__ __forceinline__ bool there(const Problem& p) const { return pair < static_cast<uint32_t>(p.sequences * p.heads); }
-    __device__ __forceinline__ void next() { pair += gridDim.x; }
-    __device__ __forceinline__ Sequence of(const Problem& p) const { return Sequence(p, pair); }
-};
+// Sequences of all heads, of which a block does every so many. (What is marked only code for Hopper uses.)
+[[maybe_unused]] __device__ __forceinline__ uint32_t pairs(const Problem& p) { return static_cast<uint32_t>(p.sequences * p.heads); }
 
 // Tiles of queries, one at least, whatever is there; the first of those that see one of the keys from j0 on, and of which all see what is
 // before them. Lengths that are not as was said are cut.
 __device__ __forceinline__ int32_t query_tiles(const Sequence& of) { return of.s > 64 ? (of.s < QUERIES ? of.s + 63 : QUERIES) / 64 : 1; }
-__device__ __forceinline__ int32_t first_tile(const Sequence& of, int32_t j0) {
+[[maybe_unused]] __device__ __forceinline__ int32_t first_tile(const Sequence& of, int32_t j0) {
     const int32_t first = j0 ? of.viewer(j0) / 64 : 0, last = query_tiles(of) - 1;
     return first < last ? first : last;
 }
@@ -564,8 +557,8 @@ __device__ __forceinline__ void keys_of_heads(const Problem& p, const Gradients&
     const int group = static_cast<int>(threadIdx.x / 128);
     T* const ds = m.ds + group * L::TILE;
     uint32_t turn = 0, stored = 0;
-    for (Item item; item.there(p); item.next(), turn++) {
-        const Sequence of = item.of(p);
+    for (uint32_t pair = blockIdx.x; pair < pairs(p); pair += gridDim.x, turn++) {
+        const Sequence of(p, pair);
         const int32_t last = query_tiles(of);
         const float* const numbers = m.numbers + turn % 2 * 2 * QUERIES + 4 * c();
         if (turn) wait_until(m.ready + turn % 2, (turn - 1) / 2 % 2);
@@ -649,8 +642,8 @@ __device__ __forceinline__ void queries_of_heads(const Problem& p, const Gradien
     using S = Groups<64>;
     const int own = warp() - 8;
     uint32_t used = 0, blocks = 0;
-    for (Item item; item.there(p); item.next()) {
-        const Sequence of = item.of(p);
+    for (uint32_t pair = blockIdx.x; pair < pairs(p); pair += gridDim.x) {
+        const Sequence of(p, pair);
         const int32_t last = query_tiles(of);
         for (int32_t j0 = 0; j0 == 0 || j0 < of.t; j0 += 128) {
             wait_until(m.keys, blocks++ % 2);
@@ -698,8 +691,8 @@ template <class T>
 __device__ __forceinline__ void tiles_of_heads(const Maps& maps, const Problem& p, Memory<T>& m) {
     using L = Whole<T>;
     uint32_t blocks = 0;
-    for (Item item; item.there(p); item.next()) {
-        const Sequence of = item.of(p);
+    for (uint32_t pair = blockIdx.x; pair < pairs(p); pair += gridDim.x) {
+        const Sequence of(p, pair);
         const int32_t last = query_tiles(of);
         const auto q0 = static_cast<int32_t>(of.q0), k0 = static_cast<int32_t>(of.k0);
         for (int32_t j0 = 0; j0 == 0 || j0 < of.t; j0 += 128, blocks++) {
@@ -720,10 +713,8 @@ __device__ __forceinline__ void tiles_of_heads(const Maps& maps, const Problem& 
 template <class T>
 __device__ __forceinline__ void numbers_of_heads(const Problem& p, const Gradients& to, Memory<T>& m) {
     uint32_t turn = 0;
-    for (Item item;; turn++) {
-        item.next();
-        if (!item.there(p)) return;
-        const Sequence of = item.of(p);
+    for (uint32_t pair = blockIdx.x + gridDim.x; pair < pairs(p); pair += gridDim.x, turn++) {
+        const Sequence of(p, pair);
         if (turn) wait_until(m.spent + (turn - 1) % 2, (turn - 1) / 2 % 2);
         find_numbers<T>(m.numbers + (turn + 1) % 2 * 2 * QUERIES, to, of, warp() - 13, 3);
         __syncwarp();
@@ -742,7 +733,7 @@ __global__ __launch_bounds__(Whole<T>::THREADS, 1) void of_heads(const __grid_co
         for (int i = 0; i < 2; i++) begin(m.full + i, 4), begin(m.empty + i, 4), begin(m.ready + i, 3), begin(m.spent + i, 8);
         begin(m.keys, 1), begin(m.free, 4), begun();
     }
-    find_numbers<T>(m.numbers, to, Item().of(p), warp(), L::THREADS / 32);
+    find_numbers<T>(m.numbers, to, Sequence(p, blockIdx.x), warp(), L::THREADS / 32);
     __syncthreads();
     if (warp() < 8) {
         more_registers<208>();

@@ -9,20 +9,6 @@
 
 namespace {
 
-using mc::Array;
-using mc::BF16;
-using mc::BOOL;
-using mc::Call;
-using mc::Dtype;
-using mc::F16;
-using mc::F32;
-using mc::FLOATS;
-using mc::I32;
-using mc::I64;
-using mc::I8;
-using mc::Shape;
-using mc::U8;
-
 // What a thread moves at once, so that neighbours' lie side by side: where each had 32 bytes in a row, as two such packs of fp32, what a
 // warp writes would be every other half of the same sectors, and takes twice as long.
 template <class T>
@@ -203,22 +189,3 @@ inline int grid(int64_t items, int threads, int waves = 16) {
 }
 
 }  // namespace
-
-#define MC_FOR_FLOAT(dtype, T, ...)      \
-    switch (dtype) {                     \
-        case mc::F32: {                  \
-            using T = float;             \
-            __VA_ARGS__;                 \
-            break;                       \
-        }                                \
-        case mc::BF16: {                 \
-            using T = bf16;              \
-            __VA_ARGS__;                 \
-            break;                       \
-        }                                \
-        default: {                       \
-            using T = fp16;              \
-            __VA_ARGS__;                 \
-            break;                       \
-        }                                \
-    }

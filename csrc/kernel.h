@@ -119,6 +119,44 @@ struct Kernel {
 
 }  // namespace mc
 
+namespace {
+
+using mc::Array;
+using mc::BF16;
+using mc::BOOL;
+using mc::Call;
+using mc::Dtype;
+using mc::F16;
+using mc::F32;
+using mc::FLOATS;
+using mc::I32;
+using mc::I64;
+using mc::I8;
+using mc::Shape;
+using mc::U8;
+
+}  // namespace
+
+// Run `body` with T being the C++ type of a dtype: float, and the structs bf16 and fp16 of simd.h and half.h.
+#define MC_FOR_FLOAT(dtype, T, ...)      \
+    switch (dtype) {                     \
+        case mc::F32: {                  \
+            using T = float;             \
+            __VA_ARGS__;                 \
+            break;                       \
+        }                                \
+        case mc::BF16: {                 \
+            using T = bf16;              \
+            __VA_ARGS__;                 \
+            break;                       \
+        }                                \
+        default: {                       \
+            using T = fp16;              \
+            __VA_ARGS__;                 \
+            break;                       \
+        }                                \
+    }
+
 // Run `body` with NAME being a constant.
 #define MC_FOR_BOOL(condition, NAME, ...)   \
     if (condition) {                        \

@@ -31,18 +31,6 @@ float half_of(uint32_t both, int which) {
 }
 #endif
 
-// 4 bytes into shared memory, or zeros; some time before `wait` (ptx.h)
-__device__ __forceinline__ void copy4(void* to, const void* from, bool exists) {
-#ifdef MC_EMULATED
-    emulate::copy_async(to, from, 4, exists ? 4 : 0);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from), "r"(exists ? 4 : 0) : "memory");
-#else
-    *static_cast<uint32_t*>(to) = exists ? *static_cast<const uint32_t*>(from) : 0;
-#endif
-}
-
 // Four matrices of 8 x 8; lane 8 i + r points to the 16 bytes of row r of matrix i. A lane gets two of row lane / 4, or TURNED of
 // column lane / 4, of each.
 template <bool TURNED>

@@ -206,7 +206,7 @@ static Array read(Call::State& state, const char* name, PyObject* object, uint32
 static Array look(Call::State& state, const char* name, PyObject* object, uint32_t allowed, bool flat = false) {
     PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (type != tensor_type && type != parameter_type)
-        state.wrong(name, std::string("a ") + Py_TYPE(object)->tp_name + "; a torch.Tensor and no subclass is wanted");
+        state.wrong(name, std::string("a ") + Py_TYPE(object)->tp_name + "; wanted a torch.Tensor and no subclass");
     try {
         return read(state, name, object, allowed, flat);
     } catch (py::error_already_set& error) {  // a nested tensor has no shape, one of another library no pointer

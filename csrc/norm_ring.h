@@ -66,12 +66,12 @@ struct Source {
             }
             if (GAP > 4 && kind<D>(from) != F32) {
                 auto* to = reinterpret_cast<uint2*>(ring.at(slot, j));
-                copy8(to, place, exists);
-                if (second(j, dim)) copy8(to + 1, place + (exists ? 2 * GAP : 0), exists);
+                copy_async(to, place, exists);
+                if (second(j, dim)) copy_async(to + 1, place + (exists ? 2 * GAP : 0), exists);
                 continue;
             }
-            copy16(ring.at(slot, j), place, exists);
-            if (kind<D>(from) == F32 && second(j, dim)) copy16(ring.at(slot + 1, j), place + (exists ? 4 * GAP : 0), exists);
+            copy_async(ring.at(slot, j), place, exists);
+            if (kind<D>(from) == F32 && second(j, dim)) copy_async(ring.at(slot + 1, j), place + (exists ? 4 * GAP : 0), exists);
         }
     }
     // so many elements, and zeros

@@ -97,26 +97,19 @@ __device__ __forceinline__ void wait_for(int number, int threads) {
 #endif
 }
 
-// 16 bytes into shared memory, or zeros; some time before `wait`
-__device__ __forceinline__ void copy16(uint4* to, const void* from, bool exists) {
+// 4, 8 or 16 bytes into shared memory, or zeros; some time before `wait`
+template <class V, int BYTES = sizeof(V)>
+__device__ __forceinline__ void copy_async(V* to, const void* from, bool exists) {
 #ifdef MC_EMULATED
-    emulate::copy_async(to, from, 16, exists ? 16 : 0);
+    emulate::copy_async(to, from, BYTES, exists ? BYTES : 0);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(exists ? 16 : 0) : "memory");
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(exists ? 16 : 0) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared), "l"(from), "r"(exists ? BYTES : 0), "n"(BYTES) : "memory");
 #else
-    *to = exists ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-#endif
-}
-// 8 bytes, as above
-__device__ __forceinline__ void copy8(uint2* to, const void* from, bool exists) {
-#ifdef MC_EMULATED
-    emulate::copy_async(to, from, 8, exists ? 8 : 0);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(from), "r"(exists ? 8 : 0) : "memory");
-#else
-    *to = exists ? *static_cast<const uint2*>(from) : make_uint2(0, 0);
+    *to = exists ? *static_cast<const V*>(from) : V{};
 #endif
 }
 // the copies since the last time are a group

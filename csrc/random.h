@@ -26,12 +26,8 @@ MC_INLINE void multiply(vu a, uint32_t m, vu& high, vu& low) {
 #endif
 }
 
-// The 16 random bits of each of the elements [128 block, 128 block + 128).
-MC_NOINLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
-    // lane 4 i + j holds counter 4 j + i: then words that belong together meet by exchanges within groups of four lanes
-    const vu order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    const uint64_t counter = block * 16;  // its low half does not overflow within a block
-    vu a = order + static_cast<uint32_t>(counter), b = vu{} + static_cast<uint32_t>(counter >> 32), c{}, d{};
+// philox.h for 16 counters: `a` and `b` are their halves, `c` and `d` zeros; then each has its words
+MC_INLINE void philox(vu& a, vu& b, vu& c, vu& d, uint64_t seed) {
     uint32_t k = static_cast<uint32_t>(seed), l = static_cast<uint32_t>(seed >> 32);
 #pragma GCC unroll 7
     for (int round = 0; round < 7; round++) {
@@ -42,6 +38,15 @@ MC_NOINLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
         c = ph ^ d ^ l, d = pl;
         k += 0x9E3779B9u, l += 0xBB67AE85u;
     }
+}
+
+// The 16 random bits of each of the elements [128 block, 128 block + 128).
+MC_NOINLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
+    // lane 4 i + j holds counter 4 j + i: then words that belong together meet by exchanges within groups of four lanes
+    const vu order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const uint64_t counter = block * 16;  // its low half does not overflow within a block
+    vu a = order + static_cast<uint32_t>(counter), b = vu{} + static_cast<uint32_t>(counter >> 32), c{}, d{};
+    philox(a, b, c, d, seed);
     const vi low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}, high = low + 2;
     const vi left = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, right = left + 2;
     const vu ab = pick(a, b, low), cd = pick(c, d, low), ef = pick(a, b, high), gh = pick(c, d, high);

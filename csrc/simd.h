@@ -15,20 +15,6 @@
 
 namespace {
 
-using mc::Array;
-using mc::BF16;
-using mc::BOOL;
-using mc::Call;
-using mc::Dtype;
-using mc::F16;
-using mc::F32;
-using mc::FLOATS;
-using mc::I32;
-using mc::I64;
-using mc::I8;
-using mc::Shape;
-using mc::U8;
-
 constexpr int LANES = 16;
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -223,23 +209,3 @@ MC_INLINE vf vexp(vf x) {
 }
 
 }  // namespace
-
-// Run `body` with T being the C++ type of a dtype: f32 float, bf16 and f16 the structs above.
-#define MC_FOR_FLOAT(dtype, T, ...)      \
-    switch (dtype) {                     \
-        case mc::F32: {                  \
-            using T = float;             \
-            __VA_ARGS__;                 \
-            break;                       \
-        }                                \
-        case mc::BF16: {                 \
-            using T = bf16;              \
-            __VA_ARGS__;                 \
-            break;                       \
-        }                                \
-        default: {                       \
-            using T = fp16;              \
-            __VA_ARGS__;                 \
-            break;                       \
-        }                                \
-    }
