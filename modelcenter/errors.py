@@ -29,7 +29,7 @@ class MissingError(InputError, FileNotFoundError):
 
 
 def refuse(file: str | PathLike[str] | None, key: str | None, found: str, wanted: str) -> NoReturn:
-    """Raise `InputError` with one line for the user; parts that do not apply are None."""
+    """Raise `InputError` with one line for the user; parts that do not apply are None. `wanted` names a thing, or what to do."""
     raise InputError(message(file, key, found, wanted))
 
 

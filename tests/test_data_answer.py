@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from tokenizers.processors import RobertaProcessing
 
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, make_examples, texts_of
@@ -41,6 +42,20 @@ def test_windows_show_all_of_the_text(tokenizer: Tokenizer) -> None:
                  for _, _, starts, stops in tokenizer.windows(question, CONTEXT, 48, 8)]  # fmt: skip
         assert len(shown) > 1 and all(after[:8] == before[-8:] for before, after in pairwise(shown))
         assert (shown[0][0][0], shown[-1][-1][1]) == (0, len(CONTEXT))
+
+
+def test_a_word_has_all_its_letters_where_ranges_leave_spaces_out() -> None:
+    """As those of RoBERTa's own tokenizer do, which put the same letters into each range as stand in the token."""
+    made = open_tokenizer("roberta:400", [*texts_of("qa", records(), DATA)] * 9)
+    ends = ((made.special[role], made.id(role)) for role in ("sep", "cls"))
+    made.raw.post_processor = RobertaProcessing(*ends, trim_offsets=True, add_prefix_space=False)
+    data = DataConfig(path="x", seq_len=24, stride=5)
+    examples = make_examples("qa", records(), made, data)
+    assert isinstance(examples, Questions) and len(examples) > 6
+    for k in range(len(examples)):
+        for i, a, b in zip(examples.ids[k].tolist(), examples.starts[k], examples.stops[k], strict=True):
+            assert a < 0 or CONTEXT[a:b] == made.decode([i]).strip()
+    assert examples.answers(scores(examples, 5.0)) == [a for _, a in ASKED]
 
 
 @pytest.mark.skipif(tokenizers.__version__ == "0.23.2", reason="this release of tokenizers loses what is beyond the first windows")

@@ -199,6 +199,75 @@ def test_tools_as_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
             make_examples("chat", rows([ASKED], tools=odd), ours, DataConfig())
 
 
+@pytest.mark.parametrize("name", ["chatml", "inst", "forgets"])
+def test_a_turn_of_weight_0_is_read_and_not_trained_on(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    """As in OpenAI's files; also among ShareGPT's turns, and where the template marks nothing or writes a turn otherwise later."""
+    ours, _ = with_template(tokenizer, {"forgets": FORGETS, **TEMPLATES}[name], tmp_path)
+    said = ["<think>a</think>one", "<think>b</think>two", "<think>c</think>three"]
+    turns = [{"role": role, "content": text} for n in range(3) for role, text in (("user", f"{n}?"), ("assistant", said[n]))]
+
+    def learned(weights: tuple[Any, ...]) -> tuple[list[str], set[tuple[int, ...]]]:
+        told = [{**turn, "weight": weights[k // 2]} if k % 2 else turn for k, turn in enumerate(turns)]
+        shared = [{"from": turn["role"], "value": turn["content"], "weight": turn.get("weight")} for turn in told]
+        both = [make_examples("chat", records, ours, DataConfig(seq_len=4000)) for records in
+                (rows([told]), [Record({"conversations": shared}, "f", 1)])]  # fmt: skip
+        one, two = ([[side.tolist() for side in examples.at(0, k)] for k in range(len(examples))] for examples in both)
+        assert one == two
+        words = [tokenizer.decode([i for i in labels if i != IGNORED]) for _, labels in one]
+        return [text for text in said if any(text in part for part in words)], {tuple(ids) for ids, _ in one}
+
+    whole, texts = learned((None, 1, 1))
+    assert whole == said
+    for weights in ((0, 1, 1), (1, 0, None), (0, 0, 1), (0, 1, 0)):
+        found, read = learned(weights)
+        assert found == [text for text, weight in zip(said, weights, strict=True) if weight != 0]
+        assert read <= texts
+    with pytest.raises(InputError, match="no token of the assistant to train on"):
+        learned((0, 0, 0))
+
+
+def test_odd_weights(tokenizer: Tokenizer) -> None:
+    made = Tokenizer(tokenizer.raw, {"eos": "<|endoftext|>"})
+    for turns, said in (([ASKED[0], {**ASKED[1], "weight": 0.5}], "a message of assistant has the weight 0.5; 0 or 1"),
+                        ([{**ASKED[0], "weight": 1}, ASKED[1]], "a message of user has the weight 1; 0 or 1, and 1 only")):
+        with pytest.raises(InputError, match=f"f: line 1: {said}"):
+            make_examples("chat", rows([turns]), made, DataConfig(chat_template="plain"))
+    made.chat_template = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    with pytest.raises(InputError, match="marks 1 turns of 2, some of them of weight 0"):
+        make_examples("chat", rows([[*ASKED, ASKED[0], {**ASKED[1], "weight": 0}]]), made, DataConfig())
+
+
+@pytest.mark.parametrize("fields", [
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"messages": ASKED}, {"instruction": "q", "input": None, "output": "a"},
+])  # fmt: skip
+def test_a_row_s_system_is_the_first_message(fields: dict[str, Any]) -> None:
+    """LLaMA-Factory's column, also of a table in which other rows have none."""
+    one = {"role": "system", "content": "s"}
+    assert conversation(Record({**fields, "system": "s"}, "f", 1), DataConfig()) == [one, *ASKED]
+    for none in ("", None):
+        assert conversation(Record({**fields, "system": none}, "f", 1), DataConfig())[-2:] == ASKED
+    with pytest.raises(InputError, match="f: line 1: system is 3; text"):
+        conversation(Record({**fields, "system": 3}, "f", 1), DataConfig())
+    if "from" in str(fields) and len(fields["conversations"]) == 3:
+        with pytest.raises(InputError, match="system is 'other'; text, or none where the first message is the system's"):
+            conversation(Record({**fields, "system": "other"}, "f", 1), DataConfig())
+
+
+def test_alpaca_s_history_comes_before_the_question() -> None:
+    row, pairs = {"instruction": "q", "input": "", "output": "a"}, [["1", "one"], ["2", "two"]]
+    said = [("user", "1"), ("assistant", "one"), ("user", "2"), ("assistant", "two"), ("user", "q"), ("assistant", "a")]
+    for history in (pairs, json.dumps(pairs)):
+        found = conversation(Record({**row, "history": history}, "f", 1), DataConfig())
+        assert found == [{"role": role, "content": text} for role, text in said]
+    for none in ([], None, "", "[]"):
+        assert conversation(Record({**row, "history": none}, "f", 1), DataConfig()) == ASKED
+    for odd in ([["1"]], ["12"], [["1", None]], "x", {"1": "2"}):
+        with pytest.raises(InputError, match="f: line 1: history "):
+            conversation(Record({**row, "history": odd}, "f", 1), DataConfig())
+
+
 @pytest.mark.parametrize("fields", [
     {"messages": [{"role": "user", "content": "q\n\nx"}, {"role": "assistant", "content": "a"}]},
     {"conversations": [{"from": "human", "value": "q\n\nx"}, {"from": "gpt", "value": "a"}]},
@@ -220,12 +289,12 @@ def test_a_long_conversation_loses_its_end_and_one_without_an_answer_is_left_out
     for side in (0, 1):
         assert part[side].tolist() == whole[side][:20].tolist()
     mute = [{"role": "user", "content": "to be or not " * 9}, turns[1]]
-    with pytest.warns(UserWarning, match="2 of 3 conversations have no token of the assistant within 20: left out"):
+    with pytest.warns(UserWarning, match="2 of 3 conversations have no token of the assistant to train on within 20: left out"):
         examples = make_examples("chat", rows([mute, turns, mute]), ours, DataConfig(seq_len=20))
     assert len(examples) == 1 and examples.at(0, 0)[0].tolist() == part[0].tolist()
-    with pytest.raises(InputError, match=r"f: data\.seq_len: .* within 20 tokens of any of the 1 conversations to train on"):
+    with pytest.raises(InputError, match=r"f: data\.seq_len: .* to train on within 20 tokens of any of the 1 conversations"):
         make_examples("chat", rows([mute]), ours, DataConfig(seq_len=20))
-    with pytest.raises(InputError, match="within 20 tokens of any of the 1 conversations to evaluate on"):
+    with pytest.raises(InputError, match="to evaluate on within 20 tokens of any of the 1 conversations"):
         make_examples("chat", rows([mute]), ours, DataConfig(seq_len=20), train=False)
 
 

@@ -104,7 +104,9 @@ class Told(nn.Module):
 
 
 def judge(examples: Choices, scores: list[tuple[float, float]], *metrics: str) -> dict[str, float]:
-    return Evaluation(Loader(examples, examples.collate, 2), "choice", metrics)(Told(scores))
+    evaluation = Evaluation(Loader(examples, examples.collate, 2), "choice", metrics)
+    assert evaluation.size == {"eval_examples": len(scores), "eval_questions": 2}
+    return evaluation(Told(scores))
 
 
 def test_multirc_is_judged_by_question(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -149,11 +151,30 @@ SPANS = {
     "punctuation": ({"text": 'He said "it" to her.', "target": {
         "span1_index": 4, "span1_text": "her", "span2_index": 2, "span2_text": "it"}}, 'He said "# it #" to * her *.'),
     "another case": ({"text": "The boy saw it.", "target": {
-        "span1_index": 0, "span1_text": "the boy", "span2_index": 3, "span2_text": "it."}}, "* The boy * saw # it. #"),
+        "span1_index": 0, "span1_text": "the boy", "span2_index": 3, "span2_text": "it."}}, "* The boy * saw # it #."),
+    "one too low": ({"text": "The boy, said Tom, saw him.", "target": {
+        "span1_index": 2, "span1_text": "Tom", "span2_index": 5, "span2_text": "him"}}, "The boy, said * Tom *, saw # him #."),
+    "spaces": ({"text": "It is when they scold him.", "target": {
+        "span1_index": 5, "span1_text": "him", "span2_index": 3, "span2_text": "theyscold"}}, "It is when # they scold # * him *."),
+    "words between": ({"text": "Both Lev Kamenev and Grigory Zinoviev said it.", "target": {"span1_index": 1,
+        "span1_text": "Kamenev and Zinoviev", "span2_index": 7, "span2_text": "it"}},
+        "Both * Lev Kamenev and * Grigory Zinoviev said # it #."),
+    "not there": ({"text": "Then the man saw him.", "target": {
+        "span1_index": 0, "span1_text": "the man", "span2_index": 1, "span2_text": "he"}}, None),
+    "the beginning of a word": ({"text": "Then the man saw him.", "target": {
+        "span1_index": 0, "span1_text": "the", "span2_index": 4, "span2_text": "hi"}}, None),
+    "another": ({"text": "Then the man saw him.", "target": {
+        "span1_index": 1, "span1_text": "the dog", "span2_index": 4, "span2_text": "him"}}, None),
+    "inside a word": ({"text": "Then the man saw him.", "target": {
+        "span1_index": 0, "span1_text": "he", "span2_index": 3, "span2_text": "him"}}, None),
+    "no letter": ({"text": "Then the man saw him.", "target": {
+        "span1_index": 0, "span1_text": "...", "span2_index": 4, "span2_text": "him"}}, None),
     "other words": ({"text": "They scold him.", "target": {
         "span1_index": 2, "span1_text": "the man", "span2_index": 0, "span2_text": "theyscold"}}, None),
     "characters": ({"text": CLUE, "target": {"span1_index": 5, "span1_text": "床", "span2_index": 37, "span2_text": "它"}},
                    CLUE.replace("床", "* 床 *").replace("它", "# 它 #")),
+    "characters and spaces": ({"text": "小明 说 他 会 来，小红 不 信。", "target": {
+        "span1_index": 0, "span1_text": "小明", "span2_index": 5, "span2_text": "他"}}, "* 小明 * 说 # 他 # 会 来，小红 不 信。"),
 }  # fmt: skip
 
 
@@ -161,7 +182,7 @@ SPANS = {
 def test_wsc_marks_both_spans(what: str) -> None:
     fields, wanted = SPANS[what]
     if wanted is None:
-        with pytest.raises(InputError, match="f: line 3: span1 is 'the man' at 2; words of the text"):
+        with pytest.raises(InputError, match=r"f: line 3: span. is '.*' at \d, where it does not stand; words of the text"):
             list(texts_of("coreference", [Record(fields, "f", 3)], DATA))
     else:
         assert list(texts_of("coreference", [Record(fields, "f", 1)], DATA)) == [wanted]
@@ -177,7 +198,7 @@ def test_wsc(tokenizer: Tokenizer) -> None:
     ("fields", "words"),
     [({"passage": {"text": PARTY}}, "passage is"),
      ({"passage": {"text": PARTY, "questions": [{"answers": []}]}}, "a question is None"),
-     ({"passage": {"text": PARTY, "questions": [7]}}, "a question is None; text is wanted, in an object with its answers"),
+     ({"passage": {"text": PARTY, "questions": [7]}}, "a question is None; text, in an object with its answers"),
      (RECORD | {"passage": {"text": PARTY, "entities": [{"start": float("inf"), "end": 2}]}}, "entities or answers are missing"),
      (MULTIRC | {"passage": {"text": PARTY, "questions": [{"question": "q"}]}}, "answers is None; a list of {text, label}"),
      (RECORD | {"qas": [{"query": "@placeholder"}]}, "entities or answers are missing"),

@@ -49,7 +49,7 @@ def test_what_others_wrote_is_read(tmp_path: Path, kind: str) -> None:
 def test_no_token_at_all_is_refused_by_the_file(tmp_path: Path) -> None:
     for sequences in ([], [[], []]):
         file = write(tmp_path / "a", sequences)
-        with pytest.raises(InputError, match=r"a\.bin: data\.path: no token; data with at least one document is wanted"):
+        with pytest.raises(InputError, match=r"a\.bin: data\.path: no token; data with at least one document"):
             read_records(str(file))
 
 

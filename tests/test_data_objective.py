@@ -13,6 +13,7 @@ import torch
 import zoo
 from hypothesis import given
 from hypothesis import strategies as st
+from test_data_tokenizer import SPACED, spaced
 from tokenizers.processors import TemplateProcessing
 
 from modelcenter.data import encode
@@ -135,6 +136,19 @@ def test_only_responses_are_trained_on(bpe: Tokenizer) -> None:
     assert packed.collate(all_of(packed))["labels"][0].tolist() == [IGNORED] * len(bpe.encode("to be?")) + [
         *bpe.encode("or not"), bpe.eos_id]
     assert list(texts_of("lm", examples_records, data)) == ["to be?", "or not"]
+
+
+@pytest.mark.parametrize("form", SPACED)
+def test_a_response_goes_on_where_its_prompt_ends(form: str) -> None:
+    """Where a tokenizer puts a space before a text, one that stood in the data was learned as two, and none as one."""
+    tokenizer = spaced(form, [TEXT])
+    said = [("to be:", " or not"), ("to be:", "or not"), ("that'", "is"), ("", "or not")]
+    data = DataConfig(prompt_key="q", response_key="a", seq_len=64)
+    examples = make_examples("lm", rows(*({"q": q, "a": a} for q, a in said)), tokenizer, data, vocab=tokenizer.vocab_size)
+    for (q, a), (ids, labels) in zip(said, all_of(examples), strict=True):
+        assert tokenizer.decode(ids) == q + a and ids[0] == tokenizer.bos_id
+        assert ids[labels == IGNORED].tolist() == (tokenizer.encode(q) if q else [tokenizer.bos_id])
+    assert all_of(examples)[3][0].tolist() == [*tokenizer.encode("or not"), tokenizer.eos_id]
 
 
 @given(prompt=st.integers(0, 20), response=st.integers(1, 20), size=st.integers(2, 20), head=st.integers(0, 1))
@@ -432,7 +446,7 @@ def test_more_refusals(bpe: Tokenizer, bert: Tokenizer) -> None:
     with pytest.raises(InputError, match=r"line 1: y is 2; 0 to 1 are known"):
         make_examples("classify", rows({"s": "a", "y": 2}), bert, two, names=("LABEL_0", "LABEL_1"))
     for odd in (None, 0.5, 1.0, [1]):
-        with pytest.raises(InputError, match=r"line 3: y is .*; the name or the number of a class is wanted; objective=regress"):
+        with pytest.raises(InputError, match=r"line 3: y is .*; the name or the number of a class; objective=regress"):
             make_examples("classify", rows(*({"s": "a", "y": y} for y in (0, 1, odd))), bert, two)
     with pytest.raises(InputError, match=r"line 2: y is 1"):
         make_examples("classify", rows({"s": "a", "y": "no"}, {"s": "a", "y": 1}), bert, two)

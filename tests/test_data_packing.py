@@ -55,7 +55,7 @@ def ragged_records(count: int = 23) -> list[Record]:
         return "".join(random.choice(list("abcdef "), random.integers(1, 19)))
 
     def words(k: int) -> dict[str, Any]:
-        return {"tokens": [(text() + "a")[:3] for _ in range(k % 5 + 1)], "tags": [(k + n) % 3 for n in range(k % 5 + 1)]}
+        return {"tokens": [(text() + "a")[:3] for _ in range(k % 5 + 1)], "tags": ["BIO"[(k + n) % 3] for n in range(k % 5 + 1)]}
 
     texts = ("text", "prompt", "response", "source", "target")
     every = [{**{key: text() for key in texts}, "label": k % 3, "several": [*range(3)][k % 3 :], **words(k)} for k in range(count)]

@@ -10,7 +10,7 @@ import pytest
 
 from modelcenter.data.config import DataConfig
 from modelcenter.data.formats import DOCUMENT
-from modelcenter.data.objective import make_examples
+from modelcenter.data.objective import find_objective, make_examples
 from modelcenter.data.objectives.lm import Blocks
 from modelcenter.data.read import find_files, read_records, read_split, split
 from modelcenter.data.record import Record, Records
@@ -158,7 +158,7 @@ def test_eval_path_wins(tmp_path: Path) -> None:
     ("a.jsonl", b"\n\n", "no record"),
     ("a.jsonl", b'{"text": "a"}\n{"text": }\n', r"a.jsonl: line 2: not JSON \(Expecting value\)"),
     ("a.jsonl", b"[" * 100_000, "line 1: not JSON .nested too deeply"),
-    ("a.jsonl", b'["a"]', "line 1: a JSON list; one JSON object a line is wanted; data.format=json reads a list"),
+    ("a.jsonl", b'["a"]', "line 1: a JSON list; one JSON object a line; data.format=json reads a list"),
     ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "line 1: not JSON"),
     ("a.csv", b"a,b\n1\n", "line 2: 1 fields where the header has 2"),
     ("a.csv", b'a,b\n1,"2\n3', "not CSV"),
@@ -205,7 +205,7 @@ def test_fields(tmp_path: Path) -> None:
     [record] = read_records(str(write(tmp_path / "a.jsonl", '{"txt": "a", "n": 3}')))
     with pytest.raises(InputError, match=r"line 1: no field 'text'; did you mean 'txt'\? \(data.text_key"):
         record.text("text", "data.text_key")
-    with pytest.raises(InputError, match="line 1: n is 3; text is wanted"):
+    with pytest.raises(InputError, match="line 1: n is 3; text "):
         record.text("n", "data.text_key")
     with pytest.raises(InputError, match="half a surrogate pair at character 0"):
         Record({"half": "\ud800"}, "f", 1).text("half", "data.text_key")
@@ -250,7 +250,7 @@ def test_a_dot_goes_into_a_field() -> None:
         "source": r"f: line 3: no field 'source'; known: a.b, a.b, n, translation.de, translation.en \(o names the field\)",
         "translation.fr": "no field 'translation.fr'; did you mean 'translation",
         "n.x": "no field 'n.x'; known: ",
-        "translation": r"translation is {\"en\".*; text is wanted, such as translation.en \(o names the field\)",
+        "translation": r"translation is {\"en\".*; text, such as translation.en \(o names the field\)",
     }.items():
         with pytest.raises(InputError, match=said):
             row.text(key, "o")
@@ -345,6 +345,36 @@ def test_parquet(tmp_path: Path) -> None:
         read_records(str(tmp_path / "c.parquet"))
 
 
+def test_the_hub_s_parquet_names_its_classes(tmp_path: Path) -> None:
+    """Its metadata do: rows are those of the data set it was written from, and so are the classes that are learned."""
+    datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    tag = datasets.ClassLabel(names=["O", "B", "I"])
+    kinds = datasets.Features({"text": datasets.Value("string"), "tags": datasets.Sequence(tag), "n": datasets.Value("int64"),
+                               "label": datasets.ClassLabel(names=["yes", "no", "perhaps"])})  # fmt: skip
+    rows = {"text": ["a", "b", "c"], "tags": [[1, 2, 0], [0], []], "n": [0, 1, 2], "label": [1, 0, -1]}
+    data = datasets.Dataset.from_dict(rows, features=kinds)
+    data.to_parquet(tmp_path / "a.parquet")
+    data.save_to_disk(tmp_path / "saved")
+    found = read_records(str(tmp_path / "a.parquet"))
+    assert [r.fields for r in found] == [r.fields for r in read_records(str(tmp_path / "saved"))]
+    assert [r.fields["label"] for r in found] == ["no", "yes", -1] and found[0].fields["tags"] == ["B", "I", "O"]
+    assert found[1].fields["n"] == 1
+    config = DataConfig(label_key="label")
+    assert find_objective("classify").names(found[:2], config) == ("yes", "no", "perhaps")
+    letters = open_tokenizer("char", ["abc"])
+    valued = make_examples("regress", found[:2], letters, config)
+    assert [float(valued.at(0, k)[-1]) for k in range(2)] == [1, 0]  # its stars, say, are values as well
+    table = parquet.read_table(tmp_path / "a.parquet")
+    old = json.loads(table.schema.metadata[b"huggingface"])
+    old["info"]["features"]["tags"] = [{"names": tag.names, "_type": "ClassLabel"}]  # as before datasets 4
+    for name, told in (("old", json.dumps(old)), ("odd", '{"info": 3}'), ("broken", "{")):
+        parquet.write_table(table.drop(["label"]).replace_schema_metadata({"huggingface": told}), tmp_path / f"{name}.parquet")
+    assert read_records(str(tmp_path / "old.parquet"))[0].fields == {"text": "a", "tags": ["B", "I", "O"], "n": 0}
+    for name in ("odd", "broken"):
+        with pytest.raises(InputError, match=rf"{name}\.parquet: schema: its metadata of datasets cannot be read"):
+            read_records(str(tmp_path / f"{name}.parquet"))
+
+
 def test_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -353,6 +383,9 @@ def test_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [{"text": "a", "label": "yes"}, {"text": "b", "label": "no"}, {"text": "c", "label": -1}]
     data.save_to_disk(tmp_path / "saved")
     assert [r.fields for r in read_records(str(tmp_path / "saved"))] == wanted
+    for how in ("numpy", "torch"):  # such as a program leaves them that has trained on some columns
+        data.with_format(how, columns=["text"]).save_to_disk(tmp_path / how)
+        assert [r.fields for r in read_records(str(tmp_path / how))] == wanted
     datasets.DatasetDict({"train": data, "test": data.select([2])}).save_to_disk(tmp_path / "dict")
     assert [r.fields for r in read_records(str(tmp_path / "dict" / "test"))] == wanted[2:]
     with pytest.raises(InputError, match=r"a dataset of the splits test, train; one of them: .*dict/test"):

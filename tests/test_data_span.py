@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_data_tokenizer import spaced
 
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import make_examples
@@ -85,7 +86,7 @@ def test_a_tokenizer_without_sentinels_is_refused() -> None:
         make_examples("span", records, tokenizer(1), DataConfig(path="x", seq_len=64))
 
 
-@pytest.mark.parametrize("spec", ["roberta:290", "wordpiece"])
+@pytest.mark.parametrize("spec", ["roberta:290", "roberta:294", "wordpiece"])
 def test_whole_words_are_masked(spec: str, tmp_path: Path) -> None:
     """All tokens of a word or none, and of the words as many as of the tokens otherwise."""
     text = "unbelievable cats were sitting everywhere without complaining about anything " * 40
@@ -97,7 +98,8 @@ def test_whole_words_are_masked(spec: str, tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
         made = load_tokenizer(tmp_path)
     else:
-        made = train_tokenizer([text], 290, "roberta")
+        made = train_tokenizer([text, " ##" * 400 * (spec == "roberta:294")], int(spec[-3:]), "roberta")
+    assert ("##" in made.vocabulary) == (spec == "roberta:294")  # as in RoBERTa's own, where it is a word
     data = DataConfig(path="x", seq_len=48, whole_words=True)
     examples = make_examples("mlm", [Record({"text": text}, "f", 1)], made, data)
     whole, split, chosen, tokens = 0, 0, 0, 0
@@ -115,6 +117,9 @@ def test_whole_words_are_masked(spec: str, tmp_path: Path) -> None:
     assert whole > 20 and split == 0 and 0.1 < chosen / tokens < 0.2
     with pytest.raises(InputError, match=r"data\.whole_words: true with a tokenizer that marks no words"):
         continuing(open_tokenizer("char", ["ab"]))
+    maltese = spaced("first", ["the cat Ġan"])
+    ids = maltese.encode("a Ġ", special=False)  # a space, a, a space, Ġ
+    assert continuing(maltese)[ids].tolist() == [False, True, False, True]
 
 
 def test_the_rest_of_a_word_at_a_blocks_beginning_is_a_word_of_its_own() -> None:

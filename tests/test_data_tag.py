@@ -57,8 +57,10 @@ def test_words_are_cut_as_transformers_cuts_them(tmp_path: object) -> None:
 
 def test_text_and_numbers_will_do() -> None:
     some = [Record({"tokens": "a b", "tags": [0, 2]}, "f", 1)]
-    assert tag_names(some, DATA) == ("LABEL_0", "LABEL_1", "LABEL_2")
-    examples = make_examples("tag", some, open_tokenizer("char", ["ab"]), DATA)
+    with pytest.warns(UserWarning, match="tags by number: span_f1 takes each for a span of one word"):
+        assert tag_names(some, DATA) == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert tag_names(some, DATA, ("O", "B-X", "I-X")) == ("O", "B-X", "I-X")  # of a model that says what they are
+    examples = make_examples("tag", some, open_tokenizer("char", ["ab"]), DATA, names=("O", "B-X", "I-X"))
     assert examples.at(0, 0)[1].tolist() == [0, 2] and torch.is_tensor(examples.collate([examples.at(0, 0)])["labels"])
 
 
@@ -73,6 +75,15 @@ def test_text_and_numbers_will_do() -> None:
 def test_refusals(fields: dict[str, object], words: str) -> None:
     with pytest.raises(InputError, match=f"f: line 1: {words}"):
         make_examples("tag", [Record(fields, "f", 1)], open_tokenizer("char", ["ab"]), DATA, names=("O", "B-PER"))
+
+
+@pytest.mark.parametrize(("train", "use"), [(True, "learned"), (False, "judged")])
+def test_words_that_are_cut_off_are_told_of(train: bool, use: str) -> None:
+    """Or a span_f1 of the beginnings of sentences would be taken for that of all."""
+    tokenizer = open_tokenizer("char", ["".join(words) for words, _ in SENTENCES])
+    with pytest.warns(UserWarning, match=rf"3 of 7 words have no token within data\.seq_len 12: their tags are not {use}"):
+        examples = make_examples("tag", records(), tokenizer, DataConfig(path="x", seq_len=12), train=train)
+    assert (examples.at(0, 0)[1] != IGNORED).sum() == 2
 
 
 @pytest.mark.parametrize("tag", ["O", 0])

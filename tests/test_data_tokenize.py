@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,10 +232,73 @@ def test_refusals(asked: Tokenization, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"e\.jsonl: text_key: no token in all texts"):
         tokenize(replace(asked, path=str(tmp_path / "e.jsonl")))
     (tmp_path / "n.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
-    with pytest.raises(InputError, match=r"n\.jsonl: line 2: text is 3; text is wanted"):
+    with pytest.raises(InputError, match=r"n\.jsonl: line 2: text is 3; text "):
         tokenize(replace(asked, path=str(tmp_path / "n.jsonl")))
     with module.claimed(Path(asked.out)), pytest.raises(InputError, match="a: out: another process is writing it"):
         tokenize(asked)
+
+
+SLOW = """
+import os, signal, sys, threading, time
+from multiprocessing import util
+from modelcenter.data import tokenize as module
+
+def encode(records):
+    time.sleep(60)
+
+begun = threading.Event()
+pressed = threading.Event()
+
+def press():
+    begun.wait()
+    time.sleep(float(sys.argv[2]))
+    os.killpg(0, signal.SIGINT)
+    pressed.set()
+
+def spawn(path, args, *rest, spawn=util.spawnv_passfds):
+    process = spawn(path, args, *rest)
+    if any("spawn_main" in str(arg) for arg in args):
+        begun.set()
+        if sys.argv[2] == "0":  # before the worker is told its task
+            pressed.wait()
+    return process
+
+if __name__ == "__main__":
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as from a terminal, whatever the tests were started from
+    module.encode = encode
+    util.spawnv_passfds = spawn
+    threading.Thread(target=press, daemon=True).start()
+    try:
+        module.tokenize(module.Tokenization(path=sys.argv[1], out=sys.argv[1] + ".out", tokenizer=sys.argv[3], processes=2))
+    except KeyboardInterrupt:
+        print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 3])
+def test_ctrl_c_waits_for_no_worker(asked: Tokenization, seconds: int, tmp_path: Path) -> None:
+    """A terminal sends it to all of them, perhaps before they have begun; none says a word, and none is waited for."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    began, env = time.monotonic(), {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "slow.py", asked.path, str(seconds), asked.tokenizer], cwd=tmp_path, env=env,
+                          capture_output=True, text=True, timeout=250)
+    assert (done.stdout, done.stderr, done.returncode) == ("ended\n", "", 0) and time.monotonic() - began < 50
+
+
+def test_workers_do_not_hear_ctrl_c(asked: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays pending in each, for ever."""
+    monkeypatch.setattr(module, "encode", pressed)
+    assert tokenize(asked)["documents"] == 1
+
+
+def pressed(records: Any) -> tuple[bytes, bytes]:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.SIGINT in signal.sigpending()
+    except KeyboardInterrupt:
+        raise AssertionError("heard") from None
+    return bytes(2), bytes([1, 0, 0, 0])
 
 
 def test_a_worker_that_dies_is_one_line(asked: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import models, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from modelcenter.data.tokenizer import ROLES, CharTokenizer, ForeignTokenizer, Tokenizer
 from modelcenter.data.tokenizer_open import load_tokenizer, open_tokenizer
@@ -66,6 +66,41 @@ def gpt2_folder(folder: Path) -> Path:
     dump(folder / "merges.txt", "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in made["merges"]))
     dump(folder / "config.json", {"model_type": "gpt2"})
     return folder
+
+
+def spaced(form: str, texts: list[str]) -> Tokenizer:
+    """Such as LLaMA's, that puts a space before every text: as transformers 4 wrote it, and as 5 does."""
+    raw = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    if form == "prepend":
+        raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        raw.pre_tokenizer = pre_tokenizers.Metaspace("▁", form, split=False)
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    raw.train_from_iterator([part for text in texts for part in text.split()], trainer)
+    raw.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    return Tokenizer(raw, {"unk": "<unk>", "bos": "<s>", "eos": "</s>"})
+
+
+SPACED = ("prepend", "first", "always")
+
+
+@pytest.mark.parametrize("form", SPACED)
+def test_a_text_inside_another_has_no_space_that_it_does_not_say(form: str) -> None:
+    tokenizer = spaced(form, TEXTS)
+    for text in ("fox", " fox", "  the  fox", "(x"):
+        ids = tokenizer.inside.encode(text, special=False)
+        assert tokenizer.decode([*tokenizer.encode("The"), *ids]) == f"The{text}"
+        assert (ids == tokenizer.encode(text, special=False)) == (form != "prepend" and text[0] == " ")
+    for plain in (train_tokenizer(TEXTS, 300), CharTokenizer.train(TEXTS), by_words()):
+        assert plain.inside is plain
+
+
+def by_words() -> Tokenizer:
+    """Such as T5's, which keeps no space of a text, and puts one before each word."""
+    raw = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -1.0)], 0))
+    raw.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace("▁", "always")])
+    return Tokenizer(raw, {})
 
 
 def test_a_preset_s_name_is_known_as_it_is_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +294,43 @@ def test_sentencepiece_and_cpm_ant_through_transformers(tmp_path: Path) -> None:
     assert ours.encode("ab 中文\n") == before == load_tokenizer(tmp_path / "saved").encode("ab 中文\n")
 
 
+def test_merges_of_sentencepiece_by_score(tmp_path: Path) -> None:
+    """LLaMA's model, whose runs of spaces have low numbers and the lowest scores; transformers 5.23 merges them first."""
+    sentencepiece, proto = pytest.importorskip("sentencepiece"), pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    text = TEXTS[0].replace(" ", "  ").lower()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text] * 9), model_prefix=str(tmp_path / "tokenizer"), vocab_size=330, model_type="bpe",
+        byte_fallback=True, remove_extra_whitespaces=False, normalization_rule_name="identity", hard_vocab_limit=False,
+        minloglevel=2)
+    model = proto.ModelProto()
+    model.ParseFromString((file := tmp_path / "tokenizer.model").read_bytes())
+    pieces = list(model.pieces)
+    at = next(k for k, piece in enumerate(pieces) if piece.type == 1)
+    last = [proto.ModelProto.SentencePiece(piece="▁" * n, score=-1e9, type=1) for n in (2, 4)]
+    del model.pieces[:]
+    model.pieces.extend([*pieces[:at], *last, *(piece for piece in pieces[at:] if set(piece.piece) != {"▁"} or piece.piece == "▁")])
+    file.write_bytes(model.SerializeToString())
+    dump(tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True})
+    ours, theirs = load_tokenizer(tmp_path), sentencepiece.SentencePieceProcessor(model_file=str(file))
+    for said in ("the  quick   brown    fox", "a" + " " * 9 + "dog", "the fox"):
+        assert ours.encode(said) == [theirs.bos_id(), *theirs.encode(said)]
+    assert "</s>" in ours.vocabulary and ours.encode("the</s>")[-1] == ours.eos_id
+    ours.save(tmp_path / "saved")
+    same_as_transformers(load_tokenizer(tmp_path / "saved"), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("legacy", [{}, {"legacy": True}, {"legacy": False}], ids=str)
+def test_llama_s_file_counts_as_it_stands(legacy: dict[str, bool], tmp_path: Path) -> None:
+    """As the weights have learned it, whatever transformers' class makes of its vocabulary."""
+    made = spaced("prepend", TEXTS)
+    made.save(tmp_path)
+    dump(tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", **legacy})
+    ours = load_tokenizer(tmp_path)
+    for text in (" fox", "fox</s>dog", "</s> the", "the  fox"):
+        assert ours.encode(text) == made.encode(text)
+    assert ours.decode(ours.encode("fox</s>dog")) == "fox dog" and ours.decode(ours.encode(" fox")) == " fox"
+
+
 def test_characters(tmp_path: Path) -> None:
     text = "".join(TEXTS)
     ours = open_tokenizer("char", TEXTS)
@@ -305,7 +377,7 @@ def test_sentinels_stand_behind_padding_and_the_end() -> None:
 
 
 @pytest.mark.parametrize("spec, said", [
-    ("bpe", "a size is wanted: bpe:8000"), ("bpe:many", "a size is wanted"), ("bpe:100", "at least 257"),
+    ("bpe", "; a size: bpe:8000"), ("bpe:many", "; a size: bpe"), ("bpe:100", "at least 257"),
     ("roberta:260", "at least 261"), ("span:358", "at least 359"), ("./none", "no such folder"), ("a/b/c", "no such folder")])
 def test_bad_specifications(spec: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
@@ -313,7 +385,7 @@ def test_bad_specifications(spec: str, said: str) -> None:
 
 
 def test_a_models_folder_that_is_not_there() -> None:
-    with pytest.raises(MissingError, match=r"\./none: model: no such folder; an existing folder, a preset or a hub id is wanted"):
+    with pytest.raises(MissingError, match=r"\./none: model: no such folder; an existing folder, a preset or a hub id$"):
         load_tokenizer("./none", {"gpt2": "openai-community/gpt2"})
 
 
@@ -364,7 +436,7 @@ def test_a_broken_tokenizer_is_one_line(tmp_path: Path, content: str, capfd: pyt
 @pytest.mark.parametrize("file, content, said", [
     ("merges.txt", "#version: 0.2\na b c\n", "two tokens a line"), ("merges.txt", "a zzzz\n", "not a tokenizer"),
     ("vocab.json", "[1]", "not a vocabulary"), ("vocab.json", '{"a": "b"}', "not a vocabulary"),
-    ("tokenizer_config.json", "[]", "an object is wanted")])
+    ("tokenizer_config.json", "[]", "a JSON list; an object")])
 def test_broken_companions(tmp_path: Path, file: str, content: str, said: str) -> None:
     gpt2_folder(tmp_path)
     dump(tmp_path / file, content)

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import InputError, refuse
@@ -78,7 +79,8 @@ class Template:
 
     def marked_texts(self, record: Record, messages: Sequence[Message], tools: Any = None) -> list[tuple[str, Spans]]:
         """The text of a conversation, and the ranges of it that the assistant wrote: what stands in {% generation %}, or, in a
-        template without it, what each of its turns adds to the conversation before, when that asks the assistant to continue.
+        template without it, what each of its turns adds to the conversation before, when that asks the assistant to continue. A
+        turn whose `weight` is 0 has no range.
 
         Some templates write a turn differently once others follow it: its thoughts are left out, or an end of text stands behind
         the last turn. For these there is a text for each turn of the assistant, up to this turn, which is as the model will be
@@ -86,11 +88,16 @@ class Template:
         """
         unmarkable(record, messages, tools)
         text = self.text(record, messages, tools)
+        weights = [message.get("weight") != 0 for message in messages if message.get("role") == "assistant"]
         if self.marked:
-            return [unmarked(text)]
+            plain, spans = unmarked(text)
+            if len(spans) != len(weights) and not all(weights):
+                found = f"the chat template of {self.name} marks {len(spans)} turns of {len(weights)}, some of them of weight 0"
+                record.refuse(found, "a template that marks each turn of the assistant once")
+            return [(plain, spans if all(weights) else list(compress(spans, weights)))]
         turns = []
         for k, message in enumerate(messages):
-            if message.get("role") == "assistant":
+            if message.get("role") == "assistant" and message.get("weight") != 0:
                 before = self.text(record, messages[:k], tools, prompt=True)
                 after = self.text(record, messages[: k + 1], tools)
                 if not after.startswith(before):

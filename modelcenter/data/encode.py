@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import NoReturn, TypeVar
 
 from ..errors import refuse
@@ -26,10 +27,17 @@ class Reader:
         size, top = tokenizer.vocab_size, max(self.bos + self.eos, default=-1)
         if vocab is not None and top >= vocab:
             found = f"a special token has id {top}, the model {vocab} tokens"
-            refuse(tokenizer.name, "tokenizer", found, "the tokenizer of this model is wanted")
+            refuse(tokenizer.name, "tokenizer", found, "the tokenizer of this model")
         if vocab is not None and size > vocab:
             said = f"{tokenizer.name}: {size} tokens where the model has {vocab}; data that holds such an id is refused"
             warnings.warn(said, stacklevel=3)
+
+    @property
+    def inside(self) -> "Reader":
+        """The same for texts that go on where others end, as `Tokenizer.inside`."""
+        found = copy(self)
+        found.tokenizer = self.tokenizer.inside
+        return found
 
     @property
     def segmented(self) -> bool:
@@ -55,7 +63,7 @@ class Reader:
         except UnknownCharacter as e:
             where = f"character {e.offset}, " if record.line is not None else ""
             found = f"{where}{e.character!r}{'' if self.train else ' of the evaluation data'} is not in the vocabulary"
-            record.refuse(found, "a character of the training text is wanted", e.offset)
+            record.refuse(found, "a character of the training text", e.offset)
 
     def encode_pairs(self, pairs: Iterable[tuple[Record, str, str | None]], limit: int) -> Iterator[tuple[list[int], list[int]]]:
         """The ids and the segments of each text or pair of texts, with the template, at most `limit` ids; a megabyte at a time."""
@@ -69,9 +77,9 @@ class Reader:
                     self.encode(record, second or "")
                     self.refuse(record, ids)  # a token of the template
                 if not ids:
-                    record.refuse("no token in its text", "a text is wanted")
+                    record.refuse("no token in its text", "a text")
                 if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
-                    refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones is wanted")
+                    refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones")
                 yield ids, segments
 
     def holds(self, ids: list[int]) -> bool:
@@ -80,7 +88,7 @@ class Reader:
 
     def refuse(self, record: Record, ids: list[int]) -> NoReturn:
         """Refuse a record for an id that the model lacks, when its place in a text is not known."""
-        record.refuse(f"a token has id {max(ids)}, the model {self.vocab} tokens", "the tokenizer of this model is wanted")
+        record.refuse(f"a token has id {max(ids)}, the model {self.vocab} tokens", "the tokenizer of this model")
 
     def check(self, record: Record, text: str, ids: list[int]) -> list[int]:
         """`ids`, if the model has them all; the first that it lacks is refused with its place."""
@@ -91,7 +99,7 @@ class Reader:
         piece = self.tokenizer.decode(ids[place : place + 1], special=True)
         where = f"character {offset}, " if record.line is not None else ""
         found = f"{where}token {place} ({piece!r}) has id {ids[place]}, the model {self.vocab} tokens"
-        record.refuse(found, "the tokenizer of this model is wanted", offset)
+        record.refuse(found, "the tokenizer of this model", offset)
 
     def encode_all(self, texts: Iterable[tuple[Record, str]]) -> Iterator[tuple[Record, list[int]]]:
         """The same of each text, a megabyte of them at a time."""

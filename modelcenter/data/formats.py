@@ -43,7 +43,7 @@ class Documents(Part):
         end = data.find(b"\n") + 1 or len(data)
         if end > LONGEST_LINE:
             line = 1 + sum(self.source.read(a, b).count(b"\n") for a, b in pairwise(self.bounds))
-            refuse(self.source.file, f"line {line}", "longer than 16 MiB", "text in lines is wanted")
+            refuse(self.source.file, f"line {line}", "longer than 16 MiB", "text in lines")
         return end
 
     def __len__(self) -> int:
@@ -115,10 +115,10 @@ class JsonLines(Lines):
 
     def at(self, index: int) -> Record:
         number, line = self.line(index)
-        fields = parse(line, self.source.file, f"line {number}", "one JSON object a line is wanted")
+        fields = parse(line, self.source.file, f"line {number}", "one JSON object a line")
         if not isinstance(fields, dict):
             more = "; data.format=json reads a list of them" if isinstance(fields, list) and number == 1 else ""
-            refuse(self.source.file, f"line {number}", f"a JSON {type(fields).__name__}", f"one JSON object a line is wanted{more}")
+            refuse(self.source.file, f"line {number}", f"a JSON {type(fields).__name__}", f"one JSON object a line{more}")
         return Record(fields, str(self.source.file), number)
 
 
@@ -159,7 +159,7 @@ class Csv(Part):
                     places.append((bounds[seen], bounds[reader.line_num], reader.line_num))
                 seen = reader.line_num
         except csv.Error as e:
-            wanted = "comma-separated values with closed quotes are wanted"
+            wanted = "comma-separated values with closed quotes"
             refuse(file, f"line {reader.line_num}", f"not CSV ({e})", wanted)
         self.places = np.array(places, np.int64).reshape(-1, 3)
 
@@ -178,7 +178,7 @@ def names_of(file: Path, number: int, row: list[str], header: bool) -> list[str]
     if not header:
         return [str(k) for k in range(len(row))]
     if len(set(row)) < len(row):
-        refuse(file, f"line {number}", f"the header {row} names a field twice", "distinct names are wanted")
+        refuse(file, f"line {number}", f"the header {row} names a field twice", "distinct names")
     return row
 
 
@@ -186,7 +186,7 @@ def named(file: Path, names: list[str], number: int, row: list[str]) -> Record:
     """The record of a row whose fields have these names. A row of another length is refused."""
     if len(row) != len(names):
         found = f"{len(row)} fields where the header has {len(names)}"
-        refuse(file, f"line {number}", found, f"the fields {', '.join(names)} are wanted")
+        refuse(file, f"line {number}", found, f"the fields {', '.join(names)}")
     return Record(dict(zip(names, row, strict=True)), str(file), number)
 
 
@@ -198,11 +198,11 @@ def read_json(file: Path) -> Part:
     spread = begin.partition(b"\n")[0].strip() == b"{"  # as SQuAD's layout is often written: a line of its own is no object
     if not begin.startswith(b"[") and not spread and (len(lines := JsonLines(file)) != 1 or articles(lines[0].fields) is None):
         return lines
-    items = parse(source.text(0, source.size), file, None, "a JSON list of objects, or one object a line, is wanted")
+    items = parse(source.text(0, source.size), file, None, "a JSON list of objects, or one object a line")
     if isinstance(items, dict):
         items = articles(items) or [items]
     if odd := [k for k, item in enumerate(items) if not isinstance(item, dict)]:
-        refuse(file, f"item {odd[0] + 1}", f"a JSON {type(items[odd[0]]).__name__}", "an object is wanted")
+        refuse(file, f"item {odd[0] + 1}", f"a JSON {type(items[odd[0]]).__name__}", "an object")
     return Few([Record(item, str(file), k + 1, unit="item") for k, item in enumerate(items)])
 
 
@@ -221,7 +221,7 @@ def parse(text: str, file: Path, place: str | None, wanted: str) -> Any:
         return value
     except UnicodeEncodeError as e:
         half = json.dumps(e.object[e.start])[1:-1]
-        refuse(file, place, f"holds half a surrogate pair ({half})", "valid Unicode is wanted")
+        refuse(file, place, f"holds half a surrogate pair ({half})", "valid Unicode")
     except (ValueError, RecursionError) as e:
         what = getattr(e, "msg", "") or ("nested too deeply" if isinstance(e, RecursionError) else str(e))
         refuse(file, place or f"line {getattr(e, 'lineno', 1)}", f"not JSON ({what})", wanted)

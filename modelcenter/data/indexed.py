@@ -38,22 +38,22 @@ class TokenFile:
         self.file, index = file.with_suffix(".bin"), file.with_suffix(".idx")
         for part in (self.file, index):
             if not part.is_file():
-                refuse_missing(part, None, "no such file", "a .bin and its .idx are wanted")
+                refuse_missing(part, None, "no such file", "a .bin and its .idx")
         self.source, source = Source(self.file), Source(index)
         if source.size < HEAD.size:
-            refuse(index, f"byte {source.size}", "the file ends in its header", "a whole .idx is wanted")
+            refuse(index, f"byte {source.size}", "the file ends in its header", "a whole .idx")
         magic, version, code, count, bounds = HEAD.unpack(source.read(0, HEAD.size))
         if magic != MAGIC:
-            refuse(index, "byte 0", f"{magic!r}", f"{MAGIC!r}, with which an index starts, is wanted")
+            refuse(index, "byte 0", f"{magic!r}", f"{MAGIC!r}, with which an index starts")
         if version != VERSION:
-            refuse(index, "byte 9", f"version {version}", "version 1 is wanted")
+            refuse(index, "byte 9", f"version {version}", "version 1")
         if TYPES.get(code, "<f4")[1] not in "ui":
-            refuse(index, "byte 17", f"ids of type {code}", "integers are wanted")
+            refuse(index, "byte 17", f"ids of type {code}", "integers")
         self.dtype = np.dtype(TYPES[code])
         size = HEAD.size + 12 * count + 8 * bounds
         if source.size != size:
             refuse(index, f"byte {min(size, source.size)}", f"{source.size} bytes for {count} sequences and {bounds} bounds",
-                   f"{size} bytes are wanted")  # fmt: skip
+                   f"{size} bytes")  # fmt: skip
         self.total, where = 0, HEAD.size
         ends = [np.zeros(1, np.int64)]
         for start in range(0, count, CHUNK):
@@ -63,15 +63,15 @@ class TokenFile:
             sums = self.total + lengths.cumsum()
             if len(odd := np.flatnonzero((lengths < 0) | (begins != (sums - lengths) * self.dtype.itemsize))):
                 found = f"sequence {start + odd[0]}: {lengths[odd[0]]} ids from byte {begins[odd[0]]} on"
-                refuse(index, f"byte {where + 4 * count + 8 * (start + int(odd[0]))}", found, "sequences end to end are wanted")
+                refuse(index, f"byte {where + 4 * count + 8 * (start + int(odd[0]))}", found, "sequences end to end")
             ends.append(sums)
             self.total = int(sums[-1])
         if self.total * self.dtype.itemsize != self.source.size:
             refuse(self.file, f"byte {self.source.size}", f"the file ends here, and its index says {self.total} ids",
-                   f"{self.total * self.dtype.itemsize} bytes are wanted")  # fmt: skip
+                   f"{self.total * self.dtype.itemsize} bytes")  # fmt: skip
         documents = np.frombuffer(source.read(where + 12 * count, size), "<i8")
         if bounds < 1 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
-            wanted = f"numbers that rise from 0 to {count} are wanted"
+            wanted = f"numbers that rise from 0 to {count}"
             refuse(index, f"byte {where + 12 * count}", "the bounds of documents", wanted)
         self.bounds: NDArray[np.int64] = np.concatenate(ends)[documents]
 
@@ -128,7 +128,7 @@ class Tokens(Part):
                 if len(odd):
                     place = f"byte {(a + int(odd[0])) * file.dtype.itemsize}"
                     refuse(file.file, place, f"token {a + odd[0]} has id {ids[odd[0]]}, the model {self.vocab} tokens",
-                           "the tokenizer of this model is wanted")  # fmt: skip
+                           "the tokenizer of this model")  # fmt: skip
                 found.append(ids.astype(np.int32))
         return np.concatenate(found)
 
@@ -137,7 +137,7 @@ class Tokens(Part):
         cut = self.first + int(self.total * (1 - fraction))
         if not self.first < cut < self.last:
             found = f"of {counted(self.total, 'token')} none is left on one side of the split"
-            refuse(self.files[0].file, "data.eval_fraction", found, "more data, another fraction, or 0 for no evaluation is wanted")
+            refuse(self.files[0].file, "data.eval_fraction", found, "more data, another fraction, or 0 for no evaluation")
         return Tokens(self.files, self.first, cut), Tokens(self.files, cut, self.last)
 
     def checked(self, tokenizer: "Tokenizer", vocab: int | None) -> "Tokens":
@@ -145,7 +145,7 @@ class Tokens(Part):
         for file in self.files:
             if (made := file.made_by.get("vocabulary")) not in (None, tokenizer.fingerprint):
                 found = f"made by {file.made_by.get('tokenizer')}, and this is {tokenizer.name}"
-                refuse(file.file, "tokenizer", f"{found}, another vocabulary ({str(made)[:8]})", "one tokenizer for both is wanted")
+                refuse(file.file, "tokenizer", f"{found}, another vocabulary ({str(made)[:8]})", "one tokenizer for both")
         return Tokens(self.files, self.first, self.last, vocab)
 
 

@@ -162,7 +162,7 @@ def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", 
     objective = find_objective(name)
     objective.verify(data)
     if not len(records):
-        refuse(None, "data.path", "no record", "data with at least one record is wanted")
+        refuse(None, "data.path", "no record", "data with at least one record")
     names = tuple(names or objective.names(records, data) or ())
     if isinstance(records, Mixture) and (train or any(isinstance(source, Tokens) for source in records.sources)):
         sources = [source for source in records.sources if len(source)]

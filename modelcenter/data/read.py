@@ -29,7 +29,7 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
     """The files that `path` (a file, a folder or a glob) names, sorted. Of a folder, hidden files and other formats are left out.
     `key` is the recipe's, for the message. Errors: `InputError`, `MissingError`."""
     if not path or "\0" in path:  # an empty path would be the current folder
-        refuse(None, key, repr(path), "a file, a folder or a glob is wanted")
+        refuse(None, key, repr(path), "a file, a folder or a glob")
     path = os.path.expanduser(path)
     here = Path(path)
     if here.is_dir():
@@ -37,7 +37,7 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
         if format == "auto":
             kinds = sorted({format_of(f) for f in found})
             if len(kinds) > 1:
-                refuse(path, key, f"a folder of {' and '.join(kinds)} files", "data.format or a glob is wanted")
+                refuse(path, key, f"a folder of {' and '.join(kinds)} files", "data.format or a glob")
         else:
             found = [f for f in found if format_of(f) == format or (format_of(f), format) == ("json", "jsonl")]
     elif here.exists():
@@ -46,7 +46,7 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
         found = [f for f in map(Path, glob.glob(path, recursive=True)) if f.is_file()]
     if not found:
         what = "no such file" if not here.exists() else "no data file in it" if here.is_dir() else "not a regular file"
-        refuse_missing(path, key, what, "a file, a folder or a glob is wanted; datasets:NAME is one of the hub")
+        refuse_missing(path, key, what, "a file, a folder or a glob; datasets:NAME is one of the hub")
     return sorted(found)
 
 
@@ -86,7 +86,7 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path", hea
         files = find_files(path, format, key)
         if format == "tokens" or (format == "auto" and format_of(files[0]) == "tokens"):
             tokens = Tokens([TokenFile(file) for file in sorted({file.with_suffix(".bin") for file in files})])
-            return tokens if len(tokens) else refuse(path, key, "no token", "data with at least one document is wanted")
+            return tokens if len(tokens) else refuse(path, key, "no token", "data with at least one document")
         readers = dict(READERS)
         if not header:
             readers |= {"csv": partial(Csv, header=False), "tsv": partial(Tsv, header=False)}
@@ -96,14 +96,14 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path", hea
                 refuse_rows(part)
     records = Records(parts)
     if not len(records):
-        refuse(path, key, "no record", "data with at least one record is wanted")
+        refuse(path, key, "no record", "data with at least one record")
     return records
 
 
 def read_split(data: DataConfig) -> tuple[Part, Part]:
     """The training and the evaluation records that a recipe names; the latter is empty where it names none."""
     if data.path is None:
-        refuse_missing(None, "data.path", "absent", "a file, a folder or a glob is wanted")
+        refuse_missing(None, "data.path", "absent", "a file, a folder or a glob")
     train = read_sources(data.path, data)
     if data.eval_path is not None:
         return train, read_sources(data.eval_path, data, "data.eval_path")
@@ -118,7 +118,7 @@ def read_sources(path: str | tuple[str, ...] | dict[str, float], data: DataConfi
     if isinstance(path, str):
         return read_records(path, data.format, key, data.header)
     if not path:
-        refuse(None, key, "no path in it", "a file, a folder or a glob is wanted")
+        refuse(None, key, "no path in it", "a file, a folder or a glob")
     if isinstance(path, dict):
         sources = [read_records(source, data.format, f"{key}.{source}", data.header) for source in path]
         return Mixture(sources, list(path.values()))
@@ -154,5 +154,5 @@ def split(records: Part, fraction: float) -> tuple[Part, Part]:
         parts = Records([records[:border], Few(head)]), Records([Few([tail]), records[border + 1 :]])
     if not all(map(len, parts)):
         found = f"of {counted(len(records), 'record')} none is left on one side of the split"
-        refuse(records[0].file, "data.eval_fraction", found, "more data, another fraction, or 0 for no evaluation is wanted")
+        refuse(records[0].file, "data.eval_fraction", found, "more data, another fraction, or 0 for no evaluation")
     return parts

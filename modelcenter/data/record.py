@@ -47,11 +47,11 @@ class Record:
         if not isinstance(value, str):
             inside = f", such as {key}.{next(iter(value))}" if isinstance(value, dict) and value else ""
             found = json.dumps(value, default=str, ensure_ascii=False)[:60]
-            self.refuse(f"{key} is {found}", f"text is wanted{inside} ({option} names the field)")
+            self.refuse(f"{key} is {found}", f"text{inside} ({option} names the field)")
         try:
             value.encode()
         except UnicodeEncodeError as e:
-            self.refuse(f"{key} holds half a surrogate pair at character {e.start}", "valid Unicode is wanted")
+            self.refuse(f"{key} holds half a surrogate pair at character {e.start}", "valid Unicode")
         return value
 
     def refuse(self, found: str, wanted: str, offset: int = 0) -> NoReturn:

@@ -52,7 +52,7 @@ def documents(records: Sequence[Record], read: "Reader", data: DataConfig, frame
         return records.checked(read.tokenizer, read.vocab)
     rows = Ragged(read.documents(records, data.text_key, frame))
     if not rows.total:
-        refuse(records[0].file, data.text_key, "no token in all texts", "a text is wanted")
+        refuse(records[0].file, data.text_key, "no token in all texts", "a text")
     return rows
 
 

@@ -33,7 +33,7 @@ class Source:
             weakref.finalize(self, os.close, self.fd)
             self.size = os.fstat(self.fd).st_size
         except OSError as e:
-            refuse_missing(file, None, f"cannot be read ({e.strerror})", "a readable file is wanted")
+            refuse_missing(file, None, f"cannot be read ({e.strerror})", "a readable file")
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes of [start, stop), which must be there."""
@@ -42,7 +42,7 @@ class Source:
             try:
                 part = os.pread(self.fd, stop - start, start)
             except OSError as e:
-                refuse(self.file, f"byte {start}", f"cannot be read ({e.strerror})", "a readable file is wanted")
+                refuse(self.file, f"byte {start}", f"cannot be read ({e.strerror})", "a readable file")
             if not part:
                 refuse(self.file, f"byte {start}", "the file ends here, and did not when it was opened", "leave it as it is")
             parts.append(part)
@@ -61,7 +61,7 @@ class Source:
         if bounds[-1] != self.size:
             bounds = np.append(bounds, self.size)
         if len(long := np.flatnonzero(np.diff(bounds) > LONGEST_LINE)):
-            refuse(self.file, f"line {long[0] + 1}", "longer than 16 MiB", "text in lines is wanted")
+            refuse(self.file, f"line {long[0] + 1}", "longer than 16 MiB", "text in lines")
         return bounds
 
     def text(self, start: int, stop: int, line: int | None = None) -> str:
@@ -72,13 +72,13 @@ class Source:
             text = data.decode()
         except UnicodeDecodeError as e:
             if start == 0 and (kinds := [kind for mark, kind in PACKED.items() if data.startswith(mark)]):
-                refuse(self.file, "byte 0", f"{kinds[0]} data", "UTF-8 text (or .gz, or .parquet, under these names) is wanted")
+                refuse(self.file, "byte 0", f"{kinds[0]} data", "UTF-8 text (or .gz, or .parquet, under these names)")
             first = data.rfind(b"\n", 0, e.start) + 1
             if line is None:
                 line = 1 + data.count(b"\n", 0, e.start) + sum(
                     chunk[: max(0, start - offset)].count(b"\n") for offset, chunk in self.chunks() if offset < start)
             found = f"byte {e.start - first} (0x{data[e.start]:02x}) is not UTF-8"
-            refuse(self.file, f"line {line}", found, "UTF-8 text is wanted")
+            refuse(self.file, f"line {line}", found, "UTF-8 text")
         return text.removeprefix("\ufeff") if start == 0 else text
 
 
@@ -100,6 +100,6 @@ def unpack(file: Path) -> int:
                         refuse(file, f"byte {limit}", f"grew over {EXPANSION}-fold", "if that is right, unpack it first")
                     out.write(chunk)
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            refuse(file, f"byte {total}", f"damaged gzip data ({e})", "a whole .gz file is wanted")
+            refuse(file, f"byte {total}", f"damaged gzip data ({e})", "a whole .gz file")
         out.flush()
         return os.dup(out.fileno())

@@ -3,14 +3,15 @@
 Both libraries are imported where they are used. A row group of parquet is in memory at a time; a dataset is mapped.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import nearest, refuse, refuse_missing
-from .record import Part, Record, class_names
+from .record import ClassName, Part, Record, class_names
 
 PREFIX = "datasets:"
 
@@ -28,10 +29,16 @@ class Parquet(Part):
         try:
             self.file = pyarrow.parquet.ParquetFile(file)
         except (pyarrow.ArrowException, OSError) as e:
-            refuse(file, None, f"not a parquet file ({first_line(e)})", "a whole .parquet file is wanted")
+            refuse(file, None, f"not a parquet file ({first_line(e)})", "a whole .parquet file")
         names = self.file.schema_arrow.names
         if len(set(names)) < len(names):
-            refuse(file, "schema", f"the columns {str(names)[:80]} name a field twice", "distinct names are wanted")
+            refuse(file, "schema", f"the columns {str(names)[:80]} name a field twice", "distinct names")
+        told = (self.file.schema_arrow.metadata or {}).get(b"huggingface")  # what `datasets` and the hub write beside the columns
+        try:
+            kinds = json.loads(told)["info"]["features"] if told else {}
+            self.classes = classes_of({key: kinds[key] for key in names if key in kinds})
+        except (ValueError, LookupError, TypeError, AttributeError) as e:
+            refuse(file, "schema", f"its metadata of datasets cannot be read ({first_line(e)})", "as Dataset.to_parquet writes it")
         meta = self.file.metadata
         self.ends = np.cumsum([meta.row_group(k).num_rows for k in range(meta.num_row_groups)], dtype=np.int64)
         self.group, self.rows = -1, None
@@ -46,34 +53,44 @@ class Parquet(Part):
             try:
                 self.rows = self.file.read_row_group(group)
             except Exception as e:  # each codec and each type has its own
-                refuse(self.name, f"row group {group}", f"cannot be read ({first_line(e)})", "a whole .parquet file is wanted")
+                refuse(self.name, f"row group {group}", f"cannot be read ({first_line(e)})", "a whole .parquet file")
             self.group = group
         assert self.rows is not None
         place = index - (int(self.ends[group - 1]) if group else 0)
         fields = {key: column[place].as_py() for key, column in zip(self.rows.column_names, self.rows.columns, strict=True)}
-        return Record(fields, self.name, index + 1, unit="row")
+        return Record(named(fields, self.classes), self.name, index + 1, unit="row")
 
 
 class Dataset(Part):
-    """The rows of a `datasets.Dataset`; the number of a class stands as its name, in a list of them too."""
+    """The rows of a `datasets.Dataset`."""
 
     def __init__(self, data: Any, name: str) -> None:
-        self.data, self.name = data, name
-        kinds = {key: getattr(kind, "feature", kind) for key, kind in data.features.items()}  # of a list, what it holds
-        self.classes = {key: class_names(kind.names) for key, kind in kinds.items() if type(kind).__name__ == "ClassLabel"}
+        self.data, self.name = data.with_format(None), name  # a set that was saved in numpy's gives arrays, or some columns alone
+        self.classes = classes_of(data.features.to_dict())
 
     def __len__(self) -> int:
         return len(self.data)
 
     def at(self, index: int) -> Record:
-        fields = dict(self.data[index])
-        for key, names in self.classes.items():
-            value = fields[key]
-            if isinstance(value, list):
-                fields[key] = [name_of(one, names) for one in value]
-            else:
-                fields[key] = name_of(value, names)
-        return Record(fields, self.name, index + 1, unit="row")
+        return Record(named(dict(self.data[index]), self.classes), self.name, index + 1, unit="row")
+
+
+def classes_of(kinds: Mapping[str, Any]) -> dict[str, list[ClassName]]:
+    """The names of the classes that columns number, out of the dict of a dataset's features; of a list, those of what it holds."""
+    found = {}
+    for key, kind in kinds.items():
+        inner = kind[0] if isinstance(kind, list) else kind.get("feature", kind)  # a list before datasets 4
+        if isinstance(inner, dict) and inner.get("_type") == "ClassLabel":
+            found[key] = class_names(inner["names"])
+    return found
+
+
+def named(fields: dict[str, Any], classes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """`fields` in which the number of a class stands as its name, in a list of them too."""
+    for key, names in classes.items():
+        value = fields[key]
+        fields[key] = [name_of(one, names) for one in value] if isinstance(value, list) else name_of(value, names)
+    return fields
 
 
 def name_of(value: Any, names: Sequence[str]) -> Any:
@@ -96,7 +113,7 @@ def read_saved(folder: Path, key: str) -> Dataset:
     try:
         return Dataset(library.load_from_disk(str(folder)), str(folder))
     except Exception as e:  # whatever the library meets in a broken folder
-        refuse(folder, key, f"cannot be read ({first_line(e)})", "a folder of Dataset.save_to_disk is wanted")
+        refuse(folder, key, f"cannot be read ({first_line(e)})", "a folder of Dataset.save_to_disk")
 
 
 def read_named(path: str, key: str) -> Dataset:
@@ -105,7 +122,7 @@ def read_named(path: str, key: str) -> Dataset:
     name, _, split = path.removeprefix(PREFIX).partition(":")
     name, _, config = name.partition(",")
     if not name:
-        refuse(None, key, repr(path), "datasets:NAME[,CONFIG][:SPLIT] is wanted")
+        refuse(None, key, repr(path), "datasets:NAME[,CONFIG][:SPLIT]")
     try:
         found = library.load_dataset(name, config or None)
     except Exception as e:  # the hub's errors, the library's and those of the file formats

@@ -72,7 +72,7 @@ def tokenize(asked: Tokenization) -> dict[str, Any]:
     out = Path(asked.out.removesuffix(".bin")).expanduser()
     records, tokenizer = read_records(asked.path, asked.format, "path"), load_tokenizer(asked.tokenizer, {})
     if not len(records):
-        refuse(asked.path, "path", "no record", "text is wanted")
+        refuse(asked.path, "path", "no record", "text")
     dtype, name = dtype_of(tokenizer.vocab_size), tokenizer.name
     options = {"objective": asked.objective, "text_key": asked.text_key, "format": asked.format, "type": dtype.name}
     final = {ending: out.parent / f"{out.name}.{ending}" for ending in ("bin", "idx", "json")}
@@ -97,7 +97,7 @@ def tokenize(asked: Tokenization) -> dict[str, Any]:
         cuts = parts_of(records, files)
         write_parts(asked, records, cuts, journal, hidden, dtype)
         if not journal.documents:
-            refuse(asked.path, "text_key", "no token in all texts", "a text is wanted")
+            refuse(asked.path, "text_key", "no token in all texts", "a text")
         what["files"] = identity(asked, files)  # not read again, unless it was touched in the hours that this may have taken
         if [entry[3:] for entry in what["files"]] != [entry[3:] for entry in files]:
             refuse(asked.path, "path", "its contents changed while they were read", "leave them; the same command begins anew")
@@ -229,7 +229,8 @@ def write_parts(asked: Tokenization, records: Part, cuts: range, journal: Journa
             while True:
                 while len(waiting) < 2 * processes and (first := next(left, None)) is not None:
                     some = list(records[first : first + cuts.step])
-                    waiting.append(pool.submit(encode, [only(record, asked.text_key) for record in some]))
+                    with deaf():
+                        waiting.append(pool.submit(encode, [only(record, asked.text_key) for record in some]))
                 if not waiting:
                     break
                 flat, sizes = waiting.popleft().result()
@@ -246,8 +247,31 @@ def write_parts(asked: Tokenization, records: Part, cuts: range, journal: Journa
                 bar.update()
         except BrokenProcessPool:
             refuse(asked.out, "processes", f"one of {processes} died", "fewer of them, if memory ran out; the same command goes on")
+        except BaseException:  # asked to end: what they are at is not waited for
+            for worker in list((pool._processes or {}).values()):
+                worker.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """What asks for the end is heard when this is left: a worker whose parent is gone before it was told its task would complain.
+    Processes that are started meanwhile never hear Ctrl-C, which a terminal sends to them too: it is the parent's matter."""
+    heard: list[int] = []
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(number))]
+    main = threading.current_thread() is threading.main_thread()  # which alone may set handlers, and runs them
+    handlers = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers if main}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in heard:
+            signal.raise_signal(number)
 
 
 def only(record: Record, key: str) -> Record:
@@ -282,8 +306,7 @@ WORK: dict[str, Any] = {}
 
 
 def start(tokenizer: str, objective: str, text_key: str, dtype: str) -> None:
-    """Open the tokenizer. Ctrl-C is the parent's matter, and without a parent there is nothing to do."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Open the tokenizer. Without a parent there is nothing to do."""
     threading.Thread(target=follow, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     read = Reader(load_tokenizer(tokenizer, {}), None)  # to ask for the presets is to import torch, in every process

@@ -8,6 +8,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
@@ -117,6 +118,13 @@ class Tokenizer:
         ended = ids[-1:] == [self.eos_id] and ids[len(ids) - len(plain) :] != plain
         return ids[:-1] if ended else ids
 
+    @cached_property
+    def inside(self) -> "Tokenizer":
+        """The same for texts that go on where others end: without the space that some (LLaMA's) put before every text."""
+        said = json.loads(self.raw.to_str())
+        bare = said | {part: unspaced(said[part]) for part in ("normalizer", "pre_tokenizer")}
+        return self if bare == said else Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(bare)), self.special, self.name)
+
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """The ids of each text without the template: the same as one by one, and made by all cores."""
         for encoding in self.raw.encode_batch_fast(texts, add_special_tokens=False):
@@ -176,11 +184,14 @@ class Tokenizer:
             encoding = self.raw.post_process(one, two)
         finally:
             self.raw.no_truncation()
+        begin = 0
         for part in (encoding, *encoding.overflowing):
             sides = part.sequence_ids
-            places = [o if s == 1 else (-1, -1) for o, s in zip(part.offsets, sides, strict=True)]
+            shown = iter(two.offsets[begin:])  # as they were: to process them again is to take a word's space from its letters
+            places = [next(shown) if s == 1 else (-1, -1) for s in sides]
             kinds = [kind if s == 1 else t for t, s in zip(part.type_ids, sides, strict=True)]
             yield part.ids, kinds, [a for a, _ in places], [b for _, b in places]
+            begin += sides.count(1) - stride
 
     def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of `text` without the template, and of each the characters from and to which it stands."""
@@ -217,12 +228,22 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def unspaced(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The normalizer or the pre_tokenizer of a tokenizer.json without what puts a space before a text; None if nothing is left. Of
+    several pre_tokenizers all stay: T5's cut a text at its spaces, and then put one before each word."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    steps = {"normalizers": [one for one in map(unspaced, step["normalizers"]) if one]} if "normalizers" in step else {}
+    never = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {**step, **steps, **{key: value for key, value in never.items() if key in step}}
+
+
 class UnknownCharacter(InputError):
     """A character that a `CharTokenizer` has not seen, and its place in the text."""
 
     def __init__(self, character: str, offset: int) -> None:
         found = f"{character!r} is not in the vocabulary"
-        super().__init__(message(None, f"character {offset}", found, "one of the training text is wanted"))
+        super().__init__(message(None, f"character {offset}", found, "one of the training text"))
         self.character, self.offset = character, offset
 
 
@@ -239,7 +260,7 @@ class CharTokenizer(Tokenizer):
         """The characters of `texts`; as nanoGPT's data/shakespeare_char/prepare.py numbers them."""
         characters = sorted(set().union(*texts))
         if not characters:
-            refuse(None, "tokenizer", "char over an empty text", "training text is wanted")
+            refuse(None, "tokenizer", "char over an empty text", "training text")
         raw = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}))
         raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         raw.decoder = decoders.Fuse()
@@ -286,6 +307,10 @@ class ForeignTokenizer(Tokenizer):
         self.foreign, self.name = foreign, name
         named = {role: getattr(foreign, f"{role}_token", None) for role in ROLES}
         self.special = {role: str(token) for role, token in named.items() if token is not None}
+
+    @property
+    def inside(self) -> Tokenizer:
+        return self
 
     @property
     def behaviour(self) -> str:

@@ -1,10 +1,12 @@
 """Tokenizers of Hugging Face folders.
 
 tokenizer.json is read by the tokenizers library; vocab.txt (BERT) and vocab.json with merges.txt (GPT-2) are built on it; what is
-left (sentencepiece, CPM-Ant) goes through transformers, imported there.
+left (sentencepiece, CPM-Ant) goes through transformers, imported there. LLaMA's tokenizer.json counts as it stands, as to
+transformers 4; 5 makes another one of its vocabulary, which cuts texts that begin with a space, or hold special tokens, otherwise.
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,7 +48,7 @@ def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
         return CharTokenizer.train(texts)
     if made_here(spec):
         if not (size.isascii() and size.isdigit() and len(size) < 10):
-            refuse(None, "tokenizer", repr(spec), f"a size is wanted: {kind}:8000")
+            refuse(None, "tokenizer", repr(spec), f"a size: {kind}:8000")
         return train_tokenizer(texts, int(size), kind)
     return load_tokenizer(spec)
 
@@ -90,7 +92,7 @@ def _found(folder: Path, config: dict[str, Any]) -> Tokenizer:
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file() and kind in ("", *GPT2_CLASSES):
         vocab = read_json(folder / "vocab.json", JSON_SIZE)
         if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
-            refuse(folder / "vocab.json", None, "not a vocabulary", "an object of tokens and their ids is wanted")
+            refuse(folder / "vocab.json", None, "not a vocabulary", "an object of tokens and their ids")
         if "<|endoftext|>" in vocab:
             return _from_bpe(folder, config, vocab)
     return _from_transformers(folder)
@@ -132,7 +134,7 @@ def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> To
     file = folder / "merges.txt"
     lines = [line for line in _lines(file) if line and not line.startswith("#version")]
     if bad := [line for line in lines if line.count(" ") != 1]:
-        refuse(file, None, repr(bad[0]), "two tokens a line are wanted")
+        refuse(file, None, repr(bad[0]), "two tokens a line")
     pairs = [(first, second) for first, _, second in (line.partition(" ") for line in lines)]
     raw = _guarded(file, lambda: byte_level(models.BPE(vocab, pairs), bool(config.get("add_prefix_space"))))
     _keep_whole(folder, config, raw)
@@ -147,7 +149,7 @@ def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> To
 
 def _from_transformers(folder: Path) -> Tokenizer:
     if not any(f.is_file() and fnmatchcase(f.name, kind) for f in folder.iterdir() for kind in FILES[:-1]):
-        refuse_missing(folder, None, "no tokenizer file in it", "a folder with tokenizer.json is wanted")
+        refuse_missing(folder, None, "no tokenizer file in it", "a folder with tokenizer.json")
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -157,12 +159,29 @@ def _from_transformers(folder: Path) -> Tokenizer:
             found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as e:  # every kind of error reaches us: a missing package, a broken file, an unknown class
         said = str(e).strip().split("\n")[0] or type(e).__name__
-        refuse(folder, "tokenizer", f"transformers cannot read it ({said})", "a folder with tokenizer.json is wanted")
+        refuse(folder, "tokenizer", f"transformers cannot read it ({said})", "a folder with tokenizer.json")
     if not hasattr(found, "backend_tokenizer"):
         return ForeignTokenizer(found, str(folder))
     named = {role: getattr(found, f"{role}_token", None) for role in ROLES}
     special = {role: str(token) for role, token in named.items() if token is not None}
-    return Tokenizer(found.backend_tokenizer, special, str(folder))
+    return Tokenizer(_by_score(Path(str(getattr(found, "vocab_file", ""))), found.backend_tokenizer), special, str(folder))
+
+
+def _by_score(file: Path, raw: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """`raw`, made of a sentencepiece `file`, with its merges in the order of the pieces' scores, as sentencepiece makes them, and
+    not of their numbers, as transformers 5.23 does. LLaMA's runs of spaces, whose numbers are low, have the lowest scores."""
+    content = json.loads(raw.to_str())
+    if file.suffix != ".model" or not file.is_file() or content["model"]["type"] != "BPE":
+        return raw
+    from sentencepiece import SentencePieceProcessor  # transformers has read the file with it
+
+    try:
+        pieces = SentencePieceProcessor(model_file=str(file))
+    except RuntimeError:  # LLaMA 3's is no sentencepiece file
+        return raw
+    scores = {pieces.id_to_piece(k): pieces.get_score(k) for k in range(pieces.get_piece_size())}
+    content["model"]["merges"].sort(key=lambda pair: -scores.get("".join(pair), -math.inf))
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
 def _as_its_class(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> None:
@@ -215,8 +234,8 @@ def _fetch(name: str, presets: Mapping[str, str | None] | None) -> Path:
     check_there(name)
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         if presets:  # it is the model's
-            refuse_missing(name, "model", "no such folder", "an existing folder, a preset or a hub id is wanted")
-        refuse_missing(name, "tokenizer", "no such folder", "a folder, a hub id, char or bpe:8000 is wanted")
+            refuse_missing(name, "model", "no such folder", "an existing folder, a preset or a hub id")
+        refuse_missing(name, "tokenizer", "no such folder", "a folder, a hub id, char or bpe:8000")
     if presets is None:
         from ..registry import hubs  # every family, and torch
 
@@ -250,7 +269,7 @@ def _optional(file: Path) -> dict[str, Any]:
         return {}
     content = read_json(file)
     if not isinstance(content, dict):
-        refuse(file, None, f"a JSON {type(content).__name__}", "an object is wanted")
+        refuse(file, None, f"a JSON {type(content).__name__}", "an object")
     return content
 
 
@@ -259,7 +278,7 @@ def _lines(file: Path) -> list[str]:
     try:
         text = file.read_bytes().decode()
     except UnicodeDecodeError as e:
-        refuse(file, f"byte {e.start}", "not UTF-8", "a UTF-8 vocabulary is wanted")
+        refuse(file, f"byte {e.start}", "not UTF-8", "a UTF-8 vocabulary")
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 
@@ -282,7 +301,7 @@ def _guarded(file: Path, build: Callable[[], T]) -> T:
     except (KeyboardInterrupt, SystemExit, InputError):
         raise
     except BaseException as e:  # a Rust panic is a BaseException
-        refuse(file, None, f"not a tokenizer ({str(e).strip()})", "a file that tokenizers can read is wanted")
+        refuse(file, None, f"not a tokenizer ({str(e).strip()})", "a file that tokenizers can read")
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") ->
     special = SPECIAL[kind]
     tokens = [*dict.fromkeys(special.values()), *SENTINELS.get(kind, ())]
     if vocab_size < 256 + len(tokens):
-        refuse(None, "tokenizer", f"{kind}:{vocab_size}", f"at least {256 + len(tokens)} tokens are wanted")
+        refuse(None, "tokenizer", f"{kind}:{vocab_size}", f"at least {256 + len(tokens)} tokens")
     raw = byte_level(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the library gives a set, whose order differs by run
     trainer = trainers.BpeTrainer(

@@ -1,4 +1,5 @@
-"""Instruction tuning on conversations: all turns are read, and those of the assistant are trained on."""
+"""Instruction tuning on conversations: all turns are read, and those of the assistant are trained on, but for those of
+`weight` 0."""
 
 import json
 import warnings
@@ -67,11 +68,11 @@ class Chats(Sequences):
                 else:
                     mute += 1
         if not len(self.ids):
-            found = f"no token of the assistant within {data.seq_len} tokens of any of the {count} conversations to {use}"
+            found = f"no token of the assistant to {use} within {data.seq_len} tokens of any of the {count} conversations"
             refuse(records[0].file, "data.seq_len", found, "answers, or a greater length")
         if mute:
-            warnings.warn(f"{mute} of {count} conversations have no token of the assistant within {data.seq_len}: left out",
-                          stacklevel=2)
+            said = f"{mute} of {count} conversations have no token of the assistant to {use} within {data.seq_len}: left out"
+            warnings.warn(said, stacklevel=2)
         self.lengths = np.diff(self.ids.bounds)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
@@ -93,29 +94,44 @@ def written(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]])
 
 
 def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
-    """The messages of a record, each with a role and a content: from a list of them, from ShareGPT's list, or from Alpaca's row."""
+    """The messages of a record, each with a role and a content: from a list of them, from ShareGPT's list, or from Alpaca's row,
+    behind its `history` of questions and answers. Its field `system` is the first message."""
     key = data.messages_key or next((key for key in KEYS if key in record.fields), None)
     if key is None and ROW[0] in record.fields and ROW[2] in record.fields:
         asked, more, answer = (str(record.fields.get(name) or "") for name in ROW)
-        return [{"role": "user", "content": f"{asked}\n\n{more}" if more else asked}, {"role": "assistant", "content": answer}]
-    messages = record.get(key or KEYS[0], "data.messages_key")
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, Mapping) for message in messages):
-        record.refuse(f"{key} is {str(messages)[:60]!r}", 'a list of {"role": ..., "content": ...} is wanted')
-    return [message_of(record, message) for message in messages]
+        pairs = [*(listed(record, "history", "[question, answer]") or ()), [f"{asked}\n\n{more}" if more else asked, answer]]
+        if odd := [pair for pair in pairs if not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str]]:
+            record.refuse(f"history has {str(odd[0])[:60]!r}", "a list of [question, answer]")
+        messages = [{"role": role, "content": said} for a, b in pairs for role, said in (("user", a), ("assistant", b))]
+    else:
+        given = record.get(key or KEYS[0], "data.messages_key")
+        if not isinstance(given, list) or not given or not all(isinstance(message, Mapping) for message in given):
+            record.refuse(f"{key} is {str(given)[:60]!r}", 'a list of {"role": ..., "content": ...}')
+        messages = [message_of(record, message) for message in given]
+    system = record.fields.get("system")
+    if not system or {"role": "system", "content": system} == messages[0]:
+        return messages
+    if not isinstance(system, str) or messages[0]["role"] == "system":
+        record.refuse(f"system is {repr(system)[:60]}", "text, or none where the first message is the system's")
+    return [{"role": "system", "content": system}, *messages]
 
 
 def tools_of(record: Record) -> Any:
-    """The tools that a conversation may call, from the field `tools`: a list, or a list as JSON, because a table can hold it only
-    so; None without."""
-    tools = record.fields.get("tools")
-    if isinstance(tools, str):
+    """The tools that a conversation may call."""
+    return listed(record, "tools", "tools")
+
+
+def listed(record: Record, key: str, of: str) -> list[Any] | None:
+    """The list in the field `key`, which may be JSON, because a table can hold it only so; None without."""
+    found = record.fields.get(key)
+    if isinstance(found, str):
         try:
-            tools = json.loads(tools or "null")
+            found = json.loads(found or "null")
         except ValueError as e:
-            record.refuse(f"tools is text that is no JSON ({e})", "a list of tools, or its JSON, is wanted")
-    if not isinstance(tools, list | None):
-        record.refuse(f"tools is {str(tools)[:60]!r}", "a list of tools, or its JSON, is wanted")
-    return tools
+            record.refuse(f"{key} is text that is no JSON ({e})", f"a list of {of}, or its JSON")
+    if not isinstance(found, list | None):
+        record.refuse(f"{key} is {str(found)[:60]!r}", f"a list of {of}, or its JSON")
+    return found
 
 
 def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +139,10 @@ def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
     if "role" not in message and "from" in message:
         if message["from"] not in SHAREGPT:
             record.refuse(f"a turn is from {message['from']!r}", f"one of {', '.join(SHAREGPT)}")
-        message = {"role": SHAREGPT[message["from"]], "content": message.get("value")}
+        message = {"role": SHAREGPT[message["from"]], "content": message.get("value"), "weight": message.get("weight")}
     if not isinstance(message.get("role"), str) or (message.get("content") is None and not message.get("tool_calls")):
-        record.refuse(f"a message has the fields {', '.join(map(str, message))}", "a role and a content are wanted")
+        record.refuse(f"a message has the fields {', '.join(map(str, message))}", "a role and a content")
+    weight = message.get("weight")
+    if weight not in (None, 0, 1) or (weight and message["role"] != "assistant"):
+        record.refuse(f"a message of {message['role']} has the weight {weight!r}", "0 or 1, and 1 only for the assistant's")
     return {name: value for name, value in message.items() if value is not None}

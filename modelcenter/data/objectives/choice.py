@@ -98,7 +98,7 @@ def questions(record: Record, data: DataConfig) -> Iterator[Question]:
     for asked in queries:
         said = asked.get("question" if "questions" in passage else "query") if isinstance(asked, dict) else None
         if not isinstance(said, str):
-            record.refuse(f"a question is {str(said)[:60]}", "text is wanted, in an object with its answers")
+            record.refuse(f"a question is {str(said)[:60]}", "text, in an object with its answers")
         if "questions" in passage:
             yield judged(record, passage["text"], said, asked.get("answers"), "answers")
         else:
@@ -110,9 +110,9 @@ def judged(record: Record, context: str, text: str, answers: Any, key: str) -> Q
     try:
         choices, right = [a["text"] for a in answers], [{0: False, 1: True}[a["label"]] for a in answers]
     except (KeyError, TypeError):
-        record.refuse(f"{key} is {str(answers)[:60]}", "a list of {text, label}, each label 0 or 1, is wanted")
+        record.refuse(f"{key} is {str(answers)[:60]}", "a list of {text, label}, each label 0 or 1")
     if not choices or not all(isinstance(choice, str) for choice in choices):
-        record.refuse(f"{key} is {str(answers)[:60]}", "one answer at least, each with its text, is wanted")
+        record.refuse(f"{key} is {str(answers)[:60]}", "one answer at least, each with its text")
     return Question(context, text, choices, right, [choice for choice, is_right in zip(choices, right, strict=True) if is_right])
 
 
@@ -122,7 +122,7 @@ def filled_in(record: Record, passage: Mapping[str, Any], text: str, answers: An
         ends = [(int(entity["start"]), int(entity["end"]) + 1) for entity in passage["entities"]]  # the end belongs to it
         wanted = [str(a["text"]) for a in answers]
     except (KeyError, TypeError, ValueError, OverflowError):
-        record.refuse("entities or answers are missing", "ReCoRD's entities {start, end} and answers {text} are wanted")
+        record.refuse("entities or answers are missing", "ReCoRD's entities {start, end} and answers {text}")
     choices = list(dict.fromkeys(passage["text"][start:end] for start, end in ends))
     if not choices or PLACE not in text:
         record.refuse(f"{len(choices)} entities for the query {text[:40]!r}", f"one entity at least, and {PLACE} in the query")

@@ -13,7 +13,7 @@ from ..collate import IGNORED, Batch, join, nth, pack, shortened, stack, stack_m
 from ..config import DataConfig
 from ..objective import Names, Objective, register
 from ..ragged import Ids, Ragged
-from ..record import Record, declared
+from ..record import ClassName, Record, declared
 from ..sequence import filler
 
 if TYPE_CHECKING:
@@ -212,14 +212,15 @@ class Valued(Labelled):
         return array("d")
 
     def label(self, record: Record, key: str) -> float:
-        """The number that is wanted."""
+        """The number that is wanted; of a class that the data set numbers (stars), its number."""
         value = record.get(key, "data.label_key")
+        value = value.among.index(value) if isinstance(value, ClassName) else value
         try:
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number) or number == IGNORED:
-            record.refuse(f"{key} is {value!r}", f"a number other than {IGNORED} is wanted")
+            record.refuse(f"{key} is {value!r}", f"a number other than {IGNORED}")
         return number
 
 
@@ -230,7 +231,7 @@ def label_names(records: Sequence[Record], data: DataConfig, known: Names = ()) 
     values = [record.get(data.label_key, "data.label_key") for record in records]
     for record, value in zip(records, values, strict=True):
         if not isinstance(value, str | int) or (isinstance(value, str) and not value.strip()):  # a cell that nobody filled in
-            wanted = "the name or the number of a class is wanted; objective=regress is for values"
+            wanted = "the name or the number of a class; objective=regress is for values"
             record.refuse(f"{data.label_key} is {value!r}", wanted)
     if among(values, known):
         return known
@@ -241,15 +242,15 @@ def label_names(records: Sequence[Record], data: DataConfig, known: Names = ()) 
         there = sorted(n for n in numbers if n is not None)
         if there != list(range(len(there))):
             found = f"the labels {str(there)[:80]}"
-            refuse(records[0].file, data.label_key, found, "numbers from 0 on without a gap are wanted")
+            refuse(records[0].file, data.label_key, found, "numbers from 0 on without a gap")
         names = [f"LABEL_{n}" for n in there]
     else:
         for record, value in zip(records, values, strict=True):
             if not isinstance(value, str):
-                record.refuse(f"{data.label_key} is {value!r}", "a name, as elsewhere in the data, is wanted")
+                record.refuse(f"{data.label_key} is {value!r}", "a name, as elsewhere in the data")
         names = sorted(set(values))
     if len(names) < 2:
-        refuse(records[0].file, data.label_key, f"only the class {names[0]}", "two classes at least are wanted")
+        refuse(records[0].file, data.label_key, f"only the class {names[0]}", "two classes at least")
     return tuple(names)
 
 
@@ -269,7 +270,7 @@ def set_names(records: Sequence[Record], data: DataConfig, known: Names = ()) ->
     else:
         names = [f"LABEL_{n}" for n in range(max((n for n in numbers if n is not None), default=-1) + 1)]
     if len(names) < 2:
-        refuse(records[0].file, data.label_key, f"only the labels {names}", "two labels at least are wanted")
+        refuse(records[0].file, data.label_key, f"only the labels {names}", "two labels at least")
     return tuple(names)
 
 
@@ -287,7 +288,7 @@ def labels_of(record: Record, key: str) -> list[Any]:
     if isinstance(value, str):
         return [label.strip() for label in value.split(",") if label.strip()]
     if not isinstance(value, list | tuple) or not all(isinstance(label, str | int) for label in value):
-        record.refuse(f"{key} is {str(value)[:60]!r}", "a list of labels is wanted (data.label_key names the field)")
+        record.refuse(f"{key} is {str(value)[:60]!r}", "a list of labels (data.label_key names the field)")
     return list(value)
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..encode import Reader
 
 MARKS = {"span1": "*", "span2": "#"}
+WORD = re.compile(r"\w+")
+INSIDE = re.compile(r"(?<=[^\W_])(?=[^\W_])", re.ASCII)  # between two letters of a word; Chinese has no spaces to tell
 
 
 @register
@@ -51,7 +53,8 @@ def marked(record: Record, data: DataConfig) -> str:
             record.refuse(f"{data.spans_key} is {str(spans)[:60]}", f"{span}_index and {span}_text (data.spans_key names them)")
         place = find(text, said, first)
         if place is None:
-            record.refuse(f"{span} is {said[:40]!r} at {first}", "words of the text, and the number of the first, are wanted")
+            found = f"{span} is {said[:40]!r} at {first}, where it does not stand"
+            record.refuse(found, "words of the text, and the number of the first")
         places += [(place[0], f"{mark} "), (place[1], f" {mark}")]
     for at, mark in sorted(places, reverse=True):
         text = text[:at] + mark + text[at:]
@@ -59,11 +62,20 @@ def marked(record: Record, data: DataConfig) -> str:
 
 
 def find(text: str, said: str, first: int) -> tuple[int, int] | None:
-    """The range of characters in which `said` stands in `text`, from word `first` on; from character `first` on, if the text has
-    fewer words. The published files sometimes differ from their texts in case and full stops; then whole words are compared."""
-    words, parts = [word.span() for word in re.finditer(r"\S+", text)], said.split()
-    if parts and 0 <= first <= len(words) - len(parts):
-        begin, end = words[first][0], words[first + len(parts) - 1][1]
-        found = re.search(r"\s+".join(map(re.escape, parts)), text[begin:end], re.IGNORECASE)
-        return (begin + found.start(), begin + found.end()) if found else (begin, end)
-    return (first, first + len(said)) if said and first >= 0 and text.startswith(said, first) else None
+    """The range of characters in which `said` stands in `text`, by its letters, from word `first` on; or else from character
+    `first` on, or from the next word on, because some of the published indices are one too low. Where other words stand between its
+    own (`Kamenev and Zinoviev` for Lev Kamenev and Grigory Zinoviev), as many words of the text as it has. None elsewhere."""
+    words = [word.span() for word in re.finditer(r"\S+", text)]
+    letters = re.findall(r"[^\W_]", said)
+    if not letters or first < 0:
+        return None
+    pattern = re.compile(r"[\W_]*(" + r"[\W_]*".join(map(re.escape, letters)) + r")(?![^\W_])", re.IGNORECASE)
+    by_word, by_next = (pattern.match(text, words[k][0]) if k < len(words) else None for k in (first, first + 1))
+    ends = first, first + len(said)
+    if by_word is None and text.startswith(said, first) and not any(INSIDE.match(text, end) for end in ends):
+        return ends
+    if found := by_word or by_next:
+        return found.span(1)
+    taken = words[first : first + len(said.split())]
+    common = {*WORD.findall(said)} & {word for a, b in taken for word in WORD.findall(text, a, b)}
+    return (taken[0][0], taken[-1][1]) if len(common) > 1 else None

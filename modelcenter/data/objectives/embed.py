@@ -156,7 +156,7 @@ def texts_of_row(record: Record, data: DataConfig) -> list[str]:
     if not isinstance(negatives, list):
         return [*found, record.text(data.negative_key, "data.negative_key")]
     if odd := [text for text in negatives if not isinstance(text, str)]:
-        record.refuse(f"{data.negative_key} holds {odd[0]!r}", "texts are wanted")
+        record.refuse(f"{data.negative_key} holds {odd[0]!r}", "texts")
     return [*found, *negatives]
 
 

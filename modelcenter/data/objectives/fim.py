@@ -37,7 +37,7 @@ class FIM(Causal):
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
                  ) -> Sequences:
         if isinstance(records, Tokens):
-            refuse(records.files[0].file, "objective", "fim with token files, whose texts are cut already", "texts are wanted")
+            refuse(records.files[0].file, "objective", "fim with token files, whose texts are cut already", "texts")
         marks, (before, after) = marks_of(read.tokenizer, read.vocab), self.frame(read)
         rows = Ragged()
         for k, record in enumerate(records):
@@ -46,7 +46,7 @@ class FIM(Causal):
                 random = np.random.default_rng((seed, k, 5))
                 rows.append([*before, *rearranged(record, text, read, data, marks, random), *after])
         if not rows.total:
-            refuse(records[0].file, data.text_key, "no token in all texts", "a text is wanted")
+            refuse(records[0].file, data.text_key, "no token in all texts", "a text")
         return Documents(rows, read, data) if data.packing else Blocks(rows, read, data, seed, train)
 
 
@@ -57,7 +57,8 @@ def rearranged(record: Record, text: str, read: "Reader", data: DataConfig, mark
     if random.random() >= data.fim_rate:
         return read.encode(record, text)
     a, b = sorted(random.integers(0, len(text) + 1, 2).tolist())
-    prefix, middle, suffix = (read.tokenizer.encode(part, special=False) for part in (text[:a], text[a:b], text[b:]))
+    prefix = read.tokenizer.encode(text[:a], special=False)
+    middle, suffix = (read.tokenizer.inside.encode(part, special=False) for part in (text[a:b], text[b:]))
     if not read.holds([*prefix, *middle, *suffix]):
         read.encode(record, text)  # names the place
         read.refuse(record, [*prefix, *middle, *suffix])

@@ -46,7 +46,8 @@ class LM(Causal):
         if data.response_key is None:
             yield record.text(data.text_key, "data.text_key")
         else:
-            yield from texts_of_pair(record, data)
+            yield prompt_of(record, data)
+            yield response_of(record, data)
 
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
                  ) -> Sequences:
@@ -68,7 +69,7 @@ class Blocks(Sequences):
         self.tokens, self.total = tokens, tokens.total - behind(tokens, tokens.total, read.eos)  # what parts documents ends none
         if self.total < 2:
             whose = "" if moving else " of the evaluation data"
-            refuse(None, "data.path", f"{self.total} tokens in all{whose}", "at least two are wanted")
+            refuse(None, "data.path", f"{self.total} tokens in all{whose}", "at least two")
         self.size, self.seed, self.moving = data.seq_len, seed, moving
         self.lengths = np.full(-(-(self.total - 1) // (self.size - 1)), self.size)
 
@@ -137,11 +138,13 @@ class Rows(Sequences):
 
 
 def prompted(records: Sequence[Record], read: "Reader", data: DataConfig) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt ids, response ids) of each record, the response with its end of text."""
-    found = read.encode_all((record, text) for record in records for text in texts_of_pair(record, data))
-    for (record, prompt), (_, response) in zip(found, found, strict=True):
+    """(prompt ids, response ids) of each record, the response with its end of text. It goes on where the prompt ends."""
+    prompts = read.encode_all((record, prompt_of(record, data)) for record in records)
+    responses = read.inside.encode_all((record, response_of(record, data)) for record in records)
+    for (record, prompt), (_, response) in zip(prompts, responses, strict=True):
+        response = response if prompt else read.encode(record, response_of(record, data))  # which begins the text
         if not response:
-            record.refuse(f"{data.response_key} has no token", "a response to train on is wanted")
+            record.refuse(f"{data.response_key} has no token", "a response to train on")
         yield read.bos + prompt, response + read.eos
 
 
@@ -153,6 +156,9 @@ def fit(prompt: list[int], response: list[int], size: int, head: int = 0) -> tup
     return prompt + response[: size - len(prompt)], max(len(prompt), 1)
 
 
-def texts_of_pair(record: Record, data: DataConfig) -> tuple[str, str]:
-    """The prompt and the response of a record."""
-    return record.text(str(data.prompt_key), "data.prompt_key"), record.text(str(data.response_key), "data.response_key")
+def prompt_of(record: Record, data: DataConfig) -> str:
+    return record.text(str(data.prompt_key), "data.prompt_key")
+
+
+def response_of(record: Record, data: DataConfig) -> str:
+    return record.text(str(data.response_key), "data.response_key")

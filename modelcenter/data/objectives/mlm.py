@@ -53,14 +53,14 @@ class Masked(Sequences):
     def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
         tokenizer = read.tokenizer
         if tokenizer.mask_id is None:
-            refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", "one with it is wanted")
+            refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", "one that has it")
         self.mask, self.fill = tokenizer.mask_id, filler(tokenizer)
         self.seed, self.probability = seed, data.mlm_probability
         self.head = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
         self.tail = read.sep
         room = data.seq_len - len(self.head) - len(self.tail)
         if room < 1:
-            refuse(None, "data.seq_len", str(data.seq_len), "room for a token between [CLS] and [SEP] is wanted")
+            refuse(None, "data.seq_len", str(data.seq_len), "room for a token between [CLS] and [SEP]")
         special = tokenizer.special_ids
         top = min(tokenizer.vocab_size, read.vocab or tokenizer.vocab_size)
         self.open = np.ones(max((tokenizer.vocab_size, *special)) + 2, np.bool_)  # the last is for all ids that are no token's
@@ -98,8 +98,9 @@ def continuing(tokenizer: "Tokenizer") -> NDArray[np.bool_]:
     one.
     """
     vocab = tokenizer.vocabulary if hasattr(tokenizer, "raw") else {}  # what transformers alone can read marks no words
-    mark = next((m for m in ("##", "Ġ", "▁") if any(token.startswith(m) for token in vocab)), None)
-    if mark is None:
+    often = {mark: sum(token.startswith(mark) for token in vocab) for mark in ("##", "Ġ", "▁")}
+    mark = max(often, key=lambda mark: often[mark])  # RoBERTa's has words of "##" too, and XLM-R's Maltese ones of "Ġ"
+    if not often[mark]:
         refuse(tokenizer.name, "data.whole_words", "true with a tokenizer that marks no words", "false, or another tokenizer")
     inside = np.zeros(tokenizer.vocab_size, np.bool_)
     for token, number in vocab.items():

@@ -145,7 +145,7 @@ def questions(record: Record, data: DataConfig) -> Iterator[Question]:
         for paragraph in within(record, article, "paragraphs"):
             for asked in within(record, paragraph, "qas"):
                 if not isinstance(context := paragraph.get("context"), str) or not isinstance(asked, dict):
-                    record.refuse(f"a paragraph is {str(paragraph)[:60]}", "a context, and qas that are objects, are wanted")
+                    record.refuse(f"a paragraph is {str(paragraph)[:60]}", "a context, and qas that are objects")
                 yield question_of(record, asked, context, data)
 
 
@@ -165,9 +165,9 @@ def question_of(record: Record, fields: dict[str, Any], context: str, data: Data
             answers = [{"text": t, "answer_start": s} for t, s in zip(answers["text"], answers["answer_start"], strict=True)]
         found = [(str(a["text"]), int(a["answer_start"])) for a in answers or ()]
     except (KeyError, TypeError, ValueError, OverflowError):
-        record.refuse(f"{data.answers_key} is {str(answers)[:60]}", "a list of {text, answer_start} is wanted")
+        record.refuse(f"{data.answers_key} is {str(answers)[:60]}", "a list of {text, answer_start}")
     if not isinstance(text, str):
-        record.refuse(f"{data.question_key} is {str(text)[:60]}", "text is wanted (data.question_key names the field)")
+        record.refuse(f"{data.question_key} is {str(text)[:60]}", "text (data.question_key names the field)")
     if found and context[found[0][1] : found[0][1] + len(found[0][0])] != found[0][0]:
-        record.refuse(f"the answer {found[0][0][:40]!r} does not stand at character {found[0][1]}", "its answer_start is wanted")
+        record.refuse(f"the answer {found[0][0][:40]!r} does not stand at character {found[0][1]}", "its answer_start")
     return Question(text, context, [t for t, _ in found], found[0][1] if found else -1)

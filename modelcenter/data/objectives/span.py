@@ -43,7 +43,7 @@ class Spans(Sequences):
 
     def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
         if not read.eos:
-            refuse(read.tokenizer.name, "objective", "span with a tokenizer without an end of text", "one is wanted")
+            refuse(read.tokenizer.name, "objective", "span with a tokenizer without an end of text", "one that has it")
         self.tokens, self.seed, self.eos, self.fill = tokens, seed, read.eos[0], filler(read.tokenizer)
         self.density, self.mean = data.mlm_probability, data.span_length
         raw = longest(data.seq_len, self.density, self.mean)
@@ -51,7 +51,7 @@ class Spans(Sequences):
         if self.stops[-1] - self.starts[-1] < 2:  # nothing is left of one token without a span
             self.starts, self.stops = self.starts[:-1], self.stops[:-1]
         if not len(self.starts):
-            refuse(None, "data.path", f"{tokens.total} tokens in all", "at least two are wanted")
+            refuse(None, "data.path", f"{tokens.total} tokens in all", "at least two")
         counts = [spans_of(int(n), self.density, self.mean) for n in self.stops - self.starts]
         self.sentinels = sentinels(read.tokenizer, max(k for _, k in counts), read.vocab)
         self.lengths = self.stops - self.starts + np.array([2 * k + 2 for _, k in counts])  # of source and target together

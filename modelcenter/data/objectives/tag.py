@@ -1,5 +1,6 @@
 """Tagging: one label for each word, learned and judged at the word's first token. w words, s tokens."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +46,16 @@ class Tag(Objective):
 
 
 class Tagged(Sequences):
-    """Words and a label for each; `names` are the labels in order. What does not fit of a sentence is left out."""
+    """Words and a label for each; `names` are the labels in order. What does not fit of a sentence is left out, and told of."""
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
         self.size, self.fill, self.ids, self.labels = data.seq_len, filler(read.tokenizer), Ragged(), Ragged()
+        total = lost = 0
         for record in records:
             words, tags = sentence(record, data)
             ids, where = read.tokenizer.encode_words(words, data.seq_len)
+            total += len(words)
+            lost += len(words) - len({*where} - {None})
             if not read.holds(ids):
                 read.refuse(record, ids)
             numbers = [number(record, tag, names, data.tags_key) for tag in tags]
@@ -59,7 +63,11 @@ class Tagged(Sequences):
             self.ids.append(ids)
             self.labels.append([IGNORED if w is None else numbers[w] for w in firsts])
         if not self.ids.total:
-            refuse(records[0].file, data.words_key, "no token in all sentences", "words are wanted")
+            refuse(records[0].file, data.words_key, "no token in all sentences", "words")
+        if lost:
+            use = "learned" if read.train else "judged"
+            said = f"{lost} of {total} words have no token within data.seq_len {data.seq_len}: their tags are not {use}"
+            warnings.warn(said, stacklevel=2)
         self.lengths = np.diff(self.ids.bounds)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
@@ -74,15 +82,15 @@ def sentence(record: Record, data: DataConfig) -> tuple[list[str], list[Any]]:
         value = record.get(key, option)
         value = value.split() if isinstance(value, str) else value
         if not isinstance(value, list | tuple) or not value:
-            record.refuse(f"{key} is {str(value)[:60]!r}", f"a list that is not empty is wanted ({option} names the field)")
+            record.refuse(f"{key} is {str(value)[:60]!r}", f"a list that is not empty ({option} names the field)")
         found.append(list(value))
     words, tags = found
     if len(words) != len(tags):
-        record.refuse(f"{len(words)} words and {len(tags)} tags", "a tag for each word is wanted")
+        record.refuse(f"{len(words)} words and {len(tags)} tags", "a tag for each word")
     if odd := [word for word in words if not isinstance(word, str)]:
-        record.refuse(f"the word {repr(odd[0])[:60]}", "text is wanted")
+        record.refuse(f"the word {repr(odd[0])[:60]}", "text")
     if odd := [tag for tag in tags if not isinstance(tag, str | int)]:
-        record.refuse(f"{data.tags_key} has {repr(odd[0])[:60]}", "the name or the number of a tag is wanted")
+        record.refuse(f"{data.tags_key} has {repr(odd[0])[:60]}", "the name or the number of a tag")
     return words, tags
 
 
@@ -102,12 +110,15 @@ def tag_names(records: Sequence[Record], data: DataConfig, known: Names = ()) ->
         return known
     if (own := declared(tags)) is not None:
         return own
-    if all(isinstance(tag, int) for tag in tags):
+    if numbered := all(isinstance(tag, int) for tag in tags):
         names = tuple(f"LABEL_{n}" for n in range(max(tags) + 1))
     elif odd := [tag for tag in tags if not isinstance(tag, str)]:
         refuse(records[0].file, data.tags_key, f"{odd[0]!r} beside names", "names, or numbers, throughout")
     else:
         names = tuple(sorted(tags))
     if len(names) < 2:
-        refuse(records[0].file, data.tags_key, f"only the tag {names[0]}", "two tags at least are wanted")
+        refuse(records[0].file, data.tags_key, f"only the tag {names[0]}", "two tags at least")
+    if numbered:
+        said = "tags by number: span_f1 takes each for a span of one word; names (B-PER, I-PER, O) say which words are one"
+        warnings.warn(said, stacklevel=2)
     return names
