@@ -25,7 +25,7 @@ from .checkpoint.save import companions
 from .checkpoint.sentence import read_modules, settle
 from .checkpoint.strict_json import no_collection
 from .errors import nearest, refuse
-from .identify import as_dtype, check_labels, described, dtype_of, family_of, find, labels_of, task_of, untie
+from .identify import as_dtype, asked_dtype, check_labels, described, dtype_of, family_of, find, labels_of, task_of, untie
 from .layers import EmbedHead
 from .layers.initial import initial
 from .layers.linear import Linear
@@ -124,11 +124,11 @@ def load(
         folder = stack.enter_context(Folder(path))
         cls = family_of(folder, family)
         full, task = described(cls, folder, source, task, config, num_labels, id2label)
-        asked, task = task, task_of(cls, folder) if task == "auto" else task
+        asked, task = task, task_of(cls, folder, full) if task == "auto" else task
         check_task(cls, task)
         check_labels(cls, task, num_labels, id2label)
         full, untied = untie(cls, full, folder, task)
-        kind = dtype_of(folder, cls.ignored) if dtype == "auto" else as_dtype(dtype)
+        kind = asked_dtype(dtype) or dtype_of(folder, cls.ignored)
         with told(path / "config.json"):
             model = skeleton(cls, full, task, kind)
         weights = matched(model, folder, untied, seed)

@@ -22,7 +22,7 @@ from .checkpoint.config import changed
 from .checkpoint.folder import Folder
 from .checkpoint.match import Keys, same
 from .errors import nearest, refuse
-from .model import Model, Preset
+from .model import Model, Preset, Task
 from .registry import families, hubs, presets
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -95,21 +95,27 @@ def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> 
     return known[kind]
 
 
-def task_of(family: type[Model], folder: Folder) -> str:
+def task_of(family: type[Model], folder: Folder, config: Any) -> str:
     """The task of the checkpoint's head: what `architectures` says, else the first task whose head is all there."""
     named = {task.architecture: name for name, task in reversed(list(family.tasks.items()))}
     said = folder.config.get("architectures") or []
     if not isinstance(said, list) and family.default_task is None:
         refuse(Path(folder.path) / "config.json", "architectures", repr(said), f"a list; known: {', '.join(named)}")
     found = [named[name] for name in said if isinstance(name, str) and name in named] if isinstance(said, list) else []
-    if family.default_task is not None:  # a bare backbone, whose head may be tied, is the default too
-        return next((task for task in found if family.tasks[task].rows or family.tasks[task].without), family.default_task)
-    if found:
-        return found[0]
     keys = Keys(folder)
     there = {key.rpartition(".")[0] for key in keys.real} | set(keys.real)
+
+    def whole(task: Task) -> bool:
+        return all(row[0] in there or row[0].removeprefix(family.prefix) in there for row in task.rows)
+
+    if family.default_task is not None:  # a bare backbone whose head is tied is the default too
+        headed = next((task for task in found if family.tasks[task].rows or family.tasks[task].without), None)
+        if headed or "backbone" not in found or family.tied(config) or whole(family.tasks[family.default_task]):
+            return headed or family.default_task
+    if found:
+        return found[0]
     for name, task in family.tasks.items():
-        if task.rows and all(row[0] in there or row[0].removeprefix(family.prefix) in there for row in task.rows):
+        if task.rows and whole(task):
             return name
     if said:
         wanted = f"known: {', '.join(named)}; or give the task"
@@ -140,6 +146,11 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         refuse(None, "dtype", repr(dtype), nearest(dtype, ["auto", *DTYPES, "float32", "bfloat16", "float16"]))
     return found
+
+
+def asked_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The same, or None for "auto": as stored."""
+    return None if dtype == "auto" else as_dtype(dtype)
 
 
 def dtype_of(folder: Folder, ignored: Sequence[str]) -> torch.dtype:

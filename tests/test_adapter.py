@@ -173,6 +173,22 @@ def test_what_peft_wrote_is_read(case: Case, config: dict[str, Any], tmp_path: P
     torch.testing.assert_close(peft_scores(case, in_peft(case, tmp_path / "again")), wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.task in ("classify", "tag", "qa")], ids=str)
+def test_who_has_not_told_peft_the_task_is_understood(case: Case, tmp_path: Path) -> None:
+    """peft notes the class then, which says what the head is; the base is a language model and has none."""
+    head = next(row[0] for row in case.family.tasks[case.task].rows if row[1] == "head.out")
+    wanted = make_in_peft(case, tmp_path, r=4, target_modules="all-linear", exclude_modules=[head], modules_to_save=[head],
+                          fan_in_fan_out=case.kind == "gpt2")
+    settings, first = json.loads((tmp_path / CONFIG).read_text()), next(iter(case.family.tasks.values()))
+    without = lambda tensors: [tensors.pop(f"{head}.{part}", None) for part in ("weight", "bias")]  # noqa: E731
+    base = zoo.rewritten(case, tmp_path / "base", without, architectures=[first.architecture])
+    assert settings["task_type"] is None
+    (tmp_path / CONFIG).write_text(json.dumps({**settings, "base_model_name_or_path": str(base)}))
+    ours = mc.load(tmp_path, dtype=torch.float64)
+    assert ours.task == case.task
+    torch.testing.assert_close(scores(ours(**inputs(case))), wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(("case", "table", "copy"), [
     (LLAMA, "model.embed_tokens", "lm_head"), (T5, "shared", "encoder.embed_tokens"),
@@ -282,6 +298,22 @@ def test_merged_is_adapted(case: Case, quantize: str, name: str, tmp_path: Path)
         theirs = type(zoo.reference(case)[0]).from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
         with wide(torch.float64):
             torch.testing.assert_close(scores(theirs(**theirs_only(case, theirs, inputs(case)))), wanted, **near)
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_a_merge_in_low_precision_is_the_merge_rounded(quantize: str, tmp_path: Path) -> None:
+    """The base is held in the codes that the adapter was trained on, and all is rounded once."""
+    mc.load(zoo.reference(BERT)[1], dtype="fp32").save_pretrained(tmp_path / "base")
+    model = mc.load(tmp_path / "base", adapter=lora(quantize=quantize))
+    with torch.no_grad():
+        for layer in adapted(model).values():
+            layer.b.weight.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    for out, more in (("wide", ()), ("low", ("dtype=bf16",))):
+        assert main(["merge", str(tmp_path / "adapter"), str(tmp_path / out), *more]) == 0
+    wide, low = (mc.load(tmp_path / out) for out in ("wide", "low"))
+    for name, p in low.named_parameters():
+        assert torch.equal(p, wide.get_parameter(name).bfloat16()), name
 
 
 # ---- what is trained, and on how many processes -----------------------------------------------------------------------

@@ -267,11 +267,15 @@ def test_a_trained_model_continues_as_it_does_in_transformers(tmp_path: Path) ->
     zoo.near(ours(found).logits, theirs(found).logits)
 
 
-def test_a_head_that_nobody_asked_for_and_no_file_has_is_told_of(tmp_path: Path) -> None:
-    """A backbone's folder is a language model's by default, whose words would be noise."""
+def test_a_body_without_a_head_is_a_body_and_a_head_that_no_file_has_is_told_of(tmp_path: Path) -> None:
+    """A folder whose config.json names the bare class is that of a language model only where the head is tied, or there."""
     zoo.pair(zoo.Case("llama", "default", "lm"))[1].save_pretrained(tmp_path / "lm")
-    body = mc.load(tmp_path / "lm", task="backbone", config={"tie": False})
-    body.save_pretrained(tmp_path / "body")
+    mc.load(tmp_path / "lm", task="backbone", config={"tie": False}).save_pretrained(tmp_path / "body")
+    assert mc.load(tmp_path / "body").task == "backbone"
+    assert mc.load(tmp_path / "body", task="lm").load_report.new == ["head.out.weight"]  # as training asks for it
+    mc.load(tmp_path / "lm", task="backbone", config={"tie": True}).save_pretrained(tmp_path / "tied")
+    assert mc.load(tmp_path / "tied").task == "lm"
+    config = json.loads((tmp_path / "body/config.json").read_text())
+    (tmp_path / "body/config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     with pytest.warns(UserWarning, match=r"body: head\.out\.weight: not there, and drawn at random; what task=lm says is noise"):
         mc.load(tmp_path / "body")
-    assert mc.load(tmp_path / "body", task="lm").load_report.new == ["head.out.weight"]  # as training asks for it

@@ -1,16 +1,20 @@
 """A norm that hands on what it is of, or itself a second time: values, and gradients that meet in one pass of the kernel."""
 
+import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from modelcenter import ops
 from modelcenter.layers import FFN, Attention, Batch, LayerNorm, Parallel, PostNorm, PreNorm, RMSNorm, Stack, block
+from modelcenter.layers.block import pair
 from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.norm import add, beside, twice
 from modelcenter.ops import _kernels, _norm
 
 pytestmark = pytest.mark.skipif(_kernels._C is None, reason="without kernels there is nothing to be had")
@@ -51,7 +55,7 @@ def test_both_gradients(kind: Any, device: str, dtype: torch.dtype, used: str, m
     for exact in (False, True):
         layer = norm_of(kind, device, dtype).double() if exact else norm
         leaf = (x.double() if exact else x.clone()).requires_grad_()
-        out, same = (layer(leaf), leaf * 1) if exact else layer.beside(leaf)
+        out, same = (layer(leaf), leaf * 1) if exact else beside(layer, leaf)
         ends = [(out, g)] * (used != "input") + [(same, k)] * (used != "norm")
         torch.autograd.backward([end for end, _ in ends], [grad.to(out.dtype) for _, grad in ends])
         results.append([out, same, leaf.grad, *(p.grad for p in layer.parameters())])
@@ -76,7 +80,7 @@ def test_two_read_a_norm(kind: Any, device: str, dtype: torch.dtype, p: float, u
         layer = norm_of(kind, device, dtype).double() if exact else norm
         leaves = [(t.double() if exact else t.clone()).requires_grad_() for t in (x, residual)]
         torch.manual_seed(3)  # what is dropped
-        outs = (layer.add(*leaves, dropout)[0],) * 2 if exact else layer.twice(*leaves, dropout)
+        outs = (add(layer, *leaves, dropout)[0],) * 2 if exact else twice(layer, *leaves, dropout)
         ends = [(o, g.to(o.dtype)) for o, g, name in zip(outs, grads, ("first", "second"), strict=True) if used in ("both", name)]
         torch.autograd.backward(*zip(*ends, strict=True))
         results.append([*outs, *(t.grad for t in leaves), *(t.grad for t in layer.parameters())])
@@ -124,19 +128,19 @@ def test_the_gradient_of_a_row_of_equal_numbers_is_that_of_zeros(device: str, di
 def test_read_twice_where_there_is_no_kernel_or_no_gradient(kind: Any) -> None:
     norm, x = norm_of(kind, "cpu", torch.float32), torch.randn(2, 24, requires_grad=True)
     with torch.no_grad():
-        first, second = norm.twice(x, x, Dropout(0.0))
-    assert first is second and torch.equal(first, norm.add(x, x, Dropout(0.0))[0])
+        first, second = twice(norm, x, x, Dropout(0.0))
+    assert first is second and torch.equal(first, add(norm, x, x, Dropout(0.0))[0])
     with FlopCounterMode(display=False):
-        first, second = norm.twice(x, x, Dropout(0.0))
+        first, second = twice(norm, x, x, Dropout(0.0))
     assert first is second
     wide = x.detach().double().requires_grad_()
-    first, second = norm.double().twice(wide, wide, Dropout(0.0))
+    first, second = twice(norm.double(), wide, wide, Dropout(0.0))
     assert first is second
 
 
 def test_the_input_lies_where_it_lay() -> None:
     x = torch.randn(2, 24, requires_grad=True) * 2
-    _, same = LayerNorm(24, 1e-5).beside(x)
+    _, same = beside(LayerNorm(24, 1e-5), x)
     assert same is not x and same.data_ptr() == x.data_ptr()
 
 
@@ -155,17 +159,48 @@ def test_blocks_add_no_gradients_of_the_stream_on_a_gpu(kind: Any, device: str, 
 def test_where_there_is_no_kernel_or_no_gradient_it_is_the_norm(kind: Any) -> None:
     norm, x = norm_of(kind, "cpu", torch.float32), torch.randn(2, 24, requires_grad=True)
     with torch.no_grad():
-        out, same = norm.beside(x)
+        out, same = beside(norm, x)
         assert same is x and torch.equal(out, norm(x))
     with FlopCounterMode(display=False):  # a dispatch mode, which is to see the operator
-        assert norm.beside(x)[1] is x
-    assert norm.beside(x.detach())[1].grad_fn is None
+        assert beside(norm, x)[1] is x
+    assert beside(norm, x.detach())[1].grad_fn is None
     wide = x.detach().double().requires_grad_()
-    assert norm.double().beside(wide)[1] is wide
+    assert beside(norm.double(), wide)[1] is wide
 
 
 def test_a_second_gradient_is_refused() -> None:
     x = torch.randn(2, 24, requires_grad=True)
-    out, same = LayerNorm(24, 1e-5).beside(x)
+    out, same = beside(LayerNorm(24, 1e-5), x)
     with pytest.raises(RuntimeError, match="has no gradient"):
         torch.autograd.grad((out * same).sum(), x, create_graph=True)
+
+
+class Wrapper(nn.Module):
+    """What a program puts around a module: it asks the module for all that it has not itself, and changes what comes out."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("inner", "_modules") else getattr(self.inner, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("kind", [PreNorm, PostNorm, Parallel])
+def test_a_module_in_the_place_of_a_norm_is_called(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of the norm it lets through: a norm of twice the weights says what is wanted."""
+    layer = kind(partial(LayerNorm, 24, 1e-5), Attention(24, 2), FFN(24, 48, ops.gelu)).eval()
+    other, x = copy.deepcopy(layer), torch.randn(2, 7, 24)
+    names = [name for name, module in layer.named_children() if isinstance(module, LayerNorm)]
+    for name in names:
+        setattr(layer, name, Wrapper(getattr(layer, name)))
+        for p in getattr(other, name).parameters():
+            p.data *= 2
+    for on_gpu in (False, True):
+        monkeypatch.setattr(block, "on_gpu", lambda x, on_gpu=on_gpu: on_gpu)
+        view = Batch(x).view(causal=True)
+        torch.testing.assert_close(pair(layer(x, view))[0], pair(other(x, view))[0])
+    assert len(names) == (1 if kind is Parallel else 2)

@@ -46,6 +46,7 @@ class Saved:
     alpha_pattern: Mapping[str, float]
     revision: str | None = None  # of the base
     named: Sequence[str] = ()  # the modules that were trained whole
+    made_for: str | None = None  # the class that peft put it on, which it notes where nobody has told it the task
 
     def size(self, layer: str) -> tuple[int, float]:
         """Rank and scale of an adapter, by peft's patterns."""
@@ -54,12 +55,14 @@ class Saved:
         return rank, self.config.scaled(alpha, rank)
 
     def task(self, architectures: Mapping[str, str]) -> str | None:
-        """The task by the config.json beside the adapter, or by peft's type; None: the base's own task."""
+        """The task by the config.json beside the adapter, by peft's type, or by the class that peft put it on; None: the base's own
+        task."""
         if (self.folder / "config.json").is_file():
             said = read_config(self.folder).get("architectures")
             return next((task for task, name in architectures.items() if said == [name]), None)
-        kind = self.task_type
-        return next((task for task, name in TASK_TYPES.items() if name == kind and task in architectures), None)
+        if self.task_type is None:
+            return next((task for task, name in architectures.items() if name == self.made_for), None)
+        return next((task for task, name in TASK_TYPES.items() if name == self.task_type and task in architectures), None)
 
     def labels(self, heads: list[str]) -> dict[int, str] | None:
         """The names of the classes, or as many unnamed ones as the head among `heads` has rows."""
@@ -187,7 +190,9 @@ def read_adapter(folder: str | os.PathLike[str]) -> Saved:
     named = filled.get("modules_to_save") or ()
     if isinstance(named, str) or not all(isinstance(name, str) for name in named):
         refuse(folder / CONFIG, "modules_to_save", repr(named), "a list of modules' names")
-    return Saved(folder, config, base, task_type, tensors, *patterns, filled["revision"] or None, named)
+    known = filled.get("auto_mapping")
+    made_for = known.get("base_model_class") if isinstance(known, dict) else None
+    return Saved(folder, config, base, task_type, tensors, *patterns, filled["revision"] or None, named, made_for)
 
 
 def read_settings(file: Path) -> dict[str, Any]:

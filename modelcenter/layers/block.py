@@ -13,7 +13,7 @@ from ..ops._mode import on_gpu, plain
 from .attention import Attention
 from .dropout import Dropout
 from .linear import rounding
-from .norm import LayerNorm, RMSNorm, factors
+from .norm import LayerNorm, RMSNorm, add, beside, factors, normed, twice
 from .view import View
 
 Twice = Tensor | tuple[Tensor, Tensor]  # b s dim; two: the same for a layer and for the stream, whose gradients come apart
@@ -68,7 +68,7 @@ class PreNorm(Block):
         """The first norm of x, and x for the stream. On a GPU the norm's kernel also adds the stream's gradient, which spares a
         pass over memory. On a CPU that spares little, and without it every mode of recompute gives the same gradients to the
         bit."""
-        return self.attn_norm.beside(x, dtype) if on_gpu(x) else (self.attn_norm(x, dtype), x)
+        return beside(self.attn_norm, x, dtype) if on_gpu(x) else (normed(self.attn_norm, x, dtype), x)
 
     @ahead
     def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
@@ -76,9 +76,9 @@ class PreNorm(Block):
         h, x = self.first(x, dtype)
         h, x = self.attn(h, view), view.chosen(x)
         if self.cross is not None and self.cross_norm is not None:
-            h, x = self.cross_norm.add(h, x, self.dropout, dtype)
+            h, x = add(self.cross_norm, h, x, self.dropout, dtype)
             h = self.cross(h, cross)
-        h, x = self.ffn_norm.add(h, x, self.dropout, dtype)
+        h, x = add(self.ffn_norm, h, x, self.dropout, dtype)
         return self.dropout.add(self.ffn(h), x)
 
 
@@ -88,8 +88,8 @@ class PostNorm(Block):
     def after(self, norm: LayerNorm | RMSNorm, h: Tensor, x: Tensor) -> Twice:
         """The norm of x + h, for the next layer and for the stream. On a GPU its kernel adds the gradients of both; see `first`."""
         if not on_gpu(x):
-            return norm.add(h, x, self.dropout)[0]
-        one, other = norm.twice(h, x, self.dropout)
+            return add(norm, h, x, self.dropout)[0]
+        one, other = twice(norm, h, x, self.dropout)
         return one if one is other else (one, other)
 
     @ahead

@@ -8,7 +8,7 @@ from ..ops._op import wide
 from ..ops.embedding import untrained
 from .dropout import Dropout
 from .linear import alone
-from .norm import LayerNorm, RMSNorm, stream
+from .norm import LayerNorm, RMSNorm, normed, stream
 
 
 class Embedding(nn.Module):
@@ -47,7 +47,7 @@ class Embedding(nn.Module):
             x = x + read(self.segments, segments)
         low = stream(x)
         if self.norm is not None:
-            x = self.norm(x, low)
+            x = normed(self.norm, x, low)
         elif low is not None:
             x = x.to(low)
         out: Tensor = self.dropout(x)

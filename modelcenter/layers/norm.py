@@ -1,22 +1,19 @@
 """Normalisation over the last axis, alone and after the addition to the residual stream.
 
 `dtype` is that of the norm, where it should not be that of what is normed. A norm that somebody watches, by a hook, or has given
-another `forward`, is called as it is, by itself.
+another `forward`, or put another module in the place of, is called as it is, by itself.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops import _norm
 from ..ops._mode import autocast_dtype
-from ..ops._norm import beside, twice
 from .dropout import Dropout
 from .linear import watched
-
-
-def itself(norm: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of the norm is its own `forward` and no more."""
-    return type(norm).forward is kind.forward and not watched(norm)
 
 
 class LayerNorm(nn.Module):
@@ -31,26 +28,6 @@ class LayerNorm(nn.Module):
         out: Tensor = ops.layer_norm(x, self.weight, self.bias, self.eps, dtype)
         return out
 
-    def beside(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The norm of x, and x itself for the addition that follows."""
-        if not itself(self, LayerNorm):
-            return self(x, dtype), x
-        return beside(ops.layer_norm, x, self.weight, self.bias, self.eps, dtype)
-
-    def add(self, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The norm of residual + dropout(x), and that sum."""
-        if not itself(self, LayerNorm):
-            total = dropout.add(x, residual)
-            return self(total, dtype), total
-        out, total = ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps, dropout.seed(x), dropout.p, dtype)
-        return out, total
-
-    def twice(self, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
-        """The norm of residual + dropout(x), twice: for a layer, and for the addition that follows."""
-        if not itself(self, LayerNorm):
-            return (self(dropout.add(x, residual)),) * 2
-        return twice(ops.add_layer_norm, x, residual, self.weight, self.bias, self.eps, dropout.seed(x), dropout.p)
-
 
 class RMSNorm(nn.Module):
     """Scale by the root mean square, then weight; no centring, no bias. Zhang & Sennrich, 2019."""
@@ -64,25 +41,46 @@ class RMSNorm(nn.Module):
         out: Tensor = ops.rms_norm(x, self.weight, self.eps, dtype)
         return out
 
-    def beside(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The norm of x, and x itself for the addition that follows."""
-        if not itself(self, RMSNorm):
-            return self(x, dtype), x
-        return beside(ops.rms_norm, x, self.weight, None, self.eps, dtype)
 
-    def add(self, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The norm of residual + dropout(x), and that sum."""
-        if not itself(self, RMSNorm):
-            total = dropout.add(x, residual)
-            return self(total, dtype), total
-        out, total = ops.add_rms_norm(x, residual, self.weight, self.eps, dropout.seed(x), dropout.p, dtype)
-        return out, total
+def parts(norm: nn.Module) -> tuple[Any, Any, Tensor, Tensor | None, float] | None:
+    """The op of a norm, that of an addition with it behind, weight, bias, eps; None where a call of it is more than that."""
+    if isinstance(norm, LayerNorm) and type(norm).forward is LayerNorm.forward and not watched(norm):
+        return ops.layer_norm, ops.add_layer_norm, norm.weight, norm.bias, norm.eps
+    if isinstance(norm, RMSNorm) and type(norm).forward is RMSNorm.forward and not watched(norm):
+        return ops.rms_norm, ops.add_rms_norm, norm.weight, None, norm.eps
+    return None
 
-    def twice(self, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
-        """The norm of residual + dropout(x), twice: for a layer, and for the addition that follows."""
-        if not itself(self, RMSNorm):
-            return (self(dropout.add(x, residual)),) * 2
-        return twice(ops.add_rms_norm, x, residual, self.weight, None, self.eps, dropout.seed(x), dropout.p)
+
+def normed(norm: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """norm(x) in that dtype, which another module than ours need not know of."""
+    out: Tensor = norm(x, dtype) if isinstance(norm, LayerNorm | RMSNorm) else norm(x)
+    return out if dtype is None else out.to(dtype)
+
+
+def beside(norm: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The norm of x, and x itself for the addition that follows."""
+    if (own := parts(norm)) is None:
+        return normed(norm, x, dtype), x
+    op, _, weight, bias, eps = own
+    return _norm.beside(op, x, weight, bias, eps, dtype)
+
+
+def add(norm: nn.Module, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The norm of residual + dropout(x), and that sum."""
+    if (own := parts(norm)) is None:
+        total = dropout.add(x, residual)
+        return normed(norm, total, dtype), total
+    _, op, weight, bias, eps = own
+    out, total = op(x, residual, weight, *(() if bias is None else (bias,)), eps, dropout.seed(x), dropout.p, dtype)
+    return out, total
+
+
+def twice(norm: nn.Module, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
+    """The norm of residual + dropout(x), twice: for a layer, and for the addition that follows."""
+    if (own := parts(norm)) is None:
+        return (normed(norm, dropout.add(x, residual)),) * 2
+    _, op, weight, bias, eps = own
+    return _norm.twice(op, x, residual, weight, bias, eps, dropout.seed(x), dropout.p)
 
 
 def factors(x: Tensor) -> torch.dtype | None:

@@ -84,9 +84,10 @@ class T5(Model):
         block = partial(PreNorm, norm, dropout=c.dropout)
         bias = partial(RelativeBias, c.heads, c.buckets, c.max_distance)
         self.embed = Embedding(c.vocab, c.dim, dropout=c.dropout)
+        self.encoder_bias = bias(bidirectional=True)
         self.encoder = Stack((block(attn(), ffn()) for _ in range(c.layers)), norm=norm())
+        self.decoder_bias = bias(bidirectional=False)
         self.decoder = Stack((block(attn(), ffn(), cross=attn()) for _ in range(c.decoder_layers or c.layers)), norm=norm())
-        self.encoder_bias, self.decoder_bias = bias(bidirectional=True), bias(bidirectional=False)
         self.dropout = Dropout(c.dropout)
 
     def body(self, batch: Batch) -> Tensor:
@@ -115,8 +116,7 @@ class T5(Model):
     tasks = {
         "seq2seq": Task(
             "T5ForConditionalGeneration",
-            lambda c: LMHead(c.dim, c.vocab, shift=False, scale=c.dim**-0.5 if c.scale else 1.0),
-            (("lm_head", "head.out"),),
+            lambda c: LMHead(c.dim, c.vocab, shift=False, scale=c.dim**-0.5 if c.scale else 1.0), (("lm_head", "head.out"),),
         ),
         "backbone": Task("T5Model"),
         "embed": Task("T5EncoderModel", lambda c: EmbedHead(mean_token), without=("decoder", "decoder_bias")),  # Ni et al., 2021
