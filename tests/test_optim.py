@@ -252,7 +252,7 @@ def steps(model: nn.Module, optimizer: Any, of: range, max_norm: float = 0.0) ->
         optimizer.zero_grad()
 
 
-NEAR = {"lion": 1e-12, "adafactor": 1e-7, "muon": 2e-3}  # torch's eps of fp32 in the second moment; bf16 in Newton and Schulz'
+NEAR = {"lion": 1e-12, "adafactor": 1e-12, "muon": 2e-3}  # bf16 in Newton and Schulz'
 
 
 @pytest.mark.parametrize(("name", "formula"), [("lion", lion), ("adafactor", adafactor), ("muon", muon)])
@@ -278,17 +278,20 @@ def without_decay(formula: Callable[..., Tensor], w: Tensor, g: Tensor, state: d
     return out + 0.01 * 0.2 * w if w.dim() == 1 and formula is lion else out
 
 
-def test_adafactor_equals_transformers() -> None:
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-8])
+def test_adafactor_equals_transformers(size: float) -> None:
+    """Of gradients of any size: those of a model with ten million weights are of 1e-4. Of some rows there is none."""
     ours, theirs = small(torch.float32), small(torch.float32)
     optimizer = build_optimizer(ours, OptimizerConfig(name="adafactor", lr=1e-3, weight_decay=0.0))
     peer = transformers.Adafactor(theirs.parameters(), lr=1e-3, relative_step=False, scale_parameter=True, warmup_init=False)
     for step in range(10):
-        steps(ours, optimizer, range(step, step + 1))
-        for (_, p), g in zip(theirs.named_parameters(), noise(theirs, step).values(), strict=True):
-            p.grad = g
-        peer.step()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        for model, one in ((ours, optimizer), (theirs, peer)):
+            for (_, p), g in zip(model.named_parameters(), noise(model, step, size * 3**-step).values(), strict=True):
+                p.grad = g
+                p.grad[0] *= step > 4
+            one.step()
+    for p, q, start in zip(ours.parameters(), theirs.parameters(), small(torch.float32).parameters(), strict=True):
+        assert (p - q).norm() <= 1e-4 * (q - start).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -298,7 +301,8 @@ def test_ten_steps_are_torchs(name: str, dtype: torch.dtype) -> None:
     optimizer = build_optimizer(ours, OptimizerConfig(name=name, lr=0.01, weight_decay=0.2))
     if name == "adafactor":
         decays = {g["weight_decay"]: [theirs.get_parameter(n) for n in g["param_names"]] for g in optimizer.param_groups}
-        peer = torch.optim.Adafactor([{"params": params, "weight_decay": decay} for decay, params in decays.items()], lr=0.01)
+        groups = [{"params": params, "weight_decay": decay} for decay, params in decays.items()]
+        peer = torch.optim.Adafactor(groups, lr=0.01, eps=(1e-30, 1e-3))
         chosen = [n for n, _ in ours.named_parameters()]
     else:
         chosen = [n for g in optimizer.param_groups if g["muon"] for n in g["param_names"]]
@@ -421,6 +425,7 @@ def test_layer_decay_is_by_depth() -> None:
     assert rates["embed.tokens.weight"] == 0.5**5
     assert rates["encoder.blocks.1.ffn.up.weight"] == rates["encoder.norm.weight"] == 0.5**3
     assert rates["decoder.blocks.0.attn.q.weight"] == 0.5**2 and rates["decoder.norm.weight"] == 1.0
+    assert rates["encoder_bias.table.weight"] == 0.5**5 and rates["decoder_bias.table.weight"] == 0.5**3  # added in first blocks
     with pytest.raises(InputError, match=r"optimizer\.layer_decay: 0\.5, and the model has no blocks"):
         build_optimizer(nn.Linear(2, 2), OptimizerConfig(layer_decay=0.5))
 

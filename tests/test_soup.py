@@ -43,6 +43,20 @@ def test_each_weight_is_the_mean(dtype: torch.dtype, model: str, task: str) -> N
         assert found.head.out.weight is found.embed.tokens.weight
 
 
+def test_a_mean_is_rounded_once(tmp_path: Path) -> None:
+    """Not each part and then their mean, whatever the folders are stored in and whichever comes first."""
+    kinds = (torch.bfloat16, torch.float32, torch.float32)
+    models = [made(seed, kind) for seed, kind in enumerate(kinds)]
+    means = {name: sum(m.get_parameter(name).double() for m in models) / 3 for name in models[0].shapes}
+    for folder, model in zip("abc", models, strict=True):
+        model.save_pretrained(tmp_path / folder)
+    for dtype, near in (("fp32", 1e-6), ("bf16", 2**-8)):
+        assert main(["average", *(str(tmp_path / folder) for folder in "abc"), str(tmp_path / dtype), f"dtype={dtype}"]) == 0
+        found = mc.load(tmp_path / dtype)
+        for name, mean in means.items():
+            torch.testing.assert_close(found.get_parameter(name).detach().double(), mean, rtol=near, atol=1e-8, msg=name)
+
+
 @pytest.mark.parametrize(("other", "words"), [
     ({"model": "gpt2", "task": "classify"}, "family GPT; BERT, as"), ({"task": "mlm"}, "head mlm; classify, as"),
     ({"id2label": {0: "yes", 1: "no"}}, r"labels \('yes', 'no'\); \('no', 'yes'\), as"),

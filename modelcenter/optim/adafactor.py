@@ -1,11 +1,14 @@
-"""Adafactor: the second moment of a matrix as a row and a column. Shazeer and Stern, 2018, as torch.optim.Adafactor computes it.
+"""Adafactor: the second moment of a matrix as a row and a column. Shazeer and Stern, 2018.
 
-At step t, of a gradient g, with b = 1 - t^-0.8:
+At step t, of a gradient g, with b = 1 - t^-0.8 and s = g^2 + 1e-30:
 
-    R = b R + (1 - b) mean of g^2 over a row        C = b C + (1 - b) mean of g^2 over a column
-    V = R C / mean(R)                               of what is no matrix, V = b V + (1 - b) g^2
+    R = b R + (1 - b) mean of s over a row          C = b C + (1 - b) mean of s over a column
+    V = R C / mean(R)                               of what is no matrix, V = b V + (1 - b) s
     u = g / sqrt(V)                                 u = u / max(1, rms(u))
     p = p (1 - lr decay) - max(0.001, rms(p)) min(lr, 1 / sqrt(t)) u
+
+transformers' Adafactor computes this, and torch.optim.Adafactor with eps=(1e-30, 1e-3). Without, torch takes no mean(R) below
+1.2e-7 (in fp32). The gradients of a large model are smaller than its root, 3e-4: u is then too long before it is cut to rms 1.
 
 R and C are of the whole matrix, and every rank has all of them, which are few numbers. What each rank's part of a matrix adds to
 them is summed over the ranks, once a step for all parameters, and so are the sizes of the updates.
@@ -24,6 +27,7 @@ from .adamw import evaluated, gradient, local
 from .clipped import Clipped, scaled
 
 DECAY, LEAST = -0.8, 1e-3  # the exponent of t, and the size of a weight that counts as this at least
+TINY = 1e-30  # is added to squares: of rows without a gradient too there is a root to divide by
 
 
 class Adafactor(Clipped):
@@ -94,19 +98,18 @@ class Adafactor(Clipped):
             else:
                 state["variance"] = torch.zeros_like(p, dtype=sums.dtype)
         state["step"] += 1
-        new, least = float(state["step"]) ** DECAY, torch.finfo(p.dtype).eps
+        new = float(state["step"]) ** DECAY
         if p.dim() > 1:
             rows, columns = sums[1:].split((state["row_var"].numel(), state["col_var"].numel()))
             row, col = state["row_var"], state["col_var"]
-            row.lerp_(rows.view_as(row) / shape[-1], new)
-            col.lerp_(columns.view_as(col) / shape[-2], new)
+            row.lerp_(rows.view_as(row) / shape[-1] + TINY, new)
+            col.lerp_(columns.view_as(col) / shape[-2] + TINY, new)
             region, every = self.region(p), everything((1,))
-            seen = row[(*region[:-1], *every)] / row.mean(-2, keepdim=True).clamp(min=least)[region[:-2]]
-            seen = seen @ col[(*region[:-2], *every, region[-1])]
+            share = row[(*region[:-1], *every)] / row.mean(-2, keepdim=True)[region[:-2]]
+            u = share.rsqrt() * col[(*region[:-2], *every, region[-1])].rsqrt() * g  # a root of each: fp32 may lack their product
         else:
             own = self.mine(p, state["variance"])
-            seen = own.lerp_(g.to(own.dtype).square(), new).clone()
-        u: Tensor = seen.clamp_(min=least**2).rsqrt_().mul_(g)
+            u = own.lerp_(g.to(own.dtype).square() + TINY, new).rsqrt().mul_(g)
         g.copy_(u)
         size: Tensor = torch.linalg.vector_norm(u).square()
         return size

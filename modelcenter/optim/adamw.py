@@ -141,7 +141,7 @@ class AdamW(Plain):
     def prepare(self, p: Tensor, group: dict[str, Any]) -> None:
         """Make the state of a parameter, or convert one that another kind of AdamW has made."""
         if p.grad is not None and p.grad.is_sparse:
-            raise ValueError("AdamW: a sparse gradient; dense ones are wanted")
+            raise ValueError("AdamW: a sparse gradient; a dense one")
         state = self.state[p]
         step = state.get("step", 0.0)
         kept = isinstance(step, Tensor)

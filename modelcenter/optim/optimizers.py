@@ -75,8 +75,8 @@ def set_lr(optimizer: AdamW | Clipped, lr: float) -> None:
 
 def lr_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Each parameter's rate over the full one: decay^(n + 1 - depth), where the k-th of n blocks has depth k, what comes before the
-    first 0, what comes after the last n + 1; an encoder is under its decoder. ELECTRA (Clark et al., 2020), BEiT (Bao et al.,
-    2021)."""
+    first 0, what comes after the last n + 1; an encoder is under its decoder. Modules come in the order in which the family
+    makes them, which is that of the computation. ELECTRA (Clark et al., 2020), BEiT (Bao et al., 2021)."""
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, Block)]
     if decay != 1 and not blocks:
         refuse(None, "optimizer.layer_decay", f"{decay}, and the model has no blocks", "a model of blocks, or 1")

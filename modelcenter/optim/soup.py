@@ -9,22 +9,21 @@ from ..model import Model
 
 
 @torch.no_grad()
-def soup(models: Iterable[Model]) -> Model:
-    """The first of `models`, with the mean of all their weights, added up in at least fp32. Of each later model only the weights
-    are used, and no two need be in memory at once. Errors: `InputError`, naming the first model that is of another family, head,
-    size or labels, or that has an adapter."""
+def soup(models: Iterable[Model], dtype: torch.dtype | None = None) -> Model:
+    """The first of `models`, with the mean of all their weights, added up in at least fp32 and rounded once, to `dtype` or that of
+    the first. Of each later model only the weights are used, and no two need be in memory at once. Errors: `InputError`, naming the
+    first model that is of another family, head, size or labels, or that has an adapter."""
     rest = iter(models)
     first = next(rest)
     alike(first, first)
-    kept = {name: p.dtype for name, p in first.named_parameters()}
     sums = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in first.named_parameters()}
     count = 1
     for model in rest:
         count += 1
         for name, p in alike(first, model).named_parameters():
             sums[name] += p.to(sums[name])
-    for name, p in first.named_parameters():
-        p.copy_((sums[name] / count).to(kept[name]))
+    for name, p in first.to(dtype).named_parameters():
+        p.copy_(sums[name] / count)
     return first
 
 
