@@ -7,6 +7,7 @@ Torch-free until a verb needs it, so that help and refusals are immediate. A set
 import io
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from .cli.tokenize import tokenize
 from .cli.train import train
 from .config import COMMAND_LINE, describe
 from .errors import LIMIT, InputError, message, nearest, printable, refuse, tell
+from .train.interrupt import Interrupt
 
 VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "train": train,
@@ -46,14 +48,16 @@ KEYS: dict[str, type] = {"generate": Generation, "convert": Conversion, "average
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 for bad input, 75 where another process was waited for in vain, 130 when
-    interrupted; of ranks, the first failure's."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run one command and return its exit status: 0, 2 for bad input, 75 where another process was waited for in vain, 128 and the
+    number of the signal that ended it; of ranks, the first failure's."""
+    if argv is None:  # of a process of its own: behind what listens, where the interpreter waits for threads, Ctrl-C ends it
+        argv = sys.argv[1:]
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is escaped
     try:
-        with warnings_in_a_line():
+        with Interrupt(), warnings_in_a_line():
             answer = run(take_apart(argv))
         if answer.text is not None:  # of several ranks one has something to say
             say(answer.text if "--json" not in argv else json.dumps(answer.data, indent=2))
@@ -70,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if status is None or "--debug" in argv:
             raise
         return status
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:  # by a signal, which `Interrupt` has told
         if "--debug" in argv:
             raise
-        return 130
+        return ended.code if isinstance(ended, SystemExit) and isinstance(ended.code, int) else 130
     except BrokenPipeError:  # `modelcenter list keys | head`
         hush()
         return 0

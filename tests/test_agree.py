@@ -14,8 +14,9 @@ from test_ranks import machine_of, run_of
 
 import modelcenter as mc
 from modelcenter.checkpoint.state import steps
+from modelcenter.cli.evaluate import evaluated
 from modelcenter.parallel.apply import join
-from modelcenter.train import agree, loop
+from modelcenter.train import agree, loop, prepare
 from modelcenter.train.agree import difference, facts
 
 
@@ -70,6 +71,18 @@ def missing(rank: int, recipe: Any) -> None:
 def test_data_that_one_rank_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     spawn(2, missing, run_of(tmp_path, **{"data.path": "text.txt"}))
+
+
+def judged(rank: int, recipe: Any) -> None:
+    """By ranks of which each has its own folder for stacks, and one cuts texts sooner. Nothing may be prepared."""
+    prepare.prepare = None  # type: ignore[assignment]
+    data = replace(recipe.data, seq_len=8) if rank else recipe.data
+    with pytest.raises(mc.InputError, match=r"data\.seq_len: \d+ on rank 0 and 8 on rank 1; the same for every rank"):
+        evaluated(replace(recipe, data=data, output_dir=f"{recipe.output_dir}{rank}"), machine_of((2, 1)))
+
+
+def test_an_evaluation_asks_too(tmp_path: Path) -> None:
+    spawn(2, judged, run_of(tmp_path))
 
 
 def refused(rank: int, recipe: Any) -> None:

@@ -2,14 +2,18 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modelcenter.__main__ import VERBS, main
-from modelcenter.cli.arguments import take_apart
+from modelcenter.checkpoint.atomic import staging
+from modelcenter.cli.arguments import Answer, take_apart
 from modelcenter.errors import InputError
 
 
@@ -59,7 +63,7 @@ REFUSED = [  # the command, how its one line goes on
     (("generate", "m", "p", "prompts=a.txt"), "command line: prompt: given, and so is prompts; "),
     (("generate", "m", "prompts=a.txt", "--stream"), "command line: stream: true with several texts; "),
     (("generate", "m", "p", "num_beams=3", "num_beam_groups=2"), "command line: num_beam_groups: 2 for 3 beams; "),
-    (("generate", "m", "p", "out=good.yaml"), "good.yaml: exists; a new file"),
+    (("generate", "m", "p", "out=good.yaml"), "good.yaml: exists; a new file, or this one moved away"),
     (("generate", "m", "prompts=absent.txt"), "absent.txt: No such file or directory; "),
     (("generate", "m", "p", "temperature=0"), "command line: temperature: 0; a number at least 1e-06"),
     (("generate", "m", "p", "top_p=1.5"), "command line: top_p: 1.5; a number above 0 and at most 1"),
@@ -217,6 +221,21 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor"]) == 130
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_removes_what_is_half_done(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                            capfd: Any) -> None:
+    def write(_: object) -> Answer:
+        with staging(tmp_path / "out") as place:
+            (place / "half").write_text("")
+            os.kill(os.getpid(), number)
+            time.sleep(9)
+        return Answer("", None)
+
+    monkeypatch.setitem(VERBS, "doctor", write)
+    assert main(["doctor"]) == 128 + number and not list(tmp_path.iterdir())
+    assert capfd.readouterr().err == f"\n{number.name}: ending; once more ends it now\n"
+
+
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m modelcenter list keys | true; echo ${{PIPESTATUS[0]}}"
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
@@ -330,7 +349,7 @@ def test_evaluate_asks_the_model_what_a_folder_is_for(here: Path, capsys: pytest
         capsys.readouterr()
         assert main(["evaluate", folder, "data.path=a.txt"]) == 0
         found = capsys.readouterr().out.splitlines()
-        assert found[0] == "data.seq_len: 16, the model's positions" and found[1].startswith("loss ")
+        assert found[0] == "data.seq_len: 16, the model's positions" and found[1].startswith("examples ")
         assert main(["evaluate", folder, "data.path=a.txt", "data.seq_len=16"]) == 0
         assert capsys.readouterr().out.splitlines() == found[1:]
     assert main(["generate", "out/model", "the cat", "--json"]) == 0  # nobody says how many tokens: as many as there is room for
@@ -383,7 +402,7 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
         assert rows == {"out": "o.jsonl", "texts": 6} or [row["prompt"] for row in rows[::2]] == said_of
     (here / "none.jsonl").write_text('{"q": "the cat"}\n{"q": ""}\n')
     assert main(["generate", "copy", "prompts=none.jsonl", "prompt_key=q", *beams]) == 2
-    assert "error: none.jsonl: line 2: q has no token; a text to go on with is wanted" in capsys.readouterr().err
+    assert "error: none.jsonl: line 2: q has no token; a text to go on with" in capsys.readouterr().err
     capsys.readouterr()
     rows = [json.loads(line) for line in (here / "o.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["the cat"] * 2 + ["a mat. the cat"] * 2 + ["the"] * 2

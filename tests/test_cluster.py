@@ -35,10 +35,21 @@ def pod_of(text: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- Slurm
 
 
+SRUN = """\
+while [ "${1#--}" != "$1" ]; do shift; done
+SLURM_NODEID=0 "$@" &
+trap 'kill -KILL "$!"' TERM
+trap 'kill -USR1 "$!"' USR1
+until wait "$!"; status=$?; ! kill -0 "$!" 2> /dev/null; do :; done
+exit "$status"
+"""
+
+
 def scheduler(folder: Path, **more: str) -> dict[str, str]:
-    """An environment in which srun runs its command once, as node 0, and scontrol writes down what it is asked."""
+    """An environment in which srun runs its command once, as node 0, hands USR1 on to it and at a TERM kills it, as Slurm's does;
+    and scontrol writes down what it is asked."""
     for name, text in {
-        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nSLURM_NODEID=0 exec "$@"',
+        "srun": SRUN,
         "scontrol": f'if [ "$1" = show ]; then echo host-a; echo host-b; else echo "$@" >> {folder}/asked; fi',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -91,15 +102,40 @@ def test_what_failed_is_queued_again_a_few_times(status: int, before: int, again
     assert len(lines) == before + 1 and lines[-1].endswith(f": status {status} on host-[a,b]")
 
 
-WORKS = "trap 'echo saved; exit 0' TERM; echo works; while true; do sleep 0.05; done"
+HEARS = """\
+import os, time
+from modelcenter.train.interrupt import Interrupt
+with Interrupt() as interrupt:
+    interrupt.begin()
+    print(os.getpid(), flush=True)
+    while not interrupt:
+        time.sleep(0.01)
+    time.sleep(0.3)  # who is killed meanwhile has saved nothing
+    print("saved", flush=True)
+"""
+
+
+def at_work(folder: Path) -> "tuple[subprocess.Popen[str], int]":
+    """A job whose run can be asked for its end, and the process of that."""
+    job = submitted(folder, [sys.executable, "-c", HEARS], SLURM_RESTART_COUNT="9", PYTHONPATH=str(Path(__file__).parents[1]))
+    assert job.stdout is not None
+    return job, int(job.stdout.readline())
 
 
 def test_when_its_time_is_up_a_run_saves_and_is_queued_again(tmp_path: Path) -> None:
-    job = submitted(tmp_path, ["bash", "-c", WORKS], SLURM_RESTART_COUNT="9")
-    assert job.stdout is not None and job.stdout.readline() == "works\n"
+    job, _ = at_work(tmp_path)
     job.send_signal(signal.SIGUSR1)
     assert job.communicate(timeout=250)[0] == "saved\n" and job.returncode == 0
     assert (tmp_path / "asked").read_text() == "requeue 70007\n" and not list(tmp_path.glob("*.failures"))
+
+
+def test_a_job_that_is_cancelled_has_time_to_save(tmp_path: Path) -> None:
+    """Slurm tells script and tasks by TERM, half a minute before it kills them; srun would kill them at once."""
+    job, run = at_work(tmp_path)
+    job.send_signal(signal.SIGTERM)
+    os.kill(run, signal.SIGTERM)
+    assert job.communicate(timeout=250)[0] == "saved\n" and job.returncode == 0
+    assert not (tmp_path / "asked").exists() and not list(tmp_path.glob("*.failures"))
 
 
 # ---------------------------------------------------------------------------------------------------------- Kubernetes
@@ -123,7 +159,7 @@ def test_a_manifest_fits_together() -> None:
     assert container["resources"]["limits"] == {"cpu": "16", "memory": "200Gi", "nvidia.com/gpu": "8"}
     assert container["command"][3:] == ["train", "python", *ODD, "--json"]
     rules = {rule["action"] + str(rule.get("onExitCodes", {}).get("values", "")) for rule in spec["podFailurePolicy"]["rules"]}
-    assert rules == {"FailJob[2]", f"Ignore[{STOPPED}]", "Ignore"} and pod["restartPolicy"] == "Never"
+    assert rules == {"FailJob[2]", f"Ignore[{STOPPED}, 143]", "Ignore"} and pod["restartPolicy"] == "Never"
     assert {v["name"] for v in pod["volumes"]} == {m["name"] for m in container["volumeMounts"]}
 
 

@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
 import shutil
+import signal
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, get_args
 
@@ -62,6 +66,65 @@ def test_the_best_is_kept_and_a_run_without_a_better_one_ends(
     assert all(torch.equal(after[name], value) for name, value in model.items())
 
 
+def test_a_best_that_is_not_there_is_looked_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A state of another folder knows a best step, whose model stayed there."""
+    monkeypatch.setattr(evaluate, "evaluate", told(tmp_path / "out", "eval_loss", [1, 2, 4, 3, 5]))
+    recipe = recipe_of(tmp_path, eval_steps=4, save_steps=4, best="loss")
+    train(recipe, MACHINE)
+    there = replace(recipe, resume=str(tmp_path / "out" / "step-8"), output_dir=str(tmp_path / "there"))
+    monkeypatch.setattr(evaluate, "evaluate", told(tmp_path / "there", "eval_loss", [4, 3, 5]))
+    train(there, MACHINE)
+    assert "there/model: not there, the best so far, of step 4: the best is looked for anew" in capsys.readouterr().err
+    model, state = tmp_path / "there" / "model", load_file(tmp_path / "there" / "step-16" / "model.safetensors")
+    assert model.is_dir()
+    written = mc.load(model)
+    assert all(torch.equal(written.get_parameter(name), state[name]) for name in written.shapes)
+    assert [r["best_step"] for r in rows(tmp_path / "there") if "eval_loss" in r] == [12, 16, 16]
+
+
+def pressed(at: int) -> Callable[..., Any]:
+    """`count_targets`, called for each batch; SIGTERM comes in the one of that number."""
+    real, calls = evaluate.count_targets, count(1)
+
+    def call(*rest: Any) -> Any:
+        if next(calls) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*rest)
+
+    return call
+
+
+@pytest.mark.parametrize(("step", "patience", "last"), [(4, 4, 10), (14, None, 14)], ids=["between", "last"])
+def test_an_evaluation_that_is_given_up_comes_first(
+    step: int, patience: int | None, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is given up twice, or done and the run killed before it has saved another state: all is as if nobody had asked it
+    to end."""
+    recipes = []
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        changes = {"best": "loss", "patience": patience, "ema": 0.5, "optimizer.lr": 0.3, "schedule.name": "constant"}
+        recipes.append(recipe_of(tmp_path / name, eval_steps=2, save_steps=8, max_steps=14, **changes))
+    whole, out = tmp_path / "whole" / "out", tmp_path / "parts" / "out"
+    assert train(recipes[0], MACHINE).step == last
+    batches = 15  # of an evaluation
+    for number in ((step // 2 - 1) * batches + 2, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluate, "count_targets", pressed(number))
+            run = train(recipes[1], MACHINE)
+        assert (run.stopped, run.step) == (True, step)
+        assert [r["step"] for r in rows(out) if "eval_loss" in r] == list(range(2, step, 2))
+    for _ in range(2):
+        run = train(recipes[1], MACHINE)
+        assert (run.stopped, run.step) == (False, last) and rows(out) == rows(whole)
+        for file in ("model/model", *(f"step-{last}/{name}" for name in ("model", "ema", "random", "optimizer"))):
+            assert (out / f"{file}.safetensors").read_bytes() == (whole / f"{file}.safetensors").read_bytes(), file
+        for state in {*out.glob("step-*")} - {out / f"step-{step}"}:
+            shutil.rmtree(state)
+
+
 def test_more_is_better_or_less() -> None:
     at = Position()
     judged = [at.judge(value, True) for value in (0.5, 0.5, math.nan, 0.6)]
@@ -88,11 +151,12 @@ def test_bits_per_byte_of_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture
     before = sorted(tmp_path.rglob("*"))
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["eval_targets"] == len(text) - 1
+    assert found["eval_targets"] == len(text) - 1 and found["eval_examples"] == math.ceil((len(text) - 1) / 15)
     assert found["eval_bits_per_byte"] == pytest.approx(nats / math.log(2) / (len(text) - 1), rel=1e-5)
     assert main(command) == 0 and sorted(tmp_path.rglob("*")) == before
     line = capsys.readouterr().out
-    assert line.count("\n") == 1 and f"bits_per_byte {found['eval_bits_per_byte']:.6g}" in line
+    assert line.startswith(f"examples {found['eval_examples']}, loss ") and line.count("\n") == 1
+    assert f"bits_per_byte {found['eval_bits_per_byte']:.6g}" in line
 
 
 @pytest.mark.parametrize("name", ["model", "gpt2"], ids=["folder", "named as a preset"])
@@ -122,6 +186,42 @@ def test_bytes_are_utf_8_and_without_the_first_token() -> None:
     pieces = open_tokenizer("bpe:300", ["the cat sat on the mat. " * 20])
     first = pieces.decode(pieces.encode("the cat")[:1])
     assert 1 < len(first) < 7 and stream_bytes(["the cat"], pieces) == len("the cat") - len(first)
+
+
+SHORT = {"config": {"dim": 32, "hidden": 64, "heads": 2, "head_dim": 16, "layers": 1, "decoder_layers": 1}, "model": "t5-small",
+         "objective": "seq2seq", "tokenizer": "roberta:270", "save_steps": None, "data.eval_fraction": 0.25, "data.target_len": 6,
+         "max_steps": 2, "eval_steps": None, "metrics": ["chrf"]}  # fmt: skip
+
+
+def short(folder: Path, generation: dict[str, Any], **changes: Any) -> Recipe:
+    pairs = [{"source": "x" * (n % 5 + 1), "target": "ab" if n % 2 else "b"} for n in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs))
+    return recipe_of(folder, **{**SHORT, "data.path": str(folder / "pairs.jsonl"), "generation": generation, **changes})
+
+
+def test_texts_that_are_drawn_are_the_same_again(tmp_path: Path) -> None:
+    """By the recipe's seed: each rank would draw its own, and one alone think its model the best."""
+    found = []
+    for name, changes in (("a", {}), ("b", {}), ("c", {"generation": {"do_sample": True, "seed": 5}})):
+        (tmp_path / name).mkdir()
+        found.append(train(short(tmp_path / name, **{"generation": {"do_sample": True}, **changes}), MACHINE).metrics["eval_chrf"])
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(("generation", "words"), [
+    ({"num_beams": 2, "num_return_sequences": 2}, r"generation\.num_return_sequences: 2; 1: one text for each example is judged"),
+    ({"length_penalty": 0.6}, r"length_penalty: 0\.6, which does nothing without num_beams from 2"),
+], ids=["texts", "penalty"])  # fmt: skip
+def test_generation_that_cannot_be_judged_is_refused_before_the_first_step(
+    generation: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=words):
+        train(short(tmp_path, generation), MACHINE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_end_at_a_text(tmp_path: Path) -> None:
+    assert train(short(tmp_path, {"stop_strings": "b"}), MACHINE).step == 2
 
 
 def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +289,7 @@ def test_a_classifier_is_judged_where_some_of_its_classes_do_not_occur(
         file.write_text("".join(json.dumps({"text": f"t {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
         assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}", *asked]) == 0
         said = capsys.readouterr().out
-        assert f"accuracy {right:.6g}" in said and all(line in said for line in lines), said
+        assert "examples 3, loss " in said and f"accuracy {right:.6g}" in said and all(line in said for line in lines), said
         assert said.count(": 0, for it is") == len(lines), said
     file.write_text('{"text": "t", "label": 2}\n' * 4)
     given = [f"model={tmp_path / 'model'}", f"data.path={file}", "data.seq_len=8", f"output_dir={tmp_path / 'out'}"]

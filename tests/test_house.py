@@ -202,6 +202,14 @@ def test_the_lint_lets_pass(source: str) -> None:
     assert not offences(source)
 
 
+def test_refusals_have_one_form() -> None:
+    """`<found>; <wanted>`: what stands behind the semicolon is what is wanted, and need not say so."""
+    calls = [(f"{name_of(file)}:{node.lineno}", ast.unparse(node)) for file in FILES
+             for node in ast.walk(ast.parse(file.read_text("utf-8")))
+             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("refuse", "refuse_missing"))]
+    assert len(calls) > 600 and not [place for place, call in calls if re.search(r"\b(is|are) wanted\b", call)]
+
+
 @pytest.mark.parametrize("file", sorted(ROOT.glob("models/*.py")), ids=name_of)
 def test_a_family_is_short(file: Path) -> None:
     assert len(file.read_text("utf-8").splitlines()) < 150

@@ -225,7 +225,8 @@ def test_who_asked_is_told_nothing_new(asked: tuple[int, ...], ended: int, tmp_p
 @pytest.mark.parametrize(("error", "status"), [
     (DistStoreError("failed to recv, got 0 bytes"), LOST), (RuntimeError("Wait timeout"), LOST),
     (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), LOST), (RuntimeError("shapes differ"), None),
-], ids=["store", "file", "pair", "other"])  # fmt: skip
+    (RuntimeError("TCPStore is gone"), LOST), (RuntimeError("cannot restore what is stored"), None),
+], ids=["store", "file", "pair", "other", "named", "restored"])  # fmt: skip
 def test_who_has_lost_another_says_so_in_a_line(error: RuntimeError, status: int | None, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: Any) -> None:
     """One of several; the launcher knows which, and of any other error the traceback is wanted."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.ranks import ALONE, Ranks
-from modelcenter.train import loop, session
+from modelcenter.train import evaluate, loop, session
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, read_rows
@@ -433,6 +434,39 @@ def test_one_ranks_trouble_is_everybodys(tmp_path: Path) -> None:
     logged = [row for row in told(tmp_path / "out") if "loss" in row]
     assert [row["step"] for row in logged if row["grad_norm"] is None] == [2, 3] and logged[-1]["skipped"] == 2
     assert sorted(path.name for path in (tmp_path / "out").glob("*step-*")) == ["step-6"]
+
+
+def asked(rank: int, recipe: Any) -> None:
+    """Rank 1 alone, in the second batch of the second evaluation."""
+    loop.plot_loss = lambda folder: "not drawn"
+    real, calls = evaluate.count_targets, count(1)
+
+    def count_targets(*rest: Any) -> int:
+        if rank == 1 and any("eval_loss" in row for row in told(Path(recipe.output_dir))) and next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*rest)
+
+    evaluate.count_targets = count_targets
+    run = train(recipe, machine_of((2, 1)))
+    assert run.stopped and run.step == 4
+    evaluate.count_targets = real
+
+
+def test_an_evaluation_is_given_up_by_all(tmp_path: Path) -> None:
+    """And comes first in the next life, as if nobody had asked."""
+    for name in ("parts", "whole"):
+        (tmp_path / name).mkdir()
+    parts, whole = (run_of(tmp_path / name, best="loss", patience=3, eval_steps=2) for name in ("parts", "whole"))
+    spawn(2, asked, parts)
+    assert [row["step"] for row in told(tmp_path / "parts" / "out") if "eval_loss" in row] == [2]
+    spawn(2, runs, (2, 1), parts)
+    spawn(2, runs, (2, 1), whole)
+    assert told(tmp_path / "parts" / "out") == told(tmp_path / "whole" / "out")
+    files = [file.relative_to(tmp_path / "whole") for file in (tmp_path / "whole" / "out").glob("*/*")]
+    assert {file.parent.name for file in files} >= {"model", "step-8"}
+    for file in files:
+        if file.parent.name in ("model", "step-8"):
+            assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
 
 
 def killed(rank: int, recipe: Any) -> None:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 import modelcenter as mc
 from modelcenter import create
+from modelcenter.__main__ import main
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, objectives
 from modelcenter.data.tokenizer_open import open_tokenizer
@@ -35,7 +36,7 @@ from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.watch import PARENT
-from modelcenter.train import plot, session
+from modelcenter.train import loop, plot, session
 from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING, claim
@@ -350,7 +351,7 @@ def test_resume_after_kill_is_bitwise(tmp_path: Path, whole: Path) -> None:
 
 
 @pytest.mark.usefixtures("terminal")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_saves_and_resume_goes_on(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch,
                                            number: signal.Signals) -> None:
     recipe, real = recipe_of(tmp_path), session.update
@@ -409,6 +410,7 @@ def test_a_terminal_that_ends_is_asked_for_the_end_once(monkeypatch: pytest.Monk
     with monkeypatch.context() as patch, Interrupt() as interrupt:
         patch.setattr(os, "write", gone)
         patch.setattr(os, "_exit", ended.append)
+        interrupt.begin()
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGHUP)
             assert interrupt and not ended
@@ -421,17 +423,68 @@ def test_a_terminal_that_ends_is_asked_for_the_end_once(monkeypatch: pytest.Monk
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_has_nothing_to_save_ends(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """At once, with the status of the signal, a line and nothing left; and the same command goes on as if nothing had been."""
+    recipe, real = recipe_of(tmp_path, max_steps=2, eval_steps=None, save_steps=None), loop.prepare
+
+    def prepare(*rest: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), number)
+        time.sleep(9)
+        return real(*rest, **options)
+
+    words, before = ["train", str(write_file(recipe, tmp_path / "r.yaml"))], signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "prepare", prepare)
+        began = time.monotonic()
+        assert main(words) == 128 + number and time.monotonic() - began < 8
+    said = capfd.readouterr()
+    assert said.err == f"\n{number.name}: ending; once more ends it now\n" and not said.out
+    assert not (tmp_path / "out").exists() and signal.getsignal(number) == before
+    assert main(words) == 0 and (tmp_path / "out" / "model").exists()
+
+
+READING = """
+import os, sys, threading
+sys.path.insert(0, os.getcwd())
+from modelcenter.train.interrupt import Interrupt
+with Interrupt():
+    import swallows
+print("went on")
+"""
+
+
+def test_a_module_that_passes_over_an_exception_does_not_go_on(tmp_path: Path) -> None:
+    """Some do while they are read; and what is raised in the middle of a C library's beginning leaves it half begun."""
+    (tmp_path / "swallows.py").write_text("import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    while True: pass\n"
+                                          "except BaseException:\n    pass\n")
+    done = subprocess.run([sys.executable, "-c", READING], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stdout) == (130, "") and done.stderr == "\nSIGINT: ending; once more ends it now\n"
+
+
+def test_one_inside_another_is_asked_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's word comes after the signal that the whole job was sent, by then perhaps to the outer one."""
+    with Interrupt() as outer:
+        with Interrupt() as inner:
+            inner.begin()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert inner and not outer
+        assert outer
+
+
 def test_a_rank_is_asked_for_its_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ends a job may tell each of its processes, of which one is the launcher, that tells the ranks: they save all the same."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setenv(PARENT, "1")
     with Interrupt() as interrupt:
+        interrupt.begin()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupt and not ended
     monkeypatch.delenv(PARENT)
-    with Interrupt():
+    with Interrupt() as interrupt:
+        interrupt.begin()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [128 + signal.SIGTERM]
@@ -1168,6 +1221,16 @@ def test_metrics_without_data_for_them_are_said(tmp_path: Path, capsys: pytest.C
 
 def test_a_share_of_an_epoch_is_a_step_at_least(tmp_path: Path) -> None:
     assert train(recipe_of(tmp_path, num_epochs=1e-300), MACHINE).step == 1
+
+
+@pytest.mark.parametrize("changes", [{"warmup_steps": 19}, {"warmup_steps": 5, "decay_steps": 7}], ids=["tenth", "epoch"])
+def test_a_decay_too_long_is_refused_before_the_first_step(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Also where it is a tenth of the run, or the run as long as an epoch."""
+    settings = {f"schedule.{key}": value for key, value in {"name": "wsd", **changes}.items()}
+    ends = {"max_steps": None, "num_epochs": 0.1} if "decay_steps" in changes else {}
+    with pytest.raises(InputError, match=r"schedule\.decay_steps: [27] after (19|5) of warm-up, in a run of"):
+        train(recipe_of(tmp_path, **settings, **ends), MACHINE)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_warm_up_that_never_ends_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -220,7 +220,7 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "half precision": ({"precision": "fp8"}, "precision: 'fp8'; auto | bf16 | "),
     "tokenizer with a scheme": ({"tokenizer": "https://h/x"}, "https://h/x"),
     "tokenizer with a port": ({"tokenizer": "h:80/x"}, "h:80/x: a scheme or a port in a name"),
-    "tokenizer size beyond reason": ({"tokenizer": "bpe:" + "9" * 30}, "a size is wanted: bpe:8000"),
+    "tokenizer size beyond reason": ({"tokenizer": "bpe:" + "9" * 30}, "a size: bpe:8000"),
     "tokenizer not in the cache": ({"tokenizer": "no/body"}, "no/body: offline, and no/body is not in the cache"),
     "empty set": ({"data.path": "empty.txt"}, "empty.txt: data.path: no record"),
     "bad UTF-8": ({"data.path": "bad.txt"}, "bad.txt: line 2: byte 3 (0xff) is not UTF-8"),

@@ -80,7 +80,7 @@ def look_up(name: str, repo: str, revision: str | None) -> Listing:
     # The listing comes first: it fails at once where a file's HEAD request would be retried for half a minute.
     info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=PATIENCE)
     if not any(s.rfilename == "config.json" for s in info.siblings or ()):
-        refuse_missing(name, "config.json", f"{repo} has none", "a transformers model repository is wanted")
+        refuse_missing(name, "config.json", f"{repo} has none", "a transformers model repository")
     # Asked for by branch, so that the cache learns which commit the branch is and an offline run finds it.
     folder = Path(hf_hub_download(repo, "config.json", revision=revision)).parent
     commit = folder.name
@@ -94,10 +94,10 @@ def look_up(name: str, repo: str, revision: str | None) -> Listing:
     if not weights:
         seen = [f for f in sizes if f.endswith((".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".bin", ".safetensors"))]
         refuse_missing(name, None, f"{repo} has no weights that we read{' but ' + ', '.join(seen) if seen else ''}",
-                       "model.safetensors or pytorch_model.bin, whole or with an index.json, is wanted")
+                       "model.safetensors or pytorch_model.bin, whole or with an index.json")
     lacking = [f for f in weights if f not in sizes]
     if lacking:
-        refuse_missing(name, weights[0], f"it lists {lacking[0]!r}, which {repo} lacks", "another revision is wanted")
+        refuse_missing(name, weights[0], f"it lists {lacking[0]!r}, which {repo} lacks", "another revision")
     vectors = ("modules.json", *filter(MODULE.fullmatch, sizes)) if "modules.json" in sizes else ()
     companions = sorted({*vectors, *filter(COMPANIONS.fullmatch, sizes)})
     total = getattr(getattr(info, "safetensors", None), "total", None)
@@ -148,10 +148,10 @@ def pick_weights(names: Collection[str], read: Callable[[str], Any]) -> list[str
             content = read(table)
             rows = content.get("weight_map") if isinstance(content, dict) else None
             if not isinstance(rows, dict) or not rows:
-                refuse(table, "weight_map", type(rows).__name__, "a table from tensor to shard is wanted")
+                refuse(table, "weight_map", type(rows).__name__, "a table from tensor to shard")
             for shard in rows.values():
                 if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*", shard, re.ASCII):
-                    refuse(table, "weight_map", repr(shard), "the plain name of a shard is wanted")
+                    refuse(table, "weight_map", repr(shard), "the plain name of a shard")
             return [table, *sorted(set(rows.values()))]
     return []
 

@@ -105,12 +105,12 @@ def _cached(repo: str, revision: str | None) -> tuple[Path | None, str]:
 def _check_id(name: str, presets: Mapping[str, str | None]) -> None:
     """Refuse what cannot be a hub id, saying which kind of mistake it looks like."""
     if os.path.isfile(name):
-        refuse(name, None, "a file", "the folder that holds it is wanted")
+        refuse(name, None, "a file", "the folder that holds it")
     if "://" in name or ":" in name:
         refuse(name, None, "a scheme or a port in a name", "a hub id is `owner/name`; a mirror is set by HF_ENDPOINT")
     parts = name.split("/")
     if name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name or ".." in parts or len(parts) > 2:
-        refuse_missing(name, None, "no such folder", "an existing folder, a preset or a hub id `owner/name` is wanted")
+        refuse_missing(name, None, "no such folder", "an existing folder, a preset or a hub id `owner/name`")
     if len(name) > 96 or not all(PART.fullmatch(p) and ".." not in p and "--" not in p for p in parts):
         refuse(name, None, "not a folder, a preset or a hub id",
                f"letters, digits, '-', '_' and '.' make a hub id `owner/name`{_near(name, presets)}")
@@ -118,7 +118,7 @@ def _check_id(name: str, presets: Mapping[str, str | None]) -> None:
 
 def _check_revision(name: str, revision: str | None) -> None:
     if revision is not None and (".." in revision or not re.fullmatch(r"\w[\w./+-]{0,199}", revision, re.ASCII)):
-        refuse(name, "revision", repr(revision), "a branch, a tag or a commit is wanted")
+        refuse(name, "revision", repr(revision), "a branch, a tag or a commit")
 
 
 def _check_environment() -> None:
@@ -135,7 +135,7 @@ def _check_environment() -> None:
             good = False
         if not good:
             refuse("environment", "HF_ENDPOINT", "not a plain http(s) address (not shown)",
-                   "an address such as https://huggingface.co, without user or password, is wanted")
+                   "an address such as https://huggingface.co, without user or password")
 
 
 def _near(name: str, presets: Mapping[str, str | None]) -> str:

@@ -69,28 +69,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """`manifest.json`, checked for all that later code relies on."""
     file = path / MANIFEST
     if not path.is_dir() or path.is_symlink():
-        refuse_missing(path, None, "not a folder", "a checkpoint folder step-N is wanted")
+        refuse_missing(path, None, "not a folder", "a checkpoint folder step-N")
     if not os.path.lexists(file):
-        refuse_missing(path, None, f"no {MANIFEST}", "a checkpoint that was saved to the end is wanted")
+        refuse_missing(path, None, f"no {MANIFEST}", "a checkpoint that was saved to the end")
     if not S_ISREG(os.lstat(file).st_mode):
-        refuse(file, None, "not a regular file", "a plain file is wanted")
+        refuse(file, None, "not a regular file", "a plain file")
     with open(file, "rb") as stream:
         data = stream.read(MANIFEST_LIMIT)
     body = parse_json(file, data)
     if not isinstance(body, dict) or type(body.get("format")) is not int:
-        refuse(file, "format", "no format version", f"{FORMAT} is wanted")
+        refuse(file, "format", "no format version", str(FORMAT))
     if body["format"] > FORMAT:
-        refuse(file, "format", f"{body['format']}, newer than this modelcenter reads", f"{FORMAT} is wanted; update")
+        refuse(file, "format", f"{body['format']}, newer than this modelcenter reads", f"{FORMAT}; update")
     own = body.pop("sha256", None)
     if data != sealed(body):
-        refuse(file, "sha256", f"{str(own)[:12]}... does not fit the content", "a manifest as it was written is wanted")
+        refuse(file, "sha256", f"{str(own)[:12]}... does not fit the content", "a manifest as it was written")
     files = body.get("files")
     if not isinstance(files, dict) or not all(
             isinstance(row, dict) and type(row.get("size")) is int and isinstance(row.get("sha256"), str)
             for row in files.values()):
-        refuse(file, "files", type(files).__name__, "a table of sizes and sha256 is wanted")
+        refuse(file, "files", type(files).__name__, "a table of sizes and sha256")
     if path.name != f"step-{body.get('step')}":
-        refuse(file, "step", f"{body.get('step')} in {path.name}", "the folder under its own name is wanted")
+        refuse(file, "step", f"{body.get('step')} in {path.name}", "the folder under its own name")
     return body
 
 
@@ -109,7 +109,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
                 refuse_missing(path / name, None, "missing", f"{MANIFEST} lists it")
             entry = os.lstat(path / name)
             if not S_ISREG(entry.st_mode):
-                refuse(path / name, None, "not a regular file", "a plain file is wanted")
+                refuse(path / name, None, "not a regular file", "a plain file")
             if entry.st_size != row["size"]:
                 refuse(path / name, None, f"{entry.st_size} bytes", f"{MANIFEST} says {row['size']}")
             found = sha256_of(path / name)

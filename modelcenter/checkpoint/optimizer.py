@@ -50,7 +50,7 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
     `load_state_dict` is not used, because it casts the moments to the parameter's dtype: fp32 moments of bf16 weights would be
     lost. Errors: `InputError` naming the first parameter that differs.
     """
-    same = "the same trainable parameters, split alike into groups, are wanted"
+    same = "the same trainable parameters, split alike into groups"
     names = _names(optimizer, model)
     if content.get("class") != type(optimizer).__name__:
         refuse("optimizer state", "class", f"{content.get('class')!r}", f"this run uses {type(optimizer).__name__!r}")

@@ -80,7 +80,7 @@ def pooled(folder: Path, file: str, said: Said) -> None:
 def object_of(file: Path) -> dict[str, Any]:
     found = read_json(file)
     if not isinstance(found, dict):
-        refuse(file, None, f"a JSON {type(found).__name__}", "an object is wanted")
+        refuse(file, None, f"a JSON {type(found).__name__}", "an object")
     return found
 
 

@@ -112,7 +112,7 @@ def new_file(path: str) -> Iterator[TextIO]:
     try:
         file = open(path, "x", encoding="utf-8")  # noqa: SIM115  # closed below, where its faults are told from those of the work
     except FileExistsError:
-        refuse(path, None, "exists", "a new file")
+        refuse(path, None, "exists", "a new file, or this one moved away: a command that was ended leaves its lines")
     except OSError as error:
         refuse(path, None, error.strerror or str(error), "a new file, in a folder that can be written")
     try:

@@ -78,14 +78,16 @@ def merge(args: Arguments) -> Answer:
     check_model(asked.adapter)
     from ..adapter.attach import merge_adapter
     from ..create import load
+    from ..identify import asked_dtype
 
-    model = load(asked.adapter, dtype=asked.dtype)
+    kind = asked_dtype(asked.dtype)
+    model = load(asked.adapter)  # as it was trained: rounded before, a base has other codes of 4 or 8 bits
     assert model.adapter is not None
-    kind, held = model.adapter.name, model.adapter.quantize
+    name, held = model.adapter.name, model.adapter.quantize
     base = f"{model.source}, dequantised from {held}," if held != "none" else model.source
-    merge_adapter(model).save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
+    merge_adapter(model).to(kind).save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return Answer(f"{asked.out}: {base} with its {kind} merged, {dtype}", {"out": asked.out, "base": model.source, "dtype": dtype,
+    return Answer(f"{asked.out}: {base} with its {name} merged, {dtype}", {"out": asked.out, "base": model.source, "dtype": dtype,
                                                                          "quantize": held})  # fmt: skip
 
 
@@ -114,8 +116,10 @@ def average(args: Arguments) -> Answer:
         if (Path(folder) / "adapter_config.json").is_file():  # told by its own name, which the model no longer has
             refuse(folder, None, "an adapter", "modelcenter merge puts it into its base's weights")
     from ..create import load
+    from ..identify import asked_dtype
     from ..optim.soup import soup
 
-    model = soup(load(folder, dtype=asked.dtype) for folder in folders)
+    kind = asked_dtype(asked.dtype)
+    model = soup(map(load, folders), kind)
     model.save_pretrained(out, max_shard_size=asked.max_shard_size)
     return Answer(f"{out}: the mean of {len(folders)} models", {"out": out, "models": folders})

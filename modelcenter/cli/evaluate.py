@@ -38,7 +38,8 @@ def evaluate(args: Arguments) -> Answer:
     names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the files in
     lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the same numbers.
     Nothing is written, but for the stacks of ranks that stand still, in a temporary folder. data.path=FILE is evaluated on whole;
-    with data.eval_fraction=0.1, as in training, on a part.
+    with data.eval_fraction=0.1, as in training, on a part. How many examples that were, and of how many questions they are parts,
+    stands before the metrics.
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
@@ -119,13 +120,15 @@ def judged(recipe: "Recipe", machine: "Machine") -> Answer:
         results = launch(recipe, machine, "evaluate")
     else:
         said, results, speaks = evaluated(recipe, machine)
-    told = ", ".join(f"{key.removeprefix('eval_')} {value:.6g}" for key, value in results.items())
+    told = ", ".join(f"{key.removeprefix('eval_')} {f'{value:,}' if isinstance(value, int) else f'{value:.6g}'}"
+                     for key, value in results.items())  # fmt: skip
     return Answer(said + told if speaks else None, results)
 
 
 def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, float], bool]:
     """Lines if texts are cut sooner than the recipe says, or labels leave a metric undefined, the results, and whether this is the
     process that says them."""
+    from ..train.agree import agree
     from ..train.heap import kept
     from ..train.prepare import enter, prepare
     from ..train.progress import Progress
@@ -136,12 +139,13 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     said = f"data.seq_len: {recipe.data.seq_len}, the model's positions\n" if recipe.data.seq_len < asked else ""
     ranks = enter(recipe, machine)
     with Watch(Path(recipe.output_dir) / "ranks", ranks, machine.timeout), kept(device):
+        agree(recipe, machine, ranks, free=("output_dir", "model"))  # where each has put its own; what is in the model's counts
         setup = prepare(recipe, machine, device, ranks, judged=True)
         assert setup.evaluation is not None
         said += "".join(f"{line}\n" for line in setup.evaluation.undefined())
         tell = partial(Progress(1, silent=not ranks.first).part, "texts written")
         with autocast(recipe.precision, device):
-            return said, setup.evaluation(setup.model, tell), ranks.first
+            return said, setup.evaluation.size | setup.evaluation(setup.model, tell), ranks.first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,7 @@ def ids_of(tokenizer: "Tokenizer", template: "Template | None", record: "Record"
         text = record.text(key, "prompt_key")
         ids = tokenizer.encode(text) if source else tokenizer.begin(text)
         if not ids:
-            record.refuse(f"{key} has no token", "a text to go on with is wanted")
+            record.refuse(f"{key} has no token", "a text to go on with")
         return ids
     from ..data.objectives.chat import tools_of
 

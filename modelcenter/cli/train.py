@@ -1,7 +1,6 @@
 """`modelcenter train`."""
 
 import gc
-import os
 
 from .arguments import Answer, Arguments, check_model
 from .recipe import run_of
@@ -18,7 +17,7 @@ def train(args: Arguments) -> Answer:
     recipe, machine = run_of(args)
     if recipe.init == "pretrained":
         check_model(recipe.model)
-    from ..parallel.watch import PARENT
+    from ..parallel.watch import speaks
     from ..train.launch import launch, to_launch
 
     if machine.devices is not None:
@@ -36,5 +35,4 @@ def train(args: Arguments) -> Answer:
         run = train(recipe, machine)
         data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
     last = "".join(f", {key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))
-    speaks = machine.ranks == 1 or os.environ.get("LOCAL_RANK" if PARENT in os.environ else "RANK", "0") == "0"
-    return Answer(f"{data['output_dir']}: step {data['step']}{last}" if speaks else None, data)
+    return Answer(f"{data['output_dir']}: step {data['step']}{last}" if machine.ranks == 1 or speaks() else None, data)

@@ -25,14 +25,14 @@ def layouts(job: Job, ranks: int, node: int, machine: Machine) -> Iterator[Machi
                 yield replace(machine, tensor_parallel=tp, fsdp=fsdp, replicate=copies, zero=zero)
 
 
-def best_of(costs: Costs, machine: Machine, rows: int | None = None, recompute: Recompute | None = None) -> Estimate:
+def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate:
     """The fastest estimate that fits, over sizes of the micro-batch and kinds of recompute; if none fits, the one that needs least.
-    `rows`, `recompute`: if given, no others are tried."""
+    `rows`: if given, no others are tried."""
     mine = ceil(costs.job.rows / machine.shares)
     sizes = [min(rows, mine)] if rows is not None else [n for n in range(mine, 0, -1) if mine % n == 0]
     ask = costs.estimate if len(sizes) > 1 else costs.exact
     tried: list[Estimate] = []
-    for how in RECOMPUTES if recompute is None else (recompute,):
+    for how in RECOMPUTES:
         found = [ask(replace(machine, recompute=how), n) for n in sizes]
         tried += found
         if found[0].fits:

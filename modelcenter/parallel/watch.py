@@ -150,6 +150,11 @@ class Watch(AbstractContextManager["Watch"]):
                 self.store.set(STILL, why)
 
 
+def speaks() -> bool:
+    """Whether this process is the one of its ranks, or of those of this machine that another one has started, that says things."""
+    return os.environ.get("LOCAL_RANK" if PARENT in os.environ else "RANK", "0") == "0"
+
+
 def own_store() -> Any:
     """A second connection to the store in which the ranks met: while a thread waits on a connection nobody else can use it."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -174,7 +179,7 @@ def stacks() -> tuple[str, str]:
 
 def clause(frame: FrameType) -> str:
     """`stands at data/prefetch.py:36 (prefetch)`, or `waits for others at parallel/ranks.py:113 (sum)`."""
-    verb, innermost, imports = "stands", frame, False
+    verb, imports = "stands", False
     for f in outwards(frame):
         path = f.f_code.co_filename
         imports = imports or "importlib" in path  # a module of torch's that is being read waits for nobody
@@ -182,7 +187,7 @@ def clause(frame: FrameType) -> str:
             verb = "waits for others"
         if path.startswith(PACKAGE):
             return f"{verb} at {os.path.relpath(path, PACKAGE)}:{f.f_lineno} ({f.f_code.co_name})"
-    return f"{verb} at {innermost.f_code.co_filename}:{innermost.f_lineno} ({innermost.f_code.co_name})"
+    return f"{verb} at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:

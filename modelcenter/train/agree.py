@@ -12,6 +12,7 @@ import platform
 import secrets
 import shutil
 import time
+from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,16 @@ APPEARS = 60.0  # seconds after which others see what one machine has made: so l
 LOOK = 0.1  # seconds between two looks
 
 
-def agree(recipe: Recipe, machine: Machine, ranks: Ranks) -> None:
+def agree(recipe: Recipe, machine: Machine, ranks: Ranks, free: Collection[str] = ()) -> None:
     """Refuse to start if the ranks' `recipe` (resolved), `machine`, code, model folder or data differ, and name the first key that
-    does."""
+    does; not those that are `free`."""
     if ranks.size == 1:
         return
     text = ""
 
     def work() -> str:
         nonlocal text
-        text = json.dumps(facts(recipe, machine), default=str)
+        text = json.dumps({key: value for key, value in facts(recipe, machine).items() if key not in free}, default=str)
         return sha256(text.encode()).hexdigest()
 
     try:

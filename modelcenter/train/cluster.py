@@ -7,6 +7,7 @@ on any cluster; a PyTorchJob would need an operator there.
 """
 
 import shlex
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,8 @@ class Job:
     nodes: int = field(default=1, metadata=_is("machines, among which the ranks are shared", min=1))
     cpus: int | None = field(default=None, metadata=_is("CPUs of a node; absent: all, of nodes that are this job's alone", min=1))
     memory: str | None = field(default=None, metadata=_is("of a node: 200G on Slurm, 200Gi on Kubernetes; absent: as cpus", min=1))
-    grace: int = field(default=300, metadata=_is("seconds to finish a step and save, before the time is up or a pod ends", min=1))
+    grace: int = field(default=300, metadata=_is("seconds to finish a step and save, before the time is up or a pod ends", min=1,
+                                                 max=65535))
     retries: int = field(default=3, metadata=_is("times that a job which fails, but for a mistake, is queued again", min=0))
     time: str | None = field(default=None, metadata=_is("Slurm: the time limit, 1-12:00:00; the run goes on in the next", min=1))
     partition: str | None = field(default=None, metadata=_is("Slurm", min=1))
@@ -96,10 +98,11 @@ export MASTER_ADDR
 export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"  # srun does not ask what sbatch was told
 
-# {job.grace} s before the time is up: finish the step, save, and go on in the next job. srun hands signals on to its tasks.
+# {job.grace} s before the time is up: finish the step, save, and go on in the next job. srun hands USR1 on to its tasks; at a TERM
+# it kills them. Of a job that is cancelled Slurm itself tells them by TERM, and this script has only to wait.
 again=0
-trap 'again=1; kill -TERM "$step"' USR1
-trap 'kill -TERM "$step"' TERM
+trap 'again=1; kill -USR1 "$step"' USR1
+trap : TERM
 
 srun --kill-on-bad-exit=1 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$@"' train \\
     {shlex.join(command)} &
@@ -161,7 +164,7 @@ def kubernetes(job: Job, machine: Machine, command: Sequence[str]) -> str:
     codes = {"containerName": "train", "operator": "In"}
     rules = [
         {"action": "FailJob", "onExitCodes": {**codes, "values": [2]}},  # a mistake, which another pod would make too
-        {"action": "Ignore", "onExitCodes": {**codes, "values": [STOPPED]}},
+        {"action": "Ignore", "onExitCodes": {**codes, "values": [STOPPED, 128 + signal.SIGTERM]}},  # saved, or nothing was to be
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
     ]
     label = {"modelcenter-run": job.name}

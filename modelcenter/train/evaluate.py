@@ -151,18 +151,26 @@ class Evaluation:
     tags: Sequence[str] = ()
     ranks: Ranks = ALONE
 
-    def __call__(self, model: nn.Module, tell: Callable[[int, int], None] = lambda done, of: None) -> dict[str, float]:
+    def __call__(self, model: nn.Module, tell: Callable[[int, int], None] = lambda done, of: None,
+                 heed: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Do what `evaluate` does. `tell` is called with how many texts are written so far: each takes as many steps as it has
-        tokens."""
-        results = evaluate(model, self.loader.once(), self.task, self.metrics, self.text_bytes, self.tags,
+        tokens. `heed` is called before each batch, of texts too; what it raises ends the evaluation."""
+        results = evaluate(model, heeding(self.loader.once(), heed), self.task, self.metrics, self.text_bytes, self.tags,
                            self.loader.examples if isinstance(self.loader.examples, Asked) else None, self.ranks)
         if texts := of_texts(self.metrics, find_objective(self.task).of):
-            written = self.written(model, tell)
+            written = self.written(model, tell, heed)
             for name in texts:
                 compute = METRICS[name].compute
                 assert compute is not None
                 results[f"eval_{name}"] = compute(written, list(self.references))
         return results
+
+    @property
+    def size(self) -> dict[str, float]:
+        """How much is judged: the examples, and the questions that they are parts of."""
+        examples = self.loader.examples
+        asked = {"eval_questions": len(examples.references)} if isinstance(examples, Asked) else {}
+        return {"eval_examples": len(examples), **asked}
 
     def undefined(self) -> list[str]:
         """A line for each metric that the labels leave undefined, whatever the model says of them; it is told as 0 then."""
@@ -175,18 +183,27 @@ class Evaluation:
         lines += [f"f1: 0, for it is of class {names.get(1, 1)}, which no label is"] if "f1" in asked and 1 not in there else []
         return lines
 
-    def written(self, model: Any, tell: Callable[[int, int], None] = lambda done, of: None) -> list[str]:
+    def written(self, model: Any, tell: Callable[[int, int], None] = lambda done, of: None,
+                heed: Callable[[], None] = lambda: None) -> list[str]:
         """What the model writes for each example. All ranks write all texts: they share each forward, so that none may end its
         texts before the others."""
         assert self.tokenizer is not None
         out: list[str] = []
-        for batch in replace(self.loader, rank=0, world=1, batch=self.loader.batch // self.loader.world).once():
+        whole = replace(self.loader, rank=0, world=1, batch=self.loader.batch // self.loader.world)
+        for batch in heeding(whole.once(), heed):
             here = on_device(batch, next(model.parameters()).device)
-            ids = model.generate(here["input_ids"], here["attention_mask"], **self.generation)
+            ids = model.generate(here["input_ids"], here["attention_mask"], tokenizer=self.tokenizer, **self.generation)
             out += [self.tokenizer.decode(row[1:]) for row in ids.tolist()]  # the start token is no text
             beat(step=True)
             tell(len(out), len(self.references))
         return out
+
+
+def heeding(batches: Iterable[Arguments], heed: Callable[[], None]) -> Iterator[Arguments]:
+    """`batches`, with a call before each."""
+    for batch in batches:
+        heed()
+        yield batch
 
 
 def stream_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:

@@ -7,7 +7,7 @@ from ..checkpoint.manifest import verify
 from ..checkpoint.state import load_state
 from ..config import bind, read_recipe
 from ..errors import refuse_missing
-from ..identify import as_dtype
+from ..identify import asked_dtype
 from ..optim.ema import EMA
 from ..parallel.machine import Machine
 from .folder import RECIPE
@@ -31,13 +31,12 @@ def export(state: str | Path, out: str | Path, dtype: str = "auto", **how: Any) 
     verify(state)
     if not file.is_file():
         refuse_missing(file, None, "missing", f"the recipe of the run that wrote {state.name}")
-    kind = None if dtype == "auto" else as_dtype(dtype)
+    kind = asked_dtype(dtype)
     recipe, device = resolve(bind(Recipe, read_recipe(file), file), machine)
     setup = prepare(recipe, machine, device)
     ema = EMA(setup.model, recipe.ema) if recipe.ema is not None else None
     put_weights(state, load_state(state)[0], setup.model, ema)
     if ema is not None:
         ema.swap()
-    if kind is not None:
-        setup.model.to(kind)
+    setup.model.to(kind)
     write_model(Path(out), setup, **how)

@@ -47,7 +47,7 @@ def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, 
         remove_states(folder, after=then.step)
     say(f"step {at.step}: back to step {then.step}; what was read since, samples {then.sample} to {at.sample - 1}, is left out")
     return replace(then, sample=at.sample, tokens=at.tokens, skipped=at.skipped, spikes=at.spikes, best=at.best,
-                   best_step=at.best_step, waited=at.waited, rollbacks=at.rollbacks + 1, returned=then.step)
+                   best_step=at.best_step, waited=at.waited, owed=False, rollbacks=at.rollbacks + 1, returned=then.step)
 
 
 def give_up(at: Position) -> NoReturn:

@@ -1,6 +1,8 @@
-"""Asking a run to stop. The first SIGTERM, Ctrl-C or end of its terminal lets it finish its step and save; a second one ends it at
-once. With several ranks, the process that started them says which is the second (train/launch.py). A download is not waited for: it
-may take an hour, and leaves nothing to save."""
+"""Asking a command to end. The first SIGTERM, Ctrl-C, SIGUSR1 (of a queue whose time is up) or end of the terminal lets a run
+finish its step, or give its evaluation up between two batches, and save. What has nothing to save, or not yet, ends by an
+exception, on whose way all that is half done is removed. A second one ends the process at once. With several ranks, the process
+that started them says which is the second (train/launch.py). A download is not waited for: it may take an hour. Torch-free.
+"""
 
 import os
 import signal
@@ -10,9 +12,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ..checkpoint import download
-from ..parallel.watch import PARENT
+from ..parallel.watch import PARENT, outwards, speaks
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def heeded() -> list[signal.Signals]:
@@ -20,13 +22,24 @@ def heeded() -> list[signal.Signals]:
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
+def imports(frame: FrameType | None) -> bool:
+    """Whether a module is being read in that frame, or in one that it was called from."""
+    return any("importlib._bootstrap" in f.f_code.co_filename for f in outwards(frame))
+
+
+class Stop(Exception):
+    """A rank of a run was asked for the end, and all have heard of it: there is no further step, nor batch of an evaluation."""
+
+
 class Interrupt(AbstractContextManager["Interrupt"]):
     """True once a signal has asked for the end. Outside the main thread, where Python does not allow handlers, it stays false and
-    signals do what they did before."""
+    signals do what they did before. One inside another hears in its place, and what it has heard the other has heard, too."""
+
+    innermost: "Interrupt | None" = None
 
     def __init__(self) -> None:
-        self.asked = False
-        self.then = "ending when data and model are ready, with nothing done"  # what is said: there are no steps yet
+        self.asked = self.begun = False
+        self.outer: Interrupt | None = None
         self.before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
@@ -34,26 +47,35 @@ class Interrupt(AbstractContextManager["Interrupt"]):
 
     def __enter__(self) -> "Interrupt":
         if current_thread() is main_thread():
+            self.outer, Interrupt.innermost = Interrupt.innermost, self
             self.before = {number: signal.signal(number, self.hear) for number in heeded()}
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self.before:
+            Interrupt.innermost = self.outer
+            if self.outer is not None:
+                self.outer.asked |= self.asked
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def begin(self) -> None:
         """Say that from now on there is something to save."""
-        self.then = "finishing the step and saving"
+        self.begun = True
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         if self.asked and (number == signal.SIGHUP or PARENT in os.environ):
             return  # a terminal that ends sends several; to a rank comes what its whole job was sent, and its launcher's word too
         if self.asked:
             os._exit(128 + number)  # no clean-up: saves are atomic, and whoever asks twice does not want to wait
-        self.asked = True
-        then = "the download ends, what came whole is kept" if download.downloading() else f"{self.then}; once more ends it now"
+        self.asked, fetches = True, download.downloading()
+        then = "finishing the step and saving" if self.begun else "ending"
+        then = "the download ends, what came whole is kept" if fetches else then
         # Not print: the handler may run inside a print of the main program, whose buffer refuses to be entered twice.
-        with suppress(OSError):  # a log whose reader is gone, a terminal that is closed
-            os.write(2, f"\n{signal.Signals(number).name}: {then}\n".encode())
-        if download.downloading():  # by an exception, on whose way the client removes the half of a file that it has
+        if speaks():
+            with suppress(OSError):  # a log whose reader is gone, a terminal that is closed
+                os.write(2, f"\n{signal.Signals(number).name}: {then}; once more ends it now\n".encode())
+        if fetches or not self.begun:
+            if imports(frame):
+                os._exit(128 + number)  # nothing is half done, and some modules pass over what is raised while they are read
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -43,7 +43,7 @@ BAD_INPUT = 2  # the exit status of a rank that found what a user has to mend
 GRACE = 1.0  # seconds in which the rank that failed first may end after those that miss it
 HEARD = 4.0  # seconds in which all end of what one has found to be mended: the first, which has the terminal, may have said it
 SILENT = "says nothing, it is stopped or its machine is gone"
-WORDS = re.compile(r"gloo|nccl|connection|broken pipe|process ?group|store|wait timeout", re.IGNORECASE)
+WORDS = re.compile(r"gloo|nccl|connection|broken pipe|process ?group|\b(tcp|file|hash|prefix)?store\b|wait timeout", re.IGNORECASE)
 
 
 class RankError(RuntimeError):

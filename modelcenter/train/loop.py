@@ -22,6 +22,7 @@ from ..data.prefetch import prefetch
 from ..optim.ema import EMA
 from ..optim.loss_scale import FIRST, LossScale
 from ..optim.optimizers import build_optimizer
+from ..optim.schedules import lr_factor
 from ..parallel.machine import Machine, load_machine
 from ..parallel.ranks import Ranks, Silent
 from ..parallel.replicas import check_replicas
@@ -34,7 +35,7 @@ from .fit import Verdict, verdict
 from .folder import check_steps, claim, find_start, flat, write_recipe
 from .graphs import graphs_of
 from .heap import kept
-from .interrupt import Interrupt
+from .interrupt import Interrupt, Stop
 from .journal import Journal
 from .launch import launch, to_launch
 from .memory import Memory
@@ -70,9 +71,10 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     """Train as `recipe` (a packaged name, a file, or a `Recipe`) says, on `machine` (a profile, its name, or a file).
 
     `overrides` change keys of a recipe that is given by name or file: {"model": "gpt2", "optimizer.lr": 1e-4}, or
-    ["optimizer.lr=1e-4"]. The first SIGTERM or Ctrl-C ends the run after the current step and saves. Calling `train` again resumes
-    from there, or after a kill from the newest valid state, with the same bits as an uninterrupted run. If the machine has several
-    ranks and no launcher has started them, they are started here, and this process waits for them.
+    ["optimizer.lr=1e-4"]. The first SIGTERM or Ctrl-C ends the run after the current step, or within an evaluation, and saves.
+    Calling `train` again resumes from there, with that evaluation, or after a kill from the newest valid state, with the same bits
+    as an uninterrupted run. If the machine has several ranks and no launcher has started them, they are started here, and this
+    process waits for them.
 
     Errors: `InputError` for what a user can correct, which includes a run whose gradients stay non-finite.
     """
@@ -101,13 +103,10 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         session.model.train()
         interrupt.begin()
         try:
-            if session.finished and not session.judged():  # stopped at what is its last step now
-                session.evaluate()
+            if session.at.owed or (session.finished and not session.judged()):  # stopped in it, or at what is its last step now
+                session.evaluate(interrupt)
             while not session.ended:
                 step = session.step(steps, interrupt)
-                if step is None:
-                    session.stop()
-                    break
                 session.log(step)
                 if session.went_back():
                     continue
@@ -115,9 +114,11 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
                     check_replicas(session.model, ranks, session.at.step)
                 memory.at = f"after step {session.at.step}, in evaluating or saving"
                 if session.setup.evaluation is not None and (session.finished or session.due(recipe.eval_steps)):
-                    session.evaluate()
+                    session.evaluate(interrupt)
                 if recipe.save_steps is not None and (session.ended or session.due(recipe.save_steps)):
                     session.save()
+        except Stop:
+            session.stop()
         finally:
             steps.close()
             session.settle()
@@ -138,6 +139,7 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     setup = prepare(recipe, machine, device, ranks)
     if start is not None:
         check_steps(start, recipe, setup.steps)
+    lr_factor(recipe.schedule, setup.steps - 1, setup.steps)  # a decay too long is refused here, and not where it would begin
     found = verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device))
     setup.lines.append(str(found))
     setup.foreseen = found.foreseen if isinstance(found, Verdict) else None
@@ -146,6 +148,7 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     torch.manual_seed(ranks.seed(recipe.seed))
     random.seed(recipe.seed)
     at = restore(start, setup.model, optimizer, ema, ranks) if start is not None else Position()
+    at.owed = at.owed and setup.evaluation is not None
     if recipe.precision == "fp16" and start is None:
         at.scale = LossScale(FIRST)
     progress = Progress(setup.steps, {"evaluation": recipe.eval_steps, "saving": recipe.save_steps}, silent=not ranks.first)
@@ -160,6 +163,9 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     if start is not None:
         end = ", the last: no training is left to do" if at.step == setup.steps else ""
         progress.say(f"resumed from {start}: step {at.step} of {setup.steps}{end}")
+    if recipe.best is not None and at.best_step is not None and not ranks.tell("there" * (folder / "model").is_dir()):
+        progress.say(f"{folder / 'model'}: not there, the best so far, of step {at.best_step}: the best is looked for anew")
+        at.best = at.best_step = None
     background = Background(ranks) if machine.async_save else None
     graphs = graphs_of(setup.model, machine, device, progress.say)
     return Session(recipe, device, setup, ranks, optimizer, ema, at, metrics, progress, journal, memory, graphs, background)

@@ -32,7 +32,7 @@ from ..data.tokenizer import Tokenizer
 from ..data.tokenizer_open import load_tokenizer, open_tokenizer
 from ..errors import MissingError, refuse
 from ..generate.options import FILE, several
-from ..generate.run import beside
+from ..generate.run import beside, settings
 from ..layers import ClassifyHead, EmbedHead, LMHead, last_token
 from ..metrics.table import of_texts
 from ..model import Model
@@ -75,7 +75,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     configure(model, recipe, tokenizer, ranks)
     train = find_examples(recipe, records, model, tokenizer, labels, device, ranks, train=True)
     held = find_examples(recipe, held_out, model, tokenizer, labels, device, ranks, train=False) if held_out else None
-    judge = None if held is None else find_evaluation(recipe, held_out, held, tokenizer, labels.names, ranks)
+    judge = None if held is None else find_evaluation(recipe, held_out, held, model, tokenizer, labels.names, ranks)
     ended = end_at(model, tokenizer, find_objective(recipe.objective).ends(tokenizer))
     setup = Setup(model, tokenizer, labels, train, judge, steps_of(recipe, train))
     setup.environment = facts(recipe, device, ranks, setup)
@@ -238,9 +238,10 @@ def budget_of(recipe: Recipe, device: torch.device) -> Budget | None:
     return Budget(recipe.batch_tokens, recipe.batch_tokens if together else forward_tokens(device), padded)
 
 
-def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, tokenizer: Tokenizer,
+def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, model: Model, tokenizer: Tokenizer,
                     names: Sequence[str] | None, ranks: Ranks) -> Evaluation:
-    """The evaluation that the recipe asks for, on `records`, which `loader` reads."""
+    """The evaluation that the recipe asks for, on `records`, which `loader` reads. What it draws follows from the recipe's seed,
+    so that all ranks write the same texts."""
     data, size, wanted = recipe.data, None, tuple(dict.fromkeys((*recipe.metrics, *([recipe.best] if recipe.best else []))))
     if recipe.objective == "lm" and not data.packing and data.response_key is None and not isinstance(records, Tokens | Mixture):
         size = stream_bytes((r.text(data.text_key, "data.text_key") for r in records), tokenizer)
@@ -248,7 +249,9 @@ def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, t
         refuse(None, "metrics", "bits_per_byte of packed or prompted text or of token files", "plain text, not packed")
     texts = of_texts(wanted, find_objective(recipe.objective).of)
     references = [r.text(data.target_key, "data.target_key") for r in records] if texts else []
-    generation = {"max_new_tokens": data.target_len or data.seq_len, **recipe.generation}
+    generation = {"max_new_tokens": data.target_len or data.seq_len, "seed": recipe.seed, **recipe.generation}
+    if texts and (many := settings(model, None, generation).num_return_sequences) > 1:  # what else cannot be is refused here too
+        refuse(None, "generation.num_return_sequences", str(many), "1: one text for each example is judged")
     return Evaluation(loader, recipe.objective, wanted, size, tokenizer, references, generation, names or (), ranks)
 
 

@@ -24,7 +24,7 @@ from .background import Background
 from .calibrate import remember
 from .graphs import Graphs
 from .guard import give_up, go_back, in_trouble
-from .interrupt import Interrupt
+from .interrupt import Interrupt, Stop
 from .journal import Journal
 from .memory import Memory
 from .metrics import Metrics, read_rows
@@ -87,7 +87,7 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        return self.finished or self.tired
+        return (self.finished or self.tired) and not self.at.owed
 
     def due(self, every: int | None) -> bool:
         """Whether what is done every so many steps is due now."""
@@ -100,15 +100,15 @@ class Session:
         for after, batches in self.setup.loader.steps(self.at.sample, micro_batch=self.recipe.micro_batch):
             yield after, [made(batch) for batch in batches]
 
-    def step(self, steps: Iterator[tuple[int, Sequence[Ready]]], interrupt: Interrupt) -> Step | None:
-        """Read the next batch and update on it. If a rank was asked to stop, nothing is updated and None is returned."""
+    def step(self, steps: Iterator[tuple[int, Sequence[Ready]]], interrupt: Interrupt) -> Step:
+        """Read the next batch and update on it. If a rank was asked to stop, nothing is updated. Errors: `Stop`."""
         at, recipe, ranks, task = self.at, self.recipe, self.ranks, self.recipe.objective
         began, self.memory.at = time.perf_counter(), f"in step {at.step + 1}"
         after, batches = next(steps)
         counts = sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
         targets, read, asked = ranks.sum(*counts, bool(interrupt))
         if asked:  # one rank, and so all
-            return None
+            raise Stop
         told = self.progress.forward if not self.progress.steps else None
         found, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks, told, self.graphs)
         squares, found = ranks.verdict(self.optimizer.squares(ranks.copies), found)
@@ -167,15 +167,25 @@ class Session:
         rows = read_rows(self.folder / "metrics.jsonl") if self.ranks.first else ()
         return bool(self.ranks.tell("yes" * any(row.get("step") == self.at.step and "eval_loss" in row for row in rows)))
 
-    def evaluate(self) -> None:
-        """Evaluate the model, or its average. The best so far is written out if the recipe asks for it."""
+    def heed(self, interrupt: Interrupt) -> None:
+        """Errors: `Stop`, on all ranks if one was asked to stop."""
+        if self.ranks.sum(bool(interrupt))[0]:
+            raise Stop
+
+    def evaluate(self, interrupt: Interrupt) -> None:
+        """Evaluate the model, or its average. The best so far is written out if the recipe asks for it. If a rank is asked to stop
+        meanwhile, the evaluation is owed. Errors: `Stop`."""
         assert self.setup.evaluation is not None
         at, metric = self.at, self.recipe.best or "loss"
+        again = at.owed and self.judged()  # by a run that was killed before it saved another state
+        at.owed = True
         if self.graphs is not None:
             self.graphs.make_room()
         with self.ema.in_place() if self.ema is not None else nullcontext(), self.progress.aside("evaluation", at.step):
             with self.compute():
-                results = self.setup.evaluation(self.model, partial(self.progress.part, "texts written"))
+                tell, heed = partial(self.progress.part, "texts written"), partial(self.heed, interrupt)
+                results = self.setup.evaluation(self.model, tell, heed)
+            at.owed = False
             before = at.best, at.best_step
             if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and self.recipe.best is not None:
                 try:
@@ -183,7 +193,8 @@ class Session:
                 except InputError as error:
                     at.best, at.best_step = before  # model/ is of that one still
                     self.journal.tell(f"step {at.step}: the best model is not written: {error}")
-        self.metrics.write({"step": at.step, **results, f"best_eval_{metric}": at.best, "best_step": at.best_step})
+        if not again:
+            self.metrics.write({"step": at.step, **results, f"best_eval_{metric}": at.best, "best_step": at.best_step})
         self.progress.say(f"step {at.step}: " + ", ".join(f"{key} {v:.6g}" for key, v in results.items()))
         if self.tired:
             self.progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")

@@ -46,6 +46,7 @@ class Position:
     best: float | None = None  # the best evaluation's value of the metric that decides
     best_step: int | None = None
     waited: int = 0  # evaluations since
+    owed: bool = False  # the evaluation of this step was given up, and is still to come
 
     def advance(self, sample: int, tokens: int, loss: float, targets: int, sound: bool, overflow: bool = False) -> None:
         """Count a step; `sound` if there was an update. A bad step does not enter the mean, because one NaN would hide the losses
