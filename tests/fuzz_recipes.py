@@ -1,11 +1,12 @@
 """Random recipes: a packaged one with a few settings drawn at random, of any family.
 
-    python tests/fuzz_recipes.py [--cases 20] [--seed 0] [--first 0] [--ranks 0.3]
+    python tests/fuzz_recipes.py [--cases 20] [--seed 0] [--first 0] [--ranks 0.3] [--device cuda]
 
-Each is trained for four steps on a CPU, and must end or be refused in one line. Then it is trained once more: from its state at
-step 2, which must give the same weights bit for bit; and in another way that must not matter but for rounding (other micro-batches,
-recompute, or, of a share `--ranks` of them, two to four ranks), with the same losses. A case is a function of the seed and its own
-number, which is said of one that goes wrong: --first N --cases 1 is that case again.
+Each is trained for four steps on a CPU or a GPU, and must end or be refused in one line. Then it is trained once more: from its
+state at step 2, which must give the same weights bit for bit; and in another way that must not matter but for rounding (other
+micro-batches, recompute, of a share `--ranks` of them two to four ranks of a CPU, and for a GPU a CPU or no CUDA graphs), with the
+same losses. A case is a function of the seed and its own number, which is said of one that goes wrong: --first N --cases 1 is that
+case again.
 """
 
 import argparse
@@ -53,7 +54,8 @@ MACHINES: tuple[dict[str, Any], ...] = (
     {"fsdp": 2}, {"fsdp": 2, "zero": 2}, {"fsdp": 2, "zero": 1}, {"replicate": 2}, {"tensor_parallel": 2}, {"fsdp": 3},
     {"tensor_parallel": 2, "sequence_parallel": True}, {"fsdp": 2, "tensor_parallel": 2}, {"fsdp": 2, "replicate": 2},
 )  # fmt: skip
-ALONE = Machine(device="cpu", threads=1)
+CPU = Machine(device="cpu", threads=1)
+ALONE = {"cpu": CPU, "cuda": Machine(device="cuda", threads=1, deterministic=True)}  # else a GPU's bits differ
 COARSE = ("lion", "muon")  # whose updates go by signs, or by a product in bf16: a rounding more is a step more
 
 
@@ -89,6 +91,8 @@ def draw(rng: random.Random, zoo: Path, here: Path) -> Recipe:
         recipe = replace(recipe, model=str(zoo / preset))
     if rng.random() < 0.7:
         recipe = replace(recipe, config=recipe.config | dict.fromkeys(rates(recipe.model), 0.0))
+    if recipe.precision == "auto":  # which a CPU and a GPU resolve to different ones
+        recipe = replace(recipe, precision="fp32")
     return replace(recipe, max_steps=STEPS, save_steps=MIDDLE, logging_steps=1, seed=rng.randint(0, 99), output_dir=str(here / "a"))
 
 
@@ -105,13 +109,13 @@ def on_a_rank(rank: int, recipe: Recipe, machine: Machine) -> None:
     train(recipe, machine)
 
 
-def try_one(number: int, seed: int, share: float, zoo: Path, here: Path) -> str:
+def try_one(number: int, seed: int, share: float, alone: Machine, zoo: Path, here: Path) -> str:
     """What came of a case: `refused`, or in which other way it was the same. Errors: whatever goes wrong; AssertionError for a
     difference."""
     rng = random.Random(f"{seed}/{number}")
     try:
         recipe = draw(rng, zoo, here)
-        train(recipe, ALONE)
+        train(recipe, alone)
     except mc.InputError as refusal:
         assert "\n" not in str(refusal), f"not one line: {refusal}"
         return "refused"
@@ -121,19 +125,21 @@ def try_one(number: int, seed: int, share: float, zoo: Path, here: Path) -> str:
     if max(first) > MIDDLE:
         for state in folder.glob("step-*"):
             shutil.rmtree(state) if state.name != f"step-{MIDDLE}" else None
-        train(recipe, ALONE)
+        train(recipe, alone)
         again = weights(folder)
         assert losses(folder) == first and again.keys() == made.keys(), "resumed: other losses or names"
         assert all(torch.equal(again[name], made[name]) for name in made), "resumed: other weights"
     still = all(recipe.config.get(key) == 0.0 for key in rates(recipe.model))
     together = find_objective(recipe.objective).together  # its texts are compared with those of their forward
-    other, machine, how = replace(recipe, output_dir=str(here / "b")), ALONE, "recompute"
+    other, machine, how = replace(recipe, output_dir=str(here / "b")), alone, "recompute"
     if still and rng.random() < share and not (together and (recipe.batch_tokens or recipe.micro_batch)):
-        machine, how = replace(ALONE, **rng.choice(MACHINES)), "ranks"
+        machine, how = replace(CPU, **rng.choice(MACHINES)), "ranks"
+    elif alone is not CPU and rng.random() < 0.5:
+        machine, how = (CPU, "a CPU") if still else (replace(alone, cuda_graphs=False), "no graphs")
     elif still and not together and recipe.batch_tokens is None and rng.random() < 0.5:
         other, how = replace(other, micro_batch=1 if recipe.micro_batch != 1 else None), "micro-batches"
     else:
-        machine = replace(ALONE, recompute=rng.choice(("selective", "full")))
+        machine = replace(alone, recompute=rng.choice(("selective", "full")))
     try:
         train(other, machine) if machine.ranks == 1 else spawn(machine.ranks, on_a_rank, other, machine)
     except (mc.InputError, AssertionError) as error:
@@ -154,6 +160,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--ranks", type=float, default=0.3, help="the share of cases that are tried on several ranks")
+    parser.add_argument("--device", default="cpu", choices=ALONE)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     came, wrong = Counter[str](), []
@@ -166,7 +173,7 @@ def main() -> int:
             said = io.StringIO()
             try:
                 with redirect_stdout(said), redirect_stderr(said):
-                    came[try_one(number, chosen.seed, chosen.ranks, zoo, here)] += 1
+                    came[try_one(number, chosen.seed, chosen.ranks, ALONE[chosen.device], zoo, here)] += 1
             except Exception:
                 wrong.append(number)
                 told = f"{said.getvalue()}case {number}, --seed {chosen.seed}:\n{traceback.format_exc()}"
