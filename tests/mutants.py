@@ -712,6 +712,8 @@ MUTANTS = (
            "test_train.py::test_a_module_that_passes_over_an_exception_does_not_go_on"),
     Mutant("workers-that-hear-ctrl-c", "data/tokenize.py", "                    with deaf():", "                    if True:",
            "test_data_tokenize.py::test_workers_do_not_hear_ctrl_c"),
+    Mutant("a-signal-between-a-worker-and-its-task", "data/tokenize.py", "for number in numbers if main}", "for number in ()}",
+           "test_data_tokenize.py::test_a_worker_is_told_its_task_before_the_end_is_heard"),
     Mutant("evaluations-of-other-data", "cli/evaluate.py", "agree(recipe, machine, ranks, free=(", "len((",
            "test_agree.py::test_an_evaluation_asks_too", "TypeError"),
     Mutant("mistakes-queued-again", "train/cluster.py", '&& [ "$status" -ne 2 ]; then scontrol', '&& [ "$status" -ne 3 ]; then scontrol',

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -284,6 +285,21 @@ def test_ctrl_c_waits_for_no_worker(asked: Tokenization, seconds: int, tmp_path:
     done = subprocess.run([sys.executable, "slow.py", asked.path, str(seconds), asked.tokenizer], cwd=tmp_path, env=env,
                           capture_output=True, text=True, timeout=250)
     assert (done.stdout, done.stderr, done.returncode) == ("ended\n", "", 0) and time.monotonic() - began < 50
+
+
+def test_a_worker_is_told_its_task_before_the_end_is_heard() -> None:
+    """Whichever thread the signal comes to: here one that was there before, and has the signals of before."""
+    done, before, starting = [], signal.signal(signal.SIGINT, signal.default_int_handler), threading.Event()
+    thread = threading.Thread(target=lambda: (starting.wait(), os.kill(os.getpid(), signal.SIGINT)))
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), module.deaf():
+            starting.set()
+            thread.join()
+            done.append("told")
+        assert done == ["told"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_workers_do_not_hear_ctrl_c(asked: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,8 +270,8 @@ def deaf() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number in heard:
-            signal.raise_signal(number)
+        for one in heard:
+            signal.raise_signal(one)
 
 
 def only(record: Record, key: str) -> Record:
