@@ -41,7 +41,7 @@ SLURM_NODEID=0 "$@" &
 trap 'kill -KILL "$!"' TERM
 trap 'kill -USR1 "$!"' USR1
 until wait "$!"; status=$?; ! kill -0 "$!" 2> /dev/null; do :; done
-exit "$status"
+wait "$!"  # as it ended, whenever a trap has ended the wait
 """
 
 
@@ -115,9 +115,10 @@ with Interrupt() as interrupt:
 """
 
 
-def at_work(folder: Path) -> "tuple[subprocess.Popen[str], int]":
+def at_work(folder: Path, **more: str) -> "tuple[subprocess.Popen[str], int]":
     """A job whose run can be asked for its end, and the process of that."""
-    job = submitted(folder, [sys.executable, "-c", HEARS], SLURM_RESTART_COUNT="9", PYTHONPATH=str(Path(__file__).parents[1]))
+    more |= {"SLURM_RESTART_COUNT": "9", "PYTHONPATH": str(Path(__file__).parents[1])}
+    job = submitted(folder, [sys.executable, "-c", HEARS], **more)
     assert job.stdout is not None
     return job, int(job.stdout.readline())
 
@@ -136,6 +137,20 @@ def test_a_job_that_is_cancelled_has_time_to_save(tmp_path: Path) -> None:
     os.kill(run, signal.SIGTERM)
     assert job.communicate(timeout=250)[0] == "saved\n" and job.returncode == 0
     assert not (tmp_path / "asked").exists() and not list(tmp_path.glob("*.failures"))
+
+
+# A shell whose `kill` returns when what it has told has ended, before the script looks at that.
+AT_ONCE = """() {
+    builtin kill "$@" || return
+    while [ "$1" != -0 ] && builtin kill -0 "$2" 2> /dev/null; do :; done
+}"""
+
+
+def test_what_ends_as_soon_as_it_is_told_has_its_own_status(tmp_path: Path) -> None:
+    job, _ = at_work(tmp_path, **{"BASH_FUNC_kill%%": AT_ONCE})
+    job.send_signal(signal.SIGUSR1)
+    assert job.communicate(timeout=250)[0] == "saved\n" and job.returncode == 0
+    assert (tmp_path / "asked").read_text() == "requeue 70007\n"
 
 
 # ---------------------------------------------------------------------------------------------------------- Kubernetes
@@ -174,22 +189,39 @@ def test_a_manifest_fits_the_schema_of_kubernetes() -> None:
         validator.validate(job, validator.latest_version(), strict=True)
 
 
-def pod(command: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(["sh", "-c", POD, "train", "bash", "-c", command], stdout=subprocess.PIPE, text=True)
+SHELLS = pytest.mark.parametrize("shell", [["sh"], ["bash"], ["bash", "--posix"]], ids="-".join)  # what `sh` may be there
+
+
+def pod(command: str, shell: list[str], **more: str) -> "subprocess.Popen[str]":
+    words = [*shell, "-c", POD, "train", "bash", "-c", command]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | more)
 
 
 @pytest.mark.parametrize(("command", "status"), [
     ("""echo '{"step": 3, "stopped": true}'""", STOPPED), ("""echo '{"stopped": false}'""", 0), ("exit 2", 2), ("exit 137", 137),
 ])  # fmt: skip
-def test_how_a_pod_ends(command: str, status: int) -> None:
-    job = pod(command)
+@SHELLS
+def test_how_a_pod_ends(shell: list[str], command: str, status: int) -> None:
+    job = pod(command, shell)
     job.communicate(timeout=250)
     assert job.returncode == status
 
 
-def test_a_pod_hands_sigterm_on(tmp_path: Path) -> None:
+@SHELLS
+def test_a_pod_that_ends_as_soon_as_it_is_told_has_its_own_status(shell: list[str], tmp_path: Path) -> None:
+    stops = f"trap 'exit 7' TERM; touch {tmp_path}/on; while true; do sleep 0.05; done"
+    job = pod(stops, shell, **{"BASH_FUNC_kill%%": AT_ONCE})
+    while not (tmp_path / "on").exists():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=250)
+    assert job.returncode == 7
+
+
+@SHELLS
+def test_a_pod_hands_sigterm_on(shell: list[str], tmp_path: Path) -> None:
     stops = f"""trap 'echo "{{\\"stopped\\": true}}"; exit 0' TERM; touch {tmp_path}/on; while true; do sleep 0.05; done"""
-    job = pod(stops)
+    job = pod(stops, shell)
     while not (tmp_path / "on").exists():
         time.sleep(0.02)
     job.send_signal(signal.SIGTERM)

@@ -222,6 +222,20 @@ def test_who_asked_is_told_nothing_new(asked: tuple[int, ...], ended: int, tmp_p
     assert caught.value.status == 128 + signal.SIGINT and caught.value.heard
 
 
+def test_what_is_being_started_when_the_end_is_asked_for_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal would be lost: it comes when no rank is known yet."""
+    told: list[tuple[int, int]] = []
+
+    def start(command: Any, rank: int, mine: Any, ranks: int, place: Path, alone: bool) -> Any:
+        (place / f"{rank}.out").write_text("{}")
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return SimpleNamespace(poll=lambda: 0, kill=bool, wait=bool, send_signal=lambda number: told.append((rank, number)))
+
+    monkeypatch.setattr(launch, "start", start)
+    assert launch.launch(run_of(tmp_path), MACHINE) == {} and told == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+
+
 @pytest.mark.parametrize(("error", "status"), [
     (DistStoreError("failed to recv, got 0 bytes"), LOST), (RuntimeError("Wait timeout"), LOST),
     (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), LOST), (RuntimeError("shapes differ"), None),

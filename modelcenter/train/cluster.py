@@ -71,6 +71,14 @@ def check(job: Job, machine: Machine) -> None:
             refuse(None, key, repr(getattr(job, key)), "one word")
 
 
+def awaited(process: str) -> str:
+    """Lines of a shell that wait for a process, whatever a trap does meanwhile; `status` is then how that process has ended."""
+    return f"""\
+until wait "{process}"; status=$?; ! kill -0 "{process}" 2> /dev/null; do :; done  # a trap ends a wait early
+# If it ended at just that time, the status is the trap's, and the shell still knows its own; 127: it has been told already.
+wait "{process}" 2> /dev/null; ended=$?; [ "$ended" -eq 127 ] || status=$ended"""
+
+
 def gpus(job: Job, machine: Machine) -> int:
     """Of a node."""
     return 0 if machine.device == "cpu" else machine.ranks // job.nodes
@@ -107,7 +115,7 @@ trap : TERM
 srun --kill-on-bad-exit=1 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$@"' train \\
     {shlex.join(command)} &
 step=$!
-until wait "$step"; status=$?; ! kill -0 "$step" 2> /dev/null; do :; done  # a trap ends a wait early
+{awaited("$step")}
 
 # Slurm's own count of restarts knows no reason: a job whose time was up is none of its failures, of which each is a line of a file.
 failures={job.name}-"$SLURM_JOB_ID".failures
@@ -126,7 +134,7 @@ POD = f"""\
 trap 'kill -TERM "$!"' TERM
 answer=$(mktemp)
 "$@" > "$answer" &
-until wait "$!"; status=$?; ! kill -0 "$!" 2> /dev/null; do :; done
+{awaited("$!")}
 cat "$answer"
 if grep -q '"stopped": true' "$answer"; then exit {STOPPED}; fi
 exit "$status"

@@ -84,7 +84,7 @@ def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, A
     with forwarding(ranks) as asked:
         while True:
             try:
-                return once(recipe, machine, ranks, verb)
+                return once(recipe, machine, ranks, asked, verb)
             except RankError as error:
                 if len(asked) > 1 or (asked and error.status == 128 + signal.SIGTERM):  # at once, or before a rank had begun
                     raise RankError(str(error), 128 + asked[-1], heard=True) from None
@@ -104,8 +104,10 @@ def share_of(machine: Machine) -> tuple[range, bool]:
     return range(node * here, (node + 1) * here), nodes == 1
 
 
-def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]", verb: str) -> dict[str, Any]:
-    """Run to the end from where the run stands; `ranks` holds its processes meanwhile."""
+def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]", asked: Sequence[int],
+         verb: str) -> dict[str, Any]:
+    """Run to the end from where the run stands; `ranks` holds its processes meanwhile. Those that are started when the end has been
+    `asked` for hear it too."""
     mine, alone = share_of(machine)
     stacks = Path(recipe.output_dir) / "ranks"
     before = stamps(stacks)
@@ -119,6 +121,8 @@ def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]
         try:
             for rank in mine:
                 ranks.append(start(command, rank, mine, machine.ranks, place, alone))
+                if asked:
+                    ranks[-1].send_signal(word(asked))
             status = wait(ranks)
         finally:
             for process in ranks:  # those that are left
@@ -211,7 +215,7 @@ def forwarding(ranks: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]
             return  # a terminal that ends sends several
         asked.append(number)
         for process in ranks:
-            process.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+            process.send_signal(word(asked))
 
     if current_thread() is not main_thread():
         yield asked
@@ -222,6 +226,11 @@ def forwarding(ranks: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def word(asked: Sequence[int]) -> signal.Signals:
+    """What ranks are told of the signals that have come."""
+    return signal.SIGTERM if len(asked) == 1 else signal.SIGKILL
 
 
 def follow() -> None:
