@@ -752,6 +752,8 @@ MUTANTS = (
            "test_ranks.py::test_one_ranks_trouble_is_everybodys", "RuntimeError"),
     Mutant("an-evaluation-to-one-rank-alone", "train/session.py", "if self.ranks.sum(bool(interrupt))[0]:", "if interrupt:",
            "test_ranks.py::test_an_evaluation_is_given_up_by_all", "RuntimeError"),
+    Mutant("heard-of-one-rank-a-share", "parallel/ranks.py", "if self.leads or isinstance(n, bool) else", "if self.leads else",
+           "test_ranks.py::test_every_rank_of_a_share_is_heard"),
     Mutant("an-evaluation-is-not-owed", "train/session.py", "        at.owed = True\n", "",
            "test_evaluate.py::test_an_evaluation_that_is_given_up_comes_first[between]"),
     Mutant("an-evaluation-owed-ends-a-run", "train/session.py", "(self.finished or self.tired) and not self.at.owed",

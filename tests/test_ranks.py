@@ -469,6 +469,28 @@ def test_an_evaluation_is_given_up_by_all(tmp_path: Path) -> None:
             assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
 
 
+def signalled(rank: int, recipe: Any) -> None:
+    """In step 2 and, in the next life, in the evaluation of step 4, rank 1 alone, whose share of the data is that of rank 0."""
+    loop.plot_loss = lambda folder: "not drawn"
+    for module, name, moment, last in ((session, "accumulate", 2, 2), (evaluate, "count_targets", 1, 4)):
+        real, calls = getattr(module, name), count(1)
+
+        def call(*rest: Any, real: Any = real, calls: Any = calls, moment: int = moment) -> Any:
+            if next(calls) == moment and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(*rest)
+
+        setattr(module, name, call)
+        run = train(recipe, machine_of((1, 2)))
+        setattr(module, name, real)
+        assert run.stopped and run.step == last
+
+
+def test_every_rank_of_a_share_is_heard(tmp_path: Path) -> None:
+    spawn(2, signalled, run_of(tmp_path, save_steps=None))
+    assert not any("eval_loss" in row for row in told(tmp_path / "out"))
+
+
 def killed(rank: int, recipe: Any) -> None:
     """Rank 1 is killed while it writes its part of the second state."""
     loop.plot_loss = lambda folder: "not drawn"

@@ -146,13 +146,15 @@ class Ranks:
     # ---- numbers and texts -------------------------------------------------------------------------------------------
 
     def sum(self, *numbers: float) -> Sequence[Any]:
-        """Each number, summed over the shares of the data. Integers stay integers."""
+        """Each number, summed over the shares of the data. Integers stay integers. A boolean says something of the rank itself: of
+        all ranks those are counted that say True."""
         if self.mesh is None:
             return numbers
         import torch
         import torch.distributed as dist
 
-        total = torch.tensor([float(n) if self.leads else 0.0 for n in numbers], dtype=torch.float64, device=self.home)
+        mine = [float(n) if self.leads or isinstance(n, bool) else 0.0 for n in numbers]
+        total = torch.tensor(mine, dtype=torch.float64, device=self.home)
         dist.all_reduce(total)
         found: list[float] = total.tolist()
         return [int(f) if isinstance(n, int) else f for n, f in zip(numbers, found, strict=True)]
