@@ -371,8 +371,8 @@ WHY = {  # what is said, by the status with which a run ends
     LateError.status: rb"modelcenter: error: environment: (WORLD_SIZE|RANK): ",  # who stands still before they are connected
     STALLED: rb"modelcenter: error: no progress for \d s: ranks? \d: says nothing",
     128 + signal.SIGKILL: rb"modelcenter: error: rank \d was ended by signal 9",
-    128 + signal.SIGTERM: rb"^(?![^\0]*once more ends it now)",  # before it listens
-    128 + signal.SIGINT: rb"^(?![^\0]*once more ends it now)",
+    128 + signal.SIGTERM: rb"^(?![^\0]*finishing the step)",  # before there is anything to save
+    128 + signal.SIGINT: rb"^(?![^\0]*finishing the step)",
 }
 
 

@@ -98,14 +98,14 @@ def pressed(at: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("step", "patience", "last"), [(4, 4, 10), (14, None, 14)], ids=["between", "last"])
 def test_an_evaluation_that_is_given_up_comes_first(
-    step: int, patience: int | None, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, patience: int | None, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also if it is given up twice, or done and the run killed before it has saved another state: all is as if nobody had asked it
     to end."""
     recipes = []
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-        changes = {"best": "loss", "patience": patience, "ema": 0.5, "optimizer.lr": 0.3, "schedule.name": "constant"}
+        changes = {"best": "loss", "patience": patience, "ema": 0.5, "optimizer.lr": 0.3 if patience else 0.01, "schedule.name": "constant"}
         recipes.append(recipe_of(tmp_path / name, eval_steps=2, save_steps=8, max_steps=14, **changes))
     whole, out = tmp_path / "whole" / "out", tmp_path / "parts" / "out"
     assert train(recipes[0], MACHINE).step == last
@@ -123,6 +123,10 @@ def test_an_evaluation_that_is_given_up_comes_first(
             assert (out / f"{file}.safetensors").read_bytes() == (whole / f"{file}.safetensors").read_bytes(), file
         for state in {*out.glob("step-*")} - {out / f"step-{step}"}:
             shutil.rmtree(state)
+    if step == last:  # its state says that the evaluation is owed, and stays as it is
+        monkeypatch.setattr(evaluate, "count_targets", pressed(1))
+        assert not train(recipes[1], MACHINE).stopped, "nothing is evaluated again"
+        assert f"parts/out/model, of step {run.metrics['best_step']}\n" in capsys.readouterr().err.rpartition("resumed")[2]
 
 
 def test_more_is_better_or_less() -> None:

@@ -103,7 +103,9 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
         session.model.train()
         interrupt.begin()
         try:
-            if session.at.owed or (session.finished and not session.judged()):  # stopped in it, or at what is its last step now
+            if session.finished and session.judged():
+                session.at.owed = False  # by its state: that was written before, and none is written over
+            elif session.at.owed or session.finished:  # stopped in it, or at what is its last step now
                 session.evaluate(interrupt)
             while not session.ended:
                 step = session.step(steps, interrupt)

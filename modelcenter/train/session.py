@@ -241,19 +241,19 @@ class Session:
     def finish(self) -> dict[str, Any]:
         """Write the model out if the run has ended, and return the last value of each metric."""
         at, total = self.at, self.setup.steps
+        rows = list(read_rows(self.folder / "metrics.jsonl"))
+        last = {key: value for row in rows for key, value in row.items()}
+        last.pop("environment", None)
         self.journal.end(at.step, "finished" if self.ended else "stopped")
         if not self.ended:
             self.progress.say(f"stopped after step {at.step} of {total}; the same command goes on")
         elif self.recipe.best is not None and at.best_step is not None:
-            self.progress.say(f"model: {self.folder / 'model'}, of step {at.best_step}")
+            self.progress.say(f"model: {self.folder / 'model'}, of step {last.get('best_step', at.best_step)}")
         else:
             if self.ema is not None:
                 self.ema.swap()
             which = " (averaged weights)" if self.ema is not None else ""
             self.progress.say(f"model{which}: {write_model(self.folder / 'model', self.setup)}")
-        rows = list(read_rows(self.folder / "metrics.jsonl"))
         if self.ranks.first:
             remember(self.setup.foreseen, rows)
-        last = {key: value for row in rows for key, value in row.items()}
-        last.pop("environment", None)
         return last
