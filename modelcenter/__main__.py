@@ -18,15 +18,17 @@ from . import __version__
 from .cli.arguments import Answer, Arguments, take_apart
 from .cli.catalog import copy, list_
 from .cli.convert import Averaging, Conversion, average, convert, merge
-from .cli.evaluate import evaluate
+from .cli.evaluate import Examination, evaluate
 from .cli.generate import Generation, generate
 from .cli.launch import launch
 from .cli.look import compare, doctor
-from .cli.plan import plan
+from .cli.plan import Question, plan
 from .cli.tokenize import tokenize
 from .cli.train import train
 from .config import COMMAND_LINE, describe
+from .data.config import Tokenization
 from .errors import LIMIT, InputError, message, nearest, printable, refuse, tell
+from .train.cluster import Job
 from .train.interrupt import Interrupt
 
 VERBS: dict[str, Callable[[Arguments], Answer]] = {
@@ -44,7 +46,10 @@ VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "copy": copy,
     "doctor": doctor,
 }
-KEYS: dict[str, type] = {"generate": Generation, "convert": Conversion, "average": Averaging}  # what `--help` lists
+KEYS: dict[str, type] = {  # what `--help` lists
+    "plan": Question, "launch": Job, "evaluate": Examination, "generate": Generation, "convert": Conversion, "average": Averaging,
+    "tokenize": Tokenization,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .errors import nearest, refuse
+from .errors import refuse
 
 if TYPE_CHECKING:
     from .model import Model
@@ -49,4 +49,5 @@ def skeleton(family: "type[Model]", config: Any, task: str, dtype: torch.dtype) 
 def check_task(family: "type[Model]", task: str) -> None:
     """Refuse a head that the family does not offer."""
     if task not in family.tasks:
-        refuse(None, "task", f"{task!r} is none of {family.__name__}'s", nearest(task, family.tasks))
+        heads = ", ".join(family.tasks)
+        refuse(None, "task", f"{task!r} is none of {family.__name__}'s", f"{heads} (in a recipe its objective says which)")

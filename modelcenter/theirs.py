@@ -156,6 +156,7 @@ RECIPE = {  # keys of the command lines of ModelCenter, Megatron-LM, Trainer, TR
         "logging_steps": "inspect_iters log_interval logging_strategy",
         "machine.compile": "torch_compile",
         "machine.device=cpu": "no_cuda use_cpu",
+        "machine.devices, or CUDA_VISIBLE_DEVICES=2,3 before the command": "device_ids gpu gpu_ids gpus n_gpu num_gpus",
         "machine.fsdp": "fsdp_config",
         "machine.fsdp and machine.zero": "deepspeed use_distributed_optimizer zero_stage",
         "machine.fsdp or machine.tensor_parallel: there are no pipelines yet": "pipe_size pipeline_model_parallel_size",

@@ -68,7 +68,7 @@ REFUSED = [  # the command, how its one line goes on
     (("generate", "m", "p", "temperature=0"), "command line: temperature: 0; a number at least 1e-06"),
     (("generate", "m", "p", "top_p=1.5"), "command line: top_p: 1.5; a number above 0 and at most 1"),
     (("generate", "m", "p", "--max-new-tokens", "0"), "command line: max_new_tokens: 0; an integer at least 1"),
-    (("train",), "command line: RECIPE: missing; "),
+    (("train",), "command line: RECIPE: missing; modelcenter list recipes has them"),
     (("train", "finetun"), "finetun: no such recipe; did you mean 'finetune'?"),
     (("train", "absent.yaml"), "absent.yaml: no such file; "),
     (("train", "finetune", "mlm", *DATA), "command line: mlm: not wanted here; "),
@@ -99,6 +99,12 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "finetune", *DATA, "machine.fdsp=2"), "command line: machine.fdsp: unknown key; did you mean 'machine.fsdp'?"),
     (("train", "finetune", *DATA, "machine=gpu24"), "command line: machine=gpu24: a machine is no part of a recipe; --mach"),
     (("train", "finetune", "good.yaml"), "command line: good.yaml: a file without its key; data.path=good.yaml"),
+    (("train", "good.txt"), "command line: good.txt: a file, and no recipe; a recipe first, such as finetune data.path=good.txt"),
+    (("train", "finetune", *DATA, "batch", "=", "4"), "command line: batch: not wanted here; key=value is written without spaces"),
+    (("train", "good.yaml", "data=a.txt"), "command line: data: 'a.txt'; a mapping, such as data.path"),
+    (("train", "glue/sst"), "glue/sst: no such recipe; did you mean 'glue/sst2'?"),
+    (("train", "finetune", *DATA, "gpus=2"), "command line: gpus: unknown key; here it is machine.devices, or CUDA_VIS"),
+    (("train", "finetune", *DATA, "machine.device=cuda:2"), "command line: machine.device: cuda:2; CUDA_VISIBLE_DEVICES=2 before "),
     (("train", "finetune", *DATA, "model=" + "m" * 300), f"{'m' * 100}: File name too long; "),
     (("train", "finetune", *DATA, "model=good.yaml"), "good.yaml: model: a file; the folder that holds it: ."),
 ]
@@ -108,6 +114,7 @@ FILES = {
     "twice.yaml": "model: gpt2\nmodel: gpt2\n",
     "deep.yaml": "[" * 100_000,
     "good.yaml": GOOD,
+    "good.txt": "text",
     "none.yaml": GOOD.replace("max_steps: 1\n", ""),
 }
 
@@ -250,7 +257,7 @@ from modelcenter.cli.arguments import new_file
 from modelcenter.errors import InputError
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 assert main(["copy", "finetune"]) == 2
-assert main(["launch", "finetune", "--slurm", "data.path=a.txt"]) == 2
+assert main(["launch", "finetune", "--slurm", "data.path=datasets:a"]) == 2
 try:
     with new_file("texts.jsonl") as out:
         for n in range(10, 50):

@@ -264,7 +264,7 @@ def test_a_file_is_written_once_and_submitted_on_request(recipe: str, tmp_path: 
 @pytest.mark.parametrize(("words", "text"), [
     ([], "launch: neither --slurm nor --kubernetes"),
     (["--slurm", "--kubernetes"], "launch: both"),
-    (["--slurm", "nodes=2"], "nodes: 2, for a machine of 1 ranks; a divisor of its ranks"),
+    (["--slurm", "nodes=2"], "nodes: 2, for a machine of 1 rank; a divisor of its ranks; of eight GPUs a node, machine.fsdp=16"),
     (["--slurm", "image=x"], "image: given; leave it out: it is for --kubernetes"),
     (["--kubernetes", "image=x"], "claim: missing"),
     (["--kubernetes", "image=x", "claim=y", "time=1"], "time: given; leave it out: it is for --slurm"),
@@ -272,6 +272,10 @@ def test_a_file_is_written_once_and_submitted_on_request(recipe: str, tmp_path: 
     (["--slurm", "time=1 --oversubscribe"], "time: '1 --oversubscribe'; one word"),
     (["--slurm", "bach=3"], "bach"),
     (["--slurm", "nodes=0"], "nodes"),
+    (["--slurm", "node=2"], "node: unknown key; did you mean 'nodes'?"),
+    (["--slurm", "data.path=nowhere.jsonl"], "nowhere.jsonl: data.path: no such file"),
+    (["--slurm", "data.eval_path=nowhere.jsonl"], "nowhere.jsonl: data.eval_path: no such file"),
+    (["--slurm", "init=pretrained", "model=r.yaml"], "r.yaml: model: a file"),
 ])  # fmt: skip
 def test_refusals(words: list[str], text: str, recipe: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["launch", recipe, *words]) == 2

@@ -409,6 +409,11 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
 
 @pytest.mark.parametrize("objective, fields, data, said", [
     ("lm", {"txt": "a"}, {}, "line 1: no field 'text'; did you mean 'txt'"),
+    ("lm", {"prompt": "a", "response": "b"}, {}, "names the field; such rows are for finetune with data.prompt_key"),
+    ("lm", {"messages": []}, {}, "data.text_key names the field; such rows are for the recipe instruct"),
+    ("chat", {"prompt": "a", "response": "b"}, {"chat_template": "plain"}, "data.messages_key names the field; such rows are "),
+    ("lm", {"instruction": "a", "output": "b"}, {}, "such rows are for the recipe instruct"),
+    ("classify", {"text": "a", "label": ["x"]}, {}, "multilabel for lists"),
     ("lm", {"text": ""}, {}, "no token in all texts"),
     ("lm", {"text": ""}, {"packing": True}, "no token in all texts"),
     ("lm", {"q": "a"}, {"prompt_key": "q"}, "data.response_key: absent"),

@@ -77,9 +77,13 @@ def take(args: Arguments, wanted: Sequence[str]) -> list[str]:
     """Exactly these names and nothing else, for a verb without settings."""
     unwanted = [*args.names[len(wanted) :], *args.settings]
     if unwanted or args.machine is not None:
-        refuse(COMMAND_LINE, unwanted[0] if unwanted else "--machine", "not wanted here", "see --help after the verb")
+        apart = any(word.startswith("=") for word in unwanted)
+        remedy = "key=value is written without spaces" if apart else "see --help after the verb"
+        refuse(COMMAND_LINE, unwanted[0] if unwanted else "--machine", "not wanted here", remedy)
     if len(args.names) < len(wanted):
-        refuse(COMMAND_LINE, wanted[len(args.names)], "missing", "see --help after the verb")
+        lacks = wanted[len(args.names)]
+        named = "modelcenter list recipes has them; or a path" if lacks == "RECIPE" else "see --help after the verb"
+        refuse(COMMAND_LINE, lacks, "missing", named)
     return args.names
 
 

@@ -39,7 +39,7 @@ def evaluate(args: Arguments) -> Answer:
     lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the same numbers.
     Nothing is written, but for the stacks of ranks that stand still, in a temporary folder. data.path=FILE is evaluated on whole;
     with data.eval_fraction=0.1, as in training, on a part. How many examples that were, and of how many questions they are parts,
-    stands before the metrics.
+    stands before the metrics. With --lm-eval alone:
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question

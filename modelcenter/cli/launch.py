@@ -5,13 +5,19 @@ import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoint.atomic import atomic_write
 from ..config import COMMAND_LINE, bind, override
 from ..errors import refuse
-from .arguments import Answer, Arguments
+from ..train.cluster import Job, check, kubernetes, slurm
+from .arguments import Answer, Arguments, check_model
 from .recipe import run_of
+
+if TYPE_CHECKING:
+    from ..train.recipe import Recipe
 
 
 def launch(args: Arguments) -> Answer:
@@ -21,15 +27,21 @@ def launch(args: Arguments) -> Answer:
     modelcenter launch RECIPE --kubernetes image=IMAGE claim=NAME [--nodes 2] [--submit] [--machine M] [key=value ...]
 
     Takes what train takes, and checks it now. Relative paths are seen from here, on Kubernetes from where the claim is mounted.
+    Other options of a cluster are lines that you add to the file. These are for launch alone:
     """
-    from ..train.cluster import Job, check, kubernetes, slurm
+    from ..train.recipe import Recipe
 
     own = {f.name for f in fields(Job)}
     mine = [setting for setting in args.settings if setting.partition("=")[0] in own]
     rest = [setting for setting in args.settings if setting not in mine]
     job = bind(Job, override({}, mine), COMMAND_LINE)
-    _, machine = run_of(replace(args, settings=rest))
+    for key in (setting.partition("=")[0] for setting in rest):
+        if "." not in key and (close := get_close_matches(key, [*own, *(f.name for f in fields(Recipe))], n=1)) and close[0] in own:
+            refuse(COMMAND_LINE, key, "unknown key", f"did you mean {close[0]!r}?")
+    recipe, machine = run_of(replace(args, settings=rest))
     check(job, machine)
+    if job.slurm:
+        look(recipe)
     words = ["-m", "modelcenter", "train", args.names[0], *(["--machine", args.machine] if args.machine is not None else []), *rest]
     text = slurm(job, machine, [sys.executable, *words], os.getcwd()) if job.slurm else kubernetes(job, machine, ["python", *words])
     file = Path(job.out or f"{job.name}.{'sbatch' if job.slurm else 'yaml'}")
@@ -46,3 +58,15 @@ def launch(args: Arguments) -> Answer:
     if done.returncode:
         refuse(file, "submit", f"{command[0]}: {done.stderr.strip()}", f"mend it, then {shlex.join(command)}")
     return Answer(f"{file}: {done.stdout.strip()}", {"file": str(file), "submitted": done.stdout.strip()})
+
+
+def look(recipe: "Recipe") -> None:
+    """Refuse a model or data that are not there: a job that waits in a queue for days should not find out."""
+    from ..data.read import find_files
+
+    if recipe.init == "pretrained":
+        check_model(recipe.model)
+    for key, said in (("data.path", recipe.data.path), ("data.eval_path", recipe.data.eval_path)):
+        for path in [said] if isinstance(said, str) else said or ():
+            if not path.startswith("datasets:"):
+                find_files(path, recipe.data.format, key)

@@ -37,7 +37,7 @@ def plan(args: Arguments) -> Answer:
 
     Takes the arguments of train; with a model instead of a recipe, batch=, data.seq_len= and the like. One step is rehearsed on
     tensors without storage, and no weights are downloaded. The second form plans for devices that are not on this machine: h200,
-    h100, a100-80, a100-40, v100, 4090, 3090, 2080ti, or a file with their rates.
+    h100, a100-80, a100-40, v100, 4090, 3090, 2080ti, or a file with their rates. For it alone:
     """
     given = [setting for setting in args.settings if setting.partition("=")[0] in OWN]
     asked = bind(Question, override({}, given), COMMAND_LINE)

@@ -26,6 +26,8 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
         refuse(COMMAND_LINE, whole[0], "a machine is no part of a recipe", f"--machine {whole[0].partition('=')[2]}")
     if data := [name for name in args.names[1:] if Path(name).exists()]:
         refuse(COMMAND_LINE, data[0], "a file without its key", f"data.path={data[0]}")
+    if args.names and Path(args.names[0]).is_file() and Path(args.names[0]).suffix not in (".yaml", ".yml"):
+        refuse(COMMAND_LINE, args.names[0], "a file, and no recipe", f"a recipe first, such as finetune data.path={args.names[0]}")
     known, places = [field.name for field in fields(Recipe)], {field.name for field in fields(Machine)}
     for setting in args.settings:
         section, _, rest = setting.partition("=")[0].partition(".")
@@ -42,6 +44,8 @@ def machine_of(args: Arguments, own: Sequence[str]) -> "Machine":
     """The machine that a command line names, with the settings `own`, machine.key=value, put over it."""
     from ..parallel.machine import Machine, load_machine, read_machine
 
+    for number in (setting.partition(":")[2] for setting in own if setting.startswith("machine.device=cuda:")):
+        refuse(COMMAND_LINE, "machine.device", f"cuda:{number}", f"CUDA_VISIBLE_DEVICES={number} before the command")
     machine = to_dict(load_machine(args.machine) if args.machine is not None else Machine())
     if args.machine is not None:
         machine |= read_machine(args.machine)[1]  # as it is written there: what is auto is found when all else is known

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 
+from ..data.config import Tokenization
 from .arguments import Answer, Arguments, settings
 
 
@@ -13,7 +14,6 @@ def tokenize(args: Arguments) -> Answer:
 
     OUT.bin and OUT.idx are an indexed dataset of Megatron-LM; data.path=OUT.bin trains on it.
     """
-    from ..data.tokenize import Tokenization
     from ..data.tokenize import tokenize as write
 
     asked = settings(Tokenization, args, ["path", "out"])

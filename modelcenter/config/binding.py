@@ -64,7 +64,9 @@ def convert(value: Any, hint: Any, file: str | Path | None, key: str, bounds: Ma
     for kind in allowed:
         if (match := _match(value, kind, file, key, bounds)) is not _NO:
             return match
-    refuse(file, key, short(value), wanted(hint, bounds))
+    section = next((kind for kind in allowed if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+    one = "" if section is None else f", such as {key}.{dataclasses.fields(section)[0].name}"  # which `data=FILE` means
+    refuse(file, key, short(value), wanted(hint, bounds) + one)
 
 
 _NO = object()

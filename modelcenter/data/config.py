@@ -95,3 +95,16 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         checked(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """What `tokenize` takes."""
+
+    path: str = field(metadata={"help": "text: a file, a folder, a glob or datasets:NAME[,CONFIG][:SPLIT]", "min": 1})
+    out: str = field(metadata={"help": "the files to write, without their endings", "min": 1})
+    tokenizer: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
+    objective: Literal["lm", "mlm"] = field(default="lm", metadata={"help": "which tokens part the documents"})
+    format: Format = field(default="auto", metadata={"help": "auto: by the ending, text if it is unknown"})
+    text_key: str = field(default="text", metadata={"help": "the field of the text"})
+    processes: int | None = field(default=None, metadata={"help": "absent: one a processor", "min": 1, "max": 1024})

@@ -12,6 +12,11 @@ import numpy as np
 from ..errors import nearest, refuse
 
 FIELD = re.compile(r"\{([^{}]+)\}")
+CHATS, PAIRS = "the recipe instruct", "finetune with data.prompt_key and data.response_key"
+ROWS = {  # what rows of these fields are for, where another field is looked for in vain
+    ("messages",): CHATS, ("conversations",): CHATS, ("instruction", "output"): CHATS,
+    ("prompt", "response"): PAIRS, ("prompt", "completion"): PAIRS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,9 @@ class Record:
         outer, _, inner = key.partition(".")
         if isinstance(within := self.fields.get(outer), dict) and inner in within:
             return within[inner]
-        self.refuse(f"no field {key!r}", f"{nearest(key, self.names())} ({option} names the field)")
+        other = next((what for names, what in ROWS.items() if self.fields.keys() >= {*names}), None)
+        told = f"; such rows are for {other}" if other and option in ("data.text_key", "data.messages_key") else ""
+        self.refuse(f"no field {key!r}", f"{nearest(key, self.names())} ({option} names the field{told})")
 
     def names(self) -> list[str]:
         """The names by which a key may ask for its fields."""

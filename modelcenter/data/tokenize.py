@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass, field
 from hashlib import file_digest, sha256
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from ..checkpoint.atomic import atomic_write, disk_errors, sync, write_new
 from ..errors import InputError, refuse
-from .config import Format
+from .config import Tokenization as Tokenization
 from .encode import Reader
 from .indexed import TokenFile, dtype_of, index_head
 from .objective import find_objective
@@ -41,19 +41,6 @@ from .tokenizer_open import load_tokenizer
 
 PART = 8 << 20  # bytes of text that are encoded at a time, about
 ROWS = 4096  # records of a part, where their size is not known
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokenization:
-    """What `tokenize` takes."""
-
-    path: str = field(metadata={"help": "text: a file, a folder, a glob or datasets:NAME[,CONFIG][:SPLIT]", "min": 1})
-    out: str = field(metadata={"help": "the files to write, without their endings", "min": 1})
-    tokenizer: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
-    objective: Literal["lm", "mlm"] = field(default="lm", metadata={"help": "which tokens part the documents"})
-    format: Format = field(default="auto", metadata={"help": "auto: by the ending, text if it is unknown"})
-    text_key: str = field(default="text", metadata={"help": "the field of the text"})
-    processes: int | None = field(default=None, metadata={"help": "absent: one a processor", "min": 1, "max": 1024})
 
 
 @dataclass

@@ -55,7 +55,8 @@ def check(job: Job, machine: Machine) -> None:
     if job.slurm == job.kubernetes:
         refuse(None, "launch", "neither --slurm nor --kubernetes" if not job.slurm else "both", "one of the two")
     if machine.ranks % job.nodes:
-        refuse(None, "nodes", f"{job.nodes}, for a machine of {machine.ranks} ranks", "a divisor of its ranks")
+        wanted = f"a divisor of its ranks; of eight GPUs a node, machine.fsdp={8 * job.nodes}"
+        refuse(None, "nodes", f"{job.nodes}, for a machine of {machine.ranks} rank{'s' * (machine.ranks > 1)}", wanted)
     only = {"slurm": ("time", "partition", "account"), "kubernetes": ("image", "claim")}
     for key in only["kubernetes" if job.slurm else "slurm"]:
         if getattr(job, key) is not None:

@@ -38,10 +38,12 @@ def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
     variants = tree.pop("variants", {})
     if not isinstance(variants, dict) or not all(isinstance(variant, dict) for variant in variants.values()):
         refuse(file, "variants", "not a mapping of mappings", "a name and settings for each")
+    whole = [f"{base}/{variant}" for variant in variants]
     if chosen and chosen not in variants:
-        refuse_missing(None, f"{base}/{chosen}", "no such recipe", nearest(chosen, variants) if variants else f"{base} has none")
-    if variants and not chosen:
-        refuse(None, base, "several recipes", f"one of {', '.join(f'{base}/{variant}' for variant in variants)}")
+        name = f"{base}/{chosen}"
+        refuse_missing(None, name, "no such recipe", nearest(name, whole) if whole else f"{base} has none")
+    if whole and not chosen:
+        refuse(None, base, "several recipes", f"one of {', '.join(whole)}")
     tree = merge(tree, variants.get(chosen, {}))
     return file, {"output_dir": f"runs/{name}", **tree} if base in names(known) else tree
 

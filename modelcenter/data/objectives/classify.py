@@ -231,7 +231,7 @@ def label_names(records: Sequence[Record], data: DataConfig, known: Names = ()) 
     values = [record.get(data.label_key, "data.label_key") for record in records]
     for record, value in zip(records, values, strict=True):
         if not isinstance(value, str | int) or (isinstance(value, str) and not value.strip()):  # a cell that nobody filled in
-            wanted = "the name or the number of a class; objective=regress is for values"
+            wanted = "the name or the number of a class; objective=regress is for values, multilabel for lists"
             record.refuse(f"{data.label_key} is {value!r}", wanted)
     if among(values, known):
         return known

@@ -53,7 +53,8 @@ class Masked(Sequences):
     def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
         tokenizer = read.tokenizer
         if tokenizer.mask_id is None:
-            refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", "one that has it")
+            wanted = "one that has it: tokenizer=roberta:8000 trains one"
+            refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", wanted)
         self.mask, self.fill = tokenizer.mask_id, filler(tokenizer)
         self.seed, self.probability = seed, data.mlm_probability
         self.head = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
