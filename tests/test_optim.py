@@ -374,6 +374,20 @@ def test_the_state_comes_back_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
+def test_a_state_dict_of_bf16_weights_goes_on_to_the_bit(name: str) -> None:
+    """Moments may have more bits than the weights; torch's own `load_state_dict` would round them."""
+    whole, again = small(torch.bfloat16), small(torch.bfloat16)
+    one, two = (build_optimizer(m, OptimizerConfig(name=name, lr=0.01)) for m in (whole, again))
+    steps(whole, one, range(3))
+    again.load_state_dict(whole.state_dict())
+    two.load_state_dict(one.state_dict())
+    for model, optimizer in ((whole, one), (again, two)):
+        steps(model, optimizer, range(3, 6))
+    for p, q in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_clipping_and_bad_gradients(name: str) -> None:
     clipped, scaled = small(torch.float32), small(torch.float32)
     one, two = (build_optimizer(m, OptimizerConfig(name=name, lr=0.01)) for m in (clipped, scaled))

@@ -212,13 +212,14 @@ def whole_gradient(rank: int) -> None:
     join(machine_of((1, 2)))
     mesh = init_device_mesh("cpu", (2,))
     start, grad = torch.arange(32.0).view(8, 4), torch.linspace(-1, 1, 32).view(8, 4)
-    p = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
-    p.grad = distribute_tensor(grad, mesh, [Replicate()])
-    alone = torch.nn.Parameter(start.clone())
-    alone.grad = grad
-    for one in (p, alone):
-        build_optimizer(torch.nn.ParameterList([one]), OptimizerConfig()).step()
-    assert torch.equal(p.full_tensor(), alone)
+    for name in ("adamw", "lion"):
+        p = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+        p.grad = distribute_tensor(grad, mesh, [Replicate()])
+        alone = torch.nn.Parameter(start.clone())
+        alone.grad = grad
+        for one in (p, alone):
+            build_optimizer(torch.nn.ParameterList([one]), OptimizerConfig(name=name)).step()
+        assert torch.equal(p.full_tensor(), alone), name
 
 
 def test_a_gradient_that_is_whole_is_cut_as_its_parameter_is() -> None:

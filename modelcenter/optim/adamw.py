@@ -59,7 +59,18 @@ class Plain(Optimizer):
     add_param_group: Any = unwrap(Optimizer.add_param_group)
     zero_grad: Any = unwrap(Optimizer.zero_grad)
     state_dict: Any = unwrap(Optimizer.state_dict)
-    load_state_dict: Any = unwrap(Optimizer.load_state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, whose own state dicts are accepted too; but moments keep the dtype in which they were saved."""
+        unwrap(Optimizer.load_state_dict)(self, state_dict)
+        for group in self.param_groups:
+            group.update({key: value for key, value in self.defaults.items() if key not in group})
+        theirs = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(theirs, mine, strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][name] = value.detach().to(p.device, copy=True)
 
 
 class AdamW(Plain):
@@ -157,18 +168,6 @@ class AdamW(Plain):
                 state[f"{name}_scale"] = scales_of(p)
             if old is not None:
                 narrow(state, name, old)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, whose own state dicts are accepted too; but moments keep the dtype in which they were saved."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            group.update({key: value for key, value in self.defaults.items() if key not in group})
-        theirs = [i for group in state_dict["param_groups"] for i in group["params"]]
-        mine = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(theirs, mine, strict=True):
-            for name, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[p][name] = value.detach().to(p.device, copy=True)
 
 
 def scales_of(p: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Lion(Clipped):
         if clip is not None and not scaled(self.param_groups, clip):
             return loss
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            params = [p for p in group["params"] if gradient(p) is not None]
             if not params:
                 continue
             for p in params:
