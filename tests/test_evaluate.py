@@ -105,7 +105,8 @@ def test_an_evaluation_that_is_given_up_comes_first(
     recipes = []
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-        changes = {"best": "loss", "patience": patience, "ema": 0.5, "optimizer.lr": 0.3 if patience else 0.01, "schedule.name": "constant"}
+        changes = {"best": "loss", "patience": patience, "ema": 0.5, "optimizer.lr": 0.3 if patience else 0.01}
+        changes["schedule.name"] = "constant"
         recipes.append(recipe_of(tmp_path / name, eval_steps=2, save_steps=8, max_steps=14, **changes))
     whole, out = tmp_path / "whole" / "out", tmp_path / "parts" / "out"
     assert train(recipes[0], MACHINE).step == last
