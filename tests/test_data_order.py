@@ -22,6 +22,7 @@ from modelcenter.data.read import read_split
 from modelcenter.data.record import Mixture
 from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.errors import InputError
+from modelcenter.train import state
 from modelcenter.train.loop import train
 from modelcenter.train.read import load_recipe
 
@@ -79,10 +80,40 @@ def test_each_source_has_epochs_of_its_own(sizes: list[int], seed: int) -> None:
         epoch, index = blend.place(position)
         source = int(np.searchsorted(np.cumsum(sizes), index, "right"))
         found[source].append((epoch, index - sum(sizes[:source])))
-    for size, places in zip(sizes, found, strict=True):
+    for k, (size, places) in enumerate(zip(sizes, found, strict=True)):
         for epoch in range(len(places) // size):
             assert sorted(places[epoch * size : (epoch + 1) * size]) == [(epoch, k) for k in range(size)]
-        assert [index for _, index in places[:size]] == order(size, seed, 0).tolist()
+        assert [index for _, index in places[:size]] == order(size, seed, 0, sizes[:k].count(size)).tolist()
+
+
+def test_rows_of_sources_of_one_size_do_not_come_together() -> None:
+    """Of 1000 rows in an order of their own one would be expected to; in each epoch, and of each two of three sources."""
+    blend = Blended([1000, 1000, 1000], [1, 1, 1], 0, True)
+    for epoch in range(3):
+        found = [[blend.orders[k].place(epoch * 1000 + p)[1] for p in range(1000)] for k in range(3)]
+        assert found[0] == order(1000, 0, epoch).tolist()
+        assert all(sorted(rows) == list(range(1000)) for rows in found)
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            assert sum(a == b for a, b in zip(found[one], found[other], strict=True)) < 10
+            assert found[other] != [blend.orders[one].place((epoch + 1) * 1000 + p)[1] for p in range(1000)]
+
+
+def test_a_state_from_before_they_had_orders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name * (k % 5 + 3)}"}}\n' for k in range(12)))
+    (tmp_path / "base.yaml").write_text("{}\n")
+    recipe = {
+        "model": "gpt2", "init": "random", "config": {"layers": 1, "dim": 16, "heads": 2, "positions": 16}, "tokenizer": "char",
+        "data.path": {str(tmp_path / f"{name}.jsonl"): 1.0 for name in ("a", "b")}, "data.seq_len": 8, "batch": 4,
+        "precision": "fp32", "max_steps": 2, "save_steps": 1, "schedule.name": "constant", "output_dir": str(tmp_path / "out"),
+    }  # fmt: skip
+    train(load_recipe(tmp_path / "base.yaml", recipe))
+    more = load_recipe(tmp_path / "base.yaml", {**recipe, "max_steps": 3})
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "VERSION", 2)
+        with pytest.raises(InputError, match=r"step-2: data.path: sources of one size, .*; another output_dir, to begin again$"):
+            train(more)
+    assert train(more).step == 3
 
 
 def mixture(folder: Path) -> dict[str, float]:

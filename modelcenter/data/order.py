@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+VERSION = 1  # of what stands where, which each training state tells; before, sources of one size shared each epoch's permutation
 GROUP = 64  # batches that are sorted by length together
 Tree = int | tuple[int, int, "Tree", "Tree"]  # a source, or how a node's samples are shared
 
@@ -34,15 +35,15 @@ class Straight:
 
 
 class Shuffled(Straight):
-    """A permutation that is drawn anew each epoch."""
+    """A permutation that is drawn anew each epoch. `twin`: how many sources of the same size and seed were before this one."""
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, seed: int, twin: int = 0) -> None:
         super().__init__(size)
-        self.seed = seed
+        self.seed, self.twin = seed, twin
 
     def place(self, position: int) -> tuple[int, int]:
         epoch, place = divmod(position, self.size)
-        return epoch, int(order(self.size, self.seed, epoch)[place])
+        return epoch, int(order(self.size, self.seed, epoch, self.twin)[place])
 
 
 class Grouped(Straight):
@@ -85,7 +86,9 @@ class Blended:
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
         self.starts = np.cumsum([0, *sizes])
-        self.orders = [Shuffled(n, seed) if shuffle else Straight(n) for n in sizes]
+        twins = [list(sizes[:k]).count(n) for k, n in enumerate(sizes)]
+        self.twins = shuffle and any(twins)  # whether two sources of one size must not draw the same
+        self.orders = [Shuffled(n, seed, twin) if shuffle else Straight(n) for n, twin in zip(sizes, twins, strict=True)]
         exact = [Fraction(str(w)) for w in weights]
         number = count()
         nodes: list[tuple[Fraction, int, Tree]] = [(w, next(number), leaf) for leaf, w in enumerate(exact)]
@@ -112,6 +115,6 @@ class Blended:
 
 
 @lru_cache(maxsize=16)  # a batch may straddle two epochs, a mixture has several sources, and evaluation takes its turn
-def order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def order(size: int, seed: int, epoch: int, twin: int = 0) -> NDArray[np.int64]:
     """The permutation of an epoch; numpy's PCG64, so that no other use of randomness moves it."""
-    return np.random.default_rng((seed, epoch, 0)).permutation(size)
+    return np.random.default_rng((seed, epoch, 0, 0, twin) if twin else (seed, epoch, 0)).permutation(size)

@@ -49,7 +49,7 @@ from .repeatable import repeatable
 from .report import About, Reports, check_installed
 from .resolve import resolve
 from .session import Session
-from .state import Position, restore
+from .state import Position, check_order, restore
 from .step import autocast
 
 
@@ -141,6 +141,7 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     setup = prepare(recipe, machine, device, ranks)
     if start is not None:
         check_steps(start, recipe, setup.steps)
+        check_order(start, setup.loader.order)
     lr_factor(recipe.schedule, setup.steps - 1, setup.steps)  # a decay too long is refused here, and not where it would begin
     found = verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device))
     setup.lines.append(str(found))

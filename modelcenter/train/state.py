@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.load import put
+from ..checkpoint.manifest import MANIFEST_LIMIT
 from ..checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from ..checkpoint.shards import Piece, Spread, pieces, whole
-from ..checkpoint.state import load_state, save_state
+from ..checkpoint.state import STATE, load_state, save_state
+from ..checkpoint.strict_json import read_json
 from ..config import bind
+from ..data.order import VERSION, Blended, Order
 from ..errors import refuse
 from ..layers.adapter import adapted
 from ..names import Shape
@@ -91,7 +94,8 @@ def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimize
         shapes["optimizer"] = dict(unpadded(moments, model, groups["shapes"]))
         tensors = {group: pieces(table, shapes[group], ranks) for group, table in tables.items()}
         tensors["random"] = {f"{ranks.rank}/{key}": value for key, value in random_states().items()}
-    state = {"position": asdict(position), "optimizer": groups, "python": random.getstate(), "mesh": ranks.degrees}
+    state = {"position": asdict(position), "optimizer": groups, "python": random.getstate(), "mesh": ranks.degrees,
+             "order": VERSION}  # fmt: skip
     return write(folder, position.step, tensors, state, keep, ranks)
 
 
@@ -113,6 +117,13 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None 
     at = bind(Position, state["position"], path / "state.json", "position.")
     restore_random(tensors["random"], state, at.step, ranks)
     return at
+
+
+def check_order(start: Path, order: Order | None) -> None:
+    """Refuse to continue from the state `start` if examples stood elsewhere when it was written."""
+    if isinstance(order, Blended) and order.twins and read_json(start / STATE, MANIFEST_LIMIT).get("order") != VERSION:
+        found = "sources of one size, whose rows came in one order when this state was written"
+        refuse(start, "data.path", found, "another output_dir, to begin again")
 
 
 def put_weights(path: Path, tensors: Mapping[str, Mapping[str, Tensor | Spread]], model: nn.Module, ema: EMA | None) -> None:
