@@ -463,6 +463,27 @@ def test_without_renameat2(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize(("at", "left"), [(1, "w"), (2, "v"), (3, "v")])
+def test_a_signal_between_two_renames_leaves_a_model(at, left, tmp_path, monkeypatch):
+    """As Ctrl-C does it, whose exception comes behind what has been done: the old one, or the new."""
+    save(tmp_path / "out", {"w": torch.ones(3)})
+    real, calls = os.rename, []
+
+    def rename(source, target):
+        real(source, target)
+        calls.append(source)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "out", {"v": torch.ones(3)})
+    assert (tmp_path / "out").is_dir()
+    with Folder(tmp_path / "out") as folder:
+        assert folder.keys() == {left}
+
+
 def test_without_hard_links(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(errno.EPERM, "Operation not permitted")

@@ -129,11 +129,12 @@ def replace_folder(temp: str | os.PathLike[str], final: str | os.PathLike[str], 
         sync_tree(temp)
         if not _exchange(temp, final):
             aside = _hidden(final)
-            os.rename(final, aside)
             try:
+                os.rename(final, aside)
                 os.rename(temp, final)
             except BaseException:
-                os.rename(aside, final)
+                with suppress(OSError):  # it was not yet aside, or the new one has its place
+                    os.rename(aside, final)
                 raise
             os.rename(aside, temp)
         sync(final.parent)

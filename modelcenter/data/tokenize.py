@@ -19,7 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from .table import PREFIX, is_saved
 from .tokenizer_open import load_tokenizer
 
 PART = 8 << 20  # bytes of text that are encoded at a time, about
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # which ask for the end (train/interrupt.py)
 ROWS = 4096  # records of a part, where their size is not known
 
 
@@ -109,18 +110,26 @@ def identity(asked: Tokenization, known: Sequence[Any]) -> list[Any]:
     files = sorted(file for file in found if file.is_file())
     before = {tuple(entry[:3]): entry[3] for entry in known}
     rows = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    over = threading.Event()
     with ThreadPoolExecutor(asked.processes) as pool:  # forming a hash lets other threads run
-        return list(pool.map(lambda row: [*row, before.get(row) or digest(row)], rows))
+        try:
+            return list(pool.map(lambda row: [*row, before.get(row) or digest(row, over)], rows))
+        except BaseException:  # asked to end: a large file would be waited for, for minutes
+            over.set()
+            raise
 
 
-def digest(row: tuple[str, int, int]) -> str:
-    """The sha256 of a file of that name, size and time. One that changes meanwhile is refused."""
+def digest(row: tuple[str, int, int], over: threading.Event) -> str:
+    """The sha256 of a file of that name, size and time. One that changes meanwhile is refused. Nobody reads on when it is
+    `over`."""
+    found = sha256()
     with open(row[0], "rb") as file:
-        found = file_digest(file, "sha256").hexdigest()
+        while not over.is_set() and (some := file.read(CHUNK)):
+            found.update(some)
         stat = os.fstat(file.fileno())
     if (stat.st_size, stat.st_mtime_ns) != row[1:]:
         refuse(row[0], None, "changes while it is read", "leave it as it is")
-    return found
+    return found.hexdigest()
 
 
 def hashed(file: Path) -> list[Any]:
@@ -247,7 +256,7 @@ def deaf() -> Iterator[None]:
     """What asks for the end is heard when this is left: a worker whose parent is gone before it was told its task would complain.
     Processes that are started meanwhile never hear Ctrl-C, which a terminal sends to them too: it is the parent's matter."""
     heard: list[int] = []
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(number))]
+    numbers = [number for number in SIGNALS if callable(signal.getsignal(number))]
     main = threading.current_thread() is threading.main_thread()  # which alone may set handlers, and runs them
     handlers = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers if main}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

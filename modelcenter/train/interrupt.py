@@ -47,8 +47,14 @@ class Interrupt(AbstractContextManager["Interrupt"]):
 
     def __enter__(self) -> "Interrupt":
         if current_thread() is main_thread():
+            self.before = {number: signal.getsignal(number) for number in heeded()}
             self.outer, Interrupt.innermost = Interrupt.innermost, self
-            self.before = {number: signal.signal(number, self.hear) for number in heeded()}
+            try:
+                for number in self.before:
+                    signal.signal(number, self.hear)
+            except BaseException:  # one of these was heard at once: it would listen for ever
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
