@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -235,8 +234,7 @@ def test_a_signal_removes_what_is_half_done(number: signal.Signals, tmp_path: Pa
         with staging(tmp_path / "out") as place:
             (place / "half").write_text("")
             os.kill(os.getpid(), number)
-            time.sleep(9)
-        return Answer("", None)
+            raise AssertionError("it goes on")
 
     monkeypatch.setitem(VERBS, "doctor", write)
     assert main(["doctor"]) == 128 + number and not list(tmp_path.iterdir())

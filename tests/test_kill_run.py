@@ -13,13 +13,14 @@ from typing import Any
 import kill_run
 import pytest
 import torch.distributed as dist
+from test_connect import Called
 from torch.distributed import device_mesh
 
 from modelcenter.checkpoint.atomic import staging
 from modelcenter.cli import evaluate as judging
 from modelcenter.parallel import connect
 from modelcenter.parallel.rollcall import RollCall
-from modelcenter.parallel.watch import Watch
+from modelcenter.parallel.watch import Watch, stacks
 from modelcenter.registry import families
 from modelcenter.train import evaluate, launch, loop
 
@@ -100,20 +101,42 @@ PLACES = {"connect": (dist, "init_process_group"), "group": (device_mesh, "init_
 
 
 def in_their_midst(number: int, victim: int, place: str) -> None:
-    """Ranks are forked, one is given a signal where ranks connect, compare or evaluate, and the others have a second for that."""
+    """Ranks are forked, one is given a signal where ranks connect, compare or evaluate, and the others have a second for that, from
+    when they wait for it. No other thread of it asks the store, so that it does not hold the lock of the file in which they met."""
     kill_run.forked()
     real = getattr(*PLACES[place])
 
+    def struck() -> bool:
+        return os.environ["RANK"] == str(victim)
+
+    def there() -> Path:
+        return Path(os.environ[launch.STORE]).with_name("struck")
+
     def call(*rest: Any, **options: Any) -> Any:
-        if os.environ["RANK"] == str(victim):
-            time.sleep(0.25)  # the others have read what it wrote, and it does not hold the lock of the file in which they met
+        if struck():
+            there().touch()
             os.kill(os.getpid(), number)
         return real(*rest, **options)
 
+    class Listens(Called):
+        def listen(self) -> None:
+            if not struck():
+                super().listen()
+
+    class Watches(Watch):
+        def listen(self) -> None:
+            if not struck():
+                super().listen()
+
+        @property
+        def limit(self) -> float:
+            return 1.0 if there().exists() and "waits" in stacks()[0] else 1e6
+
     setattr(*PLACES[place], call)
-    connect.RollCall = lambda *who: RollCall(*who[:3], 1.0)  # type: ignore[assignment,misc]
+    connect.RollCall = lambda *who: Listens(Path(), victim, *who[:3], 1.0)  # type: ignore[assignment,misc]
+    Listens.end = RollCall.end  # type: ignore[method-assign]  # a file does not go with the first rank
     connect.FIRST = 0  # torch's own limit: a minute, for mutants
-    loop.Watch = judging.Watch = lambda *who: Watch(*who[:2], 1.0)  # type: ignore[assignment,misc]
+    loop.Watch = judging.Watch = lambda *who: Watches(*who[:2], 1.0)  # type: ignore[assignment,misc]
 
 
 SILENT = r"environment: WORLD_SIZE: \d, but rank {} does not answer, \d+ s after all had come; start all of them again; .*"
