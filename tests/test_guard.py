@@ -92,6 +92,24 @@ def test_states_of_bad_steps_displace_no_state_to_go_back_to(
     assert len(list((tmp_path / "out").glob("step-*"))) == 2  # with the next good state the others go
 
 
+def test_steps_in_which_the_scale_falls_belong_to_the_trouble(
+    tmp_path: Path, order: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In fp16 the first bad steps halve the scale, from 4 to 1, and only then five are counted. The weights are those of the last
+    update throughout, which may be to blame: no state since then is gone back to, nor displaces one from before."""
+    monkeypatch.setattr(loop, "FIRST", 4.0)
+    change(monkeypatch, at_steps(order, gradient=range(11, 18)))
+    train(recipe_of(tmp_path, **{**BASE, "precision": "fp16", "save_steps": 1, "save_total_limit": 2}), MACHINE)
+    assert "step 17: back to step 9; " in capsys.readouterr().err
+
+
+def test_a_leap_after_a_bad_step_goes_back_before_both(tmp_path: Path, order: list[Any], monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    change(monkeypatch, at_steps(order, gradient=[54], leap=[55]))
+    train(recipe_of(tmp_path, **{**LONG, "save_steps": 1}, on_spike="rollback"), MACHINE)
+    assert "step 55: back to step 52; " in capsys.readouterr().err  # 53 was the last good update
+
+
 def test_trouble_that_stays_ends_the_run(tmp_path: Path, order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 5 is gone back to once, although three good updates came before the next bad ones."""
     read = change(monkeypatch, at_steps(order, gradient=[*range(8, 13), *range(16, 21)]))

@@ -77,6 +77,12 @@ def test_a_spike_does_not_hide_the_next_and_a_new_level_is_accepted() -> None:
     assert seen.see(10.0) is not None
 
 
+def test_the_first_41_steps_are_not_judged() -> None:
+    for at in (20, 41, 42):
+        seen = Losses()
+        assert [step for step in range(1, at + 1) if seen.see(9.0 if step == at else 1 + step % 3 / 10)] == [42] * (at == 42)
+
+
 def test_a_loss_of_nothing_says_nothing() -> None:
     seen = Losses()
     for step in range(200):

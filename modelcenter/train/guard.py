@@ -34,10 +34,10 @@ def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, 
     tells what happened.
 
     Weights, moments, averages, random generators and the schedule are those of the state; the data continues where it is. The
-    update just before a bad loss may have caused it, so the state must be older than that update.
+    update just before a bad loss may have caused it, so the state must be older than that update: than the last before all steps
+    that had none, those in which the loss scale fell among them.
     """
-    first = at.step + 1 - (at.streak + at.losses.high)
-    seen = find_state(folder, before=first - 1) if ranks.first else None
+    seen = find_state(folder, before=at.step - at.trouble) if ranks.first else None
     found = ranks.tell("" if seen is None else str(seen[0]))
     if not found or step_of(Path(found)) <= at.returned:
         say(f"step {at.step}: no state to go back to: " + ("it has been tried" if found else "none is from before that"))

@@ -119,8 +119,7 @@ class Session:
         overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
         if self.ema is not None and math.isfinite(norm):
             self.ema.update()
-        at.advance(after, read, loss, targets, math.isfinite(norm), overflow)
-        leap = at.watch(loss) if targets and not at.streak and recipe.on_spike != "off" else None
+        leap = at.advance(after, read, loss, targets, math.isfinite(norm), overflow, recipe.on_spike != "off")
         self.seconds, self.tokens = self.seconds + time.perf_counter() - began, self.tokens + read
         return Step(loss, lr, norm, overflow, leap)
 
@@ -205,7 +204,7 @@ class Session:
         self.settle()
         self.metrics.sync()
         later = () if self.background is None else (self.background.write,)
-        limit = None if at.streak or at.losses.high else self.recipe.save_total_limit  # in trouble nothing to go back to is removed
+        limit = None if at.trouble else self.recipe.save_total_limit  # in trouble nothing to go back to is removed
         try:
             with self.progress.aside("saving", at.step):
                 path = save(self.folder, at, self.model, self.optimizer, limit, self.ema, self.ranks, *later)

@@ -42,6 +42,7 @@ class Position:
     scale: LossScale = field(default_factory=LossScale)
     losses: Losses = field(default_factory=Losses)
     spikes: int = 0  # steps whose loss leapt
+    trouble: int = 0  # steps in a row up to now that had no update, for whatever reason, or whose loss leapt
     rollbacks: int = 0  # returns to a saved state
     returned: int = -1  # the step of the last state that was gone back to
     window_loss: float = 0.0  # the summed loss of the targets since the last row of metrics
@@ -51,19 +52,19 @@ class Position:
     waited: int = 0  # evaluations since
     owed: bool = False  # the evaluation of this step was given up, and is still to come
 
-    def advance(self, sample: int, tokens: int, loss: float, targets: int, sound: bool, overflow: bool = False) -> None:
+    def advance(self, sample: int, tokens: int, loss: float, targets: int, sound: bool, overflow: bool = False,
+                look: bool = True) -> float | None:
         """Count a step; `sound` if there was an update. A bad step does not enter the mean, because one NaN would hide the losses
-        around it. An `overflow` is no bad step: its loss is right, and all it needs is a smaller loss scale."""
+        around it. An `overflow` is no bad step: its loss is right, and all it needs is a smaller loss scale. Returns by what factor
+        the loss leaps, if it does and somebody is to `look`."""
         self.step, self.sample, self.tokens = self.step + 1, sample, self.tokens + tokens
         self.skipped += not sound
         self.streak = 0 if sound or overflow else self.streak + 1
         if sound or overflow:
             self.window_loss, self.window_targets = self.window_loss + loss * targets, self.window_targets + targets
-
-    def watch(self, loss: float) -> float | None:
-        """By what factor a step's finite loss leaps, if it does; leaps are counted."""
-        leap = self.losses.see(loss)
+        leap = self.losses.see(loss) if look and targets and not self.streak else None
         self.spikes += leap is not None
+        self.trouble = 0 if sound and not self.losses.high else self.trouble + 1
         return leap
 
     def judge(self, value: float, more: bool) -> bool:
