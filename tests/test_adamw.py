@@ -335,6 +335,20 @@ def test_a_small_second_moment_is_not_stored_as_zero(way: str, monkeypatch: pyte
     assert float((params[0].detach() - before).abs().max()) < 0.0105  # the rate
 
 
+@pytest.mark.parametrize(("least", "longer"), [(1e-2, 1.5), (1e-4, 11.0)])
+def test_elements_of_a_block_that_differ_much_step_as_far_as_documented(least: float, longer: float) -> None:
+    """The last of 128 columns has gradients of 1, the first of `least`."""
+    row, longest = torch.logspace(math.log10(least), 0, 128), {}
+    for kind in ("fp32", "int8"):
+        (w,), optimizer = make(shapes=[(32, 128)], moments=kind, weight_decay=0.0, lr=1.0)
+        source, longest[kind] = torch.Generator().manual_seed(0), 0.0
+        for _ in range(600):
+            before, w.grad = w.detach().clone(), row * (torch.randn(32, 128, generator=source) + 0.5)
+            optimizer.step()
+            longest[kind] = max(longest[kind], float((w.detach() - before).abs().max()))
+    assert 1.0 < longest["int8"] / longest["fp32"] <= longer
+
+
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 def test_bytes_a_parameter(kind: str) -> None:
     params, optimizer = make(shapes=[(128, 100)], moments=kind)
