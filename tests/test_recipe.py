@@ -352,7 +352,7 @@ def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: s
     (lambda: AdapterConfig(name="lorra"), r"^name: 'lorra'; none | lora | dora$"),  # type: ignore[arg-type]  # what is refused
     (lambda: AdapterConfig(name="lora", rank=0), r"^rank: 0; an integer at least 1"),
     (lambda: AdapterConfig(name="lora", quantize="fp4"), r"^quantize: 'fp4'; none | nf4 | int8$"),  # type: ignore[arg-type]  # likewise
-    (lambda: AdapterConfig(name="lora", targets="c_attn"), r"^targets: 'c_attn'; a list of text$"),  # type: ignore[arg-type]  # likewise
+    (lambda: AdapterConfig(name="lora", targets="c_attn"), r"^targets: 'c_attn'; a list of text: targets=\[c_attn\]$"),  # type: ignore[arg-type]  # likewise
     (lambda: OptimizerConfig(lr=-1), r"^lr: -1; a number above 0"),
     (lambda: Recipe(model="gpt2", data=DataConfig(path="a"), output_dir="o", max_steps=0), r"^max_steps: 0; an integer at least 1"),
 ])  # fmt: skip

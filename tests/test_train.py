@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 import modelcenter as mc
 from modelcenter import create
 from modelcenter.__main__ import main
+from modelcenter.config import dump_yaml, to_dict
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, objectives
 from modelcenter.data.tokenizer_open import open_tokenizer
@@ -39,7 +40,7 @@ from modelcenter.parallel.watch import PARENT
 from modelcenter.train import loop, plot, session
 from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
-from modelcenter.train.folder import WATCHING, claim
+from modelcenter.train.folder import WATCHING, check, claim
 from modelcenter.train.interrupt import Interrupt
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
@@ -328,7 +329,6 @@ def same_run(a: Path, b: Path) -> None:
 
 
 def write_file(recipe: Recipe, path: Path) -> Path:
-    from modelcenter.config import dump_yaml, to_dict
 
     path.write_text(dump_yaml(to_dict(recipe)))
     return path
@@ -1179,6 +1179,14 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
             train(rest, MACHINE)
         with pytest.raises(InputError, match=r"text\.txt: data: not what"):
             train(replace(rest, output_dir=str(tmp_path / "new"), resume=str(tmp_path / "out" / "step-5")), MACHINE)
+
+
+def test_another_runs_states_want_the_same_recipe(tmp_path: Path) -> None:
+    """`resume` names it, in a folder of another name: what helps is to begin with its weights."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "recipe.yaml").write_text(dump_yaml(to_dict(recipe_of(tmp_path, output_dir=str(tmp_path / "first")))))
+    with pytest.raises(InputError, match=r"optimizer\.lr: .*; the same recipe; or no resume, and model=OUT, which "):
+        check(tmp_path / "second", recipe_of(tmp_path, resume=str(tmp_path / "first"), **{"optimizer.lr": 0.5}))
 
 
 def test_a_run_goes_on_with_data_that_have_moved(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def settings(cls: type[T], args: Arguments, positions: Sequence[str]) -> T:
     """The dataclass `cls` from settings, the first ones also by position."""
     if len(args.names) > len(positions) or args.machine is not None:
         extra = args.names[len(positions)] if len(args.names) > len(positions) else "--machine"
-        refuse(COMMAND_LINE, extra, "not wanted here", "see --help after the verb")
+        text = extra != "--machine" and positions[-1] == "prompt"
+        refuse(COMMAND_LINE, extra, "not wanted here", 'one "PROMPT", in quotes' if text else "see --help after the verb")
     by_position = [f"{key}={value}" for key, value in zip(positions, args.names, strict=False)]
     return bind(cls, override({}, [*by_position, *args.settings]), COMMAND_LINE)
 

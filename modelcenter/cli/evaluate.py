@@ -53,19 +53,21 @@ def evaluate(args: Arguments) -> Answer:
         lines = [f"{task} {score:.1f}" for task, score in found["tasks"].items()]
         lack = f" (the mean of what is there; missing: {', '.join(found['missing'])})" if found["missing"] else ""
         return Answer(f"{suite[0]} {found['score']:.1f}{lack}: {', '.join(lines)}", found)
-    folder = Path(args.names[0]) if args.names else None
-    if folder is not None and (folder / MANIFEST).is_file():
+    if not args.names:
+        refuse(COMMAND_LINE, "RUN", "missing", "a run's output_dir, a model's folder, or a recipe")
+    folder = Path(args.names[0])
+    if (folder / MANIFEST).is_file():
         from ..train.export import export
 
         with TemporaryDirectory() as place:  # the model as it was then, for as long as it is judged
             export(str(folder), f"{place}/model", "auto")
             return judged(*of_run(folder.parent, Path(place) / "model", args))
-    if folder is not None and (folder / "recipe.yaml").is_file():
+    if (folder / "recipe.yaml").is_file():
         recipe, machine = of_run(folder, folder / "model", args)
-    elif folder is not None and any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    elif any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         recipe, machine = recipe_of(folder, args)
     else:
-        if folder is not None and not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
+        if not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
             check_there(folder)
             refuse_missing(folder, None, "no such folder, and no recipe", "a run's output_dir, a model's folder, or a recipe")
         recipe, machine = run_of(args)
@@ -182,6 +184,8 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     from ..train.recipe import Recipe
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
+    if len(args.names) > 1 and Path(args.names[1]).exists():
+        refuse(COMMAND_LINE, args.names[1], "a file without its key", f"data.path={args.names[1]}")
     take(replace(args, settings=[], machine=None), ["MODEL"])
     over = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
     data = dict(over.get("data", {}))

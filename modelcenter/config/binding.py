@@ -65,6 +65,10 @@ def convert(value: Any, hint: Any, file: str | Path | None, key: str, bounds: Ma
         if (match := _match(value, kind, file, key, bounds)) is not _NO:
             return match
     section = next((kind for kind in allowed if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+    if isinstance(value, str) and any(get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis for kind in allowed):
+        listed = f"{key}=[{value.replace('none', '')}]"
+        one = "with quotes around what begins with * or &" if value.startswith("[") else listed
+        refuse(file, key, short(value), f"{wanted(hint, bounds)}: {one}")
     one = "" if section is None else f", such as {key}.{dataclasses.fields(section)[0].name}"  # which `data=FILE` means
     refuse(file, key, short(value), wanted(hint, bounds) + one)
 

@@ -13,6 +13,8 @@ from .tokenizer import Tokenizer, UnknownCharacter
 Row = TypeVar("Row", tuple[Record, str], tuple[Record, str, str | None])
 PORTION = 1 << 20  # characters that are encoded at a time: enough for all cores, little beside what a process holds anyway
 
+OTHER = "the tokenizer of this model, or a model that resize_token_embeddings has made larger"
+
 
 class Reader:
     """A tokenizer that names the record if a text cannot be encoded for the model."""
@@ -27,7 +29,7 @@ class Reader:
         size, top = tokenizer.vocab_size, max(self.bos + self.eos, default=-1)
         if vocab is not None and top >= vocab:
             found = f"a special token has id {top}, the model {vocab} tokens"
-            refuse(tokenizer.name, "tokenizer", found, "the tokenizer of this model")
+            refuse(tokenizer.name, "tokenizer", found, OTHER)
         if vocab is not None and size > vocab:
             said = f"{tokenizer.name}: {size} tokens where the model has {vocab}; data that holds such an id is refused"
             warnings.warn(said, stacklevel=3)
@@ -88,7 +90,7 @@ class Reader:
 
     def refuse(self, record: Record, ids: list[int]) -> NoReturn:
         """Refuse a record for an id that the model lacks, when its place in a text is not known."""
-        record.refuse(f"a token has id {max(ids)}, the model {self.vocab} tokens", "the tokenizer of this model")
+        record.refuse(f"a token has id {max(ids)}, the model {self.vocab} tokens", OTHER)
 
     def check(self, record: Record, text: str, ids: list[int]) -> list[int]:
         """`ids`, if the model has them all; the first that it lacks is refused with its place."""
@@ -99,7 +101,7 @@ class Reader:
         piece = self.tokenizer.decode(ids[place : place + 1], special=True)
         where = f"character {offset}, " if record.line is not None else ""
         found = f"{where}token {place} ({piece!r}) has id {ids[place]}, the model {self.vocab} tokens"
-        record.refuse(found, "the tokenizer of this model", offset)
+        record.refuse(found, OTHER, offset)
 
     def encode_all(self, texts: Iterable[tuple[Record, str]]) -> Iterator[tuple[Record, list[int]]]:
         """The same of each text, a megabyte of them at a time."""

@@ -45,6 +45,8 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
     else:
         found = [f for f in map(Path, glob.glob(path, recursive=True)) if f.is_file()]
     if not found:
+        if "," in path:
+            refuse_missing(path, key, "no such file", f"of several files a list: {key}=[{path}]")
         what = "no such file" if not here.exists() else "no data file in it" if here.is_dir() else "not a regular file"
         refuse_missing(path, key, what, "a file, a folder or a glob; datasets:NAME is one of the hub")
     return sorted(found)

@@ -235,6 +235,8 @@ def _fetch(name: str, presets: Mapping[str, str | None] | None) -> Path:
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         if presets:  # it is the model's
             refuse_missing(name, "model", "no such folder", "an existing folder, a preset or a hub id")
+        if Path(name).is_file():
+            refuse(name, "tokenizer", "a file", f"the folder that holds it: {Path(name).parent}")
         refuse_missing(name, "tokenizer", "no such folder", "a folder, a hub id, char or bpe:8000")
     if presets is None:
         from ..registry import hubs  # every family, and torch

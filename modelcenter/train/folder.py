@@ -71,10 +71,11 @@ def check(folder: Path, recipe: Recipe) -> None:
             refuse(folder, "resume", f"{source}, but {newest.name} is here", "resume=auto, or another output_dir")
         run = source.parent if (source / MANIFEST).exists() else source
         if (run / RECIPE).exists():
-            same_recipe(run / RECIPE, recipe)
+            wanted = "the same recipe; or no resume, and model=OUT, which modelcenter convert makes of a state"
+            same_recipe(run / RECIPE, recipe, wanted)
 
 
-def same_recipe(file: Path, recipe: Recipe) -> None:
+def same_recipe(file: Path, recipe: Recipe, wanted: str = "the same recipe, or another output_dir") -> None:
     """Refuse if the recipe in `file` gives another result than `recipe`, and name the first key that differs."""
     free = {*WATCHING, *(STEPS if recipe.schedule.timeless else ())}
     if not find_objective(recipe.objective).together:
@@ -86,7 +87,7 @@ def same_recipe(file: Path, recipe: Recipe) -> None:
                 continue
             found = f"{theirs.get(key)!r} there, {ours.get(key)!r} here"
             why = f"; schedule.name={recipe.schedule.name} goes by the number of steps from the first on" if key in STEPS else ""
-            refuse(file, key, found, f"the same recipe, or another output_dir{why}")
+            refuse(file, key, found, f"{wanted}{why}")
 
 
 def elsewhere(run: Path, then: Any, here: Any, recipe: Recipe) -> bool:
