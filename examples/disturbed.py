@@ -146,4 +146,9 @@ def main(out: str, *files: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]) if len(sys.argv) > 2 else "usage: disturbed.py OUT.jsonl TEXT ... [--without ROWS.jsonl ...]")
+    if len(sys.argv) < 3:
+        sys.exit("usage: disturbed.py OUT.jsonl TEXT ... [--without ROWS.jsonl ...]")
+    try:
+        sys.exit(main(*sys.argv[1:]))
+    except OSError as error:
+        sys.exit(f"error: {error}")

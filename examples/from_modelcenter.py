@@ -205,7 +205,9 @@ FAMILIES: dict[str, Callable[[dict[str, Any], Weights], tuple[dict[str, Any], We
 }  # fmt: skip
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: from_modelcenter.py FOLDER OUT")
     try:
-        main(*sys.argv[1:3])
-    except InputError as error:
-        sys.exit(str(error))
+        main(*sys.argv[1:])
+    except (InputError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -43,6 +43,8 @@ REFUSED = [  # the command, how its one line goes on
     (("doctor", "--machine", "cpu"), "command line: --machine: not wanted here; "),
     (("copy", "finetun"), "finetun: no such recipe; did you mean 'finetune'?"),
     (("compare", "a"), "command line: RUN: 1 given; "),
+    (("plan", "model=gpt2", "--gpu", "8"), "command line: gpu: unknown key; did you mean 'gpus'?"),
+    (("plan", "finetune", *DATA, "machine.device=cpu", "packing=true", "fsdp=2"), "command line: fsdp: unknown key; "),
     (("plan", "finetune", *DATA, "batch=0"), "command line: batch: 0; an integer at least 1"),
     (("launch", "finetune", *DATA, "--slurm", "nodes=0"), "command line: nodes: 0; an integer at least 1"),
     (("copy", "absent.yaml"), "absent.yaml: no such file; "),

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from ..config import COMMAND_LINE, bind, override
 from ..errors import refuse
 from ..train.cluster import Job, check, kubernetes, slurm
 from .arguments import Answer, Arguments, check_model
-from .recipe import run_of
+from .recipe import check_own, run_of
 
 if TYPE_CHECKING:
     from ..train.recipe import Recipe
@@ -29,15 +28,11 @@ def launch(args: Arguments) -> Answer:
     Takes what train takes, and checks it now. Relative paths are seen from here, on Kubernetes from where the claim is mounted.
     Other options of a cluster are lines that you add to the file. These are for launch alone:
     """
-    from ..train.recipe import Recipe
-
     own = {f.name for f in fields(Job)}
     mine = [setting for setting in args.settings if setting.partition("=")[0] in own]
     rest = [setting for setting in args.settings if setting not in mine]
     job = bind(Job, override({}, mine), COMMAND_LINE)
-    for key in (setting.partition("=")[0] for setting in rest):
-        if "." not in key and (close := get_close_matches(key, [*own, *(f.name for f in fields(Recipe))], n=1)) and close[0] in own:
-            refuse(COMMAND_LINE, key, "unknown key", f"did you mean {close[0]!r}?")
+    check_own(rest, own)
     recipe, machine = run_of(replace(args, settings=rest))
     check(job, machine)
     if job.slurm:

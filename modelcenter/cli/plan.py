@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import COMMAND_LINE, bind, override
 from ..errors import refuse
 from .arguments import Answer, Arguments, check_model
-from .recipe import run_of
+from .recipe import check_own, run_of
 
 if TYPE_CHECKING:
     from ..parallel.machine import Machine
@@ -42,6 +42,7 @@ def plan(args: Arguments) -> Answer:
     given = [setting for setting in args.settings if setting.partition("=")[0] in OWN]
     asked = bind(Question, override({}, given), COMMAND_LINE)
     args = replace(args, settings=[setting for setting in args.settings if setting not in given])
+    check_own(args.settings, OWN)
     if asked.price is not None and asked.tokens is None:
         refuse(COMMAND_LINE, "price", "given without tokens", "--tokens N: how many the training reads")
     recipe, machine, bare = recipe_of(args)

@@ -1,6 +1,6 @@
 """The recipe and the machine that a command line names. Torch-free."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -38,6 +38,17 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
     recipe = load_recipe(name, [setting for setting in args.settings if setting not in own])
     return recipe, machine_of(args, own)
+
+
+def check_own(settings: Sequence[str], own: Iterable[str]) -> None:
+    """Refuse a key that is nearer to those that a verb takes besides a recipe's, `own`, than to any of a recipe's."""
+    from ..train.read import ALIASES, PARTIAL
+    from ..train.recipe import Recipe
+
+    known = [*(field.name for field in fields(Recipe)), *ALIASES, *PARTIAL]
+    for key in (setting.partition("=")[0] for setting in settings):
+        if "." not in key and (close := get_close_matches(key, [*known, *own], n=1)) and close[0] not in known:
+            refuse(COMMAND_LINE, key, "unknown key", f"did you mean {close[0]!r}?")
 
 
 def machine_of(args: Arguments, own: Sequence[str]) -> "Machine":
