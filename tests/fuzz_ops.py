@@ -417,13 +417,13 @@ def of_norm_twice(rng: random.Random, device: str, compared: bool) -> list[Any]:
     said, found, ways = shown(args), [], laid_out(rng, 0.3, APART if compared else STRANGE)
     grads = [ways(torch.randn_like(residual, memory_format=torch.contiguous_format)).detach() for _ in range(2)]
     for both in (True, False):
-        leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, residual, weight, bias)]
+        leaves = [t.detach().clone().requires_grad_() for t in (x, residual, weight, bias) if t is not None]
         if both:
             outs = _norm.twice(norm_of, *leaves, *rest)
         else:
-            outs = (norm_of(*(t for t in leaves if t is not None), *rest)[0],) * 2
+            outs = (norm_of(*leaves, *rest)[0],) * 2
         torch.autograd.backward(outs, grads)
-        found.append([outs[0].detach(), *(t.grad for t in leaves if t is not None)])
+        found.append([outs[0].detach(), *(t.grad for t in leaves)])
     if compared and all(t.isfinite().all() and (t.abs() < 1e4).all() for t in found[1]):
         rough = 8 * max(torch.finfo(t.dtype).eps for t in (residual, weight))
         for i, (ours, theirs) in enumerate(zip(*found, strict=True)):

@@ -204,3 +204,14 @@ def test_a_module_in_the_place_of_a_norm_is_called(kind: Any, monkeypatch: pytes
         view = Batch(x).view(causal=True)
         torch.testing.assert_close(pair(layer(x, view))[0], pair(other(x, view))[0])
     assert len(names) == (1 if kind is Parallel else 2)
+
+
+@pytest.mark.parametrize("kind", [PreNorm, PostNorm, Parallel])
+def test_a_norm_whose_bias_was_taken_away_is_one_with_zeros(kind: Any) -> None:
+    torch.manual_seed(0)
+    layer, x = kind(partial(LayerNorm, 24, 1e-5), Attention(24, 2), FFN(24, 48, ops.gelu)), torch.randn(2, 7, 24)
+    wanted, view = pair(layer(x, Batch(x).view()))[0], Batch(x).view()
+    for module in layer.modules():
+        if isinstance(module, LayerNorm):
+            module.bias = None
+    torch.testing.assert_close(pair(layer(x, view))[0], wanted)

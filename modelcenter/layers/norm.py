@@ -4,7 +4,7 @@
 another `forward`, or put another module in the place of, is called as it is, by itself.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,68 +19,75 @@ from .linear import watched
 class LayerNorm(nn.Module):
     """Centre, scale by the standard deviation, then weight and bias. Ba et al., 2016."""
 
+    op, add = ops.layer_norm, ops.add_layer_norm  # alone, and behind an addition
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
         self.eps = eps
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What both ops take behind what is normed."""
+        return self.weight, self.bias, self.eps
+
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        out: Tensor = ops.layer_norm(x, self.weight, self.bias, self.eps, dtype)
+        out: Tensor = self.op(x, *self.arguments, dtype)
         return out
 
 
 class RMSNorm(nn.Module):
     """Scale by the root mean square, then weight; no centring, no bias. Zhang & Sennrich, 2019."""
 
+    op, add = ops.rms_norm, ops.add_rms_norm
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.weight, self.eps
+
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        out: Tensor = ops.rms_norm(x, self.weight, self.eps, dtype)
+        out: Tensor = self.op(x, *self.arguments, dtype)
         return out
 
 
-def parts(norm: nn.Module) -> tuple[Any, Any, Tensor, Tensor | None, float] | None:
-    """The op of a norm, that of an addition with it behind, weight, bias, eps; None where a call of it is more than that."""
-    if isinstance(norm, LayerNorm) and type(norm).forward is LayerNorm.forward and not watched(norm):
-        return ops.layer_norm, ops.add_layer_norm, norm.weight, norm.bias, norm.eps
-    if isinstance(norm, RMSNorm) and type(norm).forward is RMSNorm.forward and not watched(norm):
-        return ops.rms_norm, ops.add_rms_norm, norm.weight, None, norm.eps
-    return None
+Norm = LayerNorm | RMSNorm
+
+
+def own(norm: nn.Module) -> TypeGuard[Norm]:
+    """Whether a call of it is its class's op and nothing else, so that another op of the class may take its place."""
+    return isinstance(norm, Norm) and type(norm).forward in (LayerNorm.forward, RMSNorm.forward) and not watched(norm)
 
 
 def normed(norm: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """norm(x) in that dtype, which another module than ours need not know of."""
-    out: Tensor = norm(x, dtype) if isinstance(norm, LayerNorm | RMSNorm) else norm(x)
+    out: Tensor = norm(x, dtype) if isinstance(norm, Norm) else norm(x)
     return out if dtype is None else out.to(dtype)
 
 
 def beside(norm: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The norm of x, and x itself for the addition that follows."""
-    if (own := parts(norm)) is None:
-        return normed(norm, x, dtype), x
-    op, _, weight, bias, eps = own
-    return _norm.beside(op, x, weight, bias, eps, dtype)
+    return _norm.beside(norm.op, x, *norm.arguments, dtype) if own(norm) else (normed(norm, x, dtype), x)
 
 
 def add(norm: nn.Module, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The norm of residual + dropout(x), and that sum."""
-    if (own := parts(norm)) is None:
-        total = dropout.add(x, residual)
-        return normed(norm, total, dtype), total
-    _, op, weight, bias, eps = own
-    out, total = op(x, residual, weight, *(() if bias is None else (bias,)), eps, dropout.seed(x), dropout.p, dtype)
-    return out, total
+    if own(norm):
+        out, total = norm.add(x, residual, *norm.arguments, dropout.seed(x), dropout.p, dtype)
+        return out, total
+    total = dropout.add(x, residual)
+    return normed(norm, total, dtype), total
 
 
 def twice(norm: nn.Module, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
     """The norm of residual + dropout(x), twice: for a layer, and for the addition that follows."""
-    if (own := parts(norm)) is None:
-        return (normed(norm, dropout.add(x, residual)),) * 2
-    _, op, weight, bias, eps = own
-    return _norm.twice(op, x, residual, weight, bias, eps, dropout.seed(x), dropout.p)
+    if own(norm):
+        return _norm.twice(norm.add, x, residual, *norm.arguments, dropout.seed(x), dropout.p)
+    return (normed(norm, dropout.add(x, residual)),) * 2
 
 
 def factors(x: Tensor) -> torch.dtype | None:

@@ -110,33 +110,30 @@ def backward(
     return stream if same else apart, stream, dweight, dbias if centred else None
 
 
-def beside(
-    norm: Op, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+def beside(norm: Op, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The norm of x, and x for whoever adds to the stream: to autograd a tensor of its own, so that the kernel adds its gradient to
-    the norm's, and no pass over both does."""
-    if not straight(norm, x, x, weight, bias, dtype) or not x.requires_grad:
-        return norm(x, weight, *(() if bias is None else (bias,)), eps, dtype), x
-    out: tuple[Tensor, Tensor] = Beside.apply(x, weight, bias, eps, dtype)  # type: ignore[no-untyped-call]  # torch has no types there
+    the norm's, and no pass over both does. `rest`: what the op takes behind x."""
+    if not straight(norm, x, *rest) or not x.requires_grad:
+        return norm(x, *rest), x
+    out: tuple[Tensor, Tensor] = Beside.apply(norm, x, *rest)  # type: ignore[no-untyped-call]  # torch has no types there
     return out
 
 
-def twice(
-    norm: Op, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float
-) -> tuple[Tensor, Tensor]:
+def twice(norm: Op, x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The norm of residual + dropout(x), for two who read it: to autograd two tensors, whose gradients the kernel adds as it reads
-    them, in fp32, and no pass over both does. `norm`: one that adds."""
+    them, in fp32, and no pass over both does. `norm`: one that adds; `rest`: what it takes behind the residual, without a dtype."""
     alike = not x.is_cuda or (x.dtype == residual.dtype and x.size(-1) % 8 == 0)  # csrc/norm_backward.cu: TWO
-    if not alike or not straight(norm, x, residual, weight, bias, None):
-        out = norm(x, residual, weight, *(() if bias is None else (bias,)), eps, seed, p)[0]
+    if not alike or not straight(norm, x, residual, *rest):
+        out = norm(x, residual, *rest)[0]
         return out, out
-    both: tuple[Tensor, Tensor] = Twice.apply(x, residual, weight, bias, eps, seed, p)  # type: ignore[no-untyped-call]  # as below
+    both: tuple[Tensor, Tensor] = Twice.apply(norm, x, residual, *rest)  # type: ignore[no-untyped-call]  # as above
     return both
 
 
-def straight(norm: Op, x: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> bool:
+def straight(norm: Op, *args: Any) -> bool:
     """Whether a norm is to be differentiated, by a kernel, and nothing watches: its Function may be another than the op's."""
-    fits = plain(x) and plain(total) and plain(weight) and unseen() and norm.fast(x) and takes(x, total, weight, bias, dtype)
+    kernel: Any = norm.kernel
+    fits = all(plain(a) for a in args if isinstance(a, Tensor)) and unseen() and norm.fast(args[0]) and kernel.takes(*args)
     return fits and torch.is_grad_enabled()
 
 
@@ -144,12 +141,10 @@ class Beside(torch.autograd.Function):
     """A norm and what it is of, which lies where it lay."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor]:
-        out, _, stats = forward(x, None, weight, bias, eps, None, 0.0, dtype)
+    def forward(ctx: Any, norm: Any, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        out, stats = norm.kernel.forward.direct(x, weight, *rest)
         ctx.save_for_backward(x, weight, stats)
-        ctx.centred = bias is not None
+        ctx.centred = isinstance(rest[0], Tensor)  # the bias; eps where there is none
         ctx.set_materialize_grads(False)
         return out, x.detach()
 
@@ -157,20 +152,19 @@ class Beside(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, stats = ctx.saved_tensors
-        _, dx, dweight, dbias = backward(grad, more, x, weight, stats, ctx.centred, None, 0.0, x.dtype)
-        return dx, dweight, dbias, None, None
+        _, dx, *affine = backward(grad, more, x, weight, stats, ctx.centred, None, 0.0, x.dtype)
+        return None, dx, *affine[: 1 + ctx.centred], None, None
 
 
 class Twice(torch.autograd.Function):
     """A norm after an addition, as two tensors that lie in one place."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float
-    ) -> tuple[Tensor, Tensor]:
-        out, total, stats = forward(x, residual, weight, bias, eps, seed, p, None)
+    def forward(ctx: Any, norm: Any, x: Tensor, residual: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        out, total, stats = norm.kernel.forward.direct(x, residual, weight, *rest)
+        *_, seed, p = rest
         ctx.save_for_backward(total, weight, stats, seed)
-        ctx.rest = bias is not None, p, x.dtype
+        ctx.rest = isinstance(rest[0], Tensor), p, x.dtype
         ctx.set_materialize_grads(False)
         return out, out.detach()
 
@@ -181,7 +175,8 @@ class Twice(torch.autograd.Function):
         centred, p, branch = ctx.rest
         if grad is None:
             grad, also = also, None
-        return *backward(grad, None, total, weight, stats, centred, seed, p, branch, also), None, None, None
+        dx, dresidual, *affine = backward(grad, None, total, weight, stats, centred, seed, p, branch, also)
+        return None, dx, dresidual, *affine[: 1 + centred], None, None, None
 
 
 def cases(device: str, dtype: torch.dtype, biased: bool) -> Iterator[tuple[Any, ...]]:
