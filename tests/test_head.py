@@ -329,7 +329,7 @@ def test_the_last_block_works_for_what_the_head_reads(
     positions alone, with the loss and the gradients of all of them."""
     asked, by_lengths = list[int](), View.by_lengths
     monkeypatch.setattr("modelcenter.layers.view.covers", lambda q: served and bool(q.size(3)))
-    monkeypatch.setattr(View, "by_lengths", lambda view, to, q, *rest: asked.append(q.size(2)) or by_lengths(view, to, q, *rest))
+    monkeypatch.setattr(View, "by_lengths", lambda view, q, *rest: asked.append(q.size(2)) or by_lengths(view, q, *rest))
     sizes = {"layers": 2, "dim": 16, "heads": 2, "vocab": 50} | ({"kv_heads": 1, "head_dim": 8} if "llama" in preset else {})
     model = mc.build(preset, task=task, dtype=torch.float64, config=sizes).train()
     for module in model.modules():

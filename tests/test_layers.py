@@ -60,7 +60,7 @@ def test_attention_is_asked_by_wanted_queries_alone(how: str, kv: int, monkeypat
         monkeypatch.setattr("modelcenter.layers.batch.repeats", lambda x: how == "seen")
         view = Batch(x, None if how == "whole" else mask).view()
     every = attn(x, view).flatten(0, 1)[wanted][None]
-    monkeypatch.setattr(View, "by_lengths", lambda view, to, q, *rest: asked.append(q.size(2)) or by_lengths(view, to, q, *rest))
+    monkeypatch.setattr(View, "by_lengths", lambda view, q, *rest: asked.append(q.size(2)) or by_lengths(view, q, *rest))
     monkeypatch.setattr("modelcenter.layers.view.covers", lambda q: q.dtype == torch.float64 and q.shape[3] == 8)
     torch.testing.assert_close(attn(x, replace(view, wanted=wanted)), every, rtol=0, atol=1e-14)
     assert asked == [len(wanted)]

@@ -77,7 +77,7 @@ def test_packed_by_one_kernel_equals_one_by_one(causal: bool) -> None:
     found = []
     for served in (False, True):
         view, inputs = laid_out("cpu", torch.float64, 2, 2, 16, causal)
-        out = view.by_lengths(view.packing, *inputs, 0.3, 0.0) if served else view.attend(*inputs, 0.3, 0.0)
+        out = view.by_lengths(*inputs, 0.3, 0.0) if served else view.attend(*inputs, 0.3, 0.0)
         found.append([out, *torch.autograd.grad((out * torch.cos(torch.arange(out.numel()).view(out.shape))).sum(), inputs)])
     for one, other in zip(*found, strict=True):
         assert one.shape == other.shape and (one - other).abs().max() < 1e-12
@@ -90,7 +90,7 @@ def test_the_road_that_is_said_is_taken(road: str, taken: str | None, monkeypatc
     calls: list[str] = []
     monkeypatch.setattr("modelcenter.layers.view.packed_by", lambda *args: road)
     for name in ("by_lengths", "by_flash"):
-        monkeypatch.setattr(View, name, lambda self, packing, q, *rest, name=name: calls.append(name) or q)
+        monkeypatch.setattr(View, name, lambda self, q, *rest, name=name: calls.append(name) or q)
     view, inputs = laid_out("cpu", torch.float64, 2, 2, 16, True)
     view.attend(*inputs, None, 0.0)
     assert calls == ([] if taken is None else [taken])

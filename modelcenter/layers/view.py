@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from ..ops import Op
 from ..ops._graph import drawn
 from ..ops._mode import on_gpu
 from ..ops.relative_attention import covers, packed_by, sooner
@@ -142,7 +144,7 @@ class View:
                 return self.masked().attend(q, k, v, scale, dropout)
             each = q.size(1) // k.size(1)
             k, v = (x.repeat_interleave(each, 1) if each > 1 else x for x in (k, v))
-            return self.by_lengths(self.packing, q, k, v, scale, dropout)
+            return self.by_lengths(q, k, v, scale, dropout)
         mask = self.mask
         if not isinstance(mask, Sequence):
             if self.tiles_pay(q, k, v, dropout):
@@ -157,14 +159,14 @@ class View:
         if self.packing is None:
             assert not isinstance(mask, Sequence)
             if mask is None and sooner(q, k, v, self.causal, dropout):
-                return self.by_lengths(None, q, k, v, scale, dropout)
+                return self.by_lengths(q, k, v, scale, dropout)
             return by_torch(q, k, v, mask, dropout, self.causal, scale, grouped)
         if mask is None:
             road = packed_by(q, k, v, dropout)
             if road == "ours":
-                return self.by_lengths(self.packing, q, k, v, scale, dropout)
+                return self.by_lengths(q, k, v, scale, dropout)
             if road == "flash":
-                return self.by_flash(self.packing, q, k, v, scale)
+                return self.by_flash(q, k, v, scale)
         parts = []
         for i, (at, seen) in enumerate(self.packing.spans()):
             part = mask[i] if isinstance(mask, Sequence) else mask
@@ -180,30 +182,30 @@ class View:
         """The cumulative lengths of the packing, on the device; None without one."""
         return (None, None) if self.packing is None else self.packing.ends
 
+    def by_ours(self, op: Op, given: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+        """`attend` by an op of ours, which takes b s h d as the projections leave it, and behind the values what is `given`."""
+        seed = ops.draw(q.device) if dropout else None
+        scale = q.size(-1) ** -0.5 if scale is None else scale
+        out: Tensor = op(*(x.transpose(1, 2) for x in (q, k, v)), *given, scale, self.causal, seed, dropout)
+        return out.transpose(1, 2)
+
     def by_distance(self, bias: Distances, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """`attend` with a bias by distance, of which no mask is made."""
-        seed = ops.draw(q.device) if dropout else None
-        scale = q.size(-1) ** -0.5 if scale is None else scale
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         given = (bias.vector, self.seen, *self.lengths, self.context, bias.queries, bias.keys, bias.prompt, bias.reach)
-        out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
-        return out.transpose(1, 2)
+        return self.by_ours(ops.relative_attention, given, q, k, v, scale, dropout)
 
-    def by_lengths(self, packing: Packing | None, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+    def by_lengths(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
         """`attend` of all sequences of a packed row, or of a context that is seen by all, in one kernel of ours."""
-        span = (q.size(2), k.size(2)) if packing is None else packing.span
-        seed = ops.draw(q.device) if dropout else None
-        scale = q.size(-1) ** -0.5 if scale is None else scale
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        span = (q.size(2), k.size(2)) if self.packing is None else self.packing.span
         given = (None, self.seen, *self.lengths, self.context, *span, 0, 0)
-        out: Tensor = ops.relative_attention(q, k, v, *given, scale, self.causal, seed, dropout)
-        return out.transpose(1, 2)
+        return self.by_ours(ops.relative_attention, given, q, k, v, scale, dropout)
 
-    def by_flash(self, packing: Packing, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def by_flash(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """`attend` by torch's flash attention, without dropout. If there are fewer heads of keys than of queries, nothing is
         copied."""
+        assert self.packing is not None
         turned = (x[0].transpose(0, 1) for x in (q, k, v))
-        given = (*packing.ends, *packing.span)
+        given = (*self.packing.ends, *self.packing.span)
         found = torch.ops.aten._flash_attention_forward(*turned, *given, 0.0, self.causal, False, scale=scale)
         out: Tensor = found[0]
         return out[None].transpose(1, 2)
@@ -225,12 +227,8 @@ class View:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).reshape(b, h, 1, d)
 
     def tiled(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """`attend` by our own CPU kernel, which reads and writes b s h d as the projections do: no copies."""
-        seed = ops.draw(q.device) if dropout else None
-        scale = q.size(-1) ** -0.5 if scale is None else scale
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = ops.attention(q, k, v, self.mask, *self.lengths, scale, self.causal, seed, dropout)
-        return out.transpose(1, 2)
+        """`attend` by our own CPU kernel, which takes the mask."""
+        return self.by_ours(ops.attention, (self.mask, *self.lengths), q, k, v, scale, dropout)
 
     def tiles_pay(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
         """Whether our CPU kernel is there and beats torch's attention. With dropout, or with a gradient in half precision, for
@@ -250,7 +248,13 @@ def by_torch(
 
 
 def merge(
-    queries: int, keys: int, device: torch.device, *, causal: bool, real: Tensor | None, bias: Tensor | None,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    real: Tensor | None,
+    bias: Tensor | None,
     context: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
     """One mask out of causality, the `real` keys (b t), the `context` (b 1: how many first keys of each row are seen despite
