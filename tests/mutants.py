@@ -400,7 +400,7 @@ MUTANTS = (
            "w[piece], 1.0 if i else 0.0, scale)", "test_head.py::test_autocast[op-True-torch.float16]"),
     Mutant("smoothing-lost-by-the-fused-loss", "layers/head.py", "(self.scale, self.smoothing, self.z)", "(self.scale, 0.0, 0.0)",
            "test_head.py::test_smoothing_and_z_are_applied[True]"),
-    Mutant("a-changed-layer-passed-over", "layers/head.py", "if not apart and not plain(self.out):", "if False:",
+    Mutant("a-changed-layer-passed-over", "layers/head.py", "if not apart and not alone(self.out) and not alone(self.out, nn.Linear):", "if False:",
            "test_head.py::test_a_changed_layer_is_called[False-a forward of its own]"),
     Mutant("last-token-is-padding", "layers/pick.py", "(batch.mask * at).argmax(1)", "torch.full_like(at[: len(x)], -1)",
            zoo("padding", "gpt2-default-classify-right")),

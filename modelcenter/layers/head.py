@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import refuse
-from ..ops._mode import plain as has_memory
 from ..ops.cross_entropy import IGNORE
 from ..ops.linear_cross_entropy import chunked
 from .batch import Batch
 from .dropout import Dropout
-from .linear import Linear
+from .linear import Linear, alone
 from .losses import classes, drift_loss, label_loss, mean, place_loss, sequences, value_loss
 from .output import Output
 from .pick import first_token, places
@@ -130,7 +129,7 @@ class LMHead(Head):
         if rows is not None:
             x, labels = x if len(x) < len(labels) else x.index_select(0, rows), labels[rows]
         apart = type(self.out) is Linear and ops.split(self.out.weight)  # on several devices
-        if not apart and not plain(self.out):  # something is added to it
+        if not apart and not alone(self.out) and not alone(self.out, nn.Linear):  # something is added to it
             return chunked(self.logits, x, labels, self.smoothing, self.z)
         if self.transform is not None:
             x = self.transform(x)
@@ -139,14 +138,6 @@ class LMHead(Head):
             return ops.vocab_parallel_cross_entropy(x, *matrix, self.vocab, *options)
         loss: Tensor = ops.linear_cross_entropy(x, *matrix, *options)
         return loss
-
-
-def plain(module: nn.Module) -> bool:
-    """Whether a linear layer is only its weight and bias, so that calling it would do nothing else."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if type(module) not in (Linear, nn.Linear) or any(hooks) or "forward" in vars(module):
-        return False
-    return has_memory(module.weight) and (module.bias is None or has_memory(module.bias))
 
 
 class Transform(nn.Module):
