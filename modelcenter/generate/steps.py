@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from ..layers import Rotary
 from ..layers.cache import Fixed
+from ..ops import wide
 from ..ops._graph import recorded, recording
 from ..ops._mode import PLAIN
 
@@ -107,5 +108,4 @@ class Steps:
 
 def last(out: Any) -> Tensor:
     """The scores of the last token (b vocab), in at least fp32."""
-    scores: Tensor = out.logits[:, -1]
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return wide(out.logits[:, -1])

@@ -25,7 +25,7 @@ def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoot
 def drift_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
     """How far two passes over the same rows are apart: the mean of their two Kullback-Leibler divergences (Liang et al., 2021,
     equation 1). logits 2b n, labels 2b: the first pass, then the second."""
-    p, q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).chunk(2)
+    p, q = ops.wide(logits).log_softmax(-1).chunk(2)
     first = labels.chunk(2)[0]
     apart = ((p.exp() - q.exp()) * (p - q)).sum(-1) / 2
     return mean(apart.masked_fill(first == IGNORE, 0).sum(), first, items)
@@ -34,7 +34,7 @@ def drift_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Te
 def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: float) -> Tensor:
     """The summed cross entropy of places in sequences: scores b s, labels b. Padding is not a possible place, so that a loss does
     not depend on what a sequence is batched with; transformers' loss does."""
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = ops.wide(scores)
     real = torch.ones_like(scores, dtype=torch.bool) if real is None else real
     logs = scores.masked_fill(~real, torch.finfo(scores.dtype).min).log_softmax(1)
     found = logs.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
@@ -46,7 +46,7 @@ def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: f
 def value_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
     """The loss of labels that are numbers: of one output the squared error (labels b); of several outputs, each a label that is
     there or not, the mean of their binary cross entropies (labels b n)."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = ops.wide(logits)
     labels = labels.to(logits.dtype).view_as(logits)
     if logits.size(-1) == 1:
         losses = (logits - labels).square()
