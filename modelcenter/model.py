@@ -23,8 +23,8 @@ from .guest import Guest
 from .layers import Batch, Cache, Head, Output
 from .layers.adapter import current_names
 from .layers.batch import batch_of, check_tokens, shift_right
+from .layers.block import block_inputs
 from .layers.cache import Fixed
-from .layers.output import recorded
 from .names import Names, Row, Shape
 from .parallel.ranks import settle
 from .resize import resize
@@ -197,7 +197,7 @@ class Model(Guest):
         if self.training and labels is not None and not torch.compiler.is_compiling():
             self.look()
         batch = self.head.prepared(batch if target_places is None else replace(batch, labelled=target_places))
-        with recorded(self, output_hidden_states) as trace:
+        with block_inputs(self, output_hidden_states) as trace:
             h = self.body(replace(batch, wanted=None) if output_hidden_states else batch)
         if batch.packing is not None and any(t.size(1) != h.size(1) for t in trace):
             refuse(None, "output_hidden_states", "packed sequences behind soft prompts", "one sequence a row")

@@ -1,7 +1,8 @@
 """One transformer block in its three arrangements, and a stack of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -132,3 +133,22 @@ class Stack(nn.Module):
             out = block(out, replace(view, wanted=wanted) if last else view, cross)
         x, _ = pair(out)
         return x if self.norm is None else self.norm(x)
+
+
+@contextmanager
+def block_inputs(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
+    """A list that fills, while the context lasts, with the input of each block in order; of an encoder-decoder the decoder's."""
+    trace: list[Tensor] = []
+    stack = getattr(model, "decoder", None) or getattr(model, "encoder", None)
+    blocks = [m for m in (stack.modules() if isinstance(stack, nn.Module) else []) if isinstance(m, Block)] if wanted else []
+
+    def see(block: nn.Module, args: tuple[Any, ...]) -> None:
+        x, _ = pair(args[0])
+        trace.append(x.full_tensor() if hasattr(x, "full_tensor") else x)  # ranks may have parts
+
+    hooks = [b.register_forward_pre_hook(see) for b in blocks]
+    try:
+        yield trace
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,14 +1,11 @@
 """What a forward returns."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..errors import nearest
-from .block import Block, pair
 
 KEYS = ("loss", "logits", "last_hidden_state", "hidden_states", "past_key_values", "pooler_output", "embeddings", "start_logits",
         "end_logits")  # fmt: skip
@@ -60,22 +57,3 @@ _pytree.register_pytree_node(
     put_back,
     serialized_type_name="modelcenter.Output",
 )
-
-
-@contextmanager
-def recorded(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
-    """A list that fills, while the context lasts, with the input of each block in order; of an encoder-decoder the decoder's."""
-    trace: list[Tensor] = []
-    stack = getattr(model, "decoder", None) or getattr(model, "encoder", None)
-    blocks = [m for m in (stack.modules() if isinstance(stack, nn.Module) else []) if isinstance(m, Block)] if wanted else []
-
-    def see(block: nn.Module, args: tuple[Any, ...]) -> None:
-        x, _ = pair(args[0])
-        trace.append(x.full_tensor() if hasattr(x, "full_tensor") else x)  # ranks may have parts
-
-    hooks = [b.register_forward_pre_hook(see) for b in blocks]
-    try:
-        yield trace
-    finally:
-        for hook in hooks:
-            hook.remove()
