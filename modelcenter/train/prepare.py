@@ -5,7 +5,7 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from math import ceil
@@ -73,9 +73,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     model = find_model(recipe, tokenizer, labels.names, machine, torch.device("meta") if meta else device,
                        reader.put_off if device.type == "cpu" else None)
     configure(model, recipe, tokenizer, ranks)
-    train = find_examples(recipe, records, model, tokenizer, labels, device, ranks, train=True)
-    held = find_examples(recipe, held_out, model, tokenizer, labels, device, ranks, train=False) if held_out else None
-    judge = None if held is None else find_evaluation(recipe, held_out, held, model, tokenizer, labels.names, ranks)
+    prepared = Prepared(recipe, device, ranks, model, tokenizer, labels)
+    train, judge = prepared.loader(records, train=True), prepared.evaluation(held_out) if held_out else None
     ended = end_at(model, tokenizer, find_objective(recipe.objective).ends(tokenizer))
     setup = Setup(model, tokenizer, labels, train, judge, steps_of(recipe, train))
     setup.environment = facts(recipe, device, ranks, setup)
@@ -206,16 +205,46 @@ def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
     return {"pad_token_id": filler(tokenizer)} if reads_last and known and model.config.get("pad_token_id") is None else {}
 
 
-def find_examples(recipe: Recipe, records: Part, model: Model, tokenizer: Tokenizer, labels: Labels, device: torch.device,
-                  ranks: Ranks, *, train: bool) -> Loader:
-    """The encoded examples of `records` in batches: those of a step, or for evaluation as large as a forward may be."""
-    examples = make_examples(recipe.objective, records, tokenizer, recipe.data, vocab=model.config.vocab, train=train,
-                             seed=recipe.seed, names=labels.names, segments=segmented(model))
-    if not train:
-        many = (recipe.micro_batch or most_of(recipe, device)) * ranks.shares
-        return Loader(examples, examples.collate, many, rank=ranks.share, world=ranks.shares)
-    return Loader(examples, examples.collate, recipe.batch, recipe.seed, ranks.share, ranks.shares, recipe.data.shuffle,
-                  order_of(recipe, records, examples), budget_of(recipe, device))
+@dataclass(frozen=True)
+class Prepared:
+    """What examples, and an evaluation on them, are made with."""
+
+    recipe: Recipe
+    device: torch.device
+    ranks: Ranks
+    model: Model
+    tokenizer: Tokenizer
+    labels: Labels
+
+    def loader(self, records: Part, *, train: bool) -> Loader:
+        """The encoded examples of `records` in batches: those of a step, or for evaluation as large as a forward may be."""
+        recipe, device, ranks = self.recipe, self.device, self.ranks
+        examples = make_examples(recipe.objective, records, self.tokenizer, recipe.data, vocab=self.model.config.vocab, train=train,
+                                 seed=recipe.seed, names=self.labels.names, segments=segmented(self.model))
+        if not train:
+            many = (recipe.micro_batch or most_of(recipe, device)) * ranks.shares
+            return Loader(examples, examples.collate, many, rank=ranks.share, world=ranks.shares)
+        return Loader(examples, examples.collate, recipe.batch, recipe.seed, ranks.share, ranks.shares, recipe.data.shuffle,
+                      order_of(recipe, records, examples), budget_of(recipe, device))
+
+    def evaluation(self, records: Part) -> Evaluation:
+        """The evaluation that the recipe asks for, on `records`. What it draws follows from the recipe's seed, so that all ranks
+        write the same texts."""
+        recipe, data, size, words = self.recipe, self.recipe.data, None, self.tokenizer
+        loader, wanted = self.loader(records, train=False), tuple(dict.fromkeys((*recipe.metrics, *filter(None, [recipe.best]))))
+        plain = recipe.objective == "lm" and not data.packing and data.response_key is None
+        if plain and not isinstance(records, Tokens | Mixture):
+            size = stream_bytes((r.text(data.text_key, "data.text_key") for r in records), words)
+        elif "bits_per_byte" in wanted:
+            refuse(None, "metrics", "bits_per_byte of packed or prompted text or of token files", "plain text, not packed")
+        texts = of_texts(wanted, find_objective(recipe.objective).of)
+        references = [r.text(data.target_key, "data.target_key") for r in records] if texts else []
+        generation = {"max_new_tokens": data.target_len or data.seq_len, "seed": recipe.seed, **recipe.generation}
+        # `settings` refuses here, too, what else generation would refuse at the first evaluation
+        if texts and (many := settings(self.model, None, generation).num_return_sequences) > 1:
+            refuse(None, "generation.num_return_sequences", str(many), "1: one text for each example is judged")
+        tags = self.labels.names or ()
+        return Evaluation(loader, recipe.objective, wanted, size, words, references, generation, tags, self.ranks)
 
 
 def order_of(recipe: Recipe, records: Part, examples: Examples) -> Order | None:
@@ -236,23 +265,6 @@ def budget_of(recipe: Recipe, device: torch.device) -> Budget | None:
         return None
     together = find_objective(recipe.objective).together
     return Budget(recipe.batch_tokens, recipe.batch_tokens if together else forward_tokens(device), padded)
-
-
-def find_evaluation(recipe: Recipe, records: Sequence[Record], loader: Loader, model: Model, tokenizer: Tokenizer,
-                    names: Sequence[str] | None, ranks: Ranks) -> Evaluation:
-    """The evaluation that the recipe asks for, on `records`, which `loader` reads. What it draws follows from the recipe's seed,
-    so that all ranks write the same texts."""
-    data, size, wanted = recipe.data, None, tuple(dict.fromkeys((*recipe.metrics, *([recipe.best] if recipe.best else []))))
-    if recipe.objective == "lm" and not data.packing and data.response_key is None and not isinstance(records, Tokens | Mixture):
-        size = stream_bytes((r.text(data.text_key, "data.text_key") for r in records), tokenizer)
-    elif "bits_per_byte" in wanted:
-        refuse(None, "metrics", "bits_per_byte of packed or prompted text or of token files", "plain text, not packed")
-    texts = of_texts(wanted, find_objective(recipe.objective).of)
-    references = [r.text(data.target_key, "data.target_key") for r in records] if texts else []
-    generation = {"max_new_tokens": data.target_len or data.seq_len, "seed": recipe.seed, **recipe.generation}
-    if texts and (many := settings(model, None, generation).num_return_sequences) > 1:  # what else cannot be is refused here too
-        refuse(None, "generation.num_return_sequences", str(many), "1: one text for each example is judged")
-    return Evaluation(loader, recipe.objective, wanted, size, tokenizer, references, generation, names or (), ranks)
 
 
 def end_at(model: Model, tokenizer: Tokenizer, ends: Sequence[int]) -> list[int]:
