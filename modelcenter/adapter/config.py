@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from ..config import checked, documented
+from ..config import checked, documented, says
 from ..errors import refuse
 
 ALL = "all-linear"
@@ -15,20 +15,20 @@ class AdapterConfig:
     """An adapter on a frozen model: LoRA (Hu et al., 2021) or DoRA (Liu et al., 2024), in peft's terms. Errors: `InputError`."""
 
     name: Literal["none", "lora", "dora"] = field(
-        default="none", metadata={"help": "the kind of adapter; none: train the model itself"}
+        default="none", metadata=says("the kind of adapter; none: train the model itself")
     )
-    rank: int = field(default=8, metadata={"min": 1, "max": 65536, "help": "rank of each addition (peft: r)"})
-    alpha: float = field(default=16.0, metadata={"above": 0, "help": "an addition is scaled by alpha / rank (peft: lora_alpha)"})
-    dropout: float = field(default=0.0, metadata={"min": 0, "below": 1, "help": "on the input of the addition (lora_dropout)"})
-    rslora: bool = field(default=False, metadata={"help": "scale by alpha / sqrt(rank) (Kalajdzievski, 2023)"})
+    rank: int = field(default=8, metadata=says("rank of each addition (peft: r)", min=1, max=65536))
+    alpha: float = field(default=16.0, metadata=says("an addition is scaled by alpha / rank (peft: lora_alpha)", above=0))
+    dropout: float = field(default=0.0, metadata=says("on the input of the addition (lora_dropout)", min=0, below=1))
+    rslora: bool = field(default=False, metadata=says("scale by alpha / sqrt(rank) (Kalajdzievski, 2023)"))
     targets: tuple[str, ...] = field(
-        default=(ALL,), metadata={"help": "layers, by our names (attn.q) or Hugging Face's (c_attn); all-linear: all but the head"}
+        default=(ALL,), metadata=says("layers, by our names (attn.q) or Hugging Face's (c_attn); all-linear: all but the head")
     )
     quantize: Literal["none", "nf4", "int8"] = field(
-        default="none", metadata={"help": "hold the frozen linear layers in 4 or 8 bits (QLoRA: nf4)"}
+        default="none", metadata=says("hold the frozen linear layers in 4 or 8 bits (QLoRA: nf4)")
     )
     modules_to_save: tuple[str, ...] = field(
-        default=(), metadata={"help": "modules trained and saved whole; a new head and a classifier's always are"}
+        default=(), metadata=says("modules trained and saved whole; a new head and a classifier's always are")
     )
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..checkpoint.files import ADAPTER
 from ..checkpoint.manifest import MANIFEST
+from ..config import says
 from ..errors import refuse
 from .arguments import Answer, Arguments, check_model, check_new, settings, take
 
@@ -14,12 +15,12 @@ from .arguments import Answer, Arguments, check_model, check_new, settings, take
 class Conversion:
     """What `convert` takes."""
 
-    source: str = field(metadata={"help": "a folder, a preset or a hub id, or a run's step-N", "min": 1})
-    out: str = field(metadata={"help": "the folder to write", "min": 1})
-    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: as stored"})
-    max_shard_size: str = field(default="5GB", metadata={"help": "the size at which the weights are split"})
-    task: str = field(default="auto", metadata={"help": "the head to keep; auto: the checkpoint's"})
-    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of a hub id"})
+    source: str = field(metadata=says("a folder, a preset or a hub id, or a run's step-N", min=1))
+    out: str = field(metadata=says("the folder to write", min=1))
+    dtype: str = field(default="auto", metadata=says("fp32, bf16, fp16; auto: as stored"))
+    max_shard_size: str = field(default="5GB", metadata=says("the size at which the weights are split"))
+    task: str = field(default="auto", metadata=says("the head to keep; auto: the checkpoint's"))
+    revision: str | None = field(default=None, metadata=says("branch, tag or commit of a hub id"))
 
 
 def convert(args: Arguments) -> Answer:
@@ -55,10 +56,10 @@ def of_state(asked: Conversion) -> Answer:
 class Merger:
     """What `merge` takes."""
 
-    adapter: str = field(metadata={"help": "a folder with adapter_config.json", "min": 1})
-    out: str = field(metadata={"help": "the folder to write", "min": 1})
-    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: the base's"})
-    max_shard_size: str = field(default="5GB", metadata={"help": "the size at which the weights are split"})
+    adapter: str = field(metadata=says("a folder with adapter_config.json", min=1))
+    out: str = field(metadata=says("the folder to write", min=1))
+    dtype: str = field(default="auto", metadata=says("fp32, bf16, fp16; auto: the base's"))
+    max_shard_size: str = field(default="5GB", metadata=says("the size at which the weights are split"))
 
 
 def merge(args: Arguments) -> Answer:
@@ -95,8 +96,8 @@ def merge(args: Arguments) -> Answer:
 class Averaging:
     """What `average` takes beside folders."""
 
-    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: the first's"})
-    max_shard_size: str = field(default="5GB", metadata={"help": "the size at which the weights are split"})
+    dtype: str = field(default="auto", metadata=says("fp32, bf16, fp16; auto: the first's"))
+    max_shard_size: str = field(default="5GB", metadata=says("the size at which the weights are split"))
 
 
 def average(args: Arguments) -> Answer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..adapter.config import AdapterConfig
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.state import check_there
-from ..config import COMMAND_LINE, bind, names, packaged
+from ..config import COMMAND_LINE, bind, names, packaged, says
 from ..errors import refuse, refuse_missing
 from ..parallel.variable import variable
 from ..parallel.watch import PARENT, Watch
@@ -154,14 +154,14 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
 class Examination:
     """What `evaluate --lm-eval` takes."""
 
-    model: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
-    lm_eval: str = field(metadata={"help": "tasks, with commas between them", "min": 1})
-    lm_eval_path: str | None = field(default=None, metadata={"help": "a folder of your own task files, instead", "min": 1})
-    few_shot: int | None = field(default=None, metadata={"help": "examples before each question; absent: the task's", "min": 0})
-    limit: int | None = field(default=None, metadata={"help": "examples of each task; absent: all", "min": 1})
-    batch: int = field(default=8, metadata={"help": "rows of one forward", "min": 1})
-    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: as stored"})
-    device: str | None = field(default=None, metadata={"help": "cpu, cuda ...; absent: the CPU", "min": 1})
+    model: str = field(metadata=says("a folder, a preset or a hub id", min=1))
+    lm_eval: str = field(metadata=says("tasks, with commas between them", min=1))
+    lm_eval_path: str | None = field(default=None, metadata=says("a folder of your own task files, instead", min=1))
+    few_shot: int | None = field(default=None, metadata=says("examples before each question; absent: the task's", min=0))
+    limit: int | None = field(default=None, metadata=says("examples of each task; absent: all", min=1))
+    batch: int = field(default=8, metadata=says("rows of one forward", min=1))
+    dtype: str = field(default="auto", metadata=says("fp32, bf16, fp16; auto: as stored"))
+    device: str | None = field(default=None, metadata=says("cpu, cuda ...; absent: the CPU", min=1))
 
 
 def examined(asked: Examination) -> Answer:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..config import COMMAND_LINE
+from ..config import COMMAND_LINE, says
 from ..data.config import DataConfig
 from ..errors import refuse
 from ..generate.options import Options
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 class Generation(Options):
     """What `generate` takes: where the prompts are and where the texts go, and how to choose their tokens."""
 
-    model: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
-    prompt: str | None = field(default=None, metadata={"help": "the text to continue, or to translate", "min": 1})
-    prompts: str | None = field(default=None, metadata={"help": "a file of them: a line each, or .jsonl with prompt_key", "min": 1})
-    prompt_key: str = field(default="prompt", metadata={"help": "its field in a .jsonl file: text, or messages", "min": 1})
-    chat: bool = field(default=False, metadata={"help": "a text is what a user says: put it in the tokenizer's chat template"})
-    out: str | None = field(default=None, metadata={"help": "a .jsonl file to write; absent: the terminal", "min": 1})
-    batch: int = field(default=8, metadata={"help": "prompts of one forward", "min": 1})
-    stream: bool = field(default=False, metadata={"help": "show each token as it is written"})
-    dtype: str = field(default="auto", metadata={"help": "fp32, bf16, fp16; auto: as stored"})
-    device: str | None = field(default=None, metadata={"help": "cpu, cuda ...; absent: the CPU", "min": 1})
+    model: str = field(metadata=says("a folder, a preset or a hub id", min=1))
+    prompt: str | None = field(default=None, metadata=says("the text to continue, or to translate", min=1))
+    prompts: str | None = field(default=None, metadata=says("a file of them: a line each, or .jsonl with prompt_key", min=1))
+    prompt_key: str = field(default="prompt", metadata=says("its field in a .jsonl file: text, or messages", min=1))
+    chat: bool = field(default=False, metadata=says("a text is what a user says: put it in the tokenizer's chat template"))
+    out: str | None = field(default=None, metadata=says("a .jsonl file to write; absent: the terminal", min=1))
+    batch: int = field(default=8, metadata=says("prompts of one forward", min=1))
+    stream: bool = field(default=False, metadata=says("show each token as it is written"))
+    dtype: str = field(default="auto", metadata=says("fp32, bf16, fp16; auto: as stored"))
+    device: str | None = field(default=None, metadata=says("cpu, cuda ...; absent: the CPU", min=1))
 
 
 def generate(args: Arguments) -> Answer:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..config import COMMAND_LINE, bind, override
+from ..config import COMMAND_LINE, bind, override, says
 from ..errors import refuse
 from .arguments import Answer, Arguments, check_model
 from .recipe import check_own, run_of
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class Question:
     """What `plan` takes besides what `train` takes."""
 
-    gpus: int | None = field(default=None, metadata={"help": "devices; absent: those of the machine", "min": 1, "max": 65536})
-    device: str | None = field(default=None, metadata={"help": "a device by name, or a file; absent: what is here", "min": 1})
-    tokens: float | None = field(default=None, metadata={"help": "tokens of the whole training, for its hours", "above": 0})
-    price: float | None = field(default=None, metadata={"help": "of a device and hour, for its cost", "above": 0})
+    gpus: int | None = field(default=None, metadata=says("devices; absent: those of the machine", min=1, max=65536))
+    device: str | None = field(default=None, metadata=says("a device by name, or a file; absent: what is here", min=1))
+    tokens: float | None = field(default=None, metadata=says("tokens of the whole training, for its hours", above=0))
+    price: float | None = field(default=None, metadata=says("of a device and hour, for its cost", above=0))
 
 
 OWN = ("gpus", "device", "tokens", "price")

@@ -21,6 +21,11 @@ class Key(NamedTuple):
     help: str
 
 
+def says(help: str, **bounds: float) -> dict[str, Any]:
+    """The metadata of a field: what it means, and its bounds (`min`, `max`, `above`, `below`), those of a text's length too."""
+    return {"help": help, **bounds}
+
+
 def describe(cls: type, section: str = "") -> Iterator[Key]:
     """Every key of the dataclass `cls`, nested ones dotted, in the order of declaration."""
     hints = get_type_hints(cls)
@@ -74,8 +79,8 @@ def _words(kind: Any, bounds: Mapping[str, Any]) -> str:
         return "text that is not empty" if bounds.get("min") else "text"
     if kind not in (int, float):
         return _PLAIN.get(kind, "a mapping")
-    says = {"min": "at least", "above": "above", "max": "at most", "below": "below"}
-    return " ".join([_PLAIN[kind], " and ".join(f"{says[b]} {bounds[b]}" for b in says if b in bounds)]).strip()
+    words = {"min": "at least", "above": "above", "max": "at most", "below": "below"}
+    return " ".join([_PLAIN[kind], " and ".join(f"{words[b]} {bounds[b]}" for b in words if b in bounds)]).strip()
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:

@@ -5,15 +5,11 @@ its bounds (`min` and `max` inclusive, `above` exclusive), which the binder of r
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from ..config import checked
+from ..config import checked, says
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "tokens"]
-
-
-def _is(help: str, **bounds: float) -> dict[str, Any]:
-    return {"help": help, **bounds}
 
 
 @dataclass(frozen=True)
@@ -23,75 +19,75 @@ class DataConfig:
 
     path: str | tuple[str, ...] | dict[str, float] | None = field(
         default=None,
-        metadata=_is("training data: a file, folder, glob or datasets:NAME[,CONFIG][:SPLIT]; more of them: a list, or "
-                     "{one: weight, another: weight}", above=0),
+        metadata=says("training data: a file, folder, glob or datasets:NAME[,CONFIG][:SPLIT]; more of them: a list, or "
+                      "{one: weight, another: weight}", above=0),
     )  # fmt: skip
     eval_path: str | tuple[str, ...] | dict[str, float] | None = field(
-        default=None, metadata=_is("evaluation data, in the same forms as `path`; takes precedence over eval_fraction", above=0)
+        default=None, metadata=says("evaluation data, in the same forms as `path`; takes precedence over eval_fraction", above=0)
     )
     eval_fraction: float = field(
-        default=0.0, metadata=_is("share of `path`, its last part, held out for evaluation; 0: none", min=0, max=0.9)
+        default=0.0, metadata=says("share of `path`, its last part, held out for evaluation; 0: none", min=0, max=0.9)
     )
-    format: Format = field(default="auto", metadata=_is("auto: by the ending, text if it is unknown"))
+    format: Format = field(default="auto", metadata=says("auto: by the ending, text if it is unknown"))
     header: bool = field(
-        default=True, metadata=_is("csv and tsv: the first row names the fields; false: they are called 0, 1 and so on")
+        default=True, metadata=says("csv and tsv: the first row names the fields; false: they are called 0, 1 and so on")
     )
     text_key: str = field(
         default="text",
-        metadata=_is("the field of the text, or of the first one of a pair (classify, contrastive, coreference, fim, lm, mlm, "
-                     "multilabel, prefix_lm, regress, similarity, span)"),
+        metadata=says("the field of the text, or of the first one of a pair (classify, contrastive, coreference, fim, lm, mlm, "
+                      "multilabel, prefix_lm, regress, similarity, span)"),
     )  # fmt: skip
     pair_key: str | None = field(
         default=None,
-        metadata=_is("the field of the second text of a pair (classify, contrastive, multilabel, regress, similarity)"),
+        metadata=says("the field of the second text of a pair (classify, contrastive, multilabel, regress, similarity)"),
     )
     negative_key: str | None = field(
-        default=None, metadata=_is("the field of a negative text, or of a list of them (contrastive)")
+        default=None, metadata=says("the field of a negative text, or of a list of them (contrastive)")
     )
-    score_max: float = field(default=1.0, metadata=_is("scores are divided by it; STS: 5 (similarity)", above=0))
-    source_key: str = field(default="source", metadata=_is("the field of the input (seq2seq)"))
-    target_key: str = field(default="target", metadata=_is("the field of the wanted output (seq2seq)"))
-    source_prefix: str = field(default="", metadata=_is("put before every source: `translate English to German: ` (seq2seq)"))
+    score_max: float = field(default=1.0, metadata=says("scores are divided by it; STS: 5 (similarity)", above=0))
+    source_key: str = field(default="source", metadata=says("the field of the input (seq2seq)"))
+    target_key: str = field(default="target", metadata=says("the field of the wanted output (seq2seq)"))
+    source_prefix: str = field(default="", metadata=says("put before every source: `translate English to German: ` (seq2seq)"))
     label_key: str = field(
         default="label",
-        metadata=_is("the field of the class, the value, the labels or the score (classify, coreference, multilabel, regress, "
-                     "similarity)"),
+        metadata=says("the field of the class, the value, the labels or the score (classify, coreference, multilabel, regress, "
+                      "similarity)"),
     )  # fmt: skip
     spans_key: str = field(
-        default="target", metadata=_is("the field of two spans: span1_index, span1_text and span2's (coreference)", min=1)
+        default="target", metadata=says("the field of two spans: span1_index, span1_text and span2's (coreference)", min=1)
     )
-    words_key: str = field(default="tokens", metadata=_is("the field of a sentence's words (tag)"))
-    tags_key: str = field(default="tags", metadata=_is("the field of their tags, numbers or names (tag)"))
-    context_key: str = field(default="context", metadata=_is("the field of the text that holds the answer (choice, qa)"))
-    question_key: str = field(default="question", metadata=_is("the field of the question (choice, qa)"))
+    words_key: str = field(default="tokens", metadata=says("the field of a sentence's words (tag)"))
+    tags_key: str = field(default="tags", metadata=says("the field of their tags, numbers or names (tag)"))
+    context_key: str = field(default="context", metadata=says("the field of the text that holds the answer (choice, qa)"))
+    question_key: str = field(default="question", metadata=says("the field of the question (choice, qa)"))
     answers_key: str = field(
-        default="answers", metadata=_is("the field of the answers: text with answer_start, or with label (choice, qa)")
+        default="answers", metadata=says("the field of the answers: text with answer_start, or with label (choice, qa)")
     )
-    stride: int = field(default=128, metadata=_is("tokens that two windows of a context share (qa)", min=0))
-    prompt_key: str | None = field(default=None, metadata=_is("the field of a prompt, read but not trained on (lm, prefix_lm)"))
-    response_key: str | None = field(default=None, metadata=_is("the field of the response to prompt_key (lm, prefix_lm)"))
+    stride: int = field(default=128, metadata=says("tokens that two windows of a context share (qa)", min=0))
+    prompt_key: str | None = field(default=None, metadata=says("the field of a prompt, read but not trained on (lm, prefix_lm)"))
+    response_key: str | None = field(default=None, metadata=says("the field of the response to prompt_key (lm, prefix_lm)"))
     messages_key: str | None = field(
-        default=None, metadata=_is("the field of a conversation's messages; absent: messages or conversations (chat)")
+        default=None, metadata=says("the field of a conversation's messages; absent: messages or conversations (chat)")
     )
     chat_template: str | None = field(
-        default=None, metadata=_is("chatml or plain; absent: the tokenizer's own; auto: that, or plain where it has none (chat)")
+        default=None, metadata=says("chatml or plain; absent: the tokenizer's own; auto: that, or plain where it has none (chat)")
     )
     seq_len: int = field(
         default=512,
-        metadata=_is("tokens of an example: blocks (lm, mlm) or truncation; 512: or the model's positions, if fewer", min=2),
+        metadata=says("tokens of an example: blocks (lm, mlm) or truncation; 512: or the model's positions, if fewer", min=2),
     )
-    target_len: int | None = field(default=None, metadata=_is("tokens of a target; absent: seq_len (seq2seq)", min=2))
+    target_len: int | None = field(default=None, metadata=says("tokens of a target; absent: seq_len (seq2seq)", min=2))
     packing: bool = field(
-        default=False, metadata=_is("fill rows of seq_len with whole sequences, none attending to another; no blocks (lm, mlm)")
+        default=False, metadata=says("fill rows of seq_len with whole sequences, none attending to another; no blocks (lm, mlm)")
     )
-    padding_free: bool = field(default=False, metadata=_is("put the sequences of a batch side by side instead of padding them"))
-    mlm_probability: float = field(default=0.15, metadata=_is("the share of tokens to predict (mlm, span)", above=0, max=1))
-    whole_words: bool = field(default=False, metadata=_is("predict all tokens of a word, or none (mlm)"))
-    fim_rate: float = field(default=0.5, metadata=_is("share of documents whose middle moves to the end (fim)", min=0, max=1))
-    fim_spm_rate: float = field(default=0.5, metadata=_is("of these, the share that begins with the suffix (fim)", min=0, max=1))
-    span_length: float = field(default=3.0, metadata=_is("tokens of a masked span on average (span)", min=1))
-    group_by_length: bool = field(default=False, metadata=_is("put examples of similar length in a batch, for less padding"))
-    shuffle: bool = field(default=True, metadata=_is("shuffle the training examples anew each epoch"))
+    padding_free: bool = field(default=False, metadata=says("put the sequences of a batch side by side instead of padding them"))
+    mlm_probability: float = field(default=0.15, metadata=says("the share of tokens to predict (mlm, span)", above=0, max=1))
+    whole_words: bool = field(default=False, metadata=says("predict all tokens of a word, or none (mlm)"))
+    fim_rate: float = field(default=0.5, metadata=says("share of documents whose middle moves to the end (fim)", min=0, max=1))
+    fim_spm_rate: float = field(default=0.5, metadata=says("of these, the share that begins with the suffix (fim)", min=0, max=1))
+    span_length: float = field(default=3.0, metadata=says("tokens of a masked span on average (span)", min=1))
+    group_by_length: bool = field(default=False, metadata=says("put examples of similar length in a batch, for less padding"))
+    shuffle: bool = field(default=True, metadata=says("shuffle the training examples anew each epoch"))
 
     def __post_init__(self) -> None:
         checked(self)
@@ -101,10 +97,10 @@ class DataConfig:
 class Tokenization:
     """What `tokenize` takes."""
 
-    path: str = field(metadata={"help": "text: a file, a folder, a glob or datasets:NAME[,CONFIG][:SPLIT]", "min": 1})
-    out: str = field(metadata={"help": "the files to write, without their endings", "min": 1})
-    tokenizer: str = field(metadata={"help": "a folder, a preset or a hub id", "min": 1})
-    objective: Literal["lm", "mlm"] = field(default="lm", metadata={"help": "which tokens part the documents"})
-    format: Format = field(default="auto", metadata={"help": "auto: by the ending, text if it is unknown"})
-    text_key: str = field(default="text", metadata={"help": "the field of the text"})
-    processes: int | None = field(default=None, metadata={"help": "absent: one a processor", "min": 1, "max": 1024})
+    path: str = field(metadata=says("text: a file, a folder, a glob or datasets:NAME[,CONFIG][:SPLIT]", min=1))
+    out: str = field(metadata=says("the files to write, without their endings", min=1))
+    tokenizer: str = field(metadata=says("a folder, a preset or a hub id", min=1))
+    objective: Literal["lm", "mlm"] = field(default="lm", metadata=says("which tokens part the documents"))
+    format: Format = field(default="auto", metadata=says("auto: by the ending, text if it is unknown"))
+    text_key: str = field(default="text", metadata=says("the field of the text"))
+    processes: int | None = field(default=None, metadata=says("absent: one a processor", min=1, max=1024))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ..config import bind
+from ..config import bind, says
 from ..errors import refuse
 from ..theirs import GENERATE, refuse_argument
 
@@ -35,55 +35,51 @@ WITHOUT_EFFECT = frozenset((
 DRAWN, SEARCHED = ("temperature", "top_k", "top_p", "min_p"), ("length_penalty", "early_stopping")  # what else says nothing
 
 
-def _is(help: str, **bounds: float) -> dict[str, Any]:
-    return {"help": help, **bounds}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How to choose the tokens that follow. Lengths are in tokens; a target of an encoder-decoder counts its start token."""
 
     max_new_tokens: int | None = field(
-        default=None, metadata=_is("most tokens to generate; absent: max_length, else 20, or 64 by the command", min=1)
+        default=None, metadata=says("most tokens to generate; absent: max_length, else 20, or 64 by the command", min=1)
     )
-    max_length: int | None = field(default=None, metadata=_is("the same, the prompt counted too", min=1))
-    min_new_tokens: int = field(default=0, metadata=_is("fewest tokens to generate before an end", min=0))
-    min_length: int = field(default=0, metadata=_is("the same, the prompt counted too", min=0))
-    do_sample: bool = field(default=False, metadata=_is("sample each token instead of taking the likeliest"))
-    temperature: float = field(default=1.0, metadata=_is("divides the scores before sampling", min=1e-6))
-    top_k: int = field(default=0, metadata=_is("sample among the so many likeliest tokens; 0: all", min=0))
+    max_length: int | None = field(default=None, metadata=says("the same, the prompt counted too", min=1))
+    min_new_tokens: int = field(default=0, metadata=says("fewest tokens to generate before an end", min=0))
+    min_length: int = field(default=0, metadata=says("the same, the prompt counted too", min=0))
+    do_sample: bool = field(default=False, metadata=says("sample each token instead of taking the likeliest"))
+    temperature: float = field(default=1.0, metadata=says("divides the scores before sampling", min=1e-6))
+    top_k: int = field(default=0, metadata=says("sample among the so many likeliest tokens; 0: all", min=0))
     top_p: float = field(
-        default=1.0, metadata=_is("sample among the likeliest tokens that make up this probability", above=0, max=1)
+        default=1.0, metadata=says("sample among the likeliest tokens that make up this probability", above=0, max=1)
     )
     min_p: float = field(
-        default=0.0, metadata=_is("sample among tokens at least this share as likely as the likeliest", min=0, max=1)
+        default=0.0, metadata=says("sample among tokens at least this share as likely as the likeliest", min=0, max=1)
     )
-    num_beams: int = field(default=1, metadata=_is("beams of a beam search; 1: none", min=1))
-    num_beam_groups: int = field(default=1, metadata=_is("groups of beams that should differ", min=1))
+    num_beams: int = field(default=1, metadata=says("beams of a beam search; 1: none", min=1))
+    num_beam_groups: int = field(default=1, metadata=says("groups of beams that should differ", min=1))
     diversity_penalty: float = field(
-        default=0.0, metadata=_is("subtracted from a token's score for each beam of an earlier group that has it", min=0)
+        default=0.0, metadata=says("subtracted from a token's score for each beam of an earlier group that has it", min=0)
     )
-    length_penalty: float = field(default=1.0, metadata=_is("a finished beam's score is divided by its length to this power"))
+    length_penalty: float = field(default=1.0, metadata=says("a finished beam's score is divided by its length to this power"))
     early_stopping: bool | Literal["never"] = field(
-        default=False, metadata=_is("true: stop at num_beams finished; false: if a better one is unlikely; never: if impossible")
+        default=False, metadata=says("true: stop at num_beams finished; false: if a better one is unlikely; never: if impossible")
     )
-    num_return_sequences: int = field(default=1, metadata=_is("texts for each prompt", min=1))
-    repetition_penalty: float = field(default=1.0, metadata=_is("scores of tokens that have occurred are divided by it", above=0))
-    frequency_penalty: float = field(default=0.0, metadata=_is("subtracted from a token's score for each time it was generated"))
-    presence_penalty: float = field(default=0.0, metadata=_is("subtracted once from the score of a token that was generated"))
-    no_repeat_ngram_size: int = field(default=0, metadata=_is("no n-gram of this size occurs twice; 0: no limit", min=0))
-    bad_words_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata=_is("sequences of ids that never occur", min=0))
-    suppress_tokens: tuple[int, ...] = field(default=(), metadata=_is("ids that never occur", min=0))
-    begin_suppress_tokens: tuple[int, ...] = field(default=(), metadata=_is("ids that are never generated first", min=0))
-    forced_bos_token_id: int | None = field(default=None, metadata=_is("the id forced after a prompt of one token", min=0))
+    num_return_sequences: int = field(default=1, metadata=says("texts for each prompt", min=1))
+    repetition_penalty: float = field(default=1.0, metadata=says("scores of tokens that have occurred are divided by it", above=0))
+    frequency_penalty: float = field(default=0.0, metadata=says("subtracted from a token's score for each time it was generated"))
+    presence_penalty: float = field(default=0.0, metadata=says("subtracted once from the score of a token that was generated"))
+    no_repeat_ngram_size: int = field(default=0, metadata=says("no n-gram of this size occurs twice; 0: no limit", min=0))
+    bad_words_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata=says("sequences of ids that never occur", min=0))
+    suppress_tokens: tuple[int, ...] = field(default=(), metadata=says("ids that never occur", min=0))
+    begin_suppress_tokens: tuple[int, ...] = field(default=(), metadata=says("ids that are never generated first", min=0))
+    forced_bos_token_id: int | None = field(default=None, metadata=says("the id forced after a prompt of one token", min=0))
     forced_eos_token_id: int | tuple[int, ...] | None = field(
-        default=None, metadata=_is("the id forced at the last position", min=0)
+        default=None, metadata=says("the id forced at the last position", min=0)
     )
-    stop_strings: str | tuple[str, ...] = field(default=(), metadata=_is("texts that end a sequence; needs a tokenizer", min=1))
-    eos_token_id: int | tuple[int, ...] | None = field(default=None, metadata=_is("the id, or ids, that end a sequence"))
-    pad_token_id: int | None = field(default=None, metadata=_is("the id that fills up a sequence that has ended", min=0))
-    decoder_start_token_id: int | None = field(default=None, metadata=_is("the first id of a target", min=0))
-    seed: int | None = field(default=None, metadata=_is("seed of the sampling; absent: another each time", min=0))
+    stop_strings: str | tuple[str, ...] = field(default=(), metadata=says("texts that end a sequence; needs a tokenizer", min=1))
+    eos_token_id: int | tuple[int, ...] | None = field(default=None, metadata=says("the id, or ids, that end a sequence"))
+    pad_token_id: int | None = field(default=None, metadata=says("the id that fills up a sequence that has ended", min=0))
+    decoder_start_token_id: int | None = field(default=None, metadata=says("the first id of a target", min=0))
+    seed: int | None = field(default=None, metadata=says("seed of the sampling; absent: another each time", min=0))
 
     def __post_init__(self) -> None:
         if self.num_beams % self.num_beam_groups:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from typing import Any, Literal
 
-from ..config import checked
+from ..config import checked, says
 from ..errors import refuse
 
 TIMELESS = ("constant", "noam", "inverse_sqrt", "exponential")  # schedules in which no step depends on how many there are
@@ -16,24 +16,22 @@ class OptimizerConfig:
     """AdamW (Loshchilov & Hutter, 2019) or another; decay is decoupled and kept off norms and biases."""
 
     name: Literal["adamw", "adafactor", "lion", "muon"] = field(
-        default="adamw", metadata={"help": "the optimizer; muon: of the blocks' matrices, adamw for the rest"}
+        default="adamw", metadata=says("the optimizer; muon: of the blocks' matrices, adamw for the rest")
     )
-    lr: float = field(
-        default=5e-5, metadata={"above": 0, "max": 100, "help": "peak learning rate; adafactor: relative to a weight's size"}
-    )
+    lr: float = field(default=5e-5, metadata=says("peak learning rate; adafactor: relative to a weight's size", above=0, max=100))
     betas: tuple[float, float] = field(
-        default=(0.9, 0.999), metadata={"min": 0, "below": 1, "help": "decay of the two moments; Lion's authors: [0.9, 0.99]"}
+        default=(0.9, 0.999), metadata=says("decay of the two moments; Lion's authors: [0.9, 0.99]", min=0, below=1)
     )
     eps: float = field(  # below it fp32 has denormals alone, which are zero to a run
-        default=1e-8, metadata={"min": 1e-37, "help": "added to the root of the second moment"}
+        default=1e-8, metadata=says("added to the root of the second moment", min=1e-37)
     )
-    weight_decay: float = field(default=0.01, metadata={"min": 0, "help": "decoupled decay; norms and biases have none"})
+    weight_decay: float = field(default=0.01, metadata=says("decoupled decay; norms and biases have none", min=0))
     moments: Literal["fp32", "bf16", "int8"] = field(
-        default="fp32", metadata={"help": "precision of the two moments: 8, 4 or 2 bytes a parameter in all"}
+        default="fp32", metadata=says("precision of the two moments: 8, 4 or 2 bytes a parameter in all")
     )
-    momentum: float = field(default=0.95, metadata={"min": 0, "below": 1, "help": "of muon"})
+    momentum: float = field(default=0.95, metadata=says("of muon", min=0, below=1))
     layer_decay: float = field(
-        default=1.0, metadata={"above": 0, "max": 1, "help": "a block's rate / that of the block above; the head has the full rate"}
+        default=1.0, metadata=says("a block's rate / that of the block above; the head has the full rate", above=0, max=1)
     )
 
     def __post_init__(self) -> None:
@@ -51,20 +49,18 @@ class ScheduleConfig:
     """The learning rate over steps: a linear warm-up, then the shape that `name` says."""
 
     name: Literal["linear", "cosine", "constant", "wsd", "noam", "inverse_sqrt", "exponential", "polynomial"] = field(
-        default="linear", metadata={"help": "shape of the decay after the warm-up"}
+        default="linear", metadata=says("shape of the decay after the warm-up")
     )
     warmup_steps: int | float = field(
-        default=0, metadata={"min": 0, "help": "optimizer steps from 0 to the peak; below 1: a share of the run"}
+        default=0, metadata=says("optimizer steps from 0 to the peak; below 1: a share of the run", min=0)
     )
-    min_lr_ratio: float = field(default=0.0, metadata={"min": 0, "max": 1, "help": "last rate / peak rate"})
+    min_lr_ratio: float = field(default=0.0, metadata=says("last rate / peak rate", min=0, max=1))
     decay_steps: int | None = field(
-        default=None, metadata={"min": 1, "help": "wsd: steps of the decay at the end; absent: a tenth of the run"}
+        default=None, metadata=says("wsd: steps of the decay at the end; absent: a tenth of the run", min=1)
     )
-    decay: Literal["cosine", "linear", "1-sqrt"] = field(default="cosine", metadata={"help": "wsd: the shape of the last part"})
-    power: float = field(default=1.0, metadata={"above": 0, "help": "polynomial: the exponent"})
-    gamma: float = field(
-        default=0.999, metadata={"above": 0, "max": 1, "help": "exponential: factor by which the rate changes each step"}
-    )
+    decay: Literal["cosine", "linear", "1-sqrt"] = field(default="cosine", metadata=says("wsd: the shape of the last part"))
+    power: float = field(default=1.0, metadata=says("polynomial: the exponent", above=0))
+    gamma: float = field(default=0.999, metadata=says("exponential: factor by which the rate changes each step", above=0, max=1))
 
     def __post_init__(self) -> None:
         checked(self)
@@ -91,15 +87,15 @@ class LossConfig:
     """What is added to the cross entropy in training (not in evaluation), and what the loss of sentence embeddings is."""
 
     label_smoothing: float = field(
-        default=0.0, metadata={"min": 0, "below": 1, "help": "part of a target spread over all classes (Szegedy et al., 2016)"}
+        default=0.0, metadata=says("part of a target spread over all classes (Szegedy et al., 2016)", min=0, below=1)
     )
-    z_loss: float = field(default=0.0, metadata={"min": 0, "help": "factor of the squared log of the normaliser (PaLM: 1e-4)"})
+    z_loss: float = field(default=0.0, metadata=says("factor of the squared log of the normaliser (PaLM: 1e-4)", min=0))
     r_drop: float = field(
         default=0.0,
-        metadata={"min": 0, "help": "classify: factor of how far two passes with other dropout are apart (Liang et al., 2021)"},
+        metadata=says("classify: factor of how far two passes with other dropout are apart (Liang et al., 2021)", min=0),
     )
-    scale: float = field(default=20.0, metadata={"above": 0, "help": "contrastive: factor of the cosines, 1 / temperature"})
-    symmetric: bool = field(default=False, metadata={"help": "contrastive: also find the first text by the second"})
+    scale: float = field(default=20.0, metadata=says("contrastive: factor of the cosines, 1 / temperature", above=0))
+    symmetric: bool = field(default=False, metadata=says("contrastive: also find the first text by the second"))
 
     def __post_init__(self) -> None:
         checked(self)

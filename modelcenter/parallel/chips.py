@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import bind, read_recipe
+from ..config import bind, read_recipe, says
 from ..errors import nearest, refuse_missing
 
 GB, TB, TERA = 10**9, 10**12, 10**12
@@ -21,35 +21,29 @@ GB, TB, TERA = 10**9, 10**12, 10**12
 class Chip:
     """One device of a machine whose devices are alike, in bytes, FLOP/s, bytes/s and seconds."""
 
-    name: str = field(metadata={"help": "what it is", "min": 1})
-    memory: float = field(metadata={"help": "bytes for tensors", "above": 0})
-    fp32: float = field(metadata={"help": "FLOP/s of large matrix products in fp32, as torch forms them by default", "above": 0})
-    bf16: float | None = field(default=None, metadata={"help": "the same in bf16; absent: it has none", "above": 0})
-    fp16: float | None = field(default=None, metadata={"help": "the same in fp16; absent: it has none", "above": 0})
+    name: str = field(metadata=says("what it is", min=1))
+    memory: float = field(metadata=says("bytes for tensors", above=0))
+    fp32: float = field(metadata=says("FLOP/s of large matrix products in fp32, as torch forms them by default", above=0))
+    bf16: float | None = field(default=None, metadata=says("the same in bf16; absent: it has none", above=0))
+    fp16: float | None = field(default=None, metadata=says("the same in fp16; absent: it has none", above=0))
     attention: float = field(
-        default=1.0, metadata={"help": "attention's share of the products' rate, what is no product left out", "above": 0, "max": 1}
+        default=1.0, metadata=says("attention's share of the products' rate, what is no product left out", above=0, max=1)
     )
-    shapes: float = field(
-        default=0.9, metadata={"help": "the share of it that a layer's products reach; in fp32: all", "above": 0, "max": 1}
-    )
-    bandwidth: float = field(metadata={"help": "bytes/s read and written", "above": 0})
-    moves: float = field(default=0.87, metadata={"help": "the share of it that kernels reach", "above": 0, "max": 1})
-    launch: float = field(default=3e-6, metadata={"help": "seconds that the smallest kernel takes", "min": 0})
-    gap: float = field(default=1.4e-6, metadata={"help": "seconds between a kernel and the next", "min": 0})
-    call: float = field(default=8.5e-6, metadata={"help": "seconds of the host for a call of torch's", "min": 0})
-    host: str = field(default="of an H200's host", metadata={"help": "whose seconds those are", "min": 1})
-    apart: bool = field(default=True, metadata={"help": "the host runs ahead of the device"})
-    link: float = field(metadata={"help": "bus bytes/s of a collective inside a node", "above": 0})
-    node: int = field(default=8, metadata={"help": "devices of a node", "min": 1})
-    wire: float = field(metadata={"help": "bytes/s of a device to other nodes", "above": 0})
-    latency: float = field(default=33e-6, metadata={"help": "seconds of the smallest collective", "min": 0})
-    hidden: float = field(
-        default=0.3, metadata={"help": "share of a collective beside computing that costs no time", "min": 0, "max": 1}
-    )
-    slower: float = field(
-        default=1.0, metadata={"help": "times as long as these rates say a step's work takes on the device", "above": 0}
-    )
-    source: str = field(default="", metadata={"help": "where the numbers are from"})
+    shapes: float = field(default=0.9, metadata=says("the share of it that a layer's products reach; in fp32: all", above=0, max=1))
+    bandwidth: float = field(metadata=says("bytes/s read and written", above=0))
+    moves: float = field(default=0.87, metadata=says("the share of it that kernels reach", above=0, max=1))
+    launch: float = field(default=3e-6, metadata=says("seconds that the smallest kernel takes", min=0))
+    gap: float = field(default=1.4e-6, metadata=says("seconds between a kernel and the next", min=0))
+    call: float = field(default=8.5e-6, metadata=says("seconds of the host for a call of torch's", min=0))
+    host: str = field(default="of an H200's host", metadata=says("whose seconds those are", min=1))
+    apart: bool = field(default=True, metadata=says("the host runs ahead of the device"))
+    link: float = field(metadata=says("bus bytes/s of a collective inside a node", above=0))
+    node: int = field(default=8, metadata=says("devices of a node", min=1))
+    wire: float = field(metadata=says("bytes/s of a device to other nodes", above=0))
+    latency: float = field(default=33e-6, metadata=says("seconds of the smallest collective", min=0))
+    hidden: float = field(default=0.3, metadata=says("share of a collective beside computing that costs no time", min=0, max=1))
+    slower: float = field(default=1.0, metadata=says("times as long as these rates say a step's work takes on the device", above=0))
+    source: str = field(default="", metadata=says("where the numbers are from"))
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of matrix products in fp32, bf16 or fp16. A dtype for which the chip has no units counts as fp32."""

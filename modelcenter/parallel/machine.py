@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..config import bind, checked, documented, find, packaged, read_recipe
+from ..config import bind, checked, documented, find, packaged, read_recipe, says
 from ..errors import refuse
 from .variable import variable
 
@@ -29,53 +29,51 @@ class Machine:
     """
 
     devices: Literal["all"] | int | None = field(
-        default=None, metadata={"min": 1, "max": 65536, "help": "train on so many GPUs, in the layout predicted to be fastest; "
-                                "all: every GPU here, or the CPU; null: the layout that the keys below give"}
+        default=None, metadata=says("train on so many GPUs, in the layout predicted to be fastest; "
+                                    "all: every GPU here, or the CPU; null: the layout that the keys below give", min=1, max=65536)
     )  # fmt: skip
-    tensor_parallel: int = field(default=1, metadata={"min": 1, "max": 1024, "help": "ranks that share each layer's matrices"})
+    tensor_parallel: int = field(default=1, metadata=says("ranks that share each layer's matrices", min=1, max=1024))
     sequence_parallel: bool = field(
-        default=False, metadata={"help": "split the sequence among the tensor_parallel ranks between layers"}
+        default=False, metadata=says("split the sequence among the tensor_parallel ranks between layers")
     )
     fsdp: Degree = field(
-        default=1, metadata={"min": 1, "max": 65536, "help": "ranks that split the data and the training state; auto: all that the "
-                             "launcher has started, divided by tensor_parallel x replicate"}
+        default=1, metadata=says("ranks that split the data and the training state; auto: all that the "
+                                 "launcher has started, divided by tensor_parallel x replicate", min=1, max=65536)
     )  # fmt: skip
     replicate: int = field(
-        default=1, metadata={"min": 1, "max": 65536, "help": "copies of the fsdp ranks, or of one; they split the data only"}
+        default=1, metadata=says("copies of the fsdp ranks, or of one; they split the data only", min=1, max=65536)
     )
     zero: Literal[1, 2, 3] = field(
-        default=3, metadata={"help": "what the fsdp ranks split: 1 the optimizer's state, 2 gradients too, 3 weights too"}
+        default=3, metadata=says("what the fsdp ranks split: 1 the optimizer's state, 2 gradients too, 3 weights too")
     )
     recompute: Recompute = field(
         default="none",
-        metadata={"help": "in the backward compute again: selective, all but matrix products and attention; full, whole blocks"},
+        metadata=says("in the backward compute again: selective, all but matrix products and attention; full, whole blocks"),
     )
-    compile: bool = field(default=False, metadata={"help": "torch.compile each block"})
+    compile: bool = field(default=False, metadata=says("torch.compile each block"))
     cuda_graphs: bool = field(
-        default=True, metadata={"help": "on one GPU, without compile: record forward and backward as CUDA graphs, padding "
-                                 "batches to recurring shapes, where memory allows"}
+        default=True, metadata=says("on one GPU, without compile: record forward and backward as CUDA graphs, padding "
+                                    "batches to recurring shapes, where memory allows")
     )  # fmt: skip
     deterministic: bool = field(
-        default=False, metadata={"help": "on a GPU: the same bits from run to run; what has no deterministic kernel is refused"}
+        default=False, metadata=says("on a GPU: the same bits from run to run; what has no deterministic kernel is refused")
     )
-    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata={"help": "auto: a GPU if there is one"})
-    threads: int | None = field(
-        default=None, metadata={"min": 1, "max": 1024, "help": "CPU threads of a rank; null: torch's choice"}
-    )
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=says("auto: a GPU if there is one"))
+    threads: int | None = field(default=None, metadata=says("CPU threads of a rank; null: torch's choice", min=1, max=1024))
     async_save: bool = field(
-        default=False, metadata={"help": "write training states in the background, from a copy in the host's memory"}
+        default=False, metadata=says("write training states in the background, from a copy in the host's memory")
     )
     timeout: float = field(
         default=600,
-        metadata={"min": 1, "max": 1e6, "help": "seconds without progress after which ranks end and print their stacks, three "
-                  "times as long before the first step; also how long ranks wait for each other at the start"},
+        metadata=says("seconds without progress after which ranks end and print their stacks, three "
+                      "times as long before the first step; also how long ranks wait for each other at the start", min=1, max=1e6),
     )  # fmt: skip
     check_steps: int | None = field(
-        default=100, metadata={"min": 1, "help": "steps between checks that copies of weights are equal, bit for bit; null: never"}
+        default=100, metadata=says("steps between checks that copies of weights are equal, bit for bit; null: never", min=1)
     )
     restarts: int = field(
-        default=0, metadata={"min": 0, "max": 10**6, "help": "how often the command restarts a run from its last state when a rank "
-                             "fails; for ranks that the command itself has started"}
+        default=0, metadata=says("how often the command restarts a run from its last state when a rank "
+                                 "fails; for ranks that the command itself has started", min=0, max=10**6)
     )  # fmt: skip
 
     def __post_init__(self) -> None:

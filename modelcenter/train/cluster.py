@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
+from ..config import says
 from ..errors import refuse
 from ..parallel.machine import Machine
 
@@ -20,31 +21,29 @@ STOPPED = 75  # the exit status of a pod whose run was asked to stop, and has sa
 PORT = 29500
 
 
-def _is(help: str, **bounds: float) -> dict[str, object]:
-    return {"help": help, **bounds}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What `launch` takes besides what `train` takes."""
 
-    slurm: bool = field(default=False, metadata=_is("write a script for sbatch"))
-    kubernetes: bool = field(default=False, metadata=_is("write a manifest for kubectl"))
-    out: str | None = field(default=None, metadata=_is("the file to write; absent: NAME.sbatch or NAME.yaml", min=1))
-    submit: bool = field(default=False, metadata=_is("submit it too"))
-    name: str = field(default="train", metadata=_is("of the job", min=1, max=40))
-    nodes: int = field(default=1, metadata=_is("machines, among which the ranks are shared", min=1))
-    cpus: int | None = field(default=None, metadata=_is("CPUs of a node; absent: all, of nodes that are this job's alone", min=1))
-    memory: str | None = field(default=None, metadata=_is("of a node: 200G on Slurm, 200Gi on Kubernetes; absent: as cpus", min=1))
-    grace: int = field(default=300, metadata=_is("seconds to finish a step and save, before the time is up or a pod ends", min=1,
-                                                 max=65535))
-    retries: int = field(default=3, metadata=_is("times that a job which fails, but for a mistake, is queued again", min=0))
-    time: str | None = field(default=None, metadata=_is("Slurm: the time limit, 1-12:00:00; the run goes on in the next", min=1))
-    partition: str | None = field(default=None, metadata=_is("Slurm", min=1))
-    account: str | None = field(default=None, metadata=_is("Slurm", min=1))
-    image: str | None = field(default=None, metadata=_is("Kubernetes: a container with modelcenter in it", min=1))
-    claim: str | None = field(default=None, metadata=_is("Kubernetes: the volume claim with data and output, for all nodes", min=1))
-    mount: str = field(default="/workspace", metadata=_is("Kubernetes: where the claim is, and where the command runs", min=1))
+    slurm: bool = field(default=False, metadata=says("write a script for sbatch"))
+    kubernetes: bool = field(default=False, metadata=says("write a manifest for kubectl"))
+    out: str | None = field(default=None, metadata=says("the file to write; absent: NAME.sbatch or NAME.yaml", min=1))
+    submit: bool = field(default=False, metadata=says("submit it too"))
+    name: str = field(default="train", metadata=says("of the job", min=1, max=40))
+    nodes: int = field(default=1, metadata=says("machines, among which the ranks are shared", min=1))
+    cpus: int | None = field(default=None, metadata=says("CPUs of a node; absent: all, of nodes that are this job's alone", min=1))
+    memory: str | None = field(default=None, metadata=says("of a node: 200G on Slurm, 200Gi on Kubernetes; absent: as cpus", min=1))
+    grace: int = field(default=300, metadata=says("seconds to finish a step and save, before the time is up or a pod ends", min=1,
+                                                  max=65535))
+    retries: int = field(default=3, metadata=says("times that a job which fails, but for a mistake, is queued again", min=0))
+    time: str | None = field(default=None, metadata=says("Slurm: the time limit, 1-12:00:00; the run goes on in the next", min=1))
+    partition: str | None = field(default=None, metadata=says("Slurm", min=1))
+    account: str | None = field(default=None, metadata=says("Slurm", min=1))
+    image: str | None = field(default=None, metadata=says("Kubernetes: a container with modelcenter in it", min=1))
+    claim: str | None = field(
+        default=None, metadata=says("Kubernetes: the volume claim with data and output, for all nodes", min=1)
+    )
+    mount: str = field(default="/workspace", metadata=says("Kubernetes: where the claim is, and where the command runs", min=1))
 
 
 def check(job: Job, machine: Machine) -> None:

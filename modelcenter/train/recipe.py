@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..adapter.config import AdapterConfig
-from ..config import bind, checked
+from ..config import bind, checked, says
 from ..data.config import DataConfig
 from ..data.objective import COMMON, find_objective, objectives
 from ..errors import refuse
@@ -27,10 +27,6 @@ else:  # each file of data/objectives is one
     Task = Literal[("auto", *dict.fromkeys(objective.task for objective in objectives().values()))]
 
 
-def _is(help: str, **bounds: float) -> dict[str, Any]:
-    return {"help": help, **bounds}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One training run. Steps are optimizer steps; a length is in tokens; a batch in sequences.
@@ -39,13 +35,13 @@ class Recipe:
     Errors: `InputError` for a value that does not fit its key, or keys that do not go together.
     """
 
-    model: str = field(metadata=_is("a folder, a preset or a hub id", min=1))
-    config: dict[str, Any] = field(default_factory=dict, metadata=_is("model fields to change: config.layers=2"))
-    init: Literal["pretrained", "random"] = field(default="pretrained", metadata=_is("the weights to start from"))
-    objective: Name = field(default="lm", metadata=_is("what the model learns to do"))
-    task: Task = field(default="auto", metadata=_is("the model's head; auto: the objective's"))
+    model: str = field(metadata=says("a folder, a preset or a hub id", min=1))
+    config: dict[str, Any] = field(default_factory=dict, metadata=says("model fields to change: config.layers=2"))
+    init: Literal["pretrained", "random"] = field(default="pretrained", metadata=says("the weights to start from"))
+    objective: Name = field(default="lm", metadata=says("what the model learns to do"))
+    task: Task = field(default="auto", metadata=says("the model's head; auto: the objective's"))
     tokenizer: str | None = field(
-        default=None, metadata=_is("a folder, preset, hub id, char, or bpe, roberta, span or fim:SIZE; absent: the model's", min=1)
+        default=None, metadata=says("a folder, preset, hub id, char, or bpe, roberta, span or fim:SIZE; absent: the model's", min=1)
     )
     data: DataConfig = field(default_factory=DataConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -53,53 +49,55 @@ class Recipe:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     freeze: tuple[str, ...] = field(
-        default=(), metadata=_is("parameters not trained, by our names or Hugging Face's, * for any part")
+        default=(), metadata=says("parameters not trained, by our names or Hugging Face's, * for any part")
     )
     ema: float | None = field(
-        default=None, metadata=_is("decay of an average of the weights, evaluated and written; absent: none", above=0, below=1)
+        default=None, metadata=says("decay of an average of the weights, evaluated and written; absent: none", above=0, below=1)
     )
-    batch: int = field(default=8, metadata=_is("sequences of one optimizer step, over all ranks", min=1))
+    batch: int = field(default=8, metadata=says("sequences of one optimizer step, over all ranks", min=1))
     batch_tokens: int | None = field(
-        default=None, metadata=_is("instead of `batch`: as many sequences as fit into so many tokens", min=1)
+        default=None, metadata=says("instead of `batch`: as many sequences as fit into so many tokens", min=1)
     )
-    micro_batch: int | None = field(default=None, metadata=_is("sequences of one forward; absent: derived", min=1))
+    micro_batch: int | None = field(default=None, metadata=says("sequences of one forward; absent: derived", min=1))
     precision: Literal["auto", "bf16", "fp16", "fp32"] = field(
-        default="auto", metadata=_is("of the computation; auto: bf16 where the device is fast at it, fp16 on older GPUs, else fp32")
+        default="auto",
+        metadata=says("of the computation; auto: bf16 where the device is fast at it, fp16 on older GPUs, else fp32"),
     )
-    max_steps: int | None = field(default=None, metadata=_is("stop after so many steps", min=1))
+    max_steps: int | None = field(default=None, metadata=says("stop after so many steps", min=1))
     num_epochs: float | None = field(
         default=None,
-        metadata=_is("stop after so many passes over the data, or after max_steps, whichever comes first", above=0, max=1e9),
+        metadata=says("stop after so many passes over the data, or after max_steps, whichever comes first", above=0, max=1e9),
     )
-    max_grad_norm: float = field(default=1.0, metadata=_is("clip the gradient's norm to this; 0: never", min=0))
+    max_grad_norm: float = field(default=1.0, metadata=says("clip the gradient's norm to this; 0: never", min=0))
     on_spike: Literal["report", "rollback", "off"] = field(
-        default="report", metadata=_is("a loss that leaps: say so; go back to the last state and on past the data; or do not look")
+        default="report", metadata=says("a loss that leaps: say so; go back to the last state and on past the data; or do not look")
     )
-    seed: int = field(default=0, metadata=_is("of weights, dropout and order", min=0, max=2**32 - 1))
-    logging_steps: int = field(default=10, metadata=_is("steps between two lines of progress", min=1))
-    eval_steps: int | None = field(default=None, metadata=_is("steps between evaluations; absent: at the end", min=1))
+    seed: int = field(default=0, metadata=says("of weights, dropout and order", min=0, max=2**32 - 1))
+    logging_steps: int = field(default=10, metadata=says("steps between two lines of progress", min=1))
+    eval_steps: int | None = field(default=None, metadata=says("steps between evaluations; absent: at the end", min=1))
     metrics: tuple[str, ...] = field(
-        default=(), metadata=_is("metrics that evaluations compute besides the objective's own: [f1, mcc], [bleu, chrf] ...", min=1)
+        default=(),
+        metadata=says("metrics that evaluations compute besides the objective's own: [f1, mcc], [bleu, chrf] ...", min=1),
     )
     generation: dict[str, Any] = field(
-        default_factory=dict, metadata=_is("how texts are generated for metrics: generation.num_beams=4")
+        default_factory=dict, metadata=says("how texts are generated for metrics: generation.num_beams=4")
     )
     best: str | None = field(
-        default=None, metadata=_is("save the model that is best by this metric in model/; absent: that of the last step", min=1)
+        default=None, metadata=says("save the model that is best by this metric in model/; absent: that of the last step", min=1)
     )
     patience: int | None = field(
-        default=None, metadata=_is("stop after so many evaluations without a better `best` (or loss); absent: never", min=1)
+        default=None, metadata=says("stop after so many evaluations without a better `best` (or loss); absent: never", min=1)
     )
     save_steps: int | None = field(
-        default=None, metadata=_is("steps between saved training states; absent: one if stopped", min=1)
+        default=None, metadata=says("steps between saved training states; absent: one if stopped", min=1)
     )
-    save_total_limit: int | None = field(default=None, metadata=_is("training states kept, two at least; absent: all", min=1))
+    save_total_limit: int | None = field(default=None, metadata=says("training states kept, two at least; absent: all", min=1))
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = field(
-        default=(), metadata=_is("services that get the metrics too; metrics.jsonl and loss.png are always written")
+        default=(), metadata=says("services that get the metrics too; metrics.jsonl and loss.png are always written")
     )
-    output_dir: str = field(metadata=_is("the folder of the run", min=1))
+    output_dir: str = field(metadata=says("the folder of the run", min=1))
     resume: str = field(
-        default="auto", metadata=_is("auto: from the newest state in output_dir; never; or the folder of a run or a state", min=1)
+        default="auto", metadata=says("auto: from the newest state in output_dir; never; or the folder of a run or a state", min=1)
     )
 
     def __post_init__(self) -> None:
