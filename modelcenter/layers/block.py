@@ -14,7 +14,7 @@ from ..ops._mode import on_gpu, plain
 from .attention import Attention
 from .dropout import Dropout
 from .linear import rounding
-from .norm import LayerNorm, RMSNorm, add, beside, factors, normed, twice
+from .norm import Norm, add, beside, factors, normed, twice
 from .view import View
 
 Twice = Tensor | tuple[Tensor, Tensor]  # b s dim; two: the same for a layer and for the stream, whose gradients come apart
@@ -44,7 +44,7 @@ class Block(nn.Module, ABC):
 
     def __init__(
         self,
-        norm: Callable[[], LayerNorm | RMSNorm],
+        norm: Callable[[], Norm],
         attn: Attention,
         ffn: nn.Module,
         *,
@@ -86,7 +86,7 @@ class PreNorm(Block):
 class PostNorm(Block):
     """norm(x + layer(x)) for each layer, as in the original transformer."""
 
-    def after(self, norm: LayerNorm | RMSNorm, h: Tensor, x: Tensor) -> Twice:
+    def after(self, norm: Norm, h: Tensor, x: Tensor) -> Twice:
         """The norm of x + h, for the next layer and for the stream. On a GPU its kernel adds the gradients of both; see `first`."""
         if not on_gpu(x):
             return add(norm, h, x, self.dropout)[0]
@@ -105,7 +105,7 @@ class PostNorm(Block):
 class Parallel(PreNorm):
     """x + attn(norm(x)) + ffn(norm(x)), with one norm."""
 
-    def __init__(self, norm: Callable[[], LayerNorm | RMSNorm], attn: Attention, ffn: nn.Module, *, dropout: float = 0.0):
+    def __init__(self, norm: Callable[[], Norm], attn: Attention, ffn: nn.Module, *, dropout: float = 0.0):
         super().__init__(norm, attn, ffn, dropout=dropout)
         del self.ffn_norm
 

@@ -8,7 +8,7 @@ from ..ops._op import wide
 from ..ops.embedding import untrained
 from .dropout import Dropout
 from .linear import alone
-from .norm import LayerNorm, RMSNorm, normed, stream
+from .norm import Norm, normed, stream
 
 
 class Embedding(nn.Module):
@@ -23,7 +23,7 @@ class Embedding(nn.Module):
         *,
         positions: int = 0,
         segments: int = 0,
-        norm: LayerNorm | RMSNorm | None = None,
+        norm: Norm | None = None,
         dropout: float = 0.0,
         pad: int | None = None,
     ):

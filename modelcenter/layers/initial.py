@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..names import Lazy, Region, Shape
-from .norm import LayerNorm, RMSNorm
+from .norm import Norm
 
 LANES = 16  # values that torch draws together: pieces of whole groups of them are those of one draw
 PIECE = 2**18  # values drawn at a time
@@ -95,7 +95,7 @@ def initial(
 ) -> dict[str, Lazy]:
     """The source of each parameter's first value, for the parameters in `shapes`: norms one, biases zero, the rest normal with
     `std`."""
-    norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, LayerNorm | RMSNorm)}
+    norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, Norm)}
     return {
         name: Constant(shape, float(name in norms))
         if name in norms or name.endswith(".bias")

@@ -4,42 +4,24 @@
 another `forward`, or put another module in the place of, is called as it is, by itself.
 """
 
-from typing import Any, TypeGuard
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops import _norm
+from ..ops import Op, _norm
 from ..ops._mode import autocast_dtype
 from .dropout import Dropout
 from .linear import watched
 
 
-class LayerNorm(nn.Module):
-    """Centre, scale by the standard deviation, then weight and bias. Ba et al., 2016."""
+class Norm(nn.Module, ABC):
+    """A norm over the last axis, as two ops: `op` alone, and `add` behind an addition."""
 
-    op, add = ops.layer_norm, ops.add_layer_norm  # alone, and behind an addition
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
-        self.eps = eps
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """What both ops take behind what is normed."""
-        return self.weight, self.bias, self.eps
-
-    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        out: Tensor = self.op(x, *self.arguments, dtype)
-        return out
-
-
-class RMSNorm(nn.Module):
-    """Scale by the root mean square, then weight; no centring, no bias. Zhang & Sennrich, 2019."""
-
-    op, add = ops.rms_norm, ops.add_rms_norm
+    op: ClassVar[Op]
+    add: ClassVar[Op]
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -47,20 +29,42 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     @property
+    @abstractmethod
     def arguments(self) -> tuple[Any, ...]:
-        return self.weight, self.eps
+        """What both ops take behind what is normed."""
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out: Tensor = self.op(x, *self.arguments, dtype)
         return out
 
 
-Norm = LayerNorm | RMSNorm
+class LayerNorm(Norm):
+    """Centre, scale by the standard deviation, then weight and bias. Ba et al., 2016."""
+
+    op, add = ops.layer_norm, ops.add_layer_norm
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__(dim, eps)
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.weight, self.bias, self.eps
+
+
+class RMSNorm(Norm):
+    """Scale by the root mean square, then weight; no centring, no bias. Zhang & Sennrich, 2019."""
+
+    op, add = ops.rms_norm, ops.add_rms_norm
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.weight, self.eps
 
 
 def own(norm: nn.Module) -> TypeGuard[Norm]:
     """Whether a call of it is its class's op and nothing else, so that another op of the class may take its place."""
-    return isinstance(norm, Norm) and type(norm).forward in (LayerNorm.forward, RMSNorm.forward) and not watched(norm)
+    return isinstance(norm, Norm) and type(norm).forward is Norm.forward and not watched(norm)
 
 
 def normed(norm: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

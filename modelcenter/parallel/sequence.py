@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import Block, LayerNorm, RMSNorm, Stack
+from ..layers import Block, Stack
+from ..layers.norm import Norm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,7 +66,7 @@ def sequence_parallel(model: nn.Module, mesh: "DeviceMesh") -> None:
 
 
 def norms(stack: nn.Module) -> Iterator[nn.Module]:
-    return (m for m in stack.modules() if isinstance(m, LayerNorm | RMSNorm))
+    return (m for m in stack.modules() if isinstance(m, Norm))
 
 
 def replicated(stack: nn.Module) -> Iterator[torch.Tensor]:
