@@ -17,11 +17,14 @@ OTHER = "the tokenizer of this model, or a model that resize_token_embeddings ha
 
 
 class Reader:
-    """A tokenizer that names the record if a text cannot be encoded for the model."""
+    """How records are read for a model: by a tokenizer that names the record if a text cannot be encoded; to train on or not; with
+    which seed of what is drawn, and which names of labels."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int | None, train: bool = True, segments: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab: int | None, train: bool = True, segments: bool = True, seed: int = 0,
+                 names: tuple[str, ...] = ()) -> None:
         """`segments`: whether the model tells the second of two texts from the first by segment ids."""
         self.tokenizer, self.vocab, self.train, self.segments = tokenizer, vocab, train, segments
+        self.seed, self.names = seed, names
         template = tokenizer.encode("") if tokenizer.bos_id is not None else []
         self.bos = template[:1] if template[:1] == [tokenizer.bos_id] else []
         self.eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]

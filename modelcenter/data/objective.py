@@ -60,9 +60,8 @@ class Objective(ABC):
         yield record.text(data.text_key, "data.text_key")
 
     @abstractmethod
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> "Examples":
-        """The examples of `records`; see `make_examples`."""
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Examples":
+        """The examples of `records`; see `make_examples`, whose `seed`, `train` and `names` are those of `read`."""
 
     def frame(self, read: "Reader") -> Frame:
         """What is put around a document: the beginning of text, if the tokenizer's own template has one, and its end."""
@@ -168,8 +167,7 @@ def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", 
         sources = [source for source in records.sources if len(source)]
         each = partial(make_examples, vocab=vocab, seed=seed, train=train, names=names, segments=segments)
         return Chain([each(name, source, tokenizer, data) for source in sources])
-    read = Reader(tokenizer, vocab, train, segments)
-    found = objective.examples(records, read, data, seed=seed, train=train, names=names)
+    found = objective.examples(records, Reader(tokenizer, vocab, train, segments, seed, names), data)
     if not train or not objective.packs:
         return found  # a metric compares them one by one
     whole = cast(Packable, found)

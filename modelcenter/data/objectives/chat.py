@@ -12,7 +12,7 @@ from ...errors import nearest, refuse
 from ..chat import NAMED, Template
 from ..collate import IGNORED
 from ..config import DataConfig
-from ..objective import Names, register
+from ..objective import register
 from ..ragged import Ids, Ragged
 from ..record import Record
 from ..sequence import Sequences, filler
@@ -46,18 +46,18 @@ class Chat(Causal):
         ids = tokenizer.encode(Template(tokenizer).tail(), special=False)
         return tuple(i for i in ids if i in tokenizer.special_ids)[:1]
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> Sequences:
-        return Chats(records, read, data, "train on" if train else "evaluate on")
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Sequences:
+        return Chats(records, read, data)
 
 
 class Chats(Sequences):
     """Conversations, each cut after seq_len tokens; one in which nothing is then left to train on is left out. If the template
     writes a turn differently once others follow it, there is an example for each turn of the assistant."""
 
-    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, use: str) -> None:
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.fill, self.size, self.ids, self.trained = filler(read.tokenizer), data.seq_len, Ragged(), Ragged()
         template, mute, count = Template(read.tokenizer, data.chat_template), 0, 0
+        use = "train on" if read.train else "evaluate on"
         for record in records:
             for text, spans in template.marked_texts(record, conversation(record, data), tools_of(record)):
                 ids, places = read.encode_places(record, text)

@@ -42,9 +42,8 @@ class Choice(Objective):
             yield asked.context
             yield from map(asked.filled, asked.choices)
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> "Choices":
-        return Choices(records, read, data, names)
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Choices":
+        return Choices(records, read, data)
 
 
 class Question(NamedTuple):
@@ -63,10 +62,10 @@ class Choices(Labelled, Asked):
     """The context and the question with one of its answers; class 1 is a right one. The answers to a question stand side by
     side."""
 
-    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.questions: list[Question] = []
         self.of: list[int] = []
-        super().__init__(records, read, data, names)
+        super().__init__(records, read, data)
 
     def rows(self, record: Record, data: DataConfig) -> Iterator[tuple[str, str | None, int]]:
         for question in questions(record, data):

@@ -61,9 +61,8 @@ class Classify(Judged):
                   if k not in there and (1 - n / len(found)) ** len(held_out) < CHANCE]  # fmt: skip
         return f"no {' and no '.join(absent[:3])}" if absent else ""
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> "Labelled":
-        return Labelled(records, read, data, names)
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Labelled":
+        return Labelled(records, read, data)
 
 
 @register
@@ -83,9 +82,8 @@ class Regress(Judged):
     def told(self, logits: "Tensor") -> "Tensor":
         return logits.squeeze(-1)
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> "Labelled":
-        return Valued(records, read, data, names)
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Labelled":
+        return Valued(records, read, data)
 
 
 @register
@@ -115,16 +113,15 @@ class Multilabel(Judged):
         there = [name for name, value in zip(names or (), batch["labels"][0].tolist(), strict=True) if value]
         return f"{shortened(tokenizer.decode(nth(batch, 0), special=True))}\n  labels: {', '.join(there) or 'none'}"
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> "Labelled":
-        return Several(records, read, data, names)
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Labelled":
+        return Several(records, read, data)
 
 
 class Labelled:
-    """One text or two, and a class; `names` are the classes in order."""
+    """One text or two, and a class; `read.names` are the classes in order."""
 
-    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
-        self.names, self.fill, self.size = tuple(names), filler(read.tokenizer), data.seq_len
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
+        self.names, self.fill, self.size = read.names, filler(read.tokenizer), data.seq_len
         self.ids, self.segments, self.labels = Ragged(), Ragged(), self.holder()
         paired = False
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config import DataConfig
-from ..objective import Names, register
+from ..objective import register
 from ..record import Record
 from .classify import Classify, Labelled
 
@@ -30,9 +30,8 @@ class Coreference(Classify):
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         yield marked(record, data)
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> "Marked":
-        return Marked(records, read, data, names)
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Marked":
+        return Marked(records, read, data)
 
 
 class Marked(Labelled):

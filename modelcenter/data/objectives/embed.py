@@ -13,7 +13,7 @@ import numpy as np
 from ...errors import refuse
 from ..collate import Batch, nth, pack, shortened, stack, stack_mask, tensor
 from ..config import DataConfig
-from ..objective import Names, Objective, register
+from ..objective import Objective, register
 from ..ragged import Ids, Ragged
 from ..record import Record
 from ..sequence import filler
@@ -53,8 +53,7 @@ class Contrastive(Embed):
     def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
         return told(batch, tokenizer, ("near", "far"))
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> "Texts":
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Texts":
         return Texts(records, read, data)
 
 
@@ -73,8 +72,7 @@ class Similarity(Embed):
     def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
         return f"{told(batch, tokenizer, ('to',))}\n  score: {float(batch['labels'][0]):g}"
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> "Texts":
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Texts":
         return Scored(records, read, data)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import refuse
 from ..config import DataConfig
 from ..indexed import Tokens
-from ..objective import Names, register
+from ..objective import register
 from ..ragged import Ragged
 from ..record import Record
 from ..sequence import Sequences
@@ -34,8 +34,7 @@ class FIM(Causal):
     name = "fim"
     keys = ("text_key", "fim_rate", "fim_spm_rate")
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> Sequences:
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Sequences:
         if isinstance(records, Tokens):
             refuse(records.files[0].file, "objective", "fim with token files, whose texts are cut already", "texts")
         marks, (before, after) = marks_of(read.tokenizer, read.vocab), self.frame(read)
@@ -43,11 +42,11 @@ class FIM(Causal):
         for k, record in enumerate(records):
             text = record.text(data.text_key, "data.text_key")
             if text:
-                random = np.random.default_rng((seed, k, 5))
+                random = np.random.default_rng((read.seed, k, 5))
                 rows.append([*before, *rearranged(record, text, read, data, marks, random), *after])
         if not rows.total:
             refuse(records[0].file, data.text_key, "no token in all texts", "a text")
-        return Documents(rows, read, data) if data.packing else Blocks(rows, read, data, seed, train)
+        return Documents(rows, read, data) if data.packing else Blocks(rows, read, data)
 
 
 def rearranged(record: Record, text: str, read: "Reader", data: DataConfig, marks: Sequence[int], random: np.random.Generator

@@ -11,7 +11,7 @@ from ...errors import refuse
 from ..collate import IGNORED, Batch, stack
 from ..config import DataConfig
 from ..indexed import Tokens
-from ..objective import Names, Objective, register
+from ..objective import Objective, register
 from ..ragged import Ids, Ragged
 from ..record import Record
 from ..sequence import Sequences, behind, documents, filler, pieces
@@ -49,12 +49,11 @@ class LM(Causal):
             yield prompt_of(record, data)
             yield response_of(record, data)
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> Sequences:
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Sequences:
         if data.prompt_key is not None or data.response_key is not None:
             return Rows(records, read, data)
         found = documents(records, read, data, self.frame(read))
-        return Documents(found, read, data) if data.packing else Blocks(found, read, data, seed, train)
+        return Documents(found, read, data) if data.packing else Blocks(found, read, data)
 
 
 class Blocks(Sequences):
@@ -65,12 +64,12 @@ class Blocks(Sequences):
     different contexts. The stream's first token, and what is past one turn of the ring, is ignored.
     """
 
-    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int, moving: bool) -> None:
+    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig) -> None:
         self.tokens, self.total = tokens, tokens.total - behind(tokens, tokens.total, read.eos)  # what parts documents ends none
         if self.total < 2:
-            whose = "" if moving else " of the evaluation data"
+            whose = "" if read.train else " of the evaluation data"
             refuse(None, "data.path", f"{self.total} tokens in all{whose}", "at least two")
-        self.size, self.seed, self.moving = data.seq_len, seed, moving
+        self.size, self.seed, self.moving = data.seq_len, read.seed, read.train
         self.lengths = np.full(-(-(self.total - 1) // (self.size - 1)), self.size)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:

@@ -11,7 +11,7 @@ from ...errors import refuse
 from ..collate import IGNORED
 from ..config import DataConfig
 from ..indexed import Tokens
-from ..objective import Frame, Names, Objective, register
+from ..objective import Frame, Objective, register
 from ..ragged import Ids, Ragged
 from ..record import Record
 from ..sequence import Sequences, behind, documents, filler, pieces
@@ -37,9 +37,8 @@ class MLM(Objective):
         """[SEP] behind a document."""
         return [], read.sep
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> Sequences:
-        return Masked(documents(records, read, data, self.frame(read)), read, data, seed)
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Sequences:
+        return Masked(documents(records, read, data, self.frame(read)), read, data)
 
 
 class Masked(Sequences):
@@ -50,13 +49,13 @@ class Masked(Sequences):
     `whole_words` words are chosen, and all their tokens with them, as in BERT's release of May 2019.
     """
 
-    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
+    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig) -> None:
         tokenizer = read.tokenizer
         if tokenizer.mask_id is None:
             wanted = "one that has it: tokenizer=roberta:8000 trains one"
             refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", wanted)
         self.mask, self.fill = tokenizer.mask_id, filler(tokenizer)
-        self.seed, self.probability = seed, data.mlm_probability
+        self.seed, self.probability = read.seed, data.mlm_probability
         self.head = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
         self.tail = read.sep
         room = data.seq_len - len(self.head) - len(self.tail)

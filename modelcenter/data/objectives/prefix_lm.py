@@ -9,7 +9,7 @@ import numpy as np
 from ..collate import IGNORED
 from ..config import DataConfig
 from ..indexed import Tokens
-from ..objective import Names, register
+from ..objective import register
 from ..ragged import Ids, Ragged
 from ..record import Record
 from ..sequence import Sequences, documents
@@ -29,19 +29,18 @@ class PrefixLM(LM):
     def settle(self, config: Any) -> Mapping[str, Any]:
         return {"prefix_lm": True}
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> Sequences:
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Sequences:
         if data.prompt_key is not None or data.response_key is not None:
             return Rows(records, read, data)
-        return Halves(documents(records, read, data, self.frame(read)), read, data, seed)
+        return Halves(documents(records, read, data, self.frame(read)), read, data)
 
 
 class Halves(Documents):
     """Documents whose beginning is given; its length is drawn anew each epoch, and is at least one token."""
 
-    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
+    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig) -> None:
         super().__init__(tokens, read, data)
-        self.seed = seed
+        self.seed = read.seed
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
         """(ids, labels) of a sequence; one token alone has nothing to predict."""

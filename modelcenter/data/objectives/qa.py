@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..collate import Batch, nth, runs, stack, stack_mask, tensor
 from ..config import DataConfig
-from ..objective import Asked, Names, Objective, register
+from ..objective import Asked, Objective, register
 from ..ragged import Ids, Ragged
 from ..record import Record
 from ..sequence import filler
@@ -46,8 +46,7 @@ class QA(Objective):
         ids, (start, end) = nth(batch, 0), batch["labels"][0].tolist()
         return runs(ids, [start <= k <= end for k in range(len(ids))], tokenizer)
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> "Questions":
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Questions":
         return Questions(records, read, data)
 
 

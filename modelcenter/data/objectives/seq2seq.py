@@ -7,7 +7,7 @@ import numpy as np
 
 from ...errors import refuse
 from ..config import DataConfig
-from ..objective import Names, Objective, register
+from ..objective import Objective, register
 from ..ragged import Ids, Ragged
 from ..record import Record
 from ..sequence import Sequences, filler
@@ -27,8 +27,7 @@ class Seq2Seq(Objective):
         yield record.text(data.source_key, "data.source_key")
         yield record.text(data.target_key, "data.target_key")
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> Sequences:
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Sequences:
         return Pairs(records, read, data)
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ...errors import refuse
 from ..config import DataConfig
 from ..indexed import Tokens
-from ..objective import Frame, Names, Objective, register
+from ..objective import Frame, Objective, register
 from ..ragged import Ids, Ragged
 from ..record import Record
 from ..sequence import Sequences, documents, filler, pieces
@@ -29,9 +29,8 @@ class Span(Objective):
         """The end of text behind a document."""
         return [], read.eos
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> Sequences:
-        return Spans(documents(records, read, data, self.frame(read)), read, data, seed)
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Sequences:
+        return Spans(documents(records, read, data, self.frame(read)), read, data)
 
 
 class Spans(Sequences):
@@ -41,10 +40,10 @@ class Spans(Sequences):
     behind each sentinel the target has what it stands for. Both end with the end of text.
     """
 
-    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig, seed: int) -> None:
+    def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig) -> None:
         if not read.eos:
             refuse(read.tokenizer.name, "objective", "span with a tokenizer without an end of text", "one that has it")
-        self.tokens, self.seed, self.eos, self.fill = tokens, seed, read.eos[0], filler(read.tokenizer)
+        self.tokens, self.seed, self.eos, self.fill = tokens, read.seed, read.eos[0], filler(read.tokenizer)
         self.density, self.mean = data.mlm_probability, data.span_length
         raw = longest(data.seq_len, self.density, self.mean)
         self.starts, self.stops = pieces(np.array([0, tokens.total]), raw)

@@ -40,15 +40,14 @@ class Tag(Objective):
         said = [(tokenizer.decode([i], special=True), names[t] if names and t != IGNORED else str(t), t) for i, t in pairs]
         return shortened(" ".join(text if t == IGNORED else f"[[{text} / {tag}]]" for text, tag, t in said))
 
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig, *, seed: int, train: bool, names: Names
-                 ) -> Sequences:
-        return Tagged(records, read, data, names)
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Sequences:
+        return Tagged(records, read, data)
 
 
 class Tagged(Sequences):
-    """Words and a label for each; `names` are the labels in order. What does not fit of a sentence is left out, and told of."""
+    """Words and a label for each; `read.names` are the labels. What does not fit of a sentence is left out, and told of."""
 
-    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig, names: Sequence[str]) -> None:
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.size, self.fill, self.ids, self.labels = data.seq_len, filler(read.tokenizer), Ragged(), Ragged()
         total = lost = 0
         for record in records:
@@ -58,7 +57,7 @@ class Tagged(Sequences):
             lost += len(words) - len({*where} - {None})
             if not read.holds(ids):
                 read.refuse(record, ids)
-            numbers = [number(record, tag, names, data.tags_key) for tag in tags]
+            numbers = [number(record, tag, read.names, data.tags_key) for tag in tags]
             firsts = [w if w is not None and (k == 0 or where[k - 1] != w) else None for k, w in enumerate(where)]
             self.ids.append(ids)
             self.labels.append([IGNORED if w is None else numbers[w] for w in firsts])
