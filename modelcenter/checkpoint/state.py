@@ -120,7 +120,7 @@ def find_state(output_dir: str | os.PathLike[str], before: int | None = None) ->
     One line on stderr says why a folder was passed over.
     """
     for path in steps(output_dir):
-        if before is not None and int(path.name[5:]) >= before:
+        if before is not None and step_of(path) >= before:
             continue
         try:
             return path, verify(path)
@@ -169,7 +169,7 @@ def steps(output_dir: str | os.PathLike[str]) -> list[Path]:
     folder = Path(output_dir)
     with disk_errors(folder):
         names = os.listdir(folder) if folder.is_dir() else []
-    return [folder / name for name in sorted(filter(STEP.fullmatch, names), key=lambda n: -int(n[5:]))]
+    return sorted((folder / name for name in filter(STEP.fullmatch, names)), key=step_of, reverse=True)
 
 
 def check_there(name: str | os.PathLike[str]) -> None:
@@ -197,7 +197,7 @@ def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path | None = N
 def remove_states(output_dir: str | os.PathLike[str], after: int) -> None:
     """Remove every `step-N` with N above `after`. A fault of the disk is one line on stderr."""
     for path in steps(output_dir):
-        if int(path.name[5:]) > after:
+        if step_of(path) > after:
             _remove(path)
 
 
