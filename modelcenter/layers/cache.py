@@ -16,7 +16,8 @@ class Cache:
     """Keys and values of the tokens seen so far, one pair for each attention layer.
 
     `ahead` is how many tokens may follow the first forward. If it is given, each layer's memory is allocated once and filled in
-    place. If not, pairs grow by copying, which suits callers that cannot know the number or want gradients.
+    place. If not, pairs grow by copying, which suits callers that cannot know the number or want gradients. `length`: the tokens
+    that a model has read so far. Errors: `InputError` for more tokens than `ahead`.
     """
 
     length: int = 0

@@ -56,7 +56,8 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
     function that is called as soon as the ranks have nothing more to exchange; what is left, FSDP's hooks, each rank does by
     itself.
 
-    Errors: `InputError` if settings of the machine do not go together, before anything is allocated.
+    Errors: `InputError` if settings of the machine do not go together, before anything is allocated; if not as many processes run
+    as the machine has ranks, or they do not meet; and if heads cannot be divided among the ranks.
     """
     machine = load_machine(machine) if isinstance(machine, str) else machine
     check(machine)
