@@ -1,5 +1,6 @@
 """Models whose bias is a function of the distance, by the op that makes no mask of it: the logits and gradients of transformers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +19,16 @@ from modelcenter.ops.relative_attention import within
 CASES = [case for case in FIRST if str(case).split("-")[0] in ("t5", "mt5", "bloom", "cpmant")]
 
 
+def counted(calls: list[Any]) -> Callable[..., Tensor]:
+    """`View.by_distance`, which leaves a word of each call."""
+    real = View.by_distance
+    return lambda *args: calls.append(args) or real(*args)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_by_distance(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, real = [], View.by_distance
-
-    def counted(self: View, *args: object) -> Tensor:
-        calls.append(args)
-        return real(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(View, "by_distance", counted)
+    calls: list[Any] = []
+    monkeypatch.setattr(View, "by_distance", counted(calls))
     monkeypatch.setattr(position, "served", lambda *_: True)
     for side in ("none", "right", "left"):
         if not case.excused(f"padding-{side}"):
@@ -72,12 +74,8 @@ def test_what_is_beyond_reach_is_one_number(buckets: int, furthest: int, both: b
 
 def cut(rank: int, folders: list[tuple[str, str]]) -> None:
     """Ranks that share the heads hand their own rows of a table to the kernel, though the table is a DTensor."""
-    calls, real = [], View.by_distance
+    calls: list[Any] = []
     ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(3))
-
-    def counted(self: View, *args: Any) -> Tensor:
-        calls.append(args)
-        return real(self, *args)
 
     def trained(folder: str, machine: mc.Machine | None) -> dict[str, Tensor]:
         model = mc.load(folder, dtype="fp64", machine=machine)
@@ -87,7 +85,7 @@ def cut(rank: int, folders: list[tuple[str, str]]) -> None:
         return {"loss": out.loss.detach()} | {n: full(g, model.shapes[n]) for n, g in grads.items()}
 
     wanted = {name: trained(folder, None) for name, folder in folders}
-    View.by_distance = counted  # type: ignore[method-assign]  # to see that it is taken
+    View.by_distance = counted(calls)  # type: ignore[method-assign]  # to see that it is taken
     # what a GPU has: autocast in low precision, and a kernel
     position.autocast_dtype = lambda device: torch.bfloat16  # type: ignore[assignment]  # of any device
     object.__setattr__(position.relative_attention, "fast", lambda x: type(x) in (Tensor, torch.nn.Parameter))

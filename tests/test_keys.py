@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        return get_args(self.hint) if get_origin(self.hint) in (Union, UnionType) else (self.hint,)
+        return kinds(self.hint)
 
 
 def leaves(cls: type, section: str = "") -> Iterator[Leaf]:

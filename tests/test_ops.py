@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from contract import floating, leaves, results
 from torch import Tensor
 
 from modelcenter import ops
@@ -213,22 +214,10 @@ def cases(name: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     return list(OPS[name].cases("cpu", dtype))
 
 
-def leaves(args: tuple[Any, ...], dtype: torch.dtype | None = None) -> list[Any]:
-    """The arguments anew, every floating one a leaf with a gradient."""
-    return [
-        a.to(dtype or a.dtype, copy=True).requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
-    ]
-
-
-def results(out: Any) -> tuple[Tensor, ...]:
-    return (out,) if isinstance(out, Tensor) else out
-
-
-def run(function: Callable[..., Any], args: list[Any], weights: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+def run(function: Callable[..., Any], args: tuple[Any, ...], weights: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """The values, and the gradients of their sum weighted by `weights`."""
     outs = results(function(*args))
-    floating = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
-    return outs, list(torch.autograd.grad(outs, floating, [w.to(out) for w, out in zip(weights, outs, strict=True)]))
+    return outs, list(torch.autograd.grad(outs, floating(args), [w.to(out) for w, out in zip(weights, outs, strict=True)]))
 
 
 def test_every_op_has_a_formula_here() -> None:

@@ -18,6 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from test_folder import sample
 
 from modelcenter.checkpoint import atomic
 from modelcenter.checkpoint.atomic import atomic_write, check_space, commit_folder, staging
@@ -25,12 +26,6 @@ from modelcenter.checkpoint.folder import DTYPES, Folder, raw
 from modelcenter.checkpoint.strict_json import read_json
 from modelcenter.checkpoint.write import Item, parse_size, plan_shards, save_folder, shard_names, write_shard
 from modelcenter.errors import LIMIT, InputError
-
-
-def sample(dtype, shape):
-    count = torch.Size(shape).numel() * dtype.itemsize
-    bits = torch.randint(0, 2 if dtype is torch.bool else 60, (count,), dtype=torch.uint8)
-    return bits.view(dtype).reshape(shape)
 
 
 def items(table):
