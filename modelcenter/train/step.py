@@ -40,30 +40,26 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     and its own mean loss. `graphs`: the model's graphs, with which forward and backward may be recorded and batches are filled up
     to shapes that recur. A batch that is not `ready` is made so.
     """
-    step = partial(added_up, model, batches, task, compute, scale, targets, ranks, told, graphs)
-    return step() if graphs is None else graphs.attempt(step)
-
-
-def added_up(model: nn.Module, batches: Sequence[Arguments], task: str, compute: Callable[[], AbstractContextManager[Any]],
-             scale: float, targets: int | None, ranks: Ranks, told: Callable[[int, int, Tensor], None] | None,
-             graphs: Graphs | None) -> tuple[Tensor, int]:
-    """`accumulate`, without a second attempt."""
     device = next(model.parameters()).device
     ours = [ready(model, batch, task, device, graphs is not None) for batch in batches]
     targets = sum(batch.targets for batch in ours) if targets is None else targets
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
-    total = torch.zeros((), dtype=torch.float64, device=device)
     items, factor = number_on(each, device), None if scale == 1 else number_on(scale, device)
     work = partial(forward_and_backward, model, compute)
-    for number, batch in enumerate(ours, 1):
-        ranks.reduce(model, number == len(ours))
-        given = {**on_device(batch, device), "num_items_in_batch": items}
-        loss = work(given, factor) if graphs is None else graphs.run(work, given, factor)
-        total = total + loss.to(total)
-        beat(step=True)
-        if told is not None:
-            told(number, len(ours), loss * (each / max(1, batch.targets)))
-    return total, targets
+
+    def added_up() -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for number, batch in enumerate(ours, 1):
+            ranks.reduce(model, number == len(ours))
+            given = {**on_device(batch, device), "num_items_in_batch": items}
+            loss = work(given, factor) if graphs is None else graphs.run(work, given, factor)
+            total = total + loss.to(total)
+            beat(step=True)
+            if told is not None:
+                told(number, len(ours), loss * (each / max(1, batch.targets)))
+        return total
+
+    return added_up() if graphs is None else graphs.attempt(added_up), targets
 
 
 def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContextManager[Any]], given: Arguments,
