@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .shards import Spread
 
 
+SAME = "the same trainable parameters, split alike into groups"
+
+
 def flatten_optimizer(optimizer: "Optimizer", model: "nn.Module") -> "tuple[dict[str, Tensor], dict[str, Any]]":
     """The optimizer's state by parameter name: tensors `<slot>/<parameter>`, and JSON for the rest.
 
@@ -50,26 +53,10 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
     `load_state_dict` is not used, because it casts the moments to the parameter's dtype: fp32 moments of bf16 weights would be
     lost. Errors: `InputError` naming the first parameter that differs.
     """
-    same = "the same trainable parameters, split alike into groups"
     names = _names(optimizer, model)
     if content.get("class") != type(optimizer).__name__:
         refuse("optimizer state", "class", f"{content.get('class')!r}", f"this run uses {type(optimizer).__name__!r}")
-    saved = {frozenset(row["params"]): (index, row) for index, row in enumerate(content["groups"])}
-    matched = []
-    for group in optimizer.param_groups:
-        mine = frozenset(names[p] for p in group["params"])
-        if mine not in saved:
-            closest = max(saved, key=lambda other: len(other & mine), default=frozenset())
-            refuse("optimizer state", min(mine ^ closest, default=None), "in another group, or in one run only", same)
-        matched.append((group, *saved.pop(mine)))
-    for left in saved:
-        refuse("optimizer state", min(left, default=None), "saved, but not trained in this run", same)
-
-    for group, _, row in matched:
-        for key in sorted(row.keys() & group.keys() - {"params", "lr"}):  # the rate is the schedule's
-            was, now = (list(value) if isinstance(value, tuple) else value for value in (row[key], group[key]))
-            if was != now:
-                refuse("optimizer state", key, f"saved with {was!r}, this run has {now!r}", "the same, or a run that begins")
+    matched = _matched(optimizer, names, content)
     by_name = {name: parameter for parameter, name in names.items()}
     for name, shape in content["shapes"].items():
         if shape != (own := list(_shape(model, name, by_name[name]))):
@@ -83,7 +70,7 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
         if slot.startswith("group "):
             continue
         if name not in content["shapes"]:
-            refuse("optimizer state", name, "not among the saved parameters", same)
+            refuse("optimizer state", name, "not among the saved parameters", SAME)
         parameter = by_name[name]
         home = torch.device("cpu") if slot == "step" and parameter not in on_device else parameter.device
         cut = type(parameter.data) is not torch.Tensor and len(value.shape) == parameter.dim() and slot not in uncut
@@ -100,6 +87,28 @@ def restore_optimizer(optimizer: "Optimizer", model: "nn.Module", tensors: "Mapp
         for key, value in tensors.items():
             if key.startswith(f"group {index}/"):
                 group[key.partition("/")[2]] = whole(value).clone()
+
+
+def _matched(optimizer: "Optimizer", names: "Mapping[Tensor, str]", content: Mapping[str, Any]
+             ) -> list[tuple[dict[str, Any], int, dict[str, Any]]]:
+    """Each group of the optimizer with the saved one of the same parameters and settings, and that one's number."""
+    saved = {frozenset(row["params"]): (index, row) for index, row in enumerate(content["groups"])}
+    matched = []
+    for group in optimizer.param_groups:
+        mine = frozenset(names[p] for p in group["params"])
+        if mine not in saved:
+            closest = max(saved, key=lambda other: len(other & mine), default=frozenset())
+            refuse("optimizer state", min(mine ^ closest, default=None), "in another group, or in one run only", SAME)
+        matched.append((group, *saved.pop(mine)))
+    for left in saved:
+        refuse("optimizer state", min(left, default=None), "saved, but not trained in this run", SAME)
+
+    for group, _, row in matched:
+        for key in sorted(row.keys() & group.keys() - {"params", "lr"}):  # the rate is the schedule's
+            was, now = (list(value) if isinstance(value, tuple) else value for value in (row[key], group[key]))
+            if was != now:
+                refuse("optimizer state", key, f"saved with {was!r}, this run has {now!r}", "the same, or a run that begins")
+    return matched
 
 
 def _shape(model: "nn.Module", name: str, parameter: "Tensor") -> tuple[int, ...]:
