@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .errors import refuse
 from .generate.options import FILE
 from .generate.run import beside
-from .layers.batch import shift_right
+from .layers.inputs import shift_right
 from .parallel.blocks import kept, recompute, recomputed
 from .theirs import MODEL
 

@@ -22,9 +22,9 @@ from .generate.run import generate as generate_tokens
 from .guest import Guest
 from .layers import Batch, Cache, Head, Output
 from .layers.adapter import current_names
-from .layers.batch import batch_of, check_tokens, shift_right
 from .layers.block import block_inputs
 from .layers.cache import Fixed
+from .layers.inputs import batch_of, check_tokens, shift_right
 from .names import Names, Row, Shape
 from .parallel.ranks import settle
 from .resize import resize

@@ -14,7 +14,7 @@ from zoo import Case, inputs, scores, tiny
 import modelcenter as mc
 from modelcenter.errors import InputError
 from modelcenter.layers import Cache, RelativeBias
-from modelcenter.layers.batch import shift_right
+from modelcenter.layers.inputs import shift_right
 from modelcenter.models.t5 import T5, T5Config
 
 PLAIN, UNTIED = Case("t5", "default", "seq2seq"), Case("t5", "gated-untied", "seq2seq")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.strict_json import parse_json
 from ..errors import refuse
-from ..layers.batch import check_tokens
+from ..layers.inputs import check_tokens
 from .beam import search
 from .options import FILE, Options, read
 from .scores import Allowed, Rule, apply, rules

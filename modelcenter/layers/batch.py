@@ -1,19 +1,16 @@
-"""What a forward was given: a model's arguments, checked and brought into one form.
+"""What a forward was given, in one form.
 
 Shapes: b batch, s tokens of this forward, t tokens with those already in the cache, n packed sequences.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import refuse
-from ..ops import _graph
 from ..ops._mode import fake
 from ..ops.cross_entropy import IGNORE
 from .cache import Cache, Fixed
@@ -195,45 +192,6 @@ class Batch:
         return View(packing=packing, memory=memory, cache=self.cache, seen=source.mask, masked=Once(lambda: view))
 
 
-def batch_of(
-    x: Tensor | None,
-    *,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    segments: Tensor | None,
-    labels: Tensor | None,
-    target: Tensor | None,
-    target_mask: Tensor | None,
-    lengths_q: Tensor | None,
-    lengths_k: Tensor | None,
-    longest_q: int | None,
-    longest_k: int | None,
-    cache: Cache | None,
-    encoder_decoder: bool,
-) -> Batch:
-    """A model's arguments as a `Batch`; `Model.forward` says what each is. `target` is what a decoder reads. Errors: `InputError`
-    for arguments that are missing or do not fit each other."""
-    if lengths_q is None and lengths_k is not None:
-        refuse(None, "cu_seq_lens_k", "given without cu_seq_lens_q", "both, or cu_seq_lens_q alone")
-    if encoder_decoder and target is None:
-        refuse(None, "decoder_input_ids", "missing", "decoder_input_ids (b s), or labels to make them of")
-    read = x if x is not None else cache.memory if cache is not None and encoder_decoder else None
-    if read is None:
-        refuse(None, "input_ids", "missing", "token ids (b s), or inputs_embeds (b s dim)")
-    q = ends_of(lengths_q, longest_q, read if target is None or not encoder_decoder else target, "q")
-    if lengths_k is None:
-        lengths_k, longest_k = lengths_q, longest_q
-    k = ends_of(lengths_k, longest_k, read, "k")
-    packing, side = None if q is None or k is None else Packing(k if encoder_decoder else q, k), None
-    if encoder_decoder and target is not None:
-        mask_of_target = boolean(target_mask, target, 0 if cache is None else cache.length, "decoder_attention_mask")
-        side = Batch(target, mask_of_target, packing=None if q is None else Packing(q, q), cache=cache)
-        cache = None  # the decoder's alone
-    x = torch.empty(0, 0) if x is None else x
-    real = boolean(mask, read, 0 if cache is None else cache.length, "attention_mask")
-    return Batch(x, real, positions, segments, packing, cache, labels, side)
-
-
 def context_of(labels: Tensor, ends: Tensor | None = None) -> Tensor:
     """How many tokens stand before the first label of each sequence: (b 1) int32, or (1 n) of packed sequences with these `ends`.
     A sequence's very first label is ignored, since no token predicts it."""
@@ -241,65 +199,3 @@ def context_of(labels: Tensor, ends: Tensor | None = None) -> Tensor:
     found = torch.nn.functional.pad(labels != IGNORE, (1, 1)).index_fill(1, ends[:-1] + 1, False).cumsum(1)
     first = torch.searchsorted(found, found[:, ends[:-1]].contiguous(), right=True) - 1
     return (torch.minimum(first, ends[1:]) - ends[:-1]).to(torch.int32)
-
-
-def shift_right(labels: Tensor, lengths: Tensor | None, start: int, pad: int) -> Tensor:
-    """What a decoder reads to write `labels` (b s): the labels shifted one to the right, `start` first, `pad` in place of -100.
-
-    `lengths`: n + 1 cumulative lengths where sequences are packed into one row; each then begins with `start`.
-    """
-    ids = torch.nn.functional.pad(labels, (1, 0), value=start)
-    if lengths is not None:  # where one ends the next begins
-        ids.index_fill_(1, lengths.to(labels.device).long().clamp(0, labels.size(1)), start)
-    ids = ids[:, :-1]
-    return ids.masked_fill(ids == IGNORE, pad)
-
-
-def check_tokens(ids: Any, name: str) -> None:
-    """Refuse anything but ids (b s). Whether the vocabulary holds them is not checked: that would wait for the GPU."""
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        found = f"of {str(ids.dtype).removeprefix('torch.')}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-        refuse(None, name, found, "a tensor of whole numbers (batch, tokens), as a tokenizer gives")
-    if ids.dim() != 2:
-        refuse(None, name, f"shape {list(ids.shape)}", "(batch, tokens)")
-
-
-def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | None:
-    """A mask (b t) of `x` (b s, b s dim) behind `past` tokens, as bools. Any other shape is refused, lest it be broadcast."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        found = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        refuse(None, name, found, "a tensor of 2 (batch, tokens): 1 where a token is real, 0 where it pads")
-    if mask.shape != (x.size(0), past + x.size(1)):  # not `len`, which an exported program would keep as a number
-        after = f" behind {past} in the cache, which count too" if past else ""
-        wanted = f"{[len(x), past + x.size(1)]}, as {x.size(1)} tokens a row are there{after}"
-        refuse(None, name, f"shape {list(mask.shape)}", wanted)
-    known = type(mask) is Tensor and not (mask.is_meta or torch.compiler.is_compiling() or _graph.recording())
-    if known and mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
-        # one that is made to be added to scores has 0 where a token is real: it would hide those and show the others
-        refuse(None, name, "numbers other than 0 and 1", "1 where a token is real, 0 where it pads")
-    return mask.bool()
-
-
-def ends_of(lengths: Tensor | None, longest: int | None, x: Tensor, side: str) -> Ends | None:
-    """Where the sequences of `x` (1 s) end, from their n + 1 cumulative lengths; `longest`, if given, is an upper bound of their
-    lengths. `side` (q or k) is for the message. While a CUDA graph is recorded nothing is checked, as values are not known."""
-    if lengths is None:
-        return None
-    most = None if longest is None else min(longest, x.size(1))
-    if most is not None and _graph.recording():
-        return Ends(lengths, most)
-    known = lengths.tolist()
-    check_packing(known, x, f"cu_seq_lens_{side}")
-    ends = Ends.of(known, x.device)
-    if most is not None and most < ends.longest:
-        refuse(None, f"max_length_{side}", str(most), f"at least the longest sequence of cu_seq_lens_{side}, {ends.longest}")
-    return ends if most is None else replace(ends, longest=most)
-
-
-def check_packing(lengths: Sequence[int], x: Tensor, name: str) -> None:
-    """Refuse cumulative lengths that do not describe the one row `x`."""
-    if len(x) != 1 or lengths[0] != 0 or lengths[-1] != x.size(1) or any(a > b for a, b in pairwise(lengths)):
-        found = f"{list(lengths[:4])}... for input of shape {list(x.shape)}"
-        refuse(None, name, found, "one row, and cumulative lengths from 0 to its number of tokens")
