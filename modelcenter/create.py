@@ -57,7 +57,7 @@ def build(
     machine gives the same ones.
 
     `config`: fields of the config to change, such as {"layers": 2}. `task="auto"` is the task that the preset was published for.
-    The other options are those of `load`. Errors: `InputError`.
+    The other options are those of `load`. Errors: `InputError` for a name that is no preset, or options that do not fit the family.
     """
     known = presets()
     if name not in known:

@@ -15,5 +15,5 @@ class CPM:
 
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str], **options: Any) -> Model:
-        """As `load`, refusing what is no CPM."""
+        """Load a model; the options are those of `modelcenter.load`. Errors: `InputError`, also for a checkpoint that is no CPM."""
         return load(name, family=cls.families, **options)
