@@ -4,11 +4,15 @@ Torch-free until a verb needs it, so that help and refusals are immediate. A set
 `--key value`, dashes or underscores alike. Input that the user can mend is one line on stderr and exit status 2.
 """
 
-import io
-import json
 import os
 import signal
 import sys
+
+if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "modelcenter":  # a process of its own: until it listens, which is
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # once all below is imported, Ctrl-C ends it without a traceback of that
+
+import io
+import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -236,6 +236,30 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor"]) == 130
 
 
+EARLY = """
+import os, runpy, signal, sys
+def press(event, given):
+    if event == "import" and given[0] == "modelcenter.cli.arguments":
+        os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.addaudithook(press)
+sys.argv[0] = sys.argv[1]
+try:
+    runpy.run_module("modelcenter", run_name="__main__") if sys.argv[1] == "-m" else __import__("modelcenter.__main__")
+except KeyboardInterrupt:
+    print("raised")
+"""
+
+
+@pytest.mark.parametrize(("program", "ended"), [("-m", (-signal.SIGINT, "")), ("/usr/bin/modelcenter", (-signal.SIGINT, "")),
+                                                ("/home/me/mine.py", (0, "raised\n"))])
+def test_ctrl_c_before_the_command_listens(program: str, ended: tuple[int, str]) -> None:
+    """While its modules are imported it ends without a traceback of that; of another program it stays that program's matter."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", EARLY, program], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (*ended, "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_removes_what_is_half_done(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                             capfd: Any) -> None:
