@@ -6,6 +6,7 @@ Every call of a run that changes its folder fails in turn, once and for a while;
 import errno
 import os
 import signal
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from test_train import MACHINE, recipe_of, rows
 
+from modelcenter.checkpoint.atomic import sync
 from modelcenter.checkpoint.manifest import verify
 from modelcenter.checkpoint.state import SaveError, steps
 from modelcenter.errors import InputError
@@ -149,6 +151,30 @@ def test_every_call_fails(code: int, many: int, clean: tuple[Path, int], tmp_pat
     assert count > 150
     ends = [attempt(tmp_path / str(at), folder, at, code, many, capsys) for at in range(1, count)]
     assert sum(ends) > len(ends) // 2
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_flush_a_folder(
+    code: int, clean: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some network file systems and shared folders of virtual machines; a file that it cannot flush is not safe anywhere."""
+    real, asked = os.fsync, set[int]()
+
+    def fsync(fd: int) -> None:
+        kind = stat.S_IFMT(os.fstat(fd).st_mode)
+        asked.add(kind)
+        if kind == unable:
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    unable = stat.S_IFDIR
+    recipe = recipe_of(tmp_path, **RUN)
+    assert train(recipe, MACHINE).step == 6 and asked == {stat.S_IFDIR, stat.S_IFREG}
+    assert (tmp_path / "out" / "step-6" / "model.safetensors").read_bytes() == whole(clean[0], "step-6")
+    unable = stat.S_IFREG
+    with pytest.raises(OSError, match=os.strerror(code)):
+        sync(tmp_path / "text.txt")
 
 
 def test_rows_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

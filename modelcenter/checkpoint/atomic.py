@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISDIR
 
 from ..errors import InputError, refuse
 from ..errors import size as in_words
@@ -23,6 +24,7 @@ Bytes = bytes | memoryview
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2): two names swap in one step
 AT_FDCWD = -100
 HIDDEN = re.compile(r"\.tmp-.+-[0-9a-f]{8}", re.DOTALL)  # names that `_hidden` gives
+UNABLE = (errno.EINVAL, errno.EOPNOTSUPP)  # what fsync(2) says of a folder where the file system has no such thing
 UNFLUSHED = 4 * 2**30  # bytes that may wait for the disk: a flush of many more would be taken for standing still
 
 
@@ -151,11 +153,14 @@ def check_space(folder: str | os.PathLike[str], size: int) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Flush a file's bytes, or a folder's names, to the disk."""
+    """Flush a file's bytes, or a folder's names, to the disk; a file system that cannot flush a folder has it as safe as it can."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
         beat()
+    except OSError as error:
+        if error.errno not in UNABLE or not S_ISDIR(os.fstat(fd).st_mode):
+            raise
     finally:
         os.close(fd)
 
