@@ -172,10 +172,10 @@ def fork(words: Sequence[str], env: Mapping[str, str], **how: Any) -> "subproces
     def run() -> None:
         code = 1
         try:
-            os.closerange(3, 1024)  # Popen waits for the end of a pipe to hear that the program has begun
-            ctypes.CDLL(None).prctl(PR_SET_NAME, RANK)
             for number in launch.SIGNALS:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            os.closerange(3, 1024)  # Popen waits for a pipe to end to hear that the program has begun: it may be told things now
+            ctypes.CDLL(None).prctl(PR_SET_NAME, RANK)
             atexit._clear()
             os.environ.clear()
             os.environ.update(env)
