@@ -248,13 +248,7 @@ def by_torch(
 
 
 def merge(
-    queries: int,
-    keys: int,
-    device: torch.device,
-    *,
-    causal: bool,
-    real: Tensor | None,
-    bias: Tensor | None,
+    queries: int, keys: int, device: torch.device, *, causal: bool, real: Tensor | None, bias: Tensor | None,
     context: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
     """One mask out of causality, the `real` keys (b t), the `context` (b 1: how many first keys of each row are seen despite
