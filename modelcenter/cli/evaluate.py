@@ -16,6 +16,7 @@ from ..errors import refuse, refuse_missing
 from ..parallel.variable import variable
 from ..parallel.watch import PARENT, Watch
 from .arguments import Answer, Arguments, check_model, settings, take
+from .computing import Computing
 from .recipe import machine_of, run_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def evaluate(args: Arguments) -> Answer:
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
-            refuse(None, "lm_eval", "with a machine, or under torchrun", "one process, with device=cuda for a GPU")
+            refuse(None, "lm_eval", "with a machine, or under torchrun", "one process")
         return examined(settings(Examination, args, ["model"]))
     if suite := [setting.partition("=")[2] for setting in args.settings if setting.startswith("suite=")]:
         (folder_name,) = take(replace(args, settings=[s for s in args.settings if not s.startswith("suite=")]), ["FOLDER"])
@@ -151,7 +152,7 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examination:
+class Examination(Computing):
     """What `evaluate --lm-eval` takes."""
 
     model: str = field(metadata=says("a folder, a preset or a hub id", min=1))
@@ -159,9 +160,6 @@ class Examination:
     lm_eval_path: str | None = field(default=None, metadata=says("a folder of your own task files, instead", min=1))
     few_shot: int | None = field(default=None, metadata=says("examples before each question; absent: the task's", min=0))
     limit: int | None = field(default=None, metadata=says("examples of each task; absent: all", min=1))
-    batch: int = field(default=8, metadata=says("rows of one forward", min=1))
-    dtype: str = field(default="auto", metadata=says("fp32, bf16, fp16; auto: as stored"))
-    device: str | None = field(default=None, metadata=says("cpu, cuda ...; absent: the CPU", min=1))
 
 
 def examined(asked: Examination) -> Answer:
@@ -171,8 +169,9 @@ def examined(asked: Examination) -> Answer:
         from ..train.harness import examine
     except ImportError as error:
         refuse_missing(None, "lm_eval", str(error), "pip install modelcenter[lm-eval]")
-    found = examine(asked.model, asked.lm_eval.split(","), asked.lm_eval_path, asked.few_shot, asked.limit, asked.batch,
-                    asked.device, asked.dtype)
+    with asked.room():
+        found = examine(asked.model, asked.lm_eval.split(","), asked.lm_eval_path, asked.few_shot, asked.limit, asked.batch,
+                        asked.place(), asked.dtype)
     lines = [f"{task}: {', '.join(f'{key} {value:.6g}' for key, value in row.items())}" for task, row in found.items()]
     return Answer("\n".join(lines), found)
 

@@ -13,6 +13,7 @@ from ..data.config import DataConfig
 from ..errors import refuse
 from ..generate.options import Options
 from .arguments import Answer, Arguments, check_model, new_file, settings
+from .computing import Computing
 
 if TYPE_CHECKING:
     from ..data.chat import Template
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation(Options):
+class Generation(Computing, Options):
     """What `generate` takes: where the prompts are and where the texts go, and how to choose their tokens."""
 
     model: str = field(metadata=says("a folder, a preset or a hub id", min=1))
@@ -31,10 +32,7 @@ class Generation(Options):
     prompt_key: str = field(default="prompt", metadata=says("its field in a .jsonl file: text, or messages", min=1))
     chat: bool = field(default=False, metadata=says("a text is what a user says: put it in the tokenizer's chat template"))
     out: str | None = field(default=None, metadata=says("a .jsonl file to write; absent: the terminal", min=1))
-    batch: int = field(default=8, metadata=says("prompts of one forward", min=1))
     stream: bool = field(default=False, metadata=says("show each token as it is written"))
-    dtype: str = field(default="auto", metadata=says("fp32, bf16, fp16; auto: as stored"))
-    device: str | None = field(default=None, metadata=says("cpu, cuda ...; absent: the CPU", min=1))
 
 
 def generate(args: Arguments) -> Answer:
@@ -50,7 +48,7 @@ def generate(args: Arguments) -> Answer:
     check_prompt(args)
     asked = settings(Generation, args, ["model", "prompt"])
     check(asked)
-    with new_file(asked.out) if asked.out is not None else nullcontext() as out:
+    with asked.room(), new_file(asked.out) if asked.out is not None else nullcontext() as out:
         return answered(asked, [setting.partition("=")[0] for setting in args.settings], out)
 
 
@@ -87,7 +85,7 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
     from ..train.write import Spoken, write
 
     folder = resolve(asked.model, presets=hubs())
-    tokenizer, model = load_tokenizer(folder), load(folder, dtype=asked.dtype, device=asked.device)
+    tokenizer, model = load_tokenizer(folder), load(folder, dtype=asked.dtype, device=asked.place())
     options = {key: getattr(asked, key) for key in given if key in {f.name for f in fields(Options)}}
     chats = any(talk is not None for talk in talks)
     if chats and tokenizer.chat_template is None:
