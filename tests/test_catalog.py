@@ -132,7 +132,7 @@ def test_a_recipe_of_ones_own_with_variants(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("name", "found"), [
     ("glue", "glue: several recipes; one of glue/cola, glue/sst2"),
-    ("glue/rtee", "glue/rtee: no such recipe; did you mean 'rte'?"),
+    ("glue/rtee", "glue/rtee: no such recipe; did you mean 'glue/rte'?"),
     ("finetune/rte", "finetune/rte: no such recipe; finetune has none"),
     ("glu/rte", "glu/rte: no such file"),
     ("qa", "qa: no such recipe but an objective; recipes that have it: squad/v1, squad/v2"),
