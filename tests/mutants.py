@@ -711,7 +711,7 @@ MUTANTS = (
     Mutant("versions-not-compared", "parallel/connect.py", "if one[key] != all_of_them[0][key]), None)", "if one[key] != one[key]), None)",
            "test_connect.py::test_versions_that_differ[torch]"),
     Mutant("stopped-taken-for-done", "train/cluster.py", "then exit {STOPPED}; fi", "then exit 0; fi",
-           "test_cluster.py::test_a_pod_hands_sigterm_on"),
+           "test_cluster.py::test_a_pod_hands_sigterm_on[sh]"),
     Mutant("srun-told-to-kill", "train/cluster.py", 'kill -USR1 "$step"', 'kill -TERM "$step"',
            "test_cluster.py::test_when_its_time_is_up_a_run_saves_and_is_queued_again"),
     Mutant("a-script-that-does-not-wait", "train/cluster.py", "trap : TERM\n", "",
