@@ -778,7 +778,7 @@ MUTANTS = (
     Mutant("imports-told-by-their-traceback", "__main__.py", "    signal.signal(signal.SIGINT, signal.SIG_DFL)  # once", "    pass  # once",
            "test_cli.py::test_ctrl_c_before_the_command_listens[-m-ended0]"),
     Mutant("a-programs-ctrl-c-taken-from-it", "__main__.py", 'if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "modelcenter":',
-           "if True:", "test_cli.py::test_ctrl_c_before_the_command_listens[/home/me/mine.py-ended2]"),
+           "if True:", "test_cli.py::test_ctrl_c_before_the_command_listens[mine.py-ended2]"),
     Mutant("an-evaluation-is-not-owed", "train/session.py", "        at.owed = True\n", "",
            "test_evaluate.py::test_an_evaluation_that_is_given_up_comes_first[between]"),
     Mutant("an-evaluation-owed-ends-a-run", "train/session.py", "(self.finished or self.tired) and not self.at.owed",
