@@ -1369,6 +1369,10 @@ MUTANTS = (
            "test_recipe.py::test_a_key_says_which_objectives_read_it_and_others_refuse_it", "Failed"),
     Mutant("the-first-row-lost", "data/formats.py", "self.places = self.places[int(header) :]", "self.places = self.places[1:]",
            "test_data_read.py::test_rows_without_a_header[tsv]"),
+    Mutant("half-a-character-at-the-end-of-4-mib", "data/formats.py", "part.source.text(0, part.bounds[1])", "part.source.text(0, min(part.bounds[1], DOCUMENT))",
+           "test_data_read.py::test_a_long_first_line_is_whole_text[0]", "InputError"),
+    Mutant("a-mark-inside-a-text-not-counted", "data/formats.py", "(first and data.startswith", "(data.startswith",
+           "test_data_read.py::test_a_long_first_line_is_whole_text[0]"),
     Mutant("a-chinese-sentence-is-a-word", "data/objectives/mlm.py", "not (token.startswith(mark) or CJK[mark].match(token))", "not token.startswith(mark)",
            "test_data_span.py::test_a_character_without_spaces_around_it_is_a_word"),
     # ---- generation

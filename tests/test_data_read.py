@@ -269,6 +269,18 @@ def test_a_long_text_is_documents_that_end_with_a_line(tmp_path: Path) -> None:
     assert sum(len(r.fields["text"]) for r in head) == int((len(text) - 1) * 0.9)
 
 
+@pytest.mark.parametrize("before", range(3))
+def test_a_long_first_line_is_whole_text(tmp_path: Path, before: int) -> None:
+    """Whichever byte of a character stands where a document might have ended. A later document keeps a mark that stands in it."""
+    lines = ["x" * before + "中" * (DOCUMENT // 3 + 9) + "\n", "\ufeffthe next", "\n"]
+    records = read_records(str(write(tmp_path / "long.txt", "\ufeff" + "".join(lines) + "y" * DOCUMENT + "\n\ufeffz")))
+    texts = [r.fields["text"] for r in records]
+    assert texts[0] == lines[0] and "".join(texts) == "".join(lines) + "y" * DOCUMENT + "\n\ufeffz"
+    assert [r.start for r in records] == [len("".join(texts[:k])) for k in range(len(texts))]
+    with pytest.raises(InputError, match="its first line is a JSON object"):
+        read_records(str(write(tmp_path / "rows.dat", json.dumps({"text": "x" * DOCUMENT}) + "\n{}")))
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv", "jsonl.gz"])
 def test_rows_over_the_borders_of_what_is_read_at_once(tmp_path: Path, ending: str) -> None:
     texts = [f"{k} " + "é" * (k * 7919 % 3000) for k in range(2500)]

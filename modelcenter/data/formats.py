@@ -34,7 +34,7 @@ class Documents(Part):
             stop = min(start + DOCUMENT, size)
             data = self.source.read(start, stop)
             stop = start + (data.rfind(b"\n") + 1 or self.line(start)) if stop < size else stop
-            self.starts.append(self.starts[-1] + characters(self.source.read(start, stop)))
+            self.starts.append(self.starts[-1] + characters(self.source.read(start, stop), start == 0))
             self.bounds.append(stop)
 
     def line(self, start: int) -> int:
@@ -58,7 +58,7 @@ def refuse_rows(part: Part) -> None:
     """Refuse text that is really JSON lines, before a model learns to write their braces."""
     if not isinstance(part, Documents) or not len(part):
         return
-    line = part.source.text(0, min(part.bounds[1], DOCUMENT)).lstrip().partition("\n")[0]
+    line = part.source.text(0, part.bounds[1]).lstrip().partition("\n")[0]
     try:
         row = json.loads(line) if line[:1] == "{" else None
     except (ValueError, RecursionError):
@@ -67,10 +67,11 @@ def refuse_rows(part: Part) -> None:
         refuse(part.source.file, "data.format", "its first line is a JSON object", "data.format=jsonl, or text if that is meant")
 
 
-def characters(data: bytes) -> int:
-    """How many characters UTF-8 data has: bytes that do not continue a character, without a byte-order mark."""
+def characters(data: bytes, first: bool) -> int:
+    """How many characters UTF-8 data has: bytes that do not continue a character, and, if they are a file's `first`, without a
+    byte-order mark."""
     codes = np.frombuffer(data, np.uint8)
-    return int(np.count_nonzero((codes & 0xC0) != 0x80)) - data.startswith(b"\xef\xbb\xbf")
+    return int(np.count_nonzero((codes & 0xC0) != 0x80)) - (first and data.startswith(b"\xef\xbb\xbf"))
 
 
 class Lines(Part):
