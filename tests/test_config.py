@@ -17,6 +17,7 @@ from modelcenter.config import (
     DEPTH,
     NODES,
     SIZE,
+    Layers,
     assignments,
     bind,
     describe,
@@ -255,6 +256,10 @@ def test_bind_refuses(text: str) -> None:
     assert str(refused.value).startswith(f"r.yaml: {BAD[text]}")
 
 
+def layered(mapping: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], Layers]:
+    return override(mapping, overrides), Layers("r.yaml", assignments(overrides), "command line")
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
@@ -271,7 +276,7 @@ def test_bind_refuses(text: str) -> None:
 )
 def test_bind_names_the_command_line(given: str, found: str) -> None:
     with pytest.raises(InputError) as refused:
-        bind(Outer, override({"name": "x", "inner": {"lr": 1}}, [given]), "r.yaml")
+        bind(Outer, *layered({"name": "x", "inner": {"lr": 1}}, [given]))
     assert str(refused.value).startswith(f"command line: {found}")
 
 
@@ -324,7 +329,7 @@ def test_any_tree_binds_or_is_refused(tree: dict[str, Any]) -> None:
 @settings(max_examples=300)
 def test_any_override_binds_or_is_refused(key: str, text: str) -> None:
     try:
-        assert isinstance(bind(Outer, override({"name": "x"}, [f"{key}={text}"]), "r.yaml"), Outer)
+        assert isinstance(bind(Outer, *layered({"name": "x"}, [f"{key}={text}"])), Outer)
     except InputError as error:
         assert str(error).startswith("command line: ")
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.config import bind, describe, dump_yaml, parse, to_dict
 from modelcenter.data.config import DataConfig
@@ -288,6 +289,30 @@ def test_refused_on_the_command_line(line: str, found: str, tmp_path: Path) -> N
     with pytest.raises(InputError) as refused:
         load_recipe(file := write(tmp_path, BASE), [line])
     assert str(refused.value).startswith(found.replace("{file}", str(file)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ({"optimizer.lrr": 1e-4}, "optimizer.lrr: unknown key"),
+        ({"optimizer.lr": -1}, "optimizer.lr: -1"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr: 'fast'"),
+        ({"optimizer.betas": [0.9, 2]}, "optimizer.betas.1: 2"),
+        ({"learning_rate": -1}, "optimizer.lr: -1"),
+        ({"max_step": 3}, "max_step: unknown key"),
+        ({"data.path": {"a.jsonl": 0.5, "b.jsonl": -1}}, "data.path.b.jsonl: -1"),
+        ({"best": "bleu"}, "best: bleu with objective lm"),
+        ({"max steps": 3}, "max steps: not a key"),
+        ({"machine": "gpu24"}, "machine: no part of a recipe"),
+        (["max_steps=x"], "max_steps: 'x'"),
+        (["max_steps"], "max_steps: no value"),
+    ],
+)
+def test_refused_among_the_overrides(overrides: Any, found: str, tmp_path: Path) -> None:
+    """From Python neither the file nor a command line has said it."""
+    with pytest.raises(InputError) as refused:
+        mc.train(write(tmp_path, BASE), overrides=overrides)
+    assert str(refused.value).startswith(f"overrides: {found}; ")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,8 @@ def given(args: Arguments) -> dict[str, Any]:
     from ..config import assignments
     from ..train.read import settle
 
-    return settle({}, assignments([setting for setting in args.settings if not setting.startswith("machine.")]), COMMAND_LINE)
+    own = [setting for setting in args.settings if not setting.startswith("machine.")]
+    return settle({}, assignments(own), COMMAND_LINE)[0]
 
 
 def judged(recipe: "Recipe", machine: "Machine") -> Answer:
@@ -186,7 +187,7 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     if len(args.names) > 1 and Path(args.names[1]).exists():
         refuse(COMMAND_LINE, args.names[1], "a file without its key", f"data.path={args.names[1]}")
     take(replace(args, settings=[], machine=None), ["MODEL"])
-    over = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
+    over, _ = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
     data = dict(over.get("data", {}))
     data["eval_path"] = data.get("eval_path", data.get("path"))
     data["path"] = data.get("path", data["eval_path"])

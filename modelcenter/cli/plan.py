@@ -63,7 +63,7 @@ def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
     from .recipe import machine_of
 
     own = [setting for setting in args.settings if setting.startswith("machine.")]
-    over = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
+    over, _ = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
     if "model" not in over:
         refuse(COMMAND_LINE, "RECIPE", "missing", "a recipe, or model=PRESET")
     if "objective" not in over:

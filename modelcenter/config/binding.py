@@ -10,35 +10,33 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from ..errors import InputError, message, refuse, refuse_missing
 from .document import parse, resolve, short
 from .keys import kinds, near, wanted
-from .overrides import COMMAND_LINE, Text
+from .overrides import Layers, Text
 
 T = TypeVar("T")
+Source = str | Path | Layers | None
 
 
-def bind(cls: type[T], mapping: Mapping[str, Any], file: str | Path | None = None, section: str = "") -> T:
+def bind(cls: type[T], mapping: Mapping[str, Any], file: Source = None, section: str = "") -> T:
     """`mapping` as the dataclass `cls`, checked: unknown keys, missing keys, types, and the bounds in each field's
     metadata (`min` and `max` inclusive, `above` and `below` exclusive; of a text, `min` is its length). What
-    `cls.__post_init__` refuses gets the file, or the command line, that says so, and the section put before it."""
+    `cls.__post_init__` refuses gets the `file`, or the layer of it, that says so, and the section put before it."""
     hints = get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]  # cls is a dataclass
-    for key, value in mapping.items():
+    for key in mapping:
         if key not in known:
-            refuse(_origin(value, file), section + key, "unknown key", near(key, cls, section))
+            refuse(_origin(section + key, file), section + key, "unknown key", near(key, cls, section))
     values: dict[str, Any] = {}
     for name, field in known.items():
         if name in mapping:
             values[name] = convert(mapping[name], hints[name], file, section + name, field.metadata)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             what = field.metadata.get("help") or f"give {wanted(hints[name], field.metadata)}"
-            refuse_missing(file, section + name, "missing", what)
+            refuse_missing(_origin(section + name, file), section + name, "missing", what)
     try:
         return cls(**values)
     except InputError as error:
         head, _, tail = str(error).rpartition("; ")
-        said: Any = mapping
-        for part in head.partition(": ")[0].split("."):
-            said = said.get(part) if isinstance(said, Mapping) else None
-        raise type(error)(message(_origin(said, file), None, section + head, tail)) from None
+        raise type(error)(message(_origin(section + head.partition(": ")[0], file), None, section + head, tail)) from None
 
 
 _HINTS: dict[type, dict[str, Any]] = {}  # of the classes that `checked` has seen: to find them takes longer than all else there
@@ -55,10 +53,10 @@ def checked(said: Any) -> None:
             object.__setattr__(said, f.name, convert(value, _HINTS[cls][f.name], None, f.name, f.metadata))
 
 
-def convert(value: Any, hint: Any, file: str | Path | None, key: str, bounds: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def convert(value: Any, hint: Any, file: Source, key: str, bounds: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """`value` as the type `hint`, within `bounds`; refuses with the dotted `key`. An integer will do for a float, a
     boolean for neither."""
-    file, allowed = _origin(value, file), kinds(hint)
+    allowed, origin = kinds(hint), _origin(key, file)
     if isinstance(value, Text):
         value = _read(value, allowed)
     for kind in allowed:
@@ -68,15 +66,15 @@ def convert(value: Any, hint: Any, file: str | Path | None, key: str, bounds: Ma
     if isinstance(value, str) and any(get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis for kind in allowed):
         listed = f"{key}=[{value.replace('none', '')}]"
         one = "with quotes around what begins with * or &" if value.startswith("[") else listed
-        refuse(file, key, short(value), f"{wanted(hint, bounds)}: {one}")
+        refuse(origin, key, short(value), f"{wanted(hint, bounds)}: {one}")
     one = "" if section is None else f", such as {key}.{dataclasses.fields(section)[0].name}"  # which `data=FILE` means
-    refuse(file, key, short(value), wanted(hint, bounds) + one)
+    refuse(origin, key, short(value), wanted(hint, bounds) + one)
 
 
 _NO = object()
 
 
-def _match(value: Any, kind: Any, file: str | Path | None, key: str, bounds: Mapping[str, Any]) -> Any:
+def _match(value: Any, kind: Any, file: Source, key: str, bounds: Mapping[str, Any]) -> Any:
     """`value` as `kind`, else `_NO`; what is of the kind but out of bounds, or wrong inside, is refused here."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -110,13 +108,13 @@ def _match(value: Any, kind: Any, file: str | Path | None, key: str, bounds: Map
     raise TypeError(f"{key}: no rule to read {kind!r}")  # a mistake in a dataclass of ours, not in anyone's input
 
 
-def _bounded(value: Any, kind: Any, file: str | Path | None, key: str, bounds: Mapping[str, Any]) -> Any:
+def _bounded(value: Any, kind: Any, file: Source, key: str, bounds: Mapping[str, Any]) -> Any:
     # what Python callers pass has not been through `resolve`
     finite = -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
     low = value < bounds.get("min", value) or ("above" in bounds and value <= bounds["above"])
     high = value > bounds.get("max", value) or ("below" in bounds and value >= bounds["below"])
     if not finite or low or high:
-        refuse(file, key, short(value), wanted(kind, bounds))
+        refuse(_origin(key, file), key, short(value), wanted(kind, bounds))
     return kind(value)
 
 
@@ -132,11 +130,8 @@ def _read(text: Text, allowed: tuple[Any, ...]) -> Any:
         return plain
 
 
-def _origin(value: Any, file: str | Path | None) -> str | Path | None:
-    """The command line if `value` holds nothing else, otherwise the file."""
-    if isinstance(value, dict) and value:
-        return COMMAND_LINE if all(_origin(v, file) == COMMAND_LINE for v in value.values()) else file
-    return COMMAND_LINE if isinstance(value, Text) else file
+def _origin(key: str, file: Source) -> str | Path | None:
+    return file.of(key) if isinstance(file, Layers) else file
 
 
 def to_dict(settings: Any) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Dotted assignments, of a command line or from Python, put over what a file says.
 
 A value from the command line stays `Text` until `bind` knows the wanted type: `model=2024` is a name, `max_steps=2024`
-a number. Its type is also its origin, which errors name.
+a number.
 """
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import refuse
@@ -19,26 +21,45 @@ class Text(str):
     """A value as it was typed on the command line, not yet read."""
 
 
+@dataclass(frozen=True)
+class Layers:
+    """Where settings come from: `over`, nested as `assignments` makes it and given at `name`, was put over those of `file`."""
+
+    file: str | Path | None
+    over: Mapping[str, Any]
+    name: str
+
+    def of(self, key: str) -> str | Path | None:
+        """What says a dotted key, for errors to name."""
+        here: Any = self.over
+        while isinstance(here, Mapping) and key not in here:  # what is no section may have dots in it
+            section, _, key = key.partition(".")
+            if section not in here:
+                return self.file
+            here = here[section]
+        return self.name
+
+
 def override(mapping: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     """`mapping` with `["a.b=v", ...]` (or `{"a.b": v}` from Python) put over it; an override wins over the file."""
     return merge(mapping, assignments(overrides))
 
 
-def assignments(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted assignments as one nested mapping whose strings from a command line are still `Text`."""
+def assignments(overrides: Iterable[str] | Mapping[str, Any], where: str = COMMAND_LINE) -> dict[str, Any]:
+    """Dotted assignments as one nested mapping whose strings from a command line are still `Text`. Errors name `where`."""
     tree: dict[str, Any] = {}
-    pairs = overrides.items() if isinstance(overrides, Mapping) else [_split(o) for o in overrides]
+    pairs = overrides.items() if isinstance(overrides, Mapping) else [_split(o, where) for o in overrides]
     for dotted, value in pairs:
         if not KEY.fullmatch(dotted) or dotted.count(".") >= DEPTH:
-            refuse(COMMAND_LINE, dotted, "not a key", "write key=value or section.key=value")
+            refuse(where, dotted, "not a key", "write key=value or section.key=value")
         *sections, key = dotted.split(".")
         at = tree
         for section in sections:
             at = at.setdefault(section, {})
             if not isinstance(at, dict):
-                refuse(COMMAND_LINE, dotted, f"{section!r} is given as a whole too", "keep one of them")
+                refuse(where, dotted, f"{section!r} is given as a whole too", "keep one of them")
         if key in at:
-            refuse(COMMAND_LINE, dotted, "given twice", "keep one of them")
+            refuse(where, dotted, "given twice", "keep one of them")
         at[key] = value
     return tree
 
@@ -54,10 +75,10 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _split(assignment: str) -> tuple[str, Text]:
+def _split(assignment: str, where: str) -> tuple[str, Text]:
     key, equals, value = assignment.partition("=")
     if not equals:
-        refuse(COMMAND_LINE, assignment, "no value", "write key=value")
+        refuse(where, assignment, "no value", "write key=value")
     if "\0" in value or not encodable(value):
-        refuse(COMMAND_LINE, key, "not UTF-8", "text that UTF-8 can hold")
+        refuse(where, key, "not UTF-8", "text that UTF-8 can hold")
     return key, Text(value)

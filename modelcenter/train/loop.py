@@ -79,7 +79,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     Errors: `InputError` for what a user can correct, which includes a run whose gradients stay non-finite.
     """
     if not isinstance(recipe, Recipe):
-        recipe = load_recipe(recipe, overrides or ())
+        recipe = load_recipe(recipe, overrides or (), "overrides")
     elif overrides:
         raise TypeError("overrides go with a recipe's name or file; use dataclasses.replace on a Recipe")
     if not isinstance(machine, Machine):

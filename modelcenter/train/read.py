@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..config import COMMAND_LINE, assignments, bind, convert, find, merge, names, packaged, read_recipe
+from ..config import COMMAND_LINE, Layers, assignments, bind, convert, find, merge, names, packaged, read_recipe
 from ..data.objective import objectives
 from ..errors import nearest, refuse, refuse_missing
 from ..optim.config import OptimizerConfig
@@ -18,10 +18,11 @@ from ..theirs import RECIPE
 from .recipe import Recipe
 
 
-def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
-    """The packaged recipe of that name, or the file at that path, with `["a.b=v", ...]` applied to it."""
+def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), where: str = COMMAND_LINE) -> Recipe:
+    """The packaged recipe of that name, or the file at that path, with `["a.b=v", ...]` applied to it. Errors name `where` those
+    were given."""
     file, tree = open_recipe(name)
-    return bind(Recipe, settle(tree, assignments(overrides), file), file)
+    return bind(Recipe, *settle(tree, assignments(overrides, where), file, where))
 
 
 def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
@@ -80,17 +81,19 @@ ALIASES = {  # transformers' TrainingArguments and example scripts: our key
 PARTIAL = ("gradient_accumulation_steps", "bf16", "fp16", "adam_beta1", "adam_beta2")  # aliases that are more than a name
 
 
-def settle(tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
-    """`tree`, a file's mapping, with `over` from the command line applied to it, both in our spelling. The evaluation data of a
-    packaged recipe belong to its training data: other training data do not bring them along."""
+def settle(
+    tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | None, where: str = COMMAND_LINE
+) -> tuple[dict[str, Any], Layers]:
+    """`tree`, a file's mapping, with `over`, given at `where`, applied to it, both in our spelling; and which of them says what.
+    The evaluation data of a packaged recipe belong to its training data: other training data do not bring them along."""
     ours = _ours(tree, {}, file)
-    given = _ours(over, ours, COMMAND_LINE)
+    given = _ours(over, ours, where)
     if "machine" in {**ours, **given}:
-        refuse(file if "machine" in ours else None, "machine", "no part of a recipe", "--machine M, or mc.train(recipe, machine)")
+        refuse(file if "machine" in ours else where, "machine", "no part of a recipe", "--machine M, or mc.train(recipe, machine)")
     data = given.get("data")
     if file is not None and Path(file).parent == Path(str(packaged())) and isinstance(data, dict) and "path" in data:
         ours = {**ours, "data": {key: value for key, value in (ours.get("data") or {}).items() if key != "eval_path"}}
-    return merge(ours, given)
+    return merge(ours, given), Layers(file, given, where)
 
 
 def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
