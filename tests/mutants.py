@@ -506,6 +506,8 @@ MUTANTS = (
            "test_state.py::test_load_verifies", "Failed"),
     Mutant("pickles-run", "checkpoint/folder.py", "weights_only=True, mmap", "weights_only=False, mmap",
            "test_folder.py::test_bin_refused[bare pickle];test_folder.py::test_bin_refused[runs code]"),
+    Mutant("fields-called-as-in-a-file", "checkpoint/config.py", 'typed = {key: f"config.{now}" for', "typed = {key: key for",
+           "test_gpt.py::test_fields_that_do_not_fit_are_called_as_they_were_typed"),
     Mutant("another-computation-accepted", "checkpoint/config.py", "if name in values and values[name] != wanted:", "if False:",
            "test_bert.py::test_another_computation_is_refused[is_decoder-True]", "Failed"),
     # ---- adapters

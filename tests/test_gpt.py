@@ -117,6 +117,16 @@ def test_a_config_that_means_something_else_is_refused(values: dict[str, Any], w
     assert "config.json" in str(refusal.value)
 
 
+def test_fields_that_do_not_fit_are_called_as_they_were_typed() -> None:
+    """By a preset's and by a folder's names of ours: nobody has typed a key of config.json."""
+    folder = zoo.reference(CASE)[1]
+    heads = json.loads((Path(folder) / "config.json").read_text())["n_head"]
+    for make, dim, by in ((lambda **a: mc.build("gpt2", **a), 63, 12), (lambda **a: mc.load(folder, **a), 31, heads)):
+        with pytest.raises(mc.InputError) as refused:
+            make(config={"dim": dim})
+        assert str(refused.value) == f"config.dim: {dim}; a multiple of config.heads, which is {by}"
+
+
 def test_pretrained_weights_keep_their_shape() -> None:
     with pytest.raises(mc.InputError, match=r"h.1.*unexpected|layers"):
         mc.load(zoo.reference(CASE)[1], config={"layers": 1})

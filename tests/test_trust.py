@@ -199,7 +199,7 @@ def test_no_size_is_taken_amiss(kind: str, value: object, made: Path) -> None:
 RUN = {"data.path": "a.txt", "tokenizer": "char", "config.layers": "1", "config.dim": "16", "config.heads": "2",
        "data.seq_len": "16", "batch": "4", "max_steps": "1", "output_dir": "out"}  # fmt: skip
 TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
-    "head size not divisible": ({"config.dim": "15"}, "n_embd: 15; a multiple of n_head"),
+    "head size not divisible": ({"config.dim": "15"}, "config.dim: 15; a multiple of config.heads, which is 2"),
     "zero heads": ({"config.heads": "0"}, "config.heads: 0; a size"),
     "bool for int": ({"config.layers": "true"}, "config.layers: True (bool); a whole number"),
     "float for int": ({"config.layers": "2.0"}, "config.layers: 2.0 (float); a whole number"),
@@ -212,8 +212,8 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "rate above 1": ({"config.dropout": "2"}, "config.dropout: 2; a rate from 0 to 1"),
     "field nearly right": ({"config.layres": "2"}, "config.layres: unknown field; did you mean 'layers'?"),
     "no such preset": ({"model": "gpt3"}, "model: 'gpt3'; a preset; did you mean 'gpt2'?"),
-    "fewer segments than are in use": ({"model": "cpm-ant-10b", "config.segments": "2"}, "segment_types: 2; at least 3"),
-    "fewer prompts than are in use": ({"model": "cpm-ant-10b", "config.prompts": "2"}, "prompt_types: 2; at least 3"),
+    "fewer segments than are in use": ({"model": "cpm-ant-10b", "config.segments": "2"}, "config.segments: 2; at least 3"),
+    "fewer prompts than are in use": ({"model": "cpm-ant-10b", "config.prompts": "2"}, "config.prompts: 2; at least 3"),
     "a family without that head": ({"model": "t5-small"}, "task: 'lm' is none of T5's"),
     "longer than the positions": ({"data.seq_len": "64", "config.positions": "32"}, "data.seq_len: 64; at most 32"),
     "batch beyond reason": ({"batch": "1000000000"}, "batch: 1000000000; at most 1048576 sequences"),

@@ -4,6 +4,7 @@ What a family does not model is carried and written back as it came; what it can
 """
 
 import math
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -329,7 +330,12 @@ def changed(config: C, changes: Mapping[str, Any]) -> C:
         elif value is None or isinstance(value, str | int | float | list | Mapping):  # no mechanism, but perhaps its name
             new[name] = spoken(config, name, value)
     out = replace(config, **{**changes, **new})
-    out.verify()
+    try:
+        out.verify()
+    except InputError as problem:  # `config` itself is sound: what is wrong was typed as fields, and no key of a config.json
+        typed = {key: f"config.{now}" for spelled, now in rows(out) for key in spelled.split("|")}
+        found, wanted = re.sub(rf"\b({'|'.join(typed)})\b", lambda key: typed[key[0]], str(problem)).rsplit("; ", 1)
+        refuse(None, None, found, wanted)
     return out
 
 
