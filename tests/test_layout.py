@@ -27,6 +27,7 @@ import modelcenter as mc
 from modelcenter.errors import InputError
 from modelcenter.ops import _kernels
 from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel import chips, host
 from modelcenter.parallel.apply import join
@@ -347,6 +348,19 @@ def test_an_update_moves_28_bytes_a_parameter() -> None:
     assert moved and whole == pytest.approx((28 + 4) * count, rel=0.05)
 
 
+def test_an_average_reads_weights_and_itself_and_is_written() -> None:
+    """16 bytes a parameter; 12 would do, but what is written counts as read, too."""
+    job = job_of(gpt(), 4)
+    both = replace(job, how=replace(job.how, build=lambda model: (adamw(model)[0], EMA(model, 0.9))))
+    count, moved = sum(p.numel() for p in gpt().parameters()), list[int]()
+    for one in (job, both):
+        costs = Costs(one, CHIPS["h200"])
+        for deep in (costs.update_of(1), costs.rehearsed(1, "none", 4, 1, False)):
+            moved.append(sum(w.bytes * n for w, n in deep.work(update=True).items()))
+    assert moved[0] == moved[1] and moved[2] == moved[3]
+    assert moved[2] - moved[0] == pytest.approx(16 * count, rel=0.01)
+
+
 @pytest.mark.parametrize(("change", "rows"), [({}, 4), ({"layers": 2}, 1)])
 def test_one_process_has_its_update_from_the_rehearsal_of_its_step(change: dict[str, int], rows: int) -> None:
     """Which is then the update that ranks rehearse by itself."""
@@ -374,10 +388,27 @@ def test_a_graph_leaves_little_to_the_host() -> None:
     busy = sum(graph.spent[what] for what in ("compute", "memory"))
     assert graph.seconds == pytest.approx(together(busy, least + 2 * GRAPHED * costs.timed(step, 1)["host"], True), rel=0.01)
     packed = replace(job, batch=lambda rows: {**job.batch(rows), "cu_seq_lens_q": torch.tensor([0, 1])})
-    assert costs.graphed(Machine(), 2) and not costs.graphed(Machine(fsdp=2), 2) and not costs.graphed(Machine(compile=True), 2)
-    assert Costs(packed, CHIPS["h200"]).graphed(Machine(), 2)
-    assert not Costs(replace(packed, precision="fp32"), CHIPS["h200"]).graphed(Machine(), 2)
-    assert not Costs(on_cpu(job), CHIPS["h200"]).graphed(Machine(), 2)
+    parts = graph.parts
+    assert costs.graphed(Machine(), 2, parts) and not costs.graphed(Machine(fsdp=2), 2, parts)
+    assert not costs.graphed(Machine(compile=True), 2, parts)
+    assert Costs(packed, CHIPS["h200"]).graphed(Machine(), 2, parts)
+    assert not Costs(replace(packed, precision="fp32"), CHIPS["h200"]).graphed(Machine(), 2, parts)
+    assert not Costs(on_cpu(job), CHIPS["h200"]).graphed(Machine(), 2, parts)
+
+
+def test_a_graph_whose_memory_is_not_there_is_not_foreseen() -> None:
+    """As train/graphs.py asks: a quarter more than a micro-batch takes beside weights and optimizer."""
+    job = job_of(gpt(), 2)
+    parts = Costs(job, CHIPS["h200"]).exact(Machine(), 2).parts
+    need = sum(size for kind, size in parts.items() if kind != "fragments")
+    lasts = parts["weights"] + parts["optimizer"]
+    seconds = {}
+    for room in (1.2, 1.3):
+        found = Costs(job, CHIPS["h200"], lasts + room * (need - lasts)).exact(Machine(), 2)
+        assert found.parts == parts
+        seconds[room] = found.host
+    assert seconds[1.2] == pytest.approx(Costs(job, CHIPS["h200"]).exact(Machine(cuda_graphs=False), 2).host)
+    assert seconds[1.3] < 0.5 * seconds[1.2]
 
 
 def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:

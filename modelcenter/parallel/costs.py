@@ -26,7 +26,7 @@ from .blocks import blocks, units
 from .chips import Chip, together
 from .deep import Deep, rehearse_deep
 from .estimate import Estimate, Job
-from .machine import Machine, Recompute
+from .machine import ROOM, Machine, Recompute
 from .rehearse import rehearse, rehearse_update
 from .sharded import Sharded, Sizes, sizes_of
 from .tally import Kind
@@ -110,7 +110,7 @@ class Costs:
         spent = dict(self.update(machine) if shared else self.timed(step, tp, update=True))  # which was rehearsed with its step
         one = dict(self.timed(step, tp, machine.compile))
         one["host"] += self.called(host.cut(job.model, machine) + host.recomputed(job.model, machine), machine.compile)
-        if self.graphed(machine, rows):
+        if self.graphed(machine, rows, parts):
             one["host"] *= GRAPHED
         for what, seconds in one.items():
             spent[what] += forwards * seconds
@@ -126,11 +126,16 @@ class Costs:
         return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
                         job.rows * job.tokens, chip.rate(job.precision))
 
-    def graphed(self, machine: Machine, rows: int) -> bool:
-        """Whether forward and backward are a CUDA graph (train/graphs.py); packed sequences are in low precision only."""
+    def graphed(self, machine: Machine, rows: int, parts: Mapping[Kind, int]) -> bool:
+        """Whether forward and backward are a CUDA graph (train/graphs.py): packed sequences are in low precision only, and what a
+        micro-batch takes at the peak, of which `parts` are, must be free beside what lasts."""
         there = self.job.how.gpu or self.job.how.device.type == "cuda"
         packed = any(name.startswith("cu_seq_lens") for name in self.job.batch(rows))
-        return machine.graphs and there and not (packed and (self.low is None or getattr(self.job.model, "prefixed", False)))
+        if not (machine.graphs and there) or (packed and (self.low is None or getattr(self.job.model, "prefixed", False))):
+            return False
+        lasts = parts["weights"] + parts.get("optimizer", 0)
+        taken = sum(size for kind, size in parts.items() if kind != "fragments") - lasts
+        return lasts + ROOM * taken <= self.limit
 
     def sharded(self, machine: Machine, forwards: int) -> Sharded:
         """The memory of a rank that holds a part of the state."""

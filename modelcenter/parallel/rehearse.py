@@ -158,6 +158,8 @@ def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: i
             optimizer.step(clip=clip)
             optimizer.zero_grad(set_to_none=True)
             del clip
+            if kept is not None:
+                kept.update()
         update, update_calls = tally.work.copy(), tally.calls
         if how.evaluates:
             other.eval()
@@ -188,7 +190,8 @@ def rehearse_update(model: nn.Module, how: Conditions, *, keep: Mapping[int, int
         tally.calls = 0
         tally.enter("update", "temporary")
         optimizer.step(clip=optimizer.clip(1.0))
-        del kept
+        if kept is not None:
+            kept.update()
     return Rehearsal(tally.moments, update=tally.work, update_calls=tally.calls)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import printable
 from ..ops._graph import recorded
-from ..parallel.machine import Machine
+from ..parallel.machine import ROOM, Machine
 
 WARM = 3  # micro-batches of the same shapes before the first are recorded: libraries are there then, and have chosen their kernels
 AGAIN = 1  # of other shapes
@@ -34,7 +34,6 @@ MOST = 64  # shapes that are recorded: as many of BERT-base's, of 65 to 128 toke
 WORTH = 32  # micro-batches of a shape after which it may take the place of the one that was not used for longest
 SEEN = 1024  # shapes that are counted
 FAILURES = 3  # after which nothing is recorded any more
-ROOM = 1.25  # of what a micro-batch takes must be free: a record's memory is its own
 
 Arguments = Mapping[str, Any]
 Scale = Tensor | float | None  # of the loss; a number where the host computes
