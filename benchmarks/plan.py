@@ -5,19 +5,23 @@
     python benchmarks/plan.py [--gpus 1,2] [--minutes 9] --out DIR      # those that are not measured yet, on the GPUs here
     python benchmarks/plan.py --report --out DIR                        # what came of the predictions
 
-The points below were written down before they were run, and nothing is fitted to them. A prediction, once in DIR/said-K.json, is
-never made again, and DIR/point-K.json is what its point took. Points of one GPU run side by side, on each GPU one after the other;
-those of several follow, on groups of GPUs side by side, started anew with the rest if one brings its processes down. What runs is
-what `modelcenter train` runs of a step: forward, backward, clip, update, on random ids. No calibration from past runs is used.
-Memory is the most that any rank's allocator held, and what ranks map of each other (on a CPU the profiler's record of allocations),
-beside what is foreseen without the allowance for fragments; time is the median of the steps after two. `--tiny`: the
-points with tiny models, on CPU ranks.
+The points below were written down before they were run, and nothing is fitted to them. A prediction, once in DIR/said-K.json (for
+the device that is named) or DIR/here-K.json (by the machine itself, whose host is timed), is never made again, and DIR/point-K.json
+is what its point took. Points of one GPU run side by side, on each GPU one after the other; those of several follow, on groups of
+GPUs side by side, started anew with the rest if one brings its processes down. Each point is a recipe, and what runs is what
+`modelcenter train` runs of its step: batches made ready by a thread that reads ahead, forward and backward as a CUDA graph where a
+run has one, clip, update, average, on random ids. No calibration from past runs is used. Memory is the most that any rank's
+allocator held, and what ranks map of each other (on a CPU the profiler's record of allocations), beside what is foreseen without
+the allowance for fragments; time is the median of the steps after those that warm up, from the end of one to the end of the next.
+`--tiny`: the points with tiny models, on CPU ranks.
 """
 
 import argparse
 import datetime
 import gc
 import json
+import math
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -28,25 +32,34 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 import modelcenter as mc
-from modelcenter.checkpoint.load import fill
-from modelcenter.layers.initial import Normal, initial
-from modelcenter.optim.config import OptimizerConfig
+from modelcenter.adapter.attach import choose, fill_all, first_values, insert
+from modelcenter.adapter.config import AdapterConfig
+from modelcenter.checkpoint.match import LoadReport
+from modelcenter.config import bind, merge
+from modelcenter.data.collate import IGNORED, pack, pad
+from modelcenter.data.prefetch import prefetch
+from modelcenter.layers.initial import Constant, Normal, initial
+from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
-from modelcenter.parallel.chips import CHIPS, chip_here, chip_named
+from modelcenter.parallel.chips import CHIPS, Chip, chip_here, chip_named
 from modelcenter.parallel.costs import Costs
-from modelcenter.parallel.estimate import Job as Planned
+from modelcenter.parallel.device import memory_of
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.peers import Mapped
-from modelcenter.parallel.rehearse import Conditions
 from modelcenter.place import place
-from modelcenter.train.step import accumulate, autocast, update
+from modelcenter.train.fit import job_of
+from modelcenter.train.graphs import WARM, graphs_of
+from modelcenter.train.recipe import Recipe
+from modelcenter.train.step import accumulate, autocast, ready, soon, update
 
 MEMORY, TIME, CHOICE = 0.08, 0.15, 0.05  # how far off a prediction may be; how much slower than the best one tried the choice
 START = 2  # points that could be measured while processes start
@@ -62,6 +75,7 @@ class Job(NamedTuple):
     length: int
     config: dict[str, Any] = {}
     precision: str = "bf16"
+    more: dict[str, Any] = {}  # keys of its recipe
 
 
 class Point(NamedTuple):
@@ -82,8 +96,22 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 FULL, SELECTIVE, COPIES = {"recompute": "full"}, {"recompute": "selective"}, {"replicate": 2}
 TENTH = {"layers": 10}  # a quarter of the 13B, of the same blocks
-WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
-    1: [
+PROMPTS = {"data": {"prompt_key": "prompt", "response_key": "response"}}
+PACKED, UNPADDED = {"data": {"packing": True}}, {"data": {"padding_free": True}}
+LORA = {"adapter": {"name": "lora", "rank": 16, "dropout": 0.05}}
+QLORA = merge(LORA, {"adapter": {"quantize": "nf4"}})
+
+
+def optimizer(**keys: Any) -> dict[str, Any]:
+    return {"optimizer": keys}
+
+
+def target(length: int) -> dict[str, Any]:
+    return {"data": {"target_len": length}}
+
+
+WANTED: list[tuple[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]]] = [  # in the order in which they were thought of
+    (1, [
         (Job("gpt2-xl", "lm", 16, 1024), [(16, {}), (8, {}), (4, {}), (16, FULL), (16, SELECTIVE)]),
         (Job("gpt2-medium", "lm", 32, 1024), [(32, {}), (8, {})]),
         (Job("gpt2-medium", "lm", 8, 1024, precision="fp32"), [(8, {})]),
@@ -107,8 +135,8 @@ WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
         (Job("t5-large", "seq2seq", 32, 512), [(32, {}), (32, SELECTIVE), (32, FULL)]),
         (Job("t5-v1_1-base", "seq2seq", 64, 512), [(64, SELECTIVE), (64, FULL)]),
         (Job("bert-large-uncased", "mlm", 128, 512), [(128, {}), (128, SELECTIVE), (128, FULL)]),
-    ],
-    2: [
+    ]),
+    (2, [
         (Job("gpt2-13b", "lm", 32, 512, TENTH),
          [(16, zero(3)), (16, zero(2)), (8, zero(1)), (32, tp(2)), (8, zero(3)), (8, zero(2)), (16, zero(3, **FULL)), (16, tp(2))]),
         (Job("gpt2-xl", "lm", 16, 1024), [(8, COPIES), (8, zero(3)), (4, zero(1))]),
@@ -123,8 +151,8 @@ WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
         (Job("llama-3.2-3b", "lm", 4, 4096), [(2, zero(3)), (2, zero(2, **FULL))]),
         (Job("bloom-1b7", "lm", 16, 1024), [(8, zero(2)), (8, COPIES)]),
         (Job("t5-large", "seq2seq", 64, 512), [(32, COPIES), (32, zero(3, **SELECTIVE)), (32, zero(3, **FULL))]),
-    ],
-    4: [
+    ]),
+    (4, [
         (Job("gpt2-13b", "lm", 64, 512, {"layers": 20}),
          [(16, {"fsdp": 4}), (8, {"fsdp": 4}), (8, {"fsdp": 4, "zero": 2}), (16, {"fsdp": 4, **FULL}), (16, tp(2, 2)),
           (16, tp(4))]),
@@ -140,12 +168,53 @@ WANTED: dict[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]] = {
         (Job("cpm-ant-10b", "lm", 32, 512), [(8, {"fsdp": 4}), (8, {"fsdp": 4, **FULL}), (8, tp(2, 2))]),
         (Job("bloom-7b1", "lm", 32, 1024), [(8, {"fsdp": 4, **SELECTIVE}), (8, {"fsdp": 4, **FULL}), (8, {"fsdp": 4, "zero": 2})]),
         (Job("gpt2-13b", "lm", 24, 2048), [(6, {"fsdp": 4})]),
-    ],
-    8: [
+    ]),
+    (8, [
         (Job("gpt2-13b", "lm", 256, 512), [(32, {"fsdp": 8, **SELECTIVE}), (16, {"fsdp": 8, "zero": 2}), (16, tp(2, 4))]),
         (Job("llama-3.1-8b", "lm", 16, 8192), [(1, {"fsdp": 8}), (2, {"fsdp": 8, **FULL})]),
-    ],
-}  # fmt: skip
+    ]),
+    (1, [  # as recipes are run today: a CUDA graph, kinds of data, optimizers, adapters
+        (Job("gpt2", "lm", 4, 512), [(4, {})]),
+        (Job("gpt2", "lm", 32, 256, more={"ema": 0.999}), [(8, {})]),
+        (Job("gpt2-medium", "lm", 152, 1024), [(152, {})]),
+        (Job("gpt2-medium", "lm", 4, 512, precision="fp32"), [(4, SELECTIVE)]),
+        (Job("gpt2-medium", "lm", 16, 512, precision="fp16"), [(16, {})]),
+        (Job("gpt2-medium", "lm", 16, 512, more=optimizer(name="muon")), [(16, {})]),
+        (Job("gpt2-large", "lm", 8, 1024, more={"ema": 0.999, **optimizer(moments="bf16")}), [(4, {})]),
+        (Job("gpt2-large", "lm", 48, 1024), [(48, FULL)]),
+        (Job("gpt2-13b", "lm", 24, 512, {"layers": 8}, more=optimizer(moments="int8")), [(24, {})]),
+        (Job("gpt2-13b", "lm", 4, 2048, {"layers": 4}), [(4, {})]),
+        (Job("bert-base-uncased", "mlm", 32, 128), [(32, {})]),
+        (Job("bert-large-uncased", "mlm", 64, 512, more=PACKED), [(64, {})]),
+        (Job("bert-large-uncased", "mlm", 256, 128), [(128, SELECTIVE)]),
+        (Job("bert-large-uncased", "mlm", 320, 512), [(320, {})]),
+        (Job("t5-base", "seq2seq", 32, 512, more=target(64)), [(32, {}), (8, {})]),
+        (Job("t5-v1_1-base", "seq2seq", 64, 256, more={**target(128), **optimizer(name="adafactor")}), [(64, {})]),
+        (Job("t5-large", "seq2seq", 64, 1024, more=target(128)), [(64, {}), (64, FULL)]),
+        (Job("t5-3b", "seq2seq", 8, 512, more=target(128)), [(8, {})]),
+        (Job("llama-3.2-1b", "lm", 2, 8192), [(1, {})]),
+        (Job("llama-3.2-1b", "lm", 32, 512, more=PROMPTS), [(16, {})]),
+        (Job("llama-3.2-1b", "lm", 16, 256), [(2, {})]),
+        (Job("llama-3.2-3b", "lm", 8, 1024, more=UNPADDED), [(8, {})]),
+        (Job("llama-3.2-3b", "lm", 2, 8192), [(2, FULL)]),
+        (Job("llama-3.2-3b", "lm", 6, 4096), [(6, {})]),
+        (Job("llama-3.1-8b", "lm", 4, 2048, more=LORA), [(4, {})]),
+        (Job("llama-3.1-8b", "lm", 8, 1024, more=QLORA), [(8, FULL), (1, {})]),
+        (Job("llama-3.1-8b", "lm", 2, 2048, more=optimizer(moments="int8")), [(2, SELECTIVE)]),
+        (Job("bloom-560m", "lm", 8, 2048), [(2, {})]),
+        (Job("bloom-560m", "lm", 16, 512, more=PACKED), [(16, {})]),
+        (Job("bloom-3b", "lm", 4, 1024), [(4, SELECTIVE)]),
+        (Job("bloom-7b1", "lm", 4, 1024, more=optimizer(moments="int8")), [(4, FULL)]),
+        (Job("cpm-ant-10b", "lm", 4, 1024, {"layers": 24}), [(4, {})]),
+        (Job("cpm-ant-10b", "lm", 32, 256, {"layers": 6}, more=optimizer(moments="bf16")), [(32, {}), (4, {})]),
+        # too big for 139 GiB
+        (Job("bert-large-uncased", "mlm", 384, 512), [(384, {})]),
+        (Job("llama-3.2-3b", "lm", 16, 4096), [(16, {})]),
+        (Job("gpt2-medium", "lm", 192, 1024), [(192, {})]),
+        (Job("gpt2-13b", "lm", 1, 512), [(1, FULL)]),
+        (Job("t5-3b", "seq2seq", 64, 512), [(64, {})]),
+    ]),
+]  # fmt: skip
 SMALL = {"layers": 4, "dim": 128, "heads": 4, "vocab": 2000}
 WIDE = {**SMALL, "hidden": 512}
 TINY = {  # of each family, for CPU ranks
@@ -156,13 +225,14 @@ TINY = {  # of each family, for CPU ranks
 
 def points(tiny: bool) -> list[Point]:
     found: list[Point] = []
-    for gpus, jobs in WANTED.items():
+    for gpus, jobs in WANTED:
         for job, layouts in jobs:
             if tiny:
                 family = next(family for family in TINY if job.name.startswith(family))
-                job = job._replace(config=TINY[family], batch=min(job.batch, 8 * gpus), length=64)
+                more = merge(job.more, target(32)) if job.task == "seq2seq" else job.more
+                job = job._replace(config=TINY[family], batch=min(job.batch, 8 * gpus), length=64, more=more)
             for rows, degrees in layouts:
-                found.append(Point(len(found) + 1, gpus, job, min(rows, job.batch // shares(degrees)), degrees))
+                found.append(Point(len(found) + 1, gpus, job, math.gcd(rows, job.batch // shares(degrees)), degrees))
     return found
 
 
@@ -173,16 +243,57 @@ def shares(degrees: dict[str, Any]) -> int:
 def words(point: Point) -> str:
     layout = ", ".join(f"{key} {value}" for key, value in point.degrees.items()) or "-"
     deep = f" of {point.job.config['layers']} layers" if "layers" in point.job.config else ""
-    return (f"| {point.number} | {point.gpus} | {point.job.name}{deep} | {layout} | {point.rows} of {point.job.batch} x "
+    more = "".join(f", {setting}" for setting in leaves(point.job.more))
+    return (f"| {point.number} | {point.gpus} | {point.job.name}{deep}{more} | {layout} | {point.rows} of {point.job.batch} x "
             f"{point.job.length} {point.job.precision} |")  # fmt: skip
 
 
-def batch_of(job: Job, rows: int, vocab: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Random ids; of masked models 15 % are targets."""
-    ids = torch.randint(5, vocab, (rows, job.length), device=device)
-    if job.task == "mlm":
-        return {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape, device=device) < 0.15, ids, -100)}
-    return {"input_ids": ids, "labels": ids.clone()}
+def leaves(keys: dict[str, Any]) -> Iterator[str]:
+    """`key value` of each key, whatever its section."""
+    for key, value in keys.items():
+        yield from leaves(value) if isinstance(value, dict) else [f"{key} {value}"]
+
+
+def recipe_of(point: Point) -> Recipe:
+    """What `modelcenter train` would be given."""
+    job = point.job
+    keys = {"model": job.name, "config": job.config, "objective": job.task, "precision": job.precision,
+            "data": {"path": "none", "seq_len": job.length}, "batch": job.batch, "micro_batch": point.rows, "max_steps": 1,
+            "output_dir": "none"}  # fmt: skip
+    return bind(Recipe, merge(keys, job.more))
+
+
+def batch_of(recipe: Recipe, rows: int, vocab: int) -> dict[str, Any]:
+    """Random ids as the recipe's data come: a text in blocks; documents of which two fill a row, where they are packed; pairs, and
+    prompts with their responses, of the greatest length to nine tenths of it. Of masked models 15 % are targets."""
+    data, task = recipe.data, recipe.objective
+    blocks = task == "mlm" or (task == "lm" and data.prompt_key is None)
+
+    def text(most: int) -> list[Any]:
+        many = 2 * rows if data.packing else rows
+        longest, least = (most // 2, most // 2) if data.packing else (most, most if blocks else most - most // 10)
+        return [torch.randint(5, vocab, (longest - (longest - least) * i // many,)).numpy() for i in range(many)]
+
+    ids = text(data.seq_len)
+    labels = text(data.target_len or data.seq_len) if task == "seq2seq" else [row.copy() for row in ids]
+    for row in labels:
+        if task == "mlm":
+            row[torch.rand(len(row)).numpy() >= data.mlm_probability] = IGNORED
+        elif task == "lm":
+            row[: len(row) // 2 if data.prompt_key else 1] = IGNORED
+    if data.packing or data.padding_free:
+        return pack(ids, labels)
+    found = pad(ids, labels, 0)
+    if task == "lm" and blocks:
+        del found["attention_mask"]  # blocks have none
+    return found
+
+
+def made(point: Point, recipe: Recipe) -> Any:
+    """The point's model on the meta device; without its adapter."""
+    model = mc.build(recipe.model, task=recipe.head, config=recipe.config, device="meta")
+    model.load_report = LoadReport()  # an adapter trains no new head
+    return model
 
 
 def now() -> str:
@@ -192,36 +303,49 @@ def now() -> str:
 # ------------------------------------------------------------------------------------------------------------ foreseen
 
 
-def adamw(model: Any) -> tuple[Any, None]:
-    return build_optimizer(model, OptimizerConfig()), None
+HERE = "here"
 
 
-def predict(point: Point, name: str | None, out: Path) -> None:
+def device_of(name: str) -> torch.device:
+    """Where a prediction for the device of that name is made."""
+    return torch.device("cuda" if torch.cuda.is_available() and name == HERE else "cpu")
+
+
+def predict(point: Point, name: str, chip: Chip, out: Path) -> None:
     """What is foreseen on the device here, or on that of that name."""
-    device = torch.device("cuda" if torch.cuda.is_available() and name is None else "cpu")
-    chip = (chip_named(name) if name is not None else chip_here(device)) or CHIPS["h200"]
+    here, device = name == HERE, device_of(name)
     # ignored: degrees are numbers, by the names of Machine
-    job, machine = point.job, Machine(device=device.type, cuda_graphs=False, **point.degrees)  # type: ignore[arg-type]
-    model = mc.build(job.name, task=job.task, config=job.config, device="meta")
-    tokens, vocab = job.length * (2 if job.task == "seq2seq" else 1), int(model.config.vocab)
-    share = 0.15 if job.task == "mlm" else 1.0
-    how = Conditions(adamw, partial(autocast, job.precision, device), device, share, gpu=name is not None)
-    planned = Planned(model, lambda rows: batch_of(job, rows, vocab), how, job.precision, job.batch, tokens)
-    e = Costs(planned, chip).exact(machine, point.rows)
+    recipe, machine = recipe_of(point), Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
+    model = made(point, recipe)
+    if recipe.adapter.name != "none":
+        insert(model, recipe.adapter, choose(model, recipe.adapter))
+    batch = batch_of(recipe, min(point.rows, 4), int(model.config.vocab))  # a plan makes the widest of it
+    loader = SimpleNamespace(steps=lambda micro_batch: iter([(0, [batch])]))
+    setup: Any = SimpleNamespace(model=model, loader=loader, evaluation=None)
+    planned = job_of(recipe, device, setup, partial(autocast, recipe.precision, device), machine, gpu=not here)
+    there = memory_of(device) if here else None
+    e = Costs(planned, chip, min(there) if there is not None else None).exact(machine, point.rows)
     said = {"device": chip.name, "bytes": e.need - e.parts.get("fragments", 0), "fits": e.fits, "seconds": e.seconds,
-            "parts": dict(e.parts), "spent": dict(e.spent), "host": e.host, "bottleneck": e.bottleneck, "made": now()}  # fmt: skip
-    (out / f"said-{point.number}.json").write_text(json.dumps(said))
+            "parts": dict(e.parts), "spent": dict(e.spent), "host": e.host, "call": chip.call, "bottleneck": e.bottleneck,
+            "made": now()}  # fmt: skip
+    file_of(out, point, name).write_text(json.dumps(said))
 
 
-def foresee(some: Sequence[Point], out: Path, name: str | None, jobs: int) -> None:
+def file_of(out: Path, point: Point, name: str) -> Path:
+    """Where a prediction for that device is."""
+    return out / f"{'here' if name == HERE else 'said'}-{point.number}.json"
+
+
+def foresee(some: Sequence[Point], out: Path, name: str, jobs: int) -> None:
     """Have a prediction of each point in `out`."""
-    new = [point for point in some if not (out / f"said-{point.number}.json").exists()]
+    new = [point for point in some if not file_of(out, point, name).exists()]
+    chip = (chip_here(device_of(name)) if name == HERE else chip_named(name)) or CHIPS["h200"]
     if jobs == 1:
         for point in new:
-            predict(point, name, out)
+            predict(point, name, chip, out)
         return
-    with ProcessPoolExecutor(jobs) as pool:
-        for _ in pool.map(predict, new, [name] * len(new), [out] * len(new)):
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for _ in pool.map(predict, new, repeat(name), repeat(chip), repeat(out)):
             pass
 
 
@@ -238,11 +362,22 @@ class Noise(Normal):
         return torch.empty([r.stop - r.start for r in region], device=self.device).normal_(0.0, self.std)
 
 
-def noisy(model: Any, machine: Machine, precision: str, device: torch.device) -> Any:
+def noisy(model: Any, machine: Machine, precision: str, device: torch.device, adapter: AdapterConfig | None = None) -> Any:
     """A model of the meta device, placed, with first values that no recipe would draw so fast."""
+
+    def loud(values: dict[str, Any]) -> dict[str, Any]:
+        return {n: v if isinstance(v, Constant | torch.Tensor) else Noise(v.shape, 0.02, 0, n, device) for n, v in values.items()}
+
+    def whole(name: str, layer: Any) -> None:  # for as long as its codes are made
+        layer.to_empty(device=device)
+        for p in layer.parameters():
+            torch.nn.init.normal_(p, 0.0, 0.02)
+
+    first = loud(initial(model, model.shapes, 0, model.init_std))
+    if adapter is not None and adapter.name != "none":
+        insert(model, adapter, choose(model, adapter), None, whole)
     place(model, device, machine, precision)
-    first: dict[str, Any] = initial(model, model.shapes, 0, model.init_std)
-    fill(model, {n: Noise(s.shape, s.std, 0, n, device) if isinstance(s, Normal) else s for n, s in first.items()})
+    fill_all(model, first, loud(first_values(model, 0)))
     return model.train()
 
 
@@ -250,35 +385,47 @@ def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
     """Bytes at the peak of the fullest rank, seconds of a step."""
     cuda = device.type == "cuda"
     # ignored: degrees are numbers, by the names of Machine
-    job, machine = point.job, Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
-    plain = mc.build(job.name, task=job.task, config=job.config, device="meta")
-    ranks, model = join(machine), noisy(plain, machine, job.precision, device)
-    optimizer: Any = build_optimizer(model, OptimizerConfig())
-    forwards = -(-job.batch // (point.rows * machine.shares))
+    recipe, machine = recipe_of(point), Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
+    ranks = join(machine)
+    model = noisy(made(point, recipe), machine, recipe.precision, device, recipe.adapter)
+    optimizer: Any = build_optimizer(model, recipe.optimizer, ranks)
+    ema = EMA(model, recipe.ema) if recipe.ema is not None else None
+    told: list[str] = []
+    graphs = graphs_of(model, machine, device, told.append)
     torch.manual_seed(ranks.share)  # ranks that share layers have one batch, and as many labels in it
-    batches = [batch_of(job, point.rows, int(model.config.vocab), device.type) for _ in range(forwards)]
-    compute, times = partial(autocast, job.precision, device), []
+    forwards = -(-recipe.batch // (point.rows * machine.shares))
+    batches = [batch_of(recipe, point.rows, int(model.config.vocab)) for _ in range(forwards)]
+    prepared = partial(ready, model, task=recipe.objective, device=device, fill=graphs is not None)
+    ahead = prefetch([prepared(batch) for batch in some] for some in repeat(batches))
+    compute, scale, norms = partial(autocast, recipe.precision, device), 1024.0 if recipe.precision == "fp16" else 1.0, []
 
     def step() -> None:
-        loss, _ = accumulate(model, batches, job.task, compute, targets=job.batch * job.length, ranks=ranks)
+        some = next(ahead)
+        (targets,) = ranks.sum(sum(batch.targets for batch in some))
+        loss, _ = accumulate(model, some, recipe.objective, compute, scale, targets, ranks, graphs=graphs)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
-        update(model, optimizer, loss, 1e-5, 1.0, 1.0, squares)
+        known = soon(loss)
+        norms.append(update(model, optimizer, loss, 1e-5, recipe.max_grad_norm, scale, squares))
+        known()
+        if ema is not None:
+            ema.update()
 
-    for number in range(steps + 2):
-        if cuda:
+    warm, ends = 2 if graphs is None else WARM + 2, []  # behind what is recorded its first replay
+    for number in range(warm + steps):
+        if cuda and number == 1:  # the first step of all makes what lasts
             torch.cuda.synchronize()
-            if number == 1:  # the first step of all makes what lasts
-                torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
+            torch.cuda.reset_peak_memory_stats()
         step()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    most = torch.cuda.max_memory_allocated() + mapped() if cuda else recorded(step, model, optimizer, batches)
+        ends.append(time.perf_counter())
+    times = [end - began for began, end in pairwise(ends[warm - 1 :])]
+    most = torch.cuda.max_memory_allocated() + mapped() if cuda else recorded(step, model, optimizer, ema, batches)
     most = max(int(said) for said in ranks.agree(str(most)))
-    name = torch.cuda.get_device_name() if cuda else "CPU"
-    return {"bytes": most, "seconds": statistics.median(times[2:]), "times": times, "device": name, "torch": torch.__version__,
-            "at": now()}  # fmt: skip
+    ahead.close()
+    if not all(map(math.isfinite, norms)):
+        return {"error": f"no update: norms {norms}"}
+    return {"bytes": most, "seconds": statistics.median(times), "times": times, "torch": torch.__version__, "at": now(),
+            "device": torch.cuda.get_device_name() if cuda else "CPU", "graphs": graphs is not None and bool(graphs.gradients),
+            "told": told, "reserved": torch.cuda.memory_reserved() if cuda else 0}  # fmt: skip
 
 
 def mapped() -> int:
@@ -286,10 +433,10 @@ def mapped() -> int:
     return sum(one.size for one in gc.get_objects() if type(one) is Mapped)
 
 
-def recorded(step: Any, model: Any, optimizer: Any, batches: list[Any]) -> int:
+def recorded(step: Any, model: Any, optimizer: Any, ema: EMA | None, batches: list[Any]) -> int:
     """The peak of a step on a CPU."""
     kept = [*model.parameters(), *model.buffers(), *(v for s in optimizer.state.values() for v in s.values()),
-            *(t for one in batches for t in one.values())]  # fmt: skip
+            *(ema.averages.values() if ema is not None else ()), *(t for one in batches for t in one.values())]  # fmt: skip
     storages = [(t.to_local() if hasattr(t, "to_local") else t).untyped_storage() for t in kept if isinstance(t, torch.Tensor)]
     held = most = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
@@ -381,54 +528,62 @@ def each(some: Sequence[Point], out: Path, until: float, more: Sequence[str]) ->
 
 
 def said_of(out: Path, point: Point) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / f"said-{point.number}.json").read_text())
+    """What was foreseen: for the device that was named, if one was."""
+    named = file_of(out, point, "")
+    found: dict[str, Any] = json.loads((named if named.exists() else file_of(out, point, HERE)).read_text())
     return found
 
 
-def read(out: Path, point: Point) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """What was foreseen and what was found; None where there is nothing."""
-    said, real = (out / f"{what}-{point.number}.json" for what in ("said", "point"))
-    return said_of(out, point) if said.exists() else None, json.loads(real.read_text()) if real.exists() else None
+def read(out: Path, point: Point) -> tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any] | None]:
+    """What was foreseen, what by the machine itself, and what was found; None where there is nothing."""
+    files = file_of(out, point, HERE), out / f"point-{point.number}.json"
+    here, real = (json.loads(file.read_text()) if file.exists() else None for file in files)
+    return said_of(out, point) if here is not None or file_of(out, point, "").exists() else None, here, real
 
 
 def table(some: Sequence[Point], out: Path) -> Iterator[str]:
-    yield "| point | GPUs | model | layout | batch | fits | GB said | measured | error | s said | measured | error | bound by |"
-    yield "|---:|---:|---|---|---|---|---:|---:|---:|---:|---:|---:|---|"
+    yield ("| point | GPUs | model | layout | batch | fits | GB said | measured | error | s said | measured | error | here | error "
+           "| bound by |")  # fmt: skip
+    yield "|---:|---:|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|"
     for point in some:
-        said, real = read(out, point)
+        said, here, real = read(out, point)
         if said is None:
             continue
-        foreseen = f"{words(point)} {'yes' if said['fits'] else 'no'} | {said['bytes'] / 1e9:.3g}"
+        foreseen, timed = f"{words(point)} {'yes' if said['fits'] else 'no'} | {said['bytes'] / 1e9:.3g}", here or said
         if real is None or "error" in real:
-            yield f"{foreseen} | {real['error'] if real else '-'} | | {said['seconds']:.3g} | | | {said['bottleneck']} |"
+            yield (f"{foreseen} | {real['error'] if real else '-'} | | {said['seconds']:.3g} | | | {timed['seconds']:.3g} | | "
+                   f"{said['bottleneck']} |")  # fmt: skip
             continue
-        memory, speed = said["bytes"] / real["bytes"] - 1, said["seconds"] / real["seconds"] - 1
+        memory, speed, again = (a / b - 1 for a, b in ((said["bytes"], real["bytes"]), (said["seconds"], real["seconds"]),
+                                                       (timed["seconds"], real["seconds"])))  # fmt: skip
         yield (f"{foreseen} | {real['bytes'] / 1e9:.3g} | {memory:+.1%} | {said['seconds']:.3g} | {real['seconds']:.3g} | "
-               f"{speed:+.1%} | {said['bottleneck']} |")  # fmt: skip
+               f"{speed:+.1%} | {timed['seconds']:.3g} | {again:+.1%} | {said['bottleneck']} |")  # fmt: skip
 
 
 def compare(some: Sequence[Point], out: Path) -> Iterator[str]:
     """What was asked of the predictions, and how many keep it."""
     pairs = [(point, *read(out, point)) for point in some]
-    ran = [(point, said, real) for point, said, real in pairs if said is not None and real is not None]
-    ended = [(point, said, real) for point, said, real in ran if "error" not in real]
-    late = sum(said["made"] > real["at"] for _, said, real in ended)
+    ran = [(point, said, here or said, real) for point, said, here, real in pairs if said is not None and real is not None]
+    ended = [(point, said, here, real) for point, said, here, real in ran if "error" not in real]
+    late = sum(max(said["made"], here["made"]) > real["at"] for _, said, here, real in ended)
     yield f"{len(some)} points, {len(ran)} tried, {len(ended)} measured" + (f", {late} PREDICTED AFTER IT" if late else "")
-    short = [(said, point) for point, said, real in ran if real.get("error") == "out of memory"]
+    short = [(said, point) for point, said, _, real in ran if real.get("error") == "out of memory"]
     false = [point.number for said, point in short if said["fits"]]
-    yield f"false `fits`: {len(false)} {false or ''}; rightly too big: {len(short) - len(false)}"
-    for key, bound in (("bytes", MEMORY), ("seconds", TIME)):
-        off = {point.number: said[key] / real[key] - 1 for point, said, real in ended}
+    wary = [point.number for point, said, _, _ in ended if not said["fits"]]
+    yield f"false `fits`: {len(false)} {false or ''}; rightly too big: {len(short) - len(false)}; said too big and ran: {wary or 0}"
+    asked = ("bytes", "bytes", 0, MEMORY), ("seconds", "seconds", 0, TIME), ("seconds said here", "seconds", 1, TIME)
+    for what, key, at, bound in asked:
+        off = {point.number: both[at][key] / real[key] - 1 for point, *both, real in ended}
         bad = {number: f"{x:+.0%}" for number, x in off.items() if abs(x) > bound}
-        yield f"{key} within {bound:.0%}: {len(off) - len(bad)} of {len(off)} {bad or ''}"
+        yield f"{what} within {bound:.0%}: {len(off) - len(bad)} of {len(off)} {bad or ''}"
     groups: dict[Any, list[tuple[float, float]]] = {}
-    for point, said, real in ended:
+    for point, said, _, real in ended:
         job = f"{point.job.name}, {point.job.batch} x {point.job.length}, on {point.gpus}"
         groups.setdefault((job, str(point.job)), []).append((said["seconds"], real["seconds"]))
     several = {key: found for key, found in groups.items() if len(found) > 1}
     lost = {key: min(found)[1] / min(real for _, real in found) - 1 for key, found in several.items()}
-    bad = {job: f"{x:+.0%}" for (job, _), x in lost.items() if x > CHOICE}
-    yield f"chosen within {CHOICE:.0%} of the best tried: {len(lost) - len(bad)} of {len(lost)} jobs {bad or ''}"
+    bad_ = {job: f"{x:+.0%}" for (job, _), x in lost.items() if x > CHOICE}
+    yield f"chosen within {CHOICE:.0%} of the best tried: {len(lost) - len(bad_)} of {len(lost)} jobs {bad_ or ''}"
 
 
 def main() -> None:
@@ -437,10 +592,10 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="write predictions down and measure nothing")
     parser.add_argument("--report", action="store_true", help="compare what there is")
     parser.add_argument("--gpus", default="", help="points of so many alone: 1,2; default: what the GPUs here suffice for")
-    parser.add_argument("--device", help="predict for a device that is not here: h200, h100 ...")
+    parser.add_argument("--device", default=HERE, help="predict for a device that need not be here: h200, h100 ...")
     parser.add_argument("--jobs", type=int, default=1, help="processes that predict")
     parser.add_argument("--minutes", type=float, default=9.0, help="in which to end")
-    parser.add_argument("--steps", type=int, default=4, help="that are timed, after two")
+    parser.add_argument("--steps", type=int, default=4, help="that are timed, after those that warm up")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--points", default="", help="these alone")
     parser.add_argument("--here", action="store_true", help="measure in this process, one of as many as the points have ranks")
@@ -462,8 +617,9 @@ def main() -> None:
         work(sorted(some, key=lambda point: order.index(point.number)), options.out, options.steps)
     else:
         if not options.report:
-            # predictions are a process of their own: they take memory of a GPU while it lasts
-            subprocess.run([sys.executable, __file__, "--predict", *sys.argv[1:]], check=True)
+            for name in dict.fromkeys((options.device, HERE)):
+                # predictions are a process of their own: they take memory of a GPU while it lasts
+                subprocess.run([sys.executable, __file__, "--predict", *sys.argv[1:], "--device", name], check=True)
             more = ["--steps", str(options.steps), *(["--tiny"] if options.tiny else [])]
             each(some, options.out, until, more)
         text = "\n".join([*table(some, options.out), "", *compare(some, options.out), ""])
