@@ -2,7 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from .errors import refuse
 from .generate.options import FILE
 from .generate.run import beside
+from .layers.head import Head
 from .layers.inputs import shift_right
 from .parallel.blocks import kept, recompute, recomputed
 from .theirs import MODEL
@@ -22,6 +24,11 @@ def worth_saying(record: logging.LogRecord) -> bool:
     """Not that a pipeline does not know a class of ours by name, where it knows transformers' own with the same head."""
     said, rest = record.getMessage(), " is not supported"
     return not any(said.startswith(f"The model '{ours}'{rest}") and f"'{theirs}'" in said for ours, theirs in MET.items())
+
+
+def rows_alone(layer: Any) -> bool:
+    """Whether a layer is one that peft has put around an embedding, or a head tied to it, to train some of its rows."""
+    return hasattr(getattr(layer, "token_adapter", layer), "trainable_tokens_delta")
 
 
 class Guest(nn.Module):
@@ -105,6 +112,15 @@ class Guest(nn.Module):
                 found = f"no longer {shared[name]}, which is all that a file of a tied model has"
                 refuse(None, name, found, "model.tie(), or to save the adapter before it is merged")
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As for any module (`to`, `half`, `to_empty`), but what was tied stays so: on its way to or from `meta` torch gives each
+        name a parameter of its own."""
+        tied = self.held()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types there
+        if tied:
+            self.tie()
+        return self
+
     # ---- recompute
 
     @property
@@ -140,17 +156,39 @@ class Guest(nn.Module):
 
     # ---- peft
 
+    @property
+    def _tied_weights_keys(self) -> dict[str, str]:
+        """Tied parameters and what they share: peft trains the rows of a tied head with those of the embedding."""
+        return dict(self.shared)
+
     def look(self) -> None:
         """Warn of two things that go wrong without a word when peft is put on this model: a new head, which peft does not know by
-        name, stays untrained, and an adapter on a head that shares its matrix would be merged into the embedding as well."""
+        name, stays untrained, and an adapter on one of two layers that share a matrix would be merged into both."""
         report = vars(self).get("load_report")  # a model that was built has none
         drawn = [name for name in (report.new if report is not None else ()) if name.startswith("head.out.")]
         if drawn and not any(p.requires_grad for p in self.head.parameters()):
             warnings.warn("head: drawn at random, and not trained; peft trains it with modules_to_save=['head']", stacklevel=5)
-        base = getattr(getattr(self.head, "out", None), "base_layer", None)
-        if base is not None and base.weight is self.get_submodule("embed.tokens").weight:
-            said = "merged, what is added to it would change the embedding too"
-            warnings.warn(f"head.out: the embedding's own matrix; {said}: peft's exclude_modules=['head.out']", stacklevel=5)
+        both = {"head.out": getattr(self.head, "out", None), "embed.tokens": self.get_submodule("embed.tokens")}
+        bases = {name: getattr(layer, "base_layer", None) for name, layer in both.items()}
+        for (name, base), other, where in zip(bases.items(), reversed(both.values()), ("embedding", "head"), strict=True):
+            alone = base is not None and getattr(other, "weight", None) is base.weight
+            if alone and not any(map(rows_alone, both.values())):
+                said = f"merged, what is added to it would change the {where} too"
+                warnings.warn(f"{name}: the {where}'s own matrix; {said}: peft's exclude_modules=['{name}']", stacklevel=5)
+
+    # ---- trl
+
+    @property
+    def base_model(self) -> "Guest":
+        """This model without its head, of the same layers, whose output has hidden states alone: trl multiplies them with the
+        head's matrix itself, in pieces."""
+        out = copy(self)
+        vars(out).update(_modules={**self._modules, "head": Head()}, task="backbone")
+        vars(out).pop("forward", None)  # trl puts one of its own, which calls this, into the model
+        return out
+
+    def add_model_tags(self, tags: Any) -> None:
+        """Nothing to do: trl's tags are for the card of a model that transformers uploads."""
 
     # ---- pipelines
 

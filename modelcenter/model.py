@@ -170,6 +170,8 @@ class Model(Guest):
         Errors: `InputError` for arguments that do not fit each other or the model, and for those of transformers that cannot be
         honoured: `output_attentions`, `return_dict=False`, and what else has a value (`others`).
         """
+        if cu_seq_lens_q is not None or position_ids is not None:
+            others.pop("seq_idx", None)  # transformers' collator says in three ways where packed sequences begin
         self.refuse_unsupported(past_key_values, output_attentions, return_dict, others)
         if input_ids is not None and inputs_embeds is not None:
             refuse(None, "inputs_embeds", "given beside input_ids", "one of the two")

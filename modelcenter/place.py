@@ -40,7 +40,7 @@ def place(model: Model, device: str | torch.device | None, machine: Machine | No
             device = device or where()
         home = torch.device(device or "cpu")
         check_memory(model, home)
-        model._apply(partial(stored, home=home))  # type: ignore[no-untyped-call]  # torch has no types there
+        model._apply(partial(stored, home=home))
         model.tie()
     for job in jobs:
         job.result()

@@ -25,6 +25,7 @@ FORWARD = {  # arguments of a forward
     "mems": "past_key_values",
     "next_sentence_label": "leave it out: only masked words are learned here",
     "past_key_value": "past_key_values",
+    "seq_idx": "position_ids, which begin anew with each sequence, or cu_seq_lens_q and cu_seq_lens_k",
 }
 LOAD = {  # arguments of from_pretrained
     "attn_implementation": "leave it out: the fastest of those that compute the same is taken",
@@ -64,7 +65,6 @@ SAVE = {  # arguments of save_pretrained
 MODEL = {  # attributes of a model
     "active_adapters": "model.adapter",
     "add_adapter": "mc.add_adapter(model, mc.AdapterConfig(...))",
-    "base_model": f"mc.load(name, task='backbone'); {OURS}",
     "get_decoder": "model.decoder, or mc.load(name, task='backbone') for hidden states",
     "get_encoder": "model.encoder, or mc.load(name, task='embed') for vectors of texts",
     "get_memory_footprint": "sum(p.nbytes for p in model.parameters())",

@@ -167,6 +167,36 @@ def test_tied_weights_have_one_name_and_answer_to_two() -> None:
     assert torch.equal(other.state_dict()["head.out.weight"], torch.ones(50, 32))
 
 
+def test_tied_weights_stay_tied_on_their_way_from_meta() -> None:
+    model = mc.build("gpt2", config=SIZES, seed=0)
+    outer, state = torch.nn.Sequential(model), {name: t.clone() for name, t in model.state_dict().items()}
+    for away in (outer.to("meta"), outer.to_empty(device="cpu")):
+        assert model.head.out.weight is model.embed.tokens.weight
+        assert len(list(away.parameters())) == len(state)
+    model.load_state_dict(state)
+    assert all(torch.equal(model.state_dict()[name], t) for name, t in state.items())
+    model.head.out.weight = torch.nn.Parameter(torch.ones(50, 32))  # untied by hand, it stays so
+    assert model.to("meta").head.out.weight is not model.embed.tokens.weight
+
+
+@pytest.mark.parametrize(("kind", "task"), [("bert", "mlm"), ("t5", "seq2seq"), ("gpt2", "lm")])
+def test_gradients_of_each_row(kind: str, task: str) -> None:
+    """By vmap, as tools for differential privacy and influence take them."""
+    _, model = quiet(kind, task)
+    rows = torch.randint(4, 128, (3, 9), generator=torch.Generator().manual_seed(1))
+    held = {name: p.detach() for name, p in model.train().named_parameters()}
+
+    def loss(held: Any, row: torch.Tensor) -> Any:
+        return torch.func.functional_call(model, held, (), {"input_ids": row[None], "labels": row[None]}).loss
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0), randomness="different")(held, rows)
+    for n, row in enumerate(rows):
+        model.zero_grad()
+        model(input_ids=row[None], labels=row[None]).loss.backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name][n], p.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_recompute_is_turned_on_and_off() -> None:
     _, model = quiet("gpt2", "lm")
     ids, found, on = torch.arange(6)[None], [], model.gradient_checkpointing_enable
@@ -216,6 +246,55 @@ def test_an_output_holds_what_is_there() -> None:
     assert list(out) == ["loss"] and out["logits"] is None and out.logits is None and len(out.to_tuple()) == 1
     with pytest.raises(KeyError):
         out["nothing"]
+
+
+def test_answers_are_evaluated_as_starts_and_ends(tmp_path: Path) -> None:
+    """What Trainer hands to a metric are the two tensors that transformers' model gives."""
+    given = {"input_ids": [5, 6, 7, 8, 9], "attention_mask": [1] * 5, "start_positions": 1, "end_positions": 3}
+    found = []
+    for model in quiet("bert", "qa"):
+        asked = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True,
+                                               label_names=["start_positions", "end_positions"])  # fmt: skip
+        found.append(transformers.Trainer(model=model, args=asked).predict([given] * 3))
+    for theirs, ours in zip(found[0].predictions, found[1].predictions, strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-4)
+    assert found[1].metrics["test_loss"] == pytest.approx(found[0].metrics["test_loss"], rel=1e-5)
+
+
+# ---- trl ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "task"), [("llama", "lm"), ("t5", "seq2seq")])
+def test_the_model_without_its_head(kind: str, task: str) -> None:
+    """trl's trainers compute losses of its hidden states and the head's matrix, in a forward that they put into the model."""
+    theirs, ours = quiet(kind, task)
+    ids, gradients = torch.randint(4, 128, (2, 9), generator=torch.Generator().manual_seed(1)), []
+    asked = {"input_ids": ids, **({"decoder_input_ids": ids} if kind == "t5" else {})}
+    plain = ours.train()(**asked).logits
+    ours.forward = lambda **asked: ours.base_model(**asked, use_cache=False).last_hidden_state  # type: ignore[method-assign]
+    hidden = ours(**asked)
+    torch.testing.assert_close(ours.get_output_embeddings()(hidden * ours.head.scale), plain)
+    for logits in (plain, ours.head.logits(hidden)):
+        ours.zero_grad()
+        logits.logsumexp(-1).sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in ours.named_parameters()})
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert ours.task == task and "logits" not in ours.base_model(**asked) and hasattr(ours.head, "out")
+    ours.add_model_tags(["trl"])
+    theirs.add_model_tags(["trl"])
+
+
+def test_where_packed_sequences_begin_may_be_said_twice() -> None:
+    """As transformers' and trl's collators say it, with `seq_idx` beside what is read here."""
+    rows = [{"input_ids": list(range(n, 2 * n))} for n in (5, 9)]
+    batch = transformers.DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True, return_tensors="pt")(rows)
+    _, model = quiet("llama", "lm")
+    wanted = model(**{name: value for name, value in batch.items() if name != "seq_idx"}).loss
+    assert "seq_idx" in batch and torch.equal(model(**batch).loss, wanted)
+    few = {name: batch[name] for name in ("input_ids", "position_ids", "labels", "seq_idx")}
+    assert torch.equal(model(**few).loss, wanted)
+    with pytest.raises(mc.InputError, match=r"^forward\(seq_idx\): no such argument; position_ids, which begin anew"):
+        model(batch["input_ids"], seq_idx=batch["seq_idx"])
 
 
 # ---- peft --------------------------------------------------------------------------------------------------------------
@@ -284,6 +363,35 @@ def test_peft_and_tied_weights(tmp_path: Path) -> None:
     assert tuned.generate(input_ids=ids, max_new_tokens=3).shape == (1, 10)
     with pytest.raises(mc.InputError, match=r"^head.out.weight: no longer embed.tokens.weight"):
         tuned.merge_and_unload().save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+def test_peft_trains_rows_of_a_tied_matrix(kind: str, tmp_path: Path) -> None:
+    """Those of the head too, whose scores they are; also where the folder's config.json leaves it to the class that it is tied."""
+    task, name = {"t5": "seq2seq"}.get(kind, "lm"), {"llama": "embed_tokens", "gpt2": "wte", "t5": "shared"}[kind]
+    rows = list(range(20, 60))
+    theirs, _ = quiet(kind, task)
+    _, wanted = steps(theirs, peft.TrainableTokensConfig(target_modules=[name], token_indices=rows))
+    words = {} if kind == "llama" else {"tie_word_embeddings": None}  # without the word LLaMA is not tied
+    folder = zoo.rewritten(zoo.Case(kind, "default", task), tmp_path / "model", **words)
+    none = {f.name: 0.0 for f in fields(zoo.families()[kind].Config) if "dropout" in f.name}  # type: ignore[arg-type]  # a dataclass
+    tuned, found = steps(mc.load(folder, config=none), peft.TrainableTokensConfig(target_modules=["tokens"], token_indices=rows))
+    assert found == pytest.approx(wanted, rel=1e-5) and found[2] < found[0]
+    ids = torch.arange(18, 27)[None]
+    asked = {"input_ids": ids, **({"decoder_input_ids": ids} if kind == "t5" else {})}
+    logits = tuned(**asked).logits
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = mc.load(tmp_path / "merged")
+    assert not merged.load_report.new and merged.head.out.weight is merged.embed.tokens.weight
+    torch.testing.assert_close(merged(**asked).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_on_one_of_two_tied_layers_is_told_of() -> None:
+    with pytest.warns(UserWarning, match=r"^embed.tokens: the head's own matrix; .*exclude_modules=\['embed.tokens'\]"):
+        steps(quiet("gpt2", "lm")[1], peft.LoraConfig(target_modules=["tokens", "q"], r=4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=r".*own matrix")
+        steps(quiet("gpt2", "lm")[1], peft.TrainableTokensConfig(target_modules=["tokens"], token_indices=[5, 6]))
 
 
 def test_a_prompt_of_peft_is_not_passed_over() -> None:

@@ -127,8 +127,11 @@ class Config:
             refuse("config.json", "problem_type", found, "regression of one label, or multi_label_classification of several")
 
     def to_dict(self) -> dict[str, Any]:
-        """The Hugging Face config."""
-        return write(self)
+        """The Hugging Face config. It says whether the head is tied, which a file may leave to the class: peft asks."""
+        out, tied = write(self), vars(self).get("tie", self.hf.fixed.get("tie_word_embeddings"))
+        if tied is not None:
+            out.setdefault("tie_word_embeddings", tied)
+        return out
 
     def get(self, key: str, default: Any = None) -> Any:
         """A key of the Hugging Face config."""
@@ -150,7 +153,8 @@ class Config:
                 return values.get("decoder_start_token_id") is not None
             if name in EVERYWHERE:
                 return getattr(self, EVERYWHERE[name])
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        more = "; a reference model for trl is a copy: ref_model=copy.deepcopy(model)" if name == "_attn_implementation" else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{more}", name=name, obj=self)
 
     @property
     def model_type(self) -> str:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import InputError, refuse
 from ..names import Names
 from .atomic import disk_errors, write_new
+from .config import write as keys_of
 from .exchange import Slot, write
 from .group import Group
 from .load import local
@@ -117,7 +118,7 @@ def whole(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def config_json(model: "Model", kind: torch.dtype) -> bytes:
     """config.json: the one that the model came with, with what has changed, its class and its dtype."""
-    values: dict[str, Any] = dict(model.config.to_dict())
+    values = keys_of(model.config)
     values["architectures"] = [model.tasks[model.task].architecture]
     if type(model).encoder_decoder and (not model.config.file or values.get("is_encoder_decoder", True) != model.encoder_decoder):
         values["is_encoder_decoder"] = model.encoder_decoder  # generate of transformers asks for it

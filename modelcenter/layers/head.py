@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import refuse
+from ..ops._mode import transformed
 from ..ops.cross_entropy import IGNORE
 from ..ops.linear_cross_entropy import chunked
 from .batch import Batch
@@ -89,11 +90,12 @@ class LMHead(Head):
 
     def prepared(self, batch: Batch) -> Batch:
         """If few positions have a label, the others are left out. To know which ones, the device must be waited for, unless the
-        batch says it. Labels on `meta` have no values, and those of a graph (torch.compile) none yet: all of them count."""
+        batch says it. Labels on `meta` have no values, those of a graph (torch.compile) none yet, and those under vmap several: all
+        of them count."""
         if batch.labels is None or self.shift or not self.training or batch.labels.is_meta:
             return batch
         given = batch.labelled
-        if given is None and torch.compiler.is_compiling():
+        if given is None and (torch.compiler.is_compiling() or transformed()):
             return batch
         found = (batch.labels.flatten() != IGNORE).nonzero().squeeze(1) if given is None else given.sort().values  # see `wanted`
         return replace(batch, labelled=found, wanted=found)
@@ -261,7 +263,7 @@ class SpanHead(Head):
 
     def forward(self, x: Tensor, batch: Batch, items: int | Tensor | None = None) -> Output:
         logits = self.out(x)
-        out = Output(logits=logits, start_logits=logits[..., 0].clone(), end_logits=logits[..., 1].clone(), last_hidden_state=x)
+        out = Output(start_logits=logits[..., 0].clone(), end_logits=logits[..., 1].clone(), last_hidden_state=x)
         if batch.labels is not None:
             labels = batch.labels.masked_fill((batch.labels < 0) | (batch.labels >= x.size(1)), IGNORE)
             # the mean of the two means, each over its own labels, as transformers
