@@ -21,6 +21,7 @@ from .checkpoint import hub
 from .checkpoint.config import changed
 from .checkpoint.folder import Folder
 from .checkpoint.match import Keys, same
+from .checkpoint.sentence import BESIDE
 from .errors import nearest, refuse
 from .model import Model, Preset, Task
 from .registry import families, hubs, presets
@@ -96,7 +97,10 @@ def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> 
 
 
 def task_of(family: type[Model], folder: Folder, config: Any) -> str:
-    """The task of the checkpoint's head: what `architectures` says, else the first task whose head is all there."""
+    """The task of the checkpoint's head: vectors of texts if sentence-transformers' files are beside it, what `architectures` says,
+    else the first task whose head is all there."""
+    if "embed" in family.tasks and (Path(folder.path) / BESIDE[0]).is_file():
+        return "embed"
     named = {task.architecture: name for name, task in reversed(list(family.tasks.items()))}
     said = folder.config.get("architectures") or []
     if not isinstance(said, list) and family.default_task is None:

@@ -27,7 +27,7 @@ def written(folder: Path, kind: str, modules: Any, mode: str) -> Path:
     if isinstance(modules, list):
         modules = [{"idx": n, "name": str(n), "path": f"{n}_{name}" if n else "", "type": f"sentence_transformers.models.{name}"}
                    for n, name in enumerate(modules)]
-        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling").mkdir(exist_ok=True)
         pooling = {"word_embedding_dimension": 8, **{f"pooling_mode_{name}": name == mode for name in MODES}}
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -161,3 +161,25 @@ def test_a_tensor_that_a_dense_layer_has_no_place_for_is_refused(tmp_path: Path)
     save_file({"linear.weight": products[0].weight.detach(), "linear.bias": torch.ones(12)}, folder / "2_Dense/model.safetensors")
     with pytest.raises(InputError, match=r"2_Dense: linear.bias: unexpected; config.json describes a layer without"):
         mc.load(folder, task="embed")
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("bert", "mean_tokens"), ("gpt2", "lasttoken"), ("t5", "mean_tokens")])
+def test_a_model_trained_from_no_such_folder_says_what_its_vectors_are(kind: str, mode: str, tmp_path: Path) -> None:
+    """Or sentence-transformers would take the mean, and `mc.load` a backbone or a language model."""
+    model = zoo.pair(zoo.Case(kind, "default", "embed"))[1]
+    model.save_pretrained(tmp_path / "m")
+    modules = json.loads((tmp_path / "m" / "modules.json").read_text())
+    assert [(m["path"], m["type"].rpartition(".")[2]) for m in modules] == [
+        ("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]  # fmt: skip
+    pooling = json.loads((tmp_path / "m" / "1_Pooling" / "config.json").read_text())
+    assert [key for key, value in pooling.items() if value is True] == [f"pooling_mode_{mode}"]
+    assert pooling["pooling_mode_mean_tokens"] is (mode == "mean_tokens")  # whose absence is true to older versions
+    assert pooling["word_embedding_dimension"] == model.config.dim
+    ids = torch.randint(5, 40, (3, 6))
+    again = mc.load(tmp_path / "m")
+    assert again.task == "embed" and torch.equal(again(ids).embeddings, model.eval()(ids).embeddings)
+    again.save_pretrained(tmp_path / "n")
+    assert (tmp_path / "n" / "modules.json").read_bytes() == (tmp_path / "m" / "modules.json").read_bytes()
+    if kind != "t5":
+        mc.load(tmp_path / "m", task="backbone").save_pretrained(tmp_path / "b")
+        assert not (tmp_path / "b" / "modules.json").exists()

@@ -53,7 +53,7 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
             bare=model.bare,
         )
     ]
-    extra = {**model.companions, **files_of(model.head, kind), "config.json": config_json(model, kind)}
+    extra = {**model.companions, **files_of(model.head, model.config.dim, kind), "config.json": config_json(model, kind)}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         save_folder(folder, tensors, max_shard_size=max_shard_size, extra_files=extra)
         return

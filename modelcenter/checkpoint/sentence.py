@@ -3,8 +3,10 @@
 modules.json lists modules with their folders. Supported are Transformer; Pooling (the mean, the last token or the first);
 Normalize; and Dense layers behind the pooling, which LaBSE and sentence-t5 have: N_Dense/config.json (in_features, out_features,
 bias, activation_function) and weights (linear.weight, linear.bias). Anything else there would change the vectors, and is reported.
+A model that was trained from a folder without these files gets its own, or sentence-transformers would take the mean of all tokens.
 """
 
+import json
 import re
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,10 +120,23 @@ def settle(folder: Path, said: Said, head: EmbedHead, width: int, dtype: torch.d
     return values
 
 
-def files_of(head: nn.Module, dtype: torch.dtype) -> dict[str, bytes]:
-    """The files to write beside a model, so that it gives the same vectors again. Every rank calls it."""
-    if not isinstance(head, EmbedHead) or not head.files:
+def made(head: EmbedHead, width: int) -> dict[str, bytes]:
+    """The files that say what the head does, in the words that every version of sentence-transformers reads."""
+    places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [{"idx": n, "name": str(n), "path": place, "type": f"sentence_transformers.models.{kind}"}
+               for n, (kind, place) in enumerate(places.items())]  # fmt: skip
+    pooling = {PREFIX + theirs: POOLINGS[ours] is head.pick for theirs, ours in NAMES.items()}
+    files = {BESIDE[0]: modules, "1_Pooling/config.json": {"word_embedding_dimension": width, **pooling}}
+    return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in files.items()}
+
+
+def files_of(head: nn.Module, width: int, dtype: torch.dtype) -> dict[str, bytes]:
+    """The files to write beside a model, so that it gives the same vectors again, of `width` before dense layers. Every rank calls
+    it."""
+    if not isinstance(head, EmbedHead):
         return {}
+    if not head.files:
+        return made(head, width) if head.dense is None else {}
     out = dict(head.files)
     for place, layer in zip(head.places, head.dense or (), strict=True):
         items = []

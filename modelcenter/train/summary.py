@@ -160,9 +160,12 @@ def usage(folder: Path, recipe: Mapping[str, Any]) -> str:
     if (model / "adapter_config.json").is_file():
         commands.append(f"modelcenter merge {typed(model)} merged    # whole weights")
         lines.append(f"import peft\n\nmodel = peft.{opener(model)}.from_pretrained({str(model)!r})")
+    elif (model / "modules.json").is_file():
+        lines.append(f"import sentence_transformers\n\nmodel = sentence_transformers.SentenceTransformer({str(model)!r})")
     elif named := (json.loads((model / "config.json").read_text("utf-8")).get("architectures") or [None])[0]:
         lines.append(f"import transformers\n\nmodel = transformers.{named}.from_pretrained({str(model)!r})")
-    lines[-1] += f"\ntokenizer = transformers.AutoTokenizer.from_pretrained({str(model)!r})"
+    if "sentence_transformers" not in lines[-1]:  # whose model takes texts
+        lines[-1] += f"\ntokenizer = transformers.AutoTokenizer.from_pretrained({str(model)!r})"
     lines[-1] = lines[-1].replace("import peft\n", "import peft\nimport transformers\n")
     code = "\n\n".join(lines)
     return f"The model is in `{model}`.\n\n```python\n{code}\n```\n\n```\n" + "\n".join(commands) + "\n```"
