@@ -378,7 +378,8 @@ def test_sentinels_stand_behind_padding_and_the_end() -> None:
 
 @pytest.mark.parametrize("spec, said", [
     ("bpe", "; a size: bpe:8000"), ("bpe:many", "; a size: bpe"), ("bpe:100", "at least 257"),
-    ("roberta:260", "at least 261"), ("span:358", "at least 359"), ("./none", "no such folder"), ("a/b/c", "no such folder")])
+    ("roberta:260", "at least 261"), ("span:358", "at least 359"), ("./none", "no such folder"), ("a/b/c", "no such folder"),
+    ("gpt2:300", "one of bpe, .* is made, as bpe:300")])
 def test_bad_specifications(spec: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         open_tokenizer(spec, TEXTS)

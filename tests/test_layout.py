@@ -565,6 +565,11 @@ def test_chips(tmp_path: Path) -> None:
         chip_named("h20")
 
 
+def test_first_part_of_a_device_s_name() -> None:
+    with pytest.raises(InputError, match="did you mean 'a100-80' or 'a100-40'"):  # and not a v100
+        chip_named("a100")
+
+
 def test_a_gpu_is_known_by_its_name_and_its_host_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     card = SimpleNamespace(name="NVIDIA H200", total_memory=150 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)

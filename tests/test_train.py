@@ -1266,6 +1266,14 @@ def test_a_warm_up_that_never_ends_is_said(tmp_path: Path, capsys: pytest.Captur
         assert f"schedule: 20 steps of warm-up {said}" in told if said else "schedule:" not in told
 
 
+def test_max_steps_that_the_epochs_end_before_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever gives max_steps to a recipe of epochs."""
+    for steps, ends in ((1000, True), (2, False)):
+        train(recipe_of(tmp_path, max_steps=steps, num_epochs=1, output_dir=str(tmp_path / str(steps))), MACHINE)
+        said = f"max_steps: {steps:,}, but num_epochs=1 ends the run before; num_epochs=null for all"
+        assert (said in capsys.readouterr().err) == ends
+
+
 @pytest.mark.parametrize("where", ["file", "file/below"])
 def test_an_output_dir_that_can_be_no_folder(where: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a result of something else")

@@ -173,7 +173,7 @@ class Tokenizer:
         lone = len(self.encode_pair(first, "")[0])
         if limit <= lone + stride:
             found = f"{limit} with a question of {lone} tokens"
-            refuse(None, "data.seq_len", found, f"more than {lone + stride}: data.stride is {stride}")
+            refuse(None, "data.seq_len", found, f"more than {lone + stride}, or a smaller data.stride than {stride}")
         # cut into tokens whole: tokenizers 0.23.2 drops what of `second` is beyond `limit` where it is to do both at once. What was
         # cut alone does not know that it is the second.
         one, two = self.raw.encode_batch([first, second], add_special_tokens=False)

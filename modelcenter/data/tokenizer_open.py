@@ -50,6 +50,8 @@ def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
         if not (size.isascii() and size.isdigit() and len(size) < 10):
             refuse(None, "tokenizer", repr(spec), f"a size: {kind}:8000")
         return train_tokenizer(texts, int(size), kind)
+    if size.isdigit() and not Path(spec).exists():
+        refuse(None, "tokenizer", repr(spec), f"{kind} alone; of your text one of {', '.join(SPECIAL)} is made, as bpe:{size}")
     return load_tokenizer(spec)
 
 

@@ -49,6 +49,9 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     if recipe.init == "pretrained" and recipe.tokenizer is not None and made_here(recipe.tokenizer):
         lines.append(f"tokenizer: {recipe.tokenizer} is made of this text, and the weights have learned other ids; init=random, or "
                      "leave tokenizer out")
+    if recipe.max_steps is not None and setup.steps < recipe.max_steps:
+        lines.append(f"max_steps: {recipe.max_steps:,}, but num_epochs={recipe.num_epochs:g} ends the run before; "
+                     "num_epochs=null for all")
     if (warmup := recipe.schedule.of(setup.steps).warmup_steps) >= setup.steps:
         so = "the learning rate does not come to its peak" if setup.steps > 1 else "its learning rate is 0, and nothing is trained"
         lines.append(f"schedule: {counted(int(warmup), 'step')} of warm-up in a run of {setup.steps:,}: {so}; "
