@@ -1,5 +1,6 @@
 """The mean of the weights of several models."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,34 @@ def test_a_mean_is_rounded_once(tmp_path: Path) -> None:
 def test_what_has_no_mean_is_refused(other: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         soup([made(0), made(1), made(2, **other)])
+
+
+@pytest.mark.parametrize(("task", "key", "value", "words"), [
+    ("lm", "prefix_lm", True, "prefix_lm True; False, as"),
+    ("classify", "problem_type", "multi_label_classification", "multi_label_classification; single_label_classification, as"),
+], ids=["prefix_lm", "problem_type"])  # fmt: skip
+def test_what_is_said_of_equal_shapes_alone_is_refused(tmp_path: Path, task: str, key: str, value: Any, words: str) -> None:
+    """Which words a prompt's first one sees, and what a label is, stand in config.json."""
+    for seed, folder in enumerate("abc"):
+        made(seed, model="gpt2", task=task).save_pretrained(tmp_path / folder)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config | {key: value}))
+    (tmp_path / "c" / "config.json").write_text(json.dumps(config | {"problem_type": "single_label_classification"}))
+    a, b, c = (mc.load(tmp_path / folder) for folder in "abc")
+    with pytest.raises(InputError, match=words):
+        soup([a, b])
+    assert soup([a, c]) is a  # the other's says what absence means
+
+
+def test_other_words_have_no_mean(tmp_path: Path) -> None:
+    """Two runs that trained a tokenizer each, on other texts: their rows are as many, and of other words."""
+    for folder, text in (("a", "to be or not to be "), ("b", "to be or not to be "), ("c", "the quick brown fox ")):
+        made(0, model="gpt2", task="lm").save_pretrained(tmp_path / folder)
+        train_tokenizer([text * 9], 270, "bpe").save(tmp_path / folder)
+    a, b, c = (mc.load(tmp_path / folder) for folder in "abc")
+    assert soup([a, b]) is a
+    with pytest.raises(InputError, match=r"tokenizer\.json: other words than"):
+        soup([a, c])
 
 
 @pytest.mark.parametrize("at", [0, 1])

@@ -1,9 +1,11 @@
 """The mean of the weights of several models that were trained from the same one. Wortsman et al., 2022."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from ..checkpoint.strict_json import parse_json
 from ..errors import refuse
 from ..model import Model
 
@@ -12,7 +14,7 @@ from ..model import Model
 def soup(models: Iterable[Model], dtype: torch.dtype | None = None) -> Model:
     """The first of `models`, with the mean of all their weights, added up in at least fp32 and rounded once, to `dtype` or that of
     the first. Of each later model only the weights are used, and no two need be in memory at once. Errors: `InputError`, naming the
-    first model that is of another family, head, size or labels, or that has an adapter."""
+    first model that is of another family, head, size, labels or words, or that has an adapter."""
     rest = iter(models)
     first = next(rest)
     alike(first, first)
@@ -31,10 +33,27 @@ def alike(first: Model, other: Model) -> Model:
     """`other`, if its weights stand where those of `first` stand and mean the same."""
     if first.adapter is not None or other.adapter is not None:
         refuse(other.source, None, "an adapter", "modelcenter merge puts it into its base's weights")
-    for what, mine, its in (
-        ("family", type(first).__name__, type(other).__name__), ("head", first.task, other.task),
-        *((name, value, getattr(other.config, name, None)) for name, value in vars(first.config).items() if name != "file"),
-    ):  # fmt: skip
-        if mine != its:
-            refuse(other.source, None, f"{what} {its}", f"{mine}, as {first.source} has")
+    mine, its = meaning(first), meaning(other)
+    for what, value in mine.items():
+        if its.get(what) != value:
+            refuse(other.source, None, f"{what} {its.get(what)}", f"{value}, as {first.source} has")
+    if None not in (said := [words(model) for model in (first, other)]) and said[0] != said[1]:
+        refuse(other.source, "tokenizer.json", f"other words than {first.source} has", "models whose rows are the same words")
     return other
+
+
+def meaning(model: Model) -> dict[str, Any]:
+    """What a model's weights stand for: its family and head, its sizes, how it reads a prompt and what its labels are."""
+    file, alone = model.config.file, model.config.num_labels == 1
+    found = {"family": type(model).__name__, "head": model.task, **vars(model.config), "prefix_lm": file.get("prefix_lm") is True}
+    if model.task == "classify":  # as transformers reads it where it is absent
+        found["problem_type"] = file.get("problem_type") or ("regression" if alone else "single_label_classification")
+    del found["file"]
+    return found
+
+
+def words(model: Model) -> Any:
+    """The words of the rows of the vocabulary, with their scores if they have any; None if no tokenizer.json says them."""
+    found = parse_json("tokenizer.json", model.companions.get("tokenizer.json", b"{}"))
+    inner = found.get("model") if isinstance(found, dict) else None
+    return inner.get("vocab") if isinstance(inner, dict) else None
