@@ -127,6 +127,8 @@ def load(
         asked, task = task, task_of(cls, folder, full) if task == "auto" else task
         check_task(cls, task)
         check_labels(cls, task, num_labels, id2label)
+        if task == "qa" and full.num_labels != 2:  # a classifier's; transformers gives its head as many scores as there are labels
+            full = replace(full, labels=labels_of(2, None))
         full, untied = untie(cls, full, folder, task)
         kind = asked_dtype(dtype) or dtype_of(folder, cls.ignored)
         with told(path / "config.json"):

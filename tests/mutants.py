@@ -1495,6 +1495,8 @@ MUTANTS = (
            "test_soup.py::test_each_weight_is_the_mean[bert-base-uncased-classify-dtype0]"),
     Mutant("sums-of-weights-in-16-bits", "optim/soup.py", "torch.promote_types(p.dtype, torch.float32)", "p.dtype",
            "test_soup.py::test_each_weight_is_the_mean[bert-base-uncased-classify-dtype1]"),
+    Mutant("three-labels-for-start-and-end", "create.py", 'if task == "qa" and full.num_labels != 2:', 'if False:',
+           "test_bert.py::test_a_classifier_becomes_a_question_answerer_that_transformers_opens", "RuntimeError"),
     Mutant("a-prefix-lm-averaged-with-a-causal-one", "optim/soup.py", ', "prefix_lm": file.get("prefix_lm") is True}', "}",
            "test_soup.py::test_what_is_said_of_equal_shapes_alone_is_refused[prefix_lm]", "Failed"),
     Mutant("rows-of-other-words-averaged", "optim/soup.py", "said[0] != said[1]", "not said[0]",

@@ -211,6 +211,18 @@ def test_a_sentence_of_nothing_but_padding_has_a_finite_vector() -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in ours.parameters())
 
 
+def test_a_classifier_becomes_a_question_answerer_that_transformers_opens(pretraining: Any, tmp_path: Path) -> None:
+    """A class with as many scores a token as config.json has labels; the classifier had three."""
+    _, tensors, config = pretraining
+    config = config | {"id2label": {"0": "no", "1": "maybe", "2": "yes"}, "label2id": {"no": 0, "maybe": 1, "yes": 2}}
+    ours = mc.load(folder(tmp_path / "in", tensors, config), task="qa")
+    ours.save_pretrained(tmp_path / "out")
+    theirs = transformers.BertForQuestionAnswering.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids()).start_logits, theirs(ids()).start_logits, rtol=1e-4, atol=1e-5)
+    assert mc.load(tmp_path / "in", task="classify").config.labels == ("no", "maybe", "yes")
+
+
 def test_question_answering_loss() -> None:
     theirs, ours = zoo.pair(Case("bert", "default", "qa"))
     start, end = torch.tensor([3, 9]), torch.tensor([5, 20])  # an answer beyond the text counts for nothing
