@@ -943,6 +943,8 @@ MUTANTS = (
     Mutant("dense-not-written-back", "checkpoint/save.py", "**files_of(model.head, model.config.dim, kind), ", "",
            "test_sentence.py::test_dense_layers_are_read_trained_and_written_back[gpt2-mean_tokens-safetensors]",
            error="FileNotFoundError"),
+    Mutant("key-with-a-dot-in-a-file", "config/keys.py", "if key in within.values():", "if False:",
+           "test_keys.py::test_a_key_with_a_dot_in_a_file_is_told_how_it_is_written_there"),
     Mutant("epochs-end-a-run-unsaid", "train/opening.py", "setup.steps < recipe.max_steps", "False",
            "test_train.py::test_max_steps_that_the_epochs_end_before_are_said"),
     Mutant("first-part-of-a-name-is-none", "errors.py", 'name.startswith(f"{word}-")', "False",

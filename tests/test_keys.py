@@ -236,3 +236,9 @@ def test_a_misspelt_key_of_a_section_is_named_whole() -> None:
         with pytest.raises(InputError, match=f"{key}: unknown key; did you mean '{wanted}'") as error:
             bind(Recipe, tree(key, 1), "r.yaml")
         assert f"'{wanted}'" in str(error.value)
+
+
+def test_a_key_with_a_dot_in_a_file_is_told_how_it_is_written_there(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model: gpt2\noptimizer.lr: 1.0e-4\n")
+    with pytest.raises(InputError, match=r"optimizer\.lr: unknown key; in a file it is optimizer: \{lr: \.\.\.\}"):
+        load_recipe(tmp_path / "mine.yaml", ["data.path=a.txt"])

@@ -50,6 +50,9 @@ def near(key: str, cls: type, section: str) -> str:
     """`did you mean data.path?`: a key as it is written in whole, of this section or of one within; or what is known here."""
     known = {f.name: f.name for f in dataclasses.fields(cls) if f.init}
     within = {name.rpartition(".")[2]: name for name, *_ in describe(cls) if "." in name}
+    if key in within.values():  # as on the command line
+        outer, _, inner = key.partition(".")
+        return f"in a file it is {outer}: {{{inner}: ...}}"
     if key in within:  # `lr` for optimizer.lr
         return f"did you mean {section + within[key]!r}?"
     for names in (known, within):
