@@ -88,13 +88,11 @@ GENERATE = {  # arguments of generate
     "encoder_outputs": "input_ids: the model runs its encoder itself",
     "inputs": "input_ids, or the ids without a name",
     "inputs_embeds": "input_ids",
-    "logits_processor": "prefix_allowed_tokens_fn, bad_words_ids, suppress_tokens, or a loop over model(ids).logits",
-    "logits_warper": "temperature, top_k, top_p, min_p",
+    "logits_warper": "logits_processor, or temperature, top_k, top_p, min_p",
     "negative_prompt_attention_mask": "leave it out: there is no guidance here",
     "negative_prompt_ids": "leave it out: there is no guidance here",
     "past_key_values": "leave it out: every call begins with the prompt",
     "position_ids": "leave it out: attention_mask says where each row begins",
-    "stopping_criteria": "eos_token_id, stop_strings, max_new_tokens, or a streamer that looks on",
     "token_type_ids": "leave it out: return_token_type_ids=False of the tokenizer",
 }
 TOKENIZER = {  # attributes of a tokenizer

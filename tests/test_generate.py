@@ -4,11 +4,19 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import zoo
-from transformers import TextStreamer
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 from zoo import Case
 
 import modelcenter as mc
@@ -303,6 +311,38 @@ def test_a_callback_says_what_may_follow(options: dict[str, object]) -> None:
     assert calls == {(row, n) for row in (0, 1) for n in range(11, 16)}
     with pytest.raises(InputError, match="prefix_allowed_tokens_fn: no token for prompt 0"):
         ours.generate(prompt(), prefix_allowed_tokens_fn=lambda row, ids: [], **options)
+
+
+class EvenOnes(LogitsProcessor):
+    """No odd token; written into what it is given."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        scores[:, 1::2] = float("-inf")
+        return scores
+
+
+class Said(StoppingCriteria):
+    """A row ends behind its first token in the lower half of the vocabulary."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return input_ids[:, -1] < 64
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 1}], ids=str)
+@pytest.mark.parametrize("case", [GPT, Case("t5", "default", "seq2seq")], ids=str)
+def test_a_callers_processors_and_criteria_are_heard(case: Case, options: dict[str, Any]) -> None:
+    """As transformers hears them: with the ids so far, before scores are filtered, and in beams."""
+    theirs, ours = zoo.pair(case, torch.float32)
+    ids = zoo.inputs(case)["input_ids"]
+    asked = {"max_new_tokens": 9, "eos_token_id": 120, "pad_token_id": 0} | options
+    plain = ours.generate(ids, **asked)
+    for more in ({"logits_processor": LogitsProcessorList([EvenOnes(), NoRepeatNGramLogitsProcessor(2)])},
+                 {"logits_processor": [EvenOnes()], "stopping_criteria": [Said()]}):  # fmt: skip
+        lists = {name: (LogitsProcessorList if name == "logits_processor" else StoppingCriteriaList)(items)
+                 for name, items in more.items()}  # fmt: skip
+        found = ours.generate(ids, **asked, **more)
+        assert torch.equal(found, theirs.generate(ids, **asked, **lists))
+        assert found.shape != plain.shape or not torch.equal(found, plain)
 
 
 def test_columns_are_handed_out_as_they_are_written() -> None:

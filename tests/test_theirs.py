@@ -118,14 +118,14 @@ def test_a_forward_refuses(asked: dict[str, Any], line: str) -> None:
 
 
 @pytest.mark.parametrize(("asked", "line"), [
-    ({"stopping_criteria": [1]}, r"^generate\(stopping_criteria\): no such argument; eos_token_id, stop_strings, max_new_tokens"),
+    ({"past_key_values": [1]}, r"^generate\(past_key_values\): no such argument; leave it out: every call begins with the prompt"),
     ({"token_type_ids": torch.ones(1, 3)}, r"^generate\(token_type_ids\): no such argument; leave it out: return_token_type_ids"),
     ({"max_lenght": 5}, r"^generate\(max_lenght\): no such argument; did you mean 'max_length'\?$"),
     ({"inputs_embeds": torch.ones(1, 3, 4), "input_ids": None}, r"^input_ids: inputs_embeds in its place; the prompt's ids"),
     ({"input_ids": None}, r"^input_ids: missing; the prompt's ids \(batch, tokens\)$"),
     ({"streamer": 1}, r"^streamer: a int; an object with a method put, as transformers' have$"),
     ({"tokenizer": "gpt2"}, r"^tokenizer: a str; an object with a method decode"),
-], ids=["criteria", "segments", "typo", "embeds", "missing", "streamer", "tokenizer"])
+], ids=["cache", "segments", "typo", "embeds", "missing", "streamer", "tokenizer"])
 def test_generate_refuses(asked: dict[str, Any], line: str) -> None:
     with pytest.raises(mc.InputError, match=line):
         gpt().generate(**{"input_ids": torch.ones(1, 3, dtype=torch.long), **asked})
@@ -138,8 +138,6 @@ def test_generate_takes_none_for_an_argument_of_theirs() -> None:
     assert gpt().generate(ids, **empty, max_new_tokens=1).shape == (1, 4)
     with pytest.raises(mc.InputError, match=r"^generate\(nobody\): no such argument"):
         gpt().generate(ids, nobody=[])
-    with pytest.raises(mc.InputError, match=r"^generate\(logits_processor\): no such argument; prefix_allowed_tokens_fn"):
-        gpt().generate(ids, logits_processor=transformers.LogitsProcessorList([transformers.TopKLogitsWarper(3)]))
 
 
 def test_a_config_says_how_it_is_changed() -> None:

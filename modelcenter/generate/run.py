@@ -3,6 +3,7 @@
 The rows and their cache are a `State`; `rules` change scores before a token is chosen; a `Stop` tells which rows end.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from .beam import search
 from .options import FILE, Options, read
 from .scores import Allowed, Rule, apply, rules
 from .state import State
-from .stop import Over, Stop
+from .stop import Criterion, Over, Stop
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -32,6 +33,8 @@ def generate(
     *,
     tokenizer: Any = None,
     prefix_allowed_tokens_fn: Allowed | None = None,
+    logits_processor: Iterable[Rule] | None = None,
+    stopping_criteria: Iterable[Criterion] | None = None,
     **options: Any,
 ) -> Tensor:
     """Generate token ids (b * num_return_sequences, tokens): the prompt and what follows it, or, of an encoder-decoder, the target
@@ -46,7 +49,9 @@ def generate(
 
     `streamer.put(ids)` is called with the prompt (b s), or with a target's start, then with every new column (b), and
     `streamer.end()` at the end, as in transformers. `tokenizer.decode(ids)` is needed for `stop_strings`.
-    `prefix_allowed_tokens_fn(row, ids)` returns the ids that may follow. Errors: `InputError`.
+    `prefix_allowed_tokens_fn(row, ids)` returns the ids that may follow. A `logits_processor` is called with the ids (b t) and the
+    scores of the next token (b vocab) and returns other scores, before any are filtered for sampling; one of `stopping_criteria`,
+    called with the ids and None, returns which rows have ended (b). Errors: `InputError`.
     """
     if not model.can_generate():
         refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")
@@ -80,9 +85,9 @@ def generate(
     try:
         state = State(model, input_ids, attention_mask, new, o.pad, start)
         mask = None if start is not None else attention_mask
-        changes = rules(o, len(input_ids), state.prompt, new, mask, prefix_allowed_tokens_fn, model.config.vocab)
+        changes = rules(o, len(input_ids), state.prompt, new, mask, prefix_allowed_tokens_fn, model.config.vocab, logits_processor)
         strings = (o.stop_strings,) if isinstance(o.stop_strings, str) else o.stop_strings
-        stop = Stop(o.ends, strings, tokenizer, input_ids.device)
+        stop = Stop(o.ends, strings, tokenizer, input_ids.device, stopping_criteria or ())
         if o.num_beams > 1:
             return search(state, changes, stop, o, source)
         return choose(state, changes, stop, o, source, streamer)

@@ -1,9 +1,10 @@
 """What changes the scores of the next token before one is chosen. b rows, t tokens so far, v vocabulary.
 
-The order is transformers': penalties, bans, lengths, constraints, then the filters of sampling.
+The order is transformers': penalties, bans, lengths, constraints, a caller's own rules, then the filters of sampling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ Rule = Callable[[Tensor, Tensor], Tensor]  # ids (b t) and scores (b v) -> score
 Allowed = Callable[[int, Tensor], Sequence[int]]  # a prompt's number and a row's ids (t) -> the ids that may follow
 
 
-def rules(o: Options, prompts: int, prompt: int, new: int, mask: Tensor | None, allowed: Allowed | None, vocab: int) -> list[Rule]:
+def rules(o: Options, prompts: int, prompt: int, new: int, mask: Tensor | None, allowed: Allowed | None, vocab: int,
+          own: Iterable[Rule] | None = None) -> list[Rule]:  # fmt: skip
     """The rules that `o` asks for, in order, for `prompts` prompts of `prompt` tokens (`mask`: which are real) and `new` tokens to
     come.
 
@@ -56,10 +58,16 @@ def rules(o: Options, prompts: int, prompt: int, new: int, mask: Tensor | None, 
     if o.begin_suppress_tokens:
         first = prompt + (prompt == 1 and o.forced_bos_token_id is not None)
         out.append(lambda ids, scores: ban(scores, o.begin_suppress_tokens) if ids.size(1) == first else scores)
+    out += [partial(unshared, rule) for rule in own or ()]
     if o.do_sample:
         keep = 1 if o.num_beams == 1 else len(o.ends) + 1 if o.ends else 2  # so that a beam can go on
         out.append(lambda ids, scores: filtered(scores, o, keep))
     return out
+
+
+def unshared(rule: Rule, ids: Tensor, scores: Tensor) -> Tensor:
+    """What a caller's rule makes of scores that it may write into."""
+    return rule(ids, scores.clone())
 
 
 def apply(changes: Sequence[Rule], ids: Tensor, scores: Tensor) -> Tensor:

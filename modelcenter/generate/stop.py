@@ -1,6 +1,6 @@
-"""Where a row ends: at a token, or where its text holds a string. b rows, t tokens so far."""
+"""Where a row ends: at a token, where its text holds a string, or where a caller's criterion says so. b rows, t tokens so far."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,11 +8,15 @@ from torch import Tensor
 
 from ..errors import refuse
 
+Criterion = Callable[[Tensor, None], Tensor | bool]  # ids (b t) and None, for scores are not kept -> which rows end (b)
+
 
 class Stop:
     """Tells which rows (b t) end with their last token (b)."""
 
-    def __init__(self, ends: Sequence[int], strings: Sequence[str], tokenizer: Any, device: torch.device):
+    def __init__(self, ends: Sequence[int], strings: Sequence[str], tokenizer: Any, device: torch.device,
+                 criteria: Iterable[Criterion] = ()):  # fmt: skip
+        self.criteria = tuple(criteria)
         self.ends, self.strings, self.tokenizer = torch.tensor(ends, dtype=torch.long, device=device), tuple(strings), tokenizer
         if strings and tokenizer is None:
             refuse(None, "stop_strings", "given without a tokenizer", "generate(..., tokenizer=...)")
@@ -23,6 +27,8 @@ class Stop:
         ended = (ids[:, -1:] == self.ends).any(1)
         if self.strings:
             ended |= torch.tensor([self.found(row) for row in ids[:, -self.window :].tolist()], device=ids.device)
+        for criterion in self.criteria:
+            ended = ended | torch.as_tensor(criterion(ids, None), device=ids.device)
         return ended
 
     def found(self, row: list[int]) -> bool:
