@@ -112,6 +112,10 @@ class Guest(nn.Module):
                 found = f"no longer {shared[name]}, which is all that a file of a tied model has"
                 refuse(None, name, found, "model.tie(), or to save the adapter before it is merged")
 
+    def tie_weights(self, *args: Any, **options: Any) -> None:
+        """`tie`, as lm-eval and others call it."""
+        self.tie()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """As for any module (`to`, `half`, `to_empty`), but what was tied stays so: on its way to or from `meta` torch gives each
         name a parameter of its own."""

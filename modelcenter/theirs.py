@@ -13,17 +13,21 @@ R = TypeVar("R")
 ALWAYS = "leave it out: it is always so"
 OURS = "parts have names of ours: list(model.state_dict()), print(model)"
 
-FORWARD = {  # arguments of a forward
+FORWARD = {  # arguments of a forward, transformers' and ModelCenter's
     "cache_position": "leave it out: past_key_values knows its length",
     "cross_attn_head_mask": "leave it out: no head is masked here",
     "decoder_head_mask": "leave it out: no head is masked here",
     "decoder_inputs_embeds": "decoder_input_ids",
+    "decoder_length": "decoder_attention_mask, 1 where a token is",
     "encoder_attention_mask": "attention_mask, which is the encoder's",
     "encoder_hidden_states": "input_ids: the model runs its encoder itself",
     "encoder_outputs": "past_key_values of the first step, which keeps the encoder's output",
     "head_mask": "leave it out: no head is masked here",
+    "length": "attention_mask, 1 where a token is",
     "mems": "past_key_values",
     "next_sentence_label": "leave it out: only masked words are learned here",
+    "output_logits": "leave it out: logits are there, in training only without labels",
+    "output_pooler_output": "task='backbone' where the model is loaded: its output has pooler_output",
     "past_key_value": "past_key_values",
     "seq_idx": "position_ids, which begin anew with each sequence, or cu_seq_lens_q and cu_seq_lens_k",
 }
@@ -77,7 +81,6 @@ MODEL = {  # attributes of a model
     "set_attn_implementation": "leave it out: the fastest of those that compute the same is taken",
     "set_input_embeddings": "resize_token_embeddings(size), or values copied into get_input_embeddings().weight",
     "set_output_embeddings": "values copied into model.head.out.weight",
-    "tie_weights": "model.tie()",
 }
 GENERATE = {  # arguments of generate
     "assistant_model": "leave it out: nothing is guessed ahead here",
@@ -196,8 +199,10 @@ MODULE = {  # names of the package, in the beginning of which these stand
     "AutoConfig": "mc.load(name, device='meta').config",
     "AutoModel": "mc.load(name), which takes any family; task= says which head",
     "AutoTokenizer": "mc.load_tokenizer(name)",
+    "Bert": "mc.load(name), which takes any family; task= says which head",
     "BitsAndBytesConfig": "mc.AdapterConfig(name='lora', quantize='nf4')",
     "DataCollator": "transformers' own, whose batches a forward takes; a recipe's objective makes its own",
+    "GPT2": "mc.load(name), which takes any family; task= says which head",
     "GenerationConfig": "options of model.generate, by their names",
     "LoraConfig": "mc.AdapterConfig(name='lora')",
     "PeftModel": "mc.load(folder of the adapter), which loads its base too",

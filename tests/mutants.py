@@ -1024,6 +1024,8 @@ MUTANTS = (
            "test_generate.py::test_a_callers_processors_and_criteria_are_heard[gpt2-default-lm-{'do_sample': True, 'top_k': 1}]"),
     Mutant("a-callers-criterion-passed-over", "generate/run.py", "stopping_criteria or ()", "()",
            "test_generate.py::test_a_callers_processors_and_criteria_are_heard[gpt2-default-lm-{}]"),
+    Mutant("tied-by-name-alone", "guest.py", '        """`tie`, as lm-eval and others call it."""\n        self.tie()', "        pass",
+           "test_guest.py::test_tied_weights_have_one_name_and_answer_to_two"),
     Mutant("a-head-under-two-names", "guest.py", "            if prefix + source in out:", "            if prefix + source not in out:",
            "test_guest.py::test_tied_weights_have_one_name_and_answer_to_two"),
     Mutant("a-tied-weight-by-one-name-alone", "guest.py", "state_dict.setdefault(prefix + name, state_dict[prefix + source])", "pass",

@@ -163,6 +163,9 @@ def test_tied_weights_have_one_name_and_answer_to_two() -> None:
     copied.load_state_dict(outer.state_dict())
     with pytest.raises(RuntimeError, match="Missing key"):
         other.load_state_dict({name: t for name, t in state.items() if name != "embed.tokens.weight"})
+    other.head.out.weight = torch.nn.Parameter(torch.zeros(50, 32))
+    other.tie_weights()
+    assert other.head.out.weight is other.embed.tokens.weight
     other.head.out.weight = torch.nn.Parameter(torch.ones(50, 32))  # untied by hand: two tensors, two names
     assert torch.equal(other.state_dict()["head.out.weight"], torch.ones(50, 32))
 

@@ -108,10 +108,11 @@ def test_what_a_recipe_is_told_is_there() -> None:
 
 @pytest.mark.parametrize(("asked", "line"), [
     ({"head_mask": torch.ones(1)}, r"^forward\(head_mask\): no such argument; leave it out: no head is masked here$"),
+    ({"length": torch.ones(1)}, r"^forward\(length\): no such argument; attention_mask, 1 where a token is$"),
     ({"atention_mask": None}, r"^forward\(atention_mask\): no such argument; did you mean 'attention_mask'\?$"),
     ({"past_key_values": ((torch.zeros(1),) * 2,)}, r"^past_key_values: a tuple; mc.Cache\(\), or use_cache=True for the first$"),
     ({"start_positions": torch.tensor([1])}, r"^start_positions, end_positions: with the task 'lm'; both, of a model with task="),
-], ids=["theirs", "typo", "cache", "answer"])
+], ids=["theirs", "modelcenters", "typo", "cache", "answer"])
 def test_a_forward_refuses(asked: dict[str, Any], line: str) -> None:
     with pytest.raises(mc.InputError, match=line):
         gpt()(torch.ones(1, 3, dtype=torch.long), **asked)
