@@ -1208,6 +1208,33 @@ def test_a_run_goes_on_with_data_that_have_moved(tmp_path: Path) -> None:
         train(replace(recipe, max_steps=6), MACHINE)
 
 
+@pytest.mark.parametrize("change", [{}, {"best": "loss", "eval_steps": 1, "save_steps": 50}])
+@pytest.mark.parametrize("another", [False, True], ids=["gone", "another"])
+def test_a_folder_that_is_moved_ends_the_run_in_one_line(
+    another: bool, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its later states, or its model, would be in a new folder of its name, and its metrics where it is; from there it goes on."""
+    recipe, log, moved = recipe_of(tmp_path, **{"save_steps": 2, "max_steps": 6, **change}), Session.log, tmp_path / "elsewhere"
+
+    def move(self: Session, step: Any) -> None:
+        log(self, step)
+        if self.at.step == 3:
+            self.folder.rename(moved)
+            if another:
+                self.folder.mkdir()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "log", move)
+        with pytest.raises(InputError, match=r"out: output_dir: moved or removed before step [34], .*goes on after step [02]$"):
+            train(recipe, MACHINE)
+    assert not [path for path in (tmp_path / "out").glob("*") if path.is_dir()]
+    there = replace(recipe, output_dir=str(moved))
+    assert train(there, MACHINE).step == 6
+    again = replace(recipe, output_dir=str(tmp_path / "whole"))
+    train(again, MACHINE)
+    assert rows(moved)[1:] == rows(tmp_path / "whole")[1:]
+
+
 def test_data_that_have_moved_in_a_list(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()

@@ -36,6 +36,7 @@ class Metrics:
         atomic_write(self.path, data)
         self.size, self.waiting = len(data), list[Row]()  # bytes that are in the file, and rows that are not
         self.file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        self.home = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)  # kept open, so that no other folder gets its number
 
     def write(self, row: Row) -> None:
         """Append a row, which must hold `step`, and hand it to the operating system."""
@@ -64,6 +65,12 @@ class Metrics:
         if self.reports is not None:
             self.reports.rewind(step)
 
+    def at_home(self) -> bool:
+        """Whether the folder still has the name under which it was opened."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self.home), os.stat(self.path.parent))
+        return False
+
     def sync(self) -> None:
         """Bring every row so far to the disk; called before a training state is written."""
         with self.survived("its rows wait for room"):
@@ -74,8 +81,9 @@ class Metrics:
 
     def close(self) -> None:
         self.sync()
-        with suppress(OSError):
-            os.close(self.file)
+        for held in (self.file, self.home):
+            with suppress(OSError):
+                os.close(held)
         if self.waiting:
             self.say(f"{self.path}: the last {len(self.waiting)} rows are not written")
         if self.reports is not None:

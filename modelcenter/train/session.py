@@ -187,6 +187,7 @@ class Session:
             at.owed = False
             before = at.best, at.best_step
             if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and self.recipe.best is not None:
+                self.check_place()
                 try:
                     write_model(self.folder / "model", self.setup)
                 except InputError as error:
@@ -199,9 +200,11 @@ class Session:
             self.progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
 
     def save(self) -> None:
-        """Save a state, or begin to, its metrics first. If the disk refuses, that costs a line and not the run."""
+        """Save a state, or begin to, its metrics first. If the disk refuses, that costs a line and not the run. Errors: `InputError`
+        if the folder is no longer there."""
         at = self.at
         self.settle()
+        self.check_place()
         self.metrics.sync()
         later = () if self.background is None else (self.background.write,)
         limit = None if at.trouble else self.recipe.save_total_limit  # in trouble nothing to go back to is removed
@@ -213,6 +216,12 @@ class Session:
                 self.saved = at.step
         except (SaveError, InputError) as error:
             self.journal.tell(str(error))
+
+    def check_place(self) -> None:
+        """Refuse to write into another folder than the one in which the run began: half of the run would be in each."""
+        if not self.ranks.tell("yes" * bool(self.metrics.at_home())):
+            found = f"moved or removed before step {self.at.step}, as the run went on"
+            refuse(self.folder, "output_dir", found, f"where it is now, output_dir=FOLDER goes on after step {self.saved}")
 
     def settle(self, wait: bool = True) -> None:
         """Wait for the state that is being written in the background, or only look whether it is finished, and tell what became of
