@@ -13,7 +13,7 @@ import pytest
 from test_train import MACHINE, bytes_of, recipe_of, rows
 
 from modelcenter.errors import InputError
-from modelcenter.train import loop, session
+from modelcenter.train import evaluate, loop, session
 from modelcenter.train.loop import train
 from modelcenter.train.state import Position, restore
 
@@ -79,6 +79,23 @@ def test_five_bad_steps_go_back_and_on_past_their_data(tmp_path: Path, order: li
     train(recipe, MACHINE)
     for name in ("model.safetensors", "optimizer.safetensors", "random.safetensors"):
         assert (tmp_path / "out" / "step-20" / name).read_bytes() == (other / "out" / "step-20" / name).read_bytes()
+
+
+@pytest.mark.parametrize("best", [None, "loss"])
+def test_the_best_of_steps_that_are_gone_back_over(
+    best: str | None, tmp_path: Path, order: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is forgotten with them, for its row is gone; unless its model is what model/ holds, which is said."""
+    values = iter([1.0, 2.5, 2.0])  # after step 7 and, once back at 5, after 7 and 14
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: {"eval_loss": next(values)})
+    change(monkeypatch, at_steps(order, gradient=range(9, 14)))
+    judged = {"data.eval_path": str(tmp_path / "text.txt"), "eval_steps": 7, "best": best}
+    train(recipe_of(tmp_path, **BASE | judged | {"max_steps": 14}), MACHINE)
+    found = [(row["step"], row["best_eval_loss"], row["best_step"]) for row in rows(tmp_path / "out") if "eval_loss" in row]
+    assert found == ([(7, 1.0, 7), (14, 1.0, 7)] if best else [(7, 2.5, 7), (14, 2.0, 14)])
+    said = f"{tmp_path / 'out' / 'model'} is of step 7 from before going back, by loss 1; it stays until a better one comes"
+    assert (said in capsys.readouterr().err) is (best is not None)
+    assert (said in (tmp_path / "out" / "summary.md").read_text()) is (best is not None)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])

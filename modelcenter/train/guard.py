@@ -33,9 +33,9 @@ def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, 
     then stands. Without such a state, or if the run has already returned to it once, nothing changes and None is returned. A line
     tells what happened.
 
-    Weights, moments, averages, random generators and the schedule are those of the state; the data continues where it is. The
-    update just before a bad loss may have caused it, so the state must be older than that update: than the last before all steps
-    that had none, those in which the loss scale fell among them.
+    Weights, moments, averages, random generators, the schedule and the best so far are those of the state; the data continues where
+    it is. The update just before a bad loss may have caused it, so the state must be older than that update: than the last before
+    all steps that had none, those in which the loss scale fell among them.
     """
     seen = find_state(folder, before=at.step - at.trouble) if ranks.first else None
     found = ranks.tell("" if seen is None else str(seen[0]))
@@ -46,8 +46,8 @@ def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, 
     if ranks.first:
         remove_states(folder, after=then.step)
     say(f"step {at.step}: back to step {then.step}; what was read since, samples {then.sample} to {at.sample - 1}, is left out")
-    return replace(then, sample=at.sample, tokens=at.tokens, skipped=at.skipped, spikes=at.spikes, best=at.best,
-                   best_step=at.best_step, waited=at.waited, owed=False, rollbacks=at.rollbacks + 1, returned=then.step)
+    return replace(then, sample=at.sample, tokens=at.tokens, skipped=at.skipped, spikes=at.spikes, owed=False,
+                   rollbacks=at.rollbacks + 1, returned=then.step)
 
 
 def give_up(at: Position) -> NoReturn:

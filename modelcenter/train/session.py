@@ -155,7 +155,12 @@ class Session:
             if self.at.streak:
                 give_up(self.at)
             return False
-        self.at, self.saved = then, then.step
+        was, self.at, self.saved = self.at, then, then.step
+        if self.recipe.best is not None and was.best_step is not None and was.best_step >= then.step:  # of it is what model/ holds
+            then.best, then.best_step, then.waited = was.best, was.best_step, was.waited
+            if was.best_step > then.step:
+                kept = f"{self.folder / 'model'} is of step {was.best_step} from before going back, by {self.recipe.best} {was.best:g}"
+                self.journal.tell(f"step {then.step}: {kept}; it stays until a better one comes")
         self.metrics.rewind(then.step)
         return True
 
