@@ -1044,6 +1044,8 @@ MUTANTS = (
            "test_guard.py::test_the_best_of_steps_that_are_gone_back_over[None]"),
     Mutant("a-better-model-overwritten", "train/session.py", "then.best, then.best_step, then.waited = was.best, was.best_step, was.waited", "pass",
            "test_guard.py::test_the_best_of_steps_that_are_gone_back_over[loss]"),
+    Mutant("read-on-for-nobody", "train/prepare.py", "        self.pulse.wanted = False\n", "",
+           "test_train.py::test_weights_that_are_read_beside_are_not_waited_for_when_all_ends"),
     Mutant("a-run-in-two-folders", "train/metrics.py", "return os.path.samestat(os.fstat(self.home), os.stat(self.path.parent))", "return True",
            "test_train.py::test_a_folder_that_is_moved_ends_the_run_in_one_line[gone-change0]", "Failed"),
     Mutant("a-model-in-another-folder", "train/session.py", "                self.check_place()\n", "",

@@ -36,8 +36,9 @@ from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.watch import PARENT
+from modelcenter.parallel.watch import PARENT, beat
 from modelcenter.train import loop, plot, session
+from modelcenter.train import prepare as preparing
 from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING, check, claim
@@ -1385,6 +1386,30 @@ def test_weights_that_are_read_beside_are_waited_for(tmp_path: Path, monkeypatch
     setup = prepare(recipe, MACHINE, device)
     for found in (late, setup.model):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found.parameters(), strict=True))
+
+
+def test_weights_that_are_read_beside_are_not_waited_for_when_all_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C waits for no more than the part of a file that is being read."""
+    mc.build("gpt2", config={**TINY, "vocab": 60}).save_pretrained(tmp_path / "model")
+    begun, finished = threading.Event(), list[bool]()
+
+    def long(*_: Any) -> None:
+        begun.set()
+        for _ in range(1000):
+            beat()
+            time.sleep(0.01)
+        finished.append(True)
+
+    def pressed(*_: Any) -> None:
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(create, "fill_all", long)
+    monkeypatch.setattr(preparing, "opening", pressed)
+    recipe, device = resolve(recipe_of(tmp_path, model=str(tmp_path / "model"), init="pretrained", config={}), MACHINE)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(recipe, MACHINE, device)
+    assert not finished
 
 
 @pytest.mark.parametrize(("tokenizer", "said"), [("char", True), ("tk", False)])

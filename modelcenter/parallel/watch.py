@@ -40,6 +40,11 @@ class Pulse:
 
     def __init__(self) -> None:
         self.last, self.first = time.monotonic(), True
+        self.wanted = True  # whether what is being done is still to be finished
+
+
+class Unwanted(Exception):
+    """Ends, at its next beat, what another thread does and nobody waits for any more."""
 
 
 _run = Pulse()  # of this process
@@ -47,8 +52,10 @@ _own = threading.local()  # of a thread of which `apart` keeps a pulse
 
 
 def beat(step: bool = False) -> None:
-    """Note progress: bytes of a file; or a `step`, which is a forward with its backward, or a batch evaluated."""
+    """Note progress: bytes of a file; or a `step`, which is a forward with its backward, or a batch evaluated. Errors: `Unwanted`."""
     pulse: Pulse = getattr(_own, "pulse", _run)
+    if not pulse.wanted:
+        raise Unwanted
     pulse.last = time.monotonic()
     pulse.first = pulse.first and not step
 

@@ -5,6 +5,7 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -38,6 +39,7 @@ from ..metrics.table import of_texts
 from ..model import Model
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
+from ..parallel.watch import Pulse, apart
 from ..registry import hubs, presets
 from .evaluate import Evaluation, stream_bytes
 from .launch import follow
@@ -69,17 +71,17 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     check_fields(recipe, records)
     tokenizer = find_tokenizer(recipe, records)
     labels = find_labels(recipe, records, judged)
-    reader = Reader()
-    model = find_model(recipe, tokenizer, labels.names, machine, torch.device("meta") if meta else device,
-                       reader.put_off if device.type == "cpu" else None)
-    configure(model, recipe, tokenizer, ranks)
-    prepared = Prepared(recipe, device, ranks, model, tokenizer, labels)
-    train, judge = prepared.loader(records, train=True), prepared.evaluation(held_out) if held_out else None
-    ended = end_at(model, tokenizer, find_objective(recipe.objective).ends(tokenizer))
-    setup = Setup(model, tokenizer, labels, train, judge, steps_of(recipe, train))
-    setup.environment = facts(recipe, device, ranks, setup)
-    setup.lines = opening(recipe, device, ranks, setup, ended)
-    reader.wait()
+    with Reader() as reader:
+        model = find_model(recipe, tokenizer, labels.names, machine, torch.device("meta") if meta else device,
+                           reader.put_off if device.type == "cpu" else None)
+        configure(model, recipe, tokenizer, ranks)
+        prepared = Prepared(recipe, device, ranks, model, tokenizer, labels)
+        train, judge = prepared.loader(records, train=True), prepared.evaluation(held_out) if held_out else None
+        ended = end_at(model, tokenizer, find_objective(recipe.objective).ends(tokenizer))
+        setup = Setup(model, tokenizer, labels, train, judge, steps_of(recipe, train))
+        setup.environment = facts(recipe, device, ranks, setup)
+        setup.lines = opening(recipe, device, ranks, setup, ended)
+        reader.wait()
     return setup
 
 
@@ -118,15 +120,24 @@ def learned_labels(recipe: Recipe) -> tuple[str, ...]:
     return read_labels(read_config(folder), folder / "config.json")
 
 
-class Reader:
-    """A thread that reads weights while texts are encoded."""
+class Reader(AbstractContextManager["Reader"]):
+    """A thread that reads weights while texts are encoded. At the end of the context it reads no further."""
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, initializer=partial(torch.set_flush_denormal, True))  # as the one that computes has it
         self.jobs: list[Future[None]] = []
+        self.pulse = Pulse()
+
+    def __exit__(self, *_: object) -> None:
+        self.pulse.wanted = False
+        self.thread.shutdown()
 
     def put_off(self, job: Callable[[], None]) -> None:
-        self.jobs.append(self.thread.submit(job))
+        def read() -> None:
+            with apart(self.pulse):
+                job()
+
+        self.jobs.append(self.thread.submit(read))
 
     def wait(self) -> None:
         """Wait until all is read; its errors are raised here."""
@@ -134,7 +145,6 @@ class Reader:
             importlib.import_module(name)  # the rehearsal that follows wants them, for two thirds of a second
         for job in self.jobs:
             job.result()
-        self.thread.shutdown()
 
 
 def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | None, machine: Machine, device: torch.device,
