@@ -333,6 +333,15 @@ def test_muon_leaves_what_is_not_a_hidden_matrix_to_adamw() -> None:
         assert optimizer.state[p].keys() == ({"step", "exp_avg", "exp_avg_sq"} if same else {"momentum_buffer"})
 
 
+def test_the_moments_of_muon_s_matrices_have_the_precision_of_the_weights() -> None:
+    """As the help of `optimizer.moments` says."""
+    model = small().float()
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", moments="bf16"))
+    steps(model, optimizer, range(1))
+    kinds = {(key, value.dtype) for p in model.parameters() for key, value in optimizer.state[p].items() if key != "step"}
+    assert kinds == {("exp_avg", torch.bfloat16), ("exp_avg_sq", torch.bfloat16), ("momentum_buffer", torch.float32)}
+
+
 def test_a_state_dict_that_is_loaded_leaves_no_group_behind() -> None:
     model = small()
     optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.01))

@@ -347,6 +347,25 @@ def test_accumulation_changes_nothing(batch: int, parts: tuple[int, ...], tmp_pa
         torch.testing.assert_close(more, weights, rtol=0, atol=1e-6)
 
 
+def test_where_their_epochs_end(tmp_path: Path) -> None:
+    """What docs/from-modelcenter.md says of 3 epochs of 100 examples in batches of 8, which Trainer reads in two forwards."""
+
+    class Line(torch.nn.Linear):
+        def forward(self, x: Any) -> dict[str, Any]:
+            return {"loss": super().forward(x).square().mean()}
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "theirs"), num_train_epochs=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True,
+        report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False)  # fmt: skip
+    data: Any = [{"x": torch.ones(2)}] * 100
+    assert transformers.Trainer(Line(2, 1), arguments, train_dataset=data).train().global_step == 39
+    (tmp_path / "rows.jsonl").write_text('{"text": "a few words", "label": "x"}\n{"text": "more", "label": "y"}\n' * 50)
+    (tmp_path / "r.yaml").write_text(f"data: {{path: {tmp_path / 'rows.jsonl'}, seq_len: 16}}\nobjective: classify\n")
+    small = {"config": TINY, "model": "gpt2", "init": "random", "tokenizer": "char", "output_dir": str(tmp_path / "ours")}
+    recipe, device = resolve(load_recipe(tmp_path / "r.yaml", {**small, "batch": 8, "num_epochs": 3}), MACHINE)
+    assert prepare(recipe, MACHINE, device).steps == 38
+
+
 def test_where_their_accumulation_is_no_mean(tmp_path: Path) -> None:
     """BERT's and T5's classes leave the number of targets unread and Trainer takes it for used: it adds the parts' means up."""
     case = CASES["mlm"]

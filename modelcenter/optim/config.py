@@ -27,7 +27,8 @@ class OptimizerConfig:
     )
     weight_decay: float = field(default=0.01, metadata=says("decoupled decay; norms and biases have none", min=0))
     moments: Literal["fp32", "bf16", "int8"] = field(
-        default="fp32", metadata=says("precision of the two moments: 8, 4 or 2 bytes a parameter in all")
+        default="fp32",
+        metadata=says("precision of adamw's two moments: 8, 4 or 2 bytes a parameter in all; muon's has that of the weights"),
     )
     momentum: float = field(default=0.95, metadata=says("of muon", min=0, below=1))
     layer_decay: float = field(
