@@ -199,6 +199,25 @@ def test_tools_as_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
             make_examples("chat", rows([ASKED], tools=odd), ours, DataConfig())
 
 
+def test_functions_are_tools(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """OpenAI's older names of them, which no template reads: what it says of them is what transformers says of the later ones."""
+    ours, theirs = with_template(tokenizer, TOOLS, tmp_path)
+    add, call = {"name": "add", "parameters": {"a": {}}}, {"name": "add", "arguments": '{"a": 1}'}
+    before = [ASKED[0], {"role": "assistant", "content": None, "function_call": call},
+              {"role": "function", "name": "add", "content": "4"}, {"role": "assistant", "content": "4", "function_call": None}]
+    now = [ASKED[0], {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+           {"role": "tool", "name": "add", "content": "4"}, {"role": "assistant", "content": "4"}]  # fmt: skip
+    wanted = theirs.apply_chat_template(now, tools=[{"type": "function", "function": add}], return_dict=True)["input_ids"]
+    for functions in ([add], json.dumps([add])):
+        examples = make_examples("chat", rows([before], functions=functions, tools=None), ours, DataConfig(seq_len=4000))
+        assert examples.at(0, 0)[0].tolist() == wanted
+    both = [{**before[1], "tool_calls": now[1]["tool_calls"]}]
+    for turns, more, said in ((now, {"functions": [add], "tools": [add]}, "tools, and functions too"),
+                              (both, {}, "a message has tool_calls, and function_call too")):
+        with pytest.raises(InputError, match=f"f: line 1: {said}; "):
+            make_examples("chat", rows([turns], **more), ours, DataConfig())
+
+
 @pytest.mark.parametrize("name", ["chatml", "inst", "forgets"])
 def test_a_turn_of_weight_0_is_read_and_not_trained_on(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
     """As in OpenAI's files; also among ShareGPT's turns, and where the template marks nothing or writes a turn otherwise later."""

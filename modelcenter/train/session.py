@@ -159,8 +159,8 @@ class Session:
         if self.recipe.best is not None and was.best_step is not None and was.best_step >= then.step:  # of it is what model/ holds
             then.best, then.best_step, then.waited = was.best, was.best_step, was.waited
             if was.best_step > then.step:
-                kept = f"{self.folder / 'model'} is of step {was.best_step} from before going back, by {self.recipe.best} {was.best:g}"
-                self.journal.tell(f"step {then.step}: {kept}; it stays until a better one comes")
+                kept = f"{self.folder / 'model'} is of step {was.best_step} from before going back, by {self.recipe.best}"
+                self.journal.tell(f"step {then.step}: {kept} {was.best:g}; it stays until a better one comes")
         self.metrics.rewind(then.step)
         return True
 
@@ -205,8 +205,8 @@ class Session:
             self.progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
 
     def save(self) -> None:
-        """Save a state, or begin to, its metrics first. If the disk refuses, that costs a line and not the run. Errors: `InputError`
-        if the folder is no longer there."""
+        """Save a state, or begin to, its metrics first. If the disk refuses, that costs a line and not the run.
+        Errors: `InputError` if the folder is no longer there."""
         at = self.at
         self.settle()
         self.check_place()

@@ -117,8 +117,11 @@ def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
 
 
 def tools_of(record: Record) -> Any:
-    """The tools that a conversation may call."""
-    return listed(record, "tools", "tools")
+    """The tools that a conversation may call, those that it calls `functions`, as OpenAI once did, among them."""
+    tools, functions = listed(record, "tools", "tools"), listed(record, "functions", "functions")
+    if tools and functions:
+        record.refuse("tools, and functions too", "tools alone")
+    return tools or (functions and [{"type": "function", "function": function} for function in functions])
 
 
 def listed(record: Record, key: str, of: str) -> list[Any] | None:
@@ -135,11 +138,18 @@ def listed(record: Record, key: str, of: str) -> list[Any] | None:
 
 
 def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
-    """One message without its null values, as transformers' templates get it."""
+    """One message without its null values, as transformers' templates get it: what OpenAI once called `function_call` and the role
+    `function` by its later names."""
     if "role" not in message and "from" in message:
         if message["from"] not in SHAREGPT:
             record.refuse(f"a turn is from {message['from']!r}", f"one of {', '.join(SHAREGPT)}")
         message = {"role": SHAREGPT[message["from"]], "content": message.get("value"), "weight": message.get("weight")}
+    if call := message.get("function_call"):
+        if message.get("tool_calls"):
+            record.refuse("a message has tool_calls, and function_call too", "tool_calls alone")
+        message = {**message, "function_call": None, "tool_calls": [{"type": "function", "function": call}]}
+    if message.get("role") == "function":
+        message = {**message, "role": "tool"}
     if not isinstance(message.get("role"), str) or (message.get("content") is None and not message.get("tool_calls")):
         record.refuse(f"a message has the fields {', '.join(map(str, message))}", "a role and a content")
     weight = message.get("weight")
