@@ -201,6 +201,8 @@ def put_on(model: Model, adapter: AdapterConfig, saved: Saved | None, weights: d
     def ready(name: str, layer: Linear) -> None:  # a layer is whole for as long as its codes of 4 or 8 bits are made
         if is_meta(device):
             return
+        if layer.weight.dtype.itemsize < 4:
+            layer.float()  # an adapter is trained on the codes of what the file holds, and goes with no others
         layer.to_empty(device=device or "cpu")
         fill(layer, {leaf: weights[f"{name}.{leaf}"] for leaf, _ in layer.named_parameters()})
 

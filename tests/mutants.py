@@ -1050,6 +1050,8 @@ MUTANTS = (
            "test_data_chat.py::test_functions_are_tools"),
     Mutant("a-call-passed-over", "data/objectives/chat.py", 'if call := message.get("function_call"):', "if call := None:",
            "test_data_chat.py::test_functions_are_tools", "InputError"),
+    Mutant("codes-of-rounded-weights", "create.py", "            layer.float()  #", "            pass  #",
+           "test_adapter.py::test_codes_are_of_what_the_file_holds[new-nf4]"),
     Mutant("a-run-in-two-folders", "train/metrics.py", "return os.path.samestat(os.fstat(self.home), os.stat(self.path.parent))", "return True",
            "test_train.py::test_a_folder_that_is_moved_ends_the_run_in_one_line[gone-change0]", "Failed"),
     Mutant("a-model-in-another-folder", "train/session.py", "                self.check_place()\n", "",

@@ -27,6 +27,7 @@ from modelcenter.adapter.folder import CONFIG, TASK_TYPES, WEIGHTS
 from modelcenter.checkpoint.load import put
 from modelcenter.layers import Linear, NF4Linear
 from modelcenter.layers.adapter import adapted
+from modelcenter.layers.quantized import QuantizedLinear
 from modelcenter.train.read import load_recipe
 
 CASES = cases(all_variants=False)
@@ -314,6 +315,22 @@ def test_a_merge_in_low_precision_is_the_merge_rounded(quantize: str, tmp_path: 
     wide, low = (mc.load(tmp_path / out) for out in ("wide", "low"))
     for name, p in low.named_parameters():
         assert torch.equal(p, wide.get_parameter(name).bfloat16()), name
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.parametrize("new", [True, False], ids=["new", "saved"])
+def test_codes_are_of_what_the_file_holds(new: bool, quantize: str, tmp_path: Path) -> None:
+    """Whatever dtype is asked for: an adapter that was trained on them meets the same again."""
+    wide = mc.load(zoo.reference(BERT)[1], dtype="fp32", adapter=lora(quantize=quantize))
+    wide.save_pretrained(tmp_path / "adapter")
+    low = mc.load(zoo.reference(BERT)[1], dtype="bf16", adapter=lora(quantize=quantize))
+    low = low if new else mc.load(tmp_path / "adapter", dtype="bf16")
+    layers = {name: layer for name, layer in wide.named_modules() if isinstance(layer, QuantizedLinear)}
+    assert layers and low.dtype == torch.bfloat16
+    for name, layer in layers.items():
+        other: Any = low.get_submodule(name)
+        assert torch.equal(other.codes, layer.codes) and torch.equal(other.scales, layer.scales), name
+        assert other.weight.dtype == other.dtype == other.bias.dtype == torch.bfloat16
 
 
 # ---- what is trained, and on how many processes -----------------------------------------------------------------------

@@ -114,7 +114,7 @@ def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved
     """Freeze the model, quantise what the config says, and wrap the layers of `places`. The adapters have no values yet.
 
     `saved`: the parameters that stay trained; None: those that the config names. `ready` is called with each layer before it is
-    quantised.
+    quantised, and may make it wider for that.
     """
     if model.adapter is not None:
         refuse(None, "adapter", "the model has one", "a model without, or merge it first")
@@ -131,8 +131,9 @@ def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved
         for name in plain:  # by name: a list of layers would hold every whole weight until the last is in codes
             if f"{name}.weight" not in trained:
                 layer: Any = model.get_submodule(name)
+                dtype = layer.weight.dtype
                 ready(name, layer)
-                model.set_submodule(name, kind.of(layer))
+                model.set_submodule(name, kind.of(layer).to(dtype))
     for place in places:
         a = None
         for name in place.ours:
