@@ -1052,6 +1052,8 @@ MUTANTS = (
            "test_data_chat.py::test_functions_are_tools", "InputError"),
     Mutant("codes-of-rounded-weights", "create.py", "            layer.float()  #", "            pass  #",
            "test_adapter.py::test_codes_are_of_what_the_file_holds[new-nf4]"),
+    Mutant("a-prefix-lm-rehearsed-as-on-a-cpu", "layers/batch.py", "(context is not None and on_gpu(self.x))", "(context is not None and self.x.is_cuda)",
+           "test_layout.py::test_a_bias_by_distance_has_a_gpus_kernel_where_one_is_meant[gpt2]"),
     Mutant("a-run-in-two-folders", "train/metrics.py", "return os.path.samestat(os.fstat(self.home), os.stat(self.path.parent))", "return True",
            "test_train.py::test_a_folder_that_is_moved_ends_the_run_in_one_line[gone-change0]", "Failed"),
     Mutant("a-model-in-another-folder", "train/session.py", "                self.check_place()\n", "",

@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
-from ..ops._mode import fake
+from ..ops._mode import fake, on_gpu
 from ..ops.cross_entropy import IGNORE
 from .cache import Cache, Fixed
 from .position import Angles, Distances
 from .view import Ends, Once, Packing, View, merge
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether there may be a kernel that needs no mask to know what a prefix LM's prompt sees."""
-    return x.is_cuda
 
 
 def repeats(x: Tensor) -> bool:
