@@ -102,7 +102,8 @@ class Told:
         objective, predicted, right, parts = self.objective, list[Tensor](), list[Tensor](), list[Tensor]()
         if "answers" in objective.of:
             there = objective.targets(batch["labels"]) != IGNORE  # without what only fills a rank's piece up
-            parts += torch.stack((out.start_logits, out.end_logits), -1)[there].double().cpu()
+            scores = torch.stack((out.start_logits, out.end_logits), -1) if out.logits is None else out.logits  # choices
+            parts += scores[there].double().cpu()
         if not {"classes", "values", "sets"}.isdisjoint(objective.of):
             told = objective.told(out.logits)
             for row, labels in rows_of(told, batch) if "tags" in objective.of else ((told, batch["labels"]),):
