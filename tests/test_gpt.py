@@ -208,7 +208,7 @@ def test_both_spellings_of_a_size_follow_a_change() -> None:
     config = mc.GPT.Config.from_dict(file)
     assert config.head_dropout == 0.25  # as transformers' GPT2ForTokenClassification takes it
     written = changed(config, {"heads": 8}).to_dict()
-    assert written == file | {"n_head": 8, "num_attention_heads": 8, "model_type": "gpt2"}
+    assert written == file | {"n_head": 8, "num_attention_heads": 8, "model_type": "gpt2", "tie_word_embeddings": True}
 
 
 def test_a_class_of_ones_own_loads_what_its_family_wrote(tmp_path: Path) -> None:
