@@ -250,7 +250,7 @@ def test_positions_of_a_scaling_and_of_the_config_are_one_number() -> None:
     from modelcenter.checkpoint.config import changed
 
     config = LLaMAConfig(positions=POSITIONS, head_dim=R, rope=SCALINGS["dynamic"])
-    with pytest.raises(InputError, match="config.positions: 128; 64, as Dynamic has it"):
+    with pytest.raises(InputError, match=r"config\.positions: 128; 64, as Dynamic has it"):
         changed(config, {"positions": 128})
     both = changed(config, {"positions": 128, "rope": Dynamic(theta=300.0, factor=3.3, positions=128)})
     assert LLaMAConfig.from_dict(both.to_dict()) == both
