@@ -33,10 +33,9 @@ def __getattr__(name: str) -> Any:
             if family is not None:
                 return family
     if not name.startswith("_"):
-        theirs = import_module(f"{__name__}.theirs").MODULE
-        for beginning, ours in theirs.items():
-            if name.startswith(beginning):
-                raise AttributeError(f"module {__name__!r} has no {name}; {ours}", name=name, obj=sys.modules[__name__])
+        ours = import_module(f"{__name__}.theirs").spoken_of(name)
+        if ours:
+            raise AttributeError(f"module {__name__!r} has no {name}; {ours}", name=name, obj=sys.modules[__name__])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 

@@ -24,7 +24,7 @@ from .layers import Batch, Cache, Head, Output
 from .layers.adapter import current_names
 from .layers.block import block_inputs
 from .layers.cache import Fixed
-from .layers.inputs import batch_of, check_tokens, shift_right
+from .layers.inputs import batch_of, check_mask, check_tokens, shift_right
 from .names import Names, Row, Shape
 from .parallel.ranks import settle
 from .resize import resize
@@ -180,6 +180,7 @@ class Model(Guest):
         for name, ids in (("input_ids", input_ids), ("decoder_input_ids", decoder_input_ids)):
             if ids is not None:
                 check_tokens(ids, name)
+        check_mask(attention_mask, "attention_mask")  # lengths in its place, as ModelCenter's come, before labels are looked at
         labels = self.targets(labels, start_positions, end_positions)
         if use_cache and past_key_values is None:
             past_key_values = Cache()
@@ -215,7 +216,7 @@ class Model(Guest):
                            others: Mapping[str, Any]) -> None:
         """Refuse arguments of transformers' forward that this one cannot honour, and names that neither knows."""
         for name, value in others.items():
-            if value is not None or name not in FORWARD:
+            if (value is not None and value is not False) or name not in FORWARD:
                 refuse_argument("forward", name, FORWARD, signature(type(self).forward).parameters)
         if cache is not None and not isinstance(cache, Cache):
             refuse(None, "past_key_values", f"a {type(cache).__name__}", "mc.Cache(), or use_cache=True for the first")

@@ -1,6 +1,8 @@
-"""Names from other libraries that do not exist here, and what does the same: the error that such a name raises says it."""
+"""Names of transformers, peft, ModelCenter, BMTrain and Megatron-LM that do not exist here, and what does the same: the error that
+such a name raises says it."""
 
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import wraps
 from inspect import signature
 from typing import NoReturn, ParamSpec, TypeVar
@@ -26,6 +28,8 @@ FORWARD = {  # arguments of a forward, transformers' and ModelCenter's
     "length": "attention_mask, 1 where a token is",
     "mems": "past_key_values",
     "next_sentence_label": "leave it out: only masked words are learned here",
+    "output_decoder_attentions": "leave it out: attention here keeps no weights",
+    "output_decoder_hidden_states": "output_hidden_states",
     "output_logits": "leave it out: logits are there, in training only without labels",
     "output_pooler_output": "task='backbone' where the model is loaded: its output has pooler_output",
     "past_key_value": "past_key_values",
@@ -69,26 +73,34 @@ SAVE = {  # arguments of save_pretrained
 MODEL = {  # attributes of a model
     "active_adapters": "model.adapter",
     "add_adapter": "mc.add_adapter(model, mc.AdapterConfig(...))",
+    "cls_projection": "model.head.out, of task='classify'",
     "get_decoder": "model.decoder, or mc.load(name, task='backbone') for hidden states",
     "get_encoder": "model.encoder, or mc.load(name, task='embed') for vectors of texts",
     "get_memory_footprint": "sum(p.nbytes for p in model.parameters())",
     "init_weights": "mc.build(name, seed=0), which draws them",
+    "input_embedding": "model.embed.tokens; its width is model.config.dim",
     "lm_head": "model.head.out",
     "load_adapter": "mc.load(folder of the adapter), which loads its base too",
     "name_or_path": "model.source",
     "num_parameters": "sum(p.numel() for p in model.parameters())",
+    "output_projection": "model.head.out",
+    "pooler": "mc.load(name, task='backbone'), whose output has pooler_output",
+    "position_embedding": "model.embed.positions",
     "push_to_hub": "save_pretrained(folder), then: hf upload NAME FOLDER",
     "set_attn_implementation": "leave it out: the fastest of those that compute the same is taken",
     "set_input_embeddings": "resize_token_embeddings(size), or values copied into get_input_embeddings().weight",
     "set_output_embeddings": "values copied into model.head.out.weight",
+    "token_type_embedding": "model.embed.segments",
 }
 GENERATE = {  # arguments of generate
     "assistant_model": "leave it out: nothing is guessed ahead here",
+    "beam_size": "num_beams",
     "cache_position": "leave it out: the cache knows its length",
     "custom_generate": "leave it out: no code of a folder is run",
     "decoder_attention_mask": "leave it out: a target begins with decoder_start_token_id",
     "decoder_input_ids": "decoder_start_token_id, or prefix_allowed_tokens_fn, which can force the first tokens",
     "encoder_outputs": "input_ids: the model runs its encoder itself",
+    "generate_length": "max_new_tokens",
     "inputs": "input_ids, or the ids without a name",
     "inputs_embeds": "input_ids",
     "logits_warper": "logits_processor, or temperature, top_k, top_p, min_p",
@@ -96,6 +108,7 @@ GENERATE = {  # arguments of generate
     "negative_prompt_ids": "leave it out: there is no guidance here",
     "past_key_values": "leave it out: every call begins with the prompt",
     "position_ids": "leave it out: attention_mask says where each row begins",
+    "repetition_window": "leave it out: repetition_penalty looks at all tokens",
     "token_type_ids": "leave it out: return_token_type_ids=False of the tokenizer",
 }
 TOKENIZER = {  # attributes of a tokenizer
@@ -144,8 +157,9 @@ RECIPE = {  # keys of the command lines of ModelCenter, Megatron-LM, Trainer, TR
         "config.positions": "max_position_embeddings",
         "data.eval_fraction": "split validation_split_percentage",
         "data.eval_path": "do_eval eval_file eval_iters valid_data_path",
-        "data.path": "base_path data_path dataset train_data_path",
-        "data.path=datasets:NAME,CONFIG": "dataset_config dataset_config_name dataset_name",
+        "data.path": "base_path data_path train_data_path",
+        "data.path=datasets:NAME,CONFIG": "dataset_config dataset_config_name",
+        "data.path=FILE or datasets:NAME,CONFIG, or the recipe superglue/NAME": "dataset dataset_name",
         "data.seq_len": "block_size cutoff_len max_encoder_length max_length max_source_length seq_length sequence_length",
         "data.source_key=translation.en and data.target_key=translation.de": "source_lang target_lang",
         "data.target_key": "summary_column",
@@ -153,64 +167,108 @@ RECIPE = {  # keys of the command lines of ModelCenter, Megatron-LM, Trainer, TR
         "data.text_key, or data.source_key": "dataset_text_field text_column text_column_name",
         "eval_steps": "eval_interval eval_strategy evaluation_strategy",
         "generation.max_new_tokens": "generation_max_length val_max_target_length",
-        "generation.num_beams": "generation_num_beams num_beams",
+        "generation.num_beams": "beam_size generation_num_beams num_beams",
         "logging_steps": "inspect_iters log_interval logging_strategy",
         "machine.compile": "torch_compile",
         "machine.device=cpu": "no_cuda use_cpu",
         "machine.devices, or CUDA_VISIBLE_DEVICES=2,3 before the command": "device_ids gpu_ids gpus n_gpu num_gpus",
         "machine.fsdp": "fsdp_config",
-        "machine.fsdp and machine.zero": "deepspeed use_distributed_optimizer zero_stage",
+        "machine.async_save": "non_blocking",
+        "machine.fsdp and machine.zero": "deepspeed use_distributed_optimizer zero_level zero_stage",
         "machine.fsdp or machine.tensor_parallel: there are no pipelines yet": "pipe_size pipeline_model_parallel_size",
-        "machine.recompute": "activation_checkpointing gradient_checkpointing recompute_activations recompute_granularity",
+        "machine.recompute":
+            "activation_checkpointing gradient_checkpointing recompute_activations recompute_granularity use_checkpoint",
         "machine.tensor_parallel": "tensor_model_parallel_size tp_size",
         "max_grad_norm": "clip_grad gradient_clipping",
-        "max_steps": "max_train_steps train_iters",
+        "max_steps": "end_iter max_train_steps train_iters",
         "metrics: [bleu, chrf], [rouge] ...": "predict_with_generate",
         "micro_batch": "micro_batch_size per_device_batch_size per_device_eval_batch_size per_gpu_train_batch_size",
         "model": "model_name pretrained_model",
         "model, with init=random and config for a new one": "config_name config_overrides model_config model_type",
         "num_epochs": "epochs num_epoch",
         "optimizer.eps": "adam_eps",
+        "optimizer.lr; under noam theirs over the root of the warm-up": "start_lr",
         "optimizer.name and optimizer.moments": "optim",
         "output_dir": "logging_dir run_name save save_dir save_name",
         "patience": "early_stopping_patience",
-        "precision": "bf16_full_eval dtype fp16_full_eval mixed_precision torch_dtype",
-        "resume": "load load_dir start_step",
+        "precision": "bf16_full_eval dtype fp16_full_eval half mixed_precision torch_dtype",
+        "resume": "load load_dir num_iter start_step",
         "resume=never": "overwrite_output_dir",
         "save_steps": "save_interval save_iters save_strategy",
         "schedule.min_lr_ratio": "min_lr",
         "schedule.name": "lr_decay_style lr_scheduler",
         "schedule.name: a decay lasts as long as the run, of wsd schedule.decay_steps": "lr_decay_iters lr_decay_steps",
-        "schedule.warmup_steps": "lr_warmup_fraction lr_warmup_iters num_warmup_steps warmup warmup_iters",
+        "schedule.warmup_steps": "lr_warmup_fraction lr_warmup_iters num_warmup_steps warmup warmup_iter warmup_iters",
+        "the recipe classify, which finds the labels in the data": "cls_head",
         "the recipe glue/NAME or superglue/NAME": "task_name",
         "the verb evaluate, after the run": "do_predict test_file",
         "the verb generate, after the run": "do_generate",
         "tokenizer": "merge_file tokenizer_model tokenizer_name_or_path tokenizer_type vocab_file",
         "hf upload NAME RUN/model, after the run": "hub_model_id push_to_hub",
         "leave it out: batches are made ahead by a thread": "dataloader_num_workers num_workers preprocessing_num_workers",
-        "leave it out: it finds itself under precision=fp16": "initial_loss_scale loss_scale",
+        "leave it out: it finds itself under precision=fp16":
+            "initial_loss_scale loss_scale loss_scale_factor loss_scale_steps max_loss_scale min_loss_scale",
         "leave it out: processes are counted by --machine or machine.fsdp": "local_rank nproc_per_node num_processes",
         "leave it out: the fastest of those that compute the same is taken": "attn_implementation flash_attn use_flash_attn",
+        "leave it out: set the variables NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT": "master_addr master_port nnodes node_rank",
         "leave it out: the verb says it": "do_train",
     }.items()
     for name in names.split()
 }
-MODULE = {  # names of the package, in the beginning of which these stand
-    "AutoConfig": "mc.load(name, device='meta').config",
-    "AutoModel": "mc.load(name), which takes any family; task= says which head",
-    "AutoTokenizer": "mc.load_tokenizer(name)",
-    "Bert": "mc.load(name), which takes any family; task= says which head",
-    "BitsAndBytesConfig": "mc.AdapterConfig(name='lora', quantize='nf4')",
-    "DataCollator": "transformers' own, whose batches a forward takes; a recipe's objective makes its own",
-    "GPT2": "mc.load(name), which takes any family; task= says which head",
-    "GenerationConfig": "options of model.generate, by their names",
-    "LoraConfig": "mc.AdapterConfig(name='lora')",
-    "PeftModel": "mc.load(folder of the adapter), which loads its base too",
-    "TrainingArguments": "a recipe: modelcenter list keys, under their names too",
-    "get_peft_model": "mc.add_adapter(model, mc.AdapterConfig(...))",
-    "pipeline": "model.generate, or transformers' own on a saved folder",
-    "Trainer": "mc.train(recipe)",
+MODULE = {  # names of a package or of one of its modules, as patterns, by what there is here; the first that fits speaks
+    pattern: ours
+    for ours, patterns in {
+        "no such family yet: modelcenter list models": "Roberta* GPTj* GPTJ* OPT* GLM* Longformer* ViT* CPM1* CPM2* CPM3*",
+        "mc.AdapterConfig(name='lora', quantize='nf4')": "BitsAndBytesConfig",
+        "mc.AdapterConfig(name='lora')": "LoraConfig",
+        "options of model.generate, by their names": "GenerationConfig",
+        "mc.load(name, device='meta').config": "*Config",
+        "mc.load_tokenizer(name), or transformers.AutoTokenizer": "*Tokenizer",
+        "transformers' own, whose batches a forward takes; a recipe's objective makes its own": "DataCollator*",
+        "mc.load(name), which takes any family; task= says which head": "AutoModel* Bert* GPT2*",
+        "mc.load(folder of the adapter), which loads its base too": "PeftModel*",
+        "mc.add_adapter(model, mc.AdapterConfig(...))": "get_peft_model",
+        "model.generate, or transformers' own on a saved folder": "pipeline",
+        "model.generate(ids, num_beams=3), or do_sample=True": "*BeamSearch *RandomSampling generation",
+        "a recipe: modelcenter list keys, under their names too": "TrainingArguments*",
+        "mc.train(recipe)": "Trainer* OptimManager optim lr_scheduler loss FusedCrossEntropy",
+        "mc.parallelize(model, machine), or --machine of a command; nothing else is to be called":
+            "init_distributed init_parameters DistributedModule DistributedParameter BMTrainModelWrapper Block *BlockList "
+            "CheckpointBlock",
+        "torch.distributed's own": "rank world_size synchronize sum_loss gather_result distributed nccl",
+        "print on the first rank; a run's lines and metrics.jsonl have its numbers":
+            "print_rank print_dict print_block print_inspect see_memory inspect",
+        "model.save_pretrained(folder)": "save save_*",
+        "modelcenter train RECIPE key=value ...": "get_args",
+        "data.path=FILE of a recipe; modelcenter tokenize makes token files": "*Dataset *Loader DATASET dataset",
+        "modelcenter.layers, or torch.nn": "layer nn Linear",
+    }.items()
+    for pattern in patterns.split()
 }
+FIELDS = {  # fields of a config of ModelCenter, by ours
+    "dim_ff": "hidden",
+    "dim_head": "head_dim",
+    "dim_model": "dim",
+    "dropout_p": "dropout",
+    "ffn_activate_fn": "act",
+    "norm_eps": "eps",
+    "num_decoder_layers": "decoder_layers",
+    "num_encoder_layers": "layers",
+    "num_heads": "heads",
+    "num_heads_kv": "kv_heads",
+    "num_layers": "layers",
+    "position_bias_max_distance": "max_distance",
+    "position_bias_num_buckets": "buckets",
+    "position_size": "positions",
+    "tied": "tie",
+    "type_size": "segments",
+    "vocab_size": "vocab",
+}
+
+
+def spoken_of(name: str) -> str | None:
+    """What there is here for a name of others' packages."""
+    return next((ours for pattern, ours in MODULE.items() if fnmatchcase(name, pattern)), None)
 
 
 def refuse_argument(call: str, name: str, theirs: Mapping[str, str], known: Iterable[str]) -> NoReturn:

@@ -345,6 +345,10 @@ def test_folder_refused(tmp_path):
     (tmp_path / "tf_model.h5").write_bytes(b"")
     with pytest.raises(MissingError, match=r": no weights, only tf_model.h5; model.safetensors or"):
         Folder(tmp_path)
+    (tmp_path / "pytorch_model.pt").write_bytes(b"")
+    with pytest.raises(MissingError, match=r"pytorch_model.pt: weights of OpenBMB's ModelCenter; examples/from_modelcenter.py"):
+        Folder(tmp_path)
+    (tmp_path / "pytorch_model.pt").unlink()
     header = b'{"w":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1")
     with pytest.raises(InputError, match=r"model.safetensors: w: dtype F4; one of BOOL"):

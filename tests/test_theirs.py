@@ -1,6 +1,7 @@
 """What transformers has and we have not is refused by name, with what does the same."""
 
 import copy
+import fnmatch
 import inspect
 import re
 from dataclasses import FrozenInstanceError, fields
@@ -20,11 +21,27 @@ from modelcenter.config import describe
 from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.generate.options import Options
 from modelcenter.parallel.machine import Machine
+from modelcenter.registry import families
 from modelcenter.train.read import ALIASES, PARTIAL
 from modelcenter.train.recipe import Recipe
 
 SIZES = {"layers": 2, "dim": 32, "heads": 2, "vocab": 50, "positions": 32}
 BERT = {**SIZES, "hidden": 64}
+MODELCENTER = {  # ModelCenter's and BMTrain's, which are not among what is installed
+    "forward": {"length", "decoder_length", "mems", "output_logits", "output_pooler_output", "output_decoder_attentions",
+                "output_decoder_hidden_states"},
+    "generate": {"beam_size", "generate_length", "repetition_window"},
+    "model": {"cls_projection", "input_embedding", "output_projection", "pooler", "position_embedding", "token_type_embedding"},
+    "module": {  # of bmtrain, model_center.model, .tokenizer, .dataset, .layer, .utils and .generation
+        "init_distributed", "init_parameters", "DistributedModule", "DistributedParameter", "BMTrainModelWrapper", "Block",
+        "TransformerBlockList", "PipelineTransformerBlockList", "CheckpointBlock", "rank", "world_size", "synchronize", "sum_loss",
+        "gather_result", "distributed", "nccl", "print_rank", "print_dict", "print_block", "see_memory", "inspect", "save", "optim",
+        "lr_scheduler", "loss", "nn", "OptimManager", "FusedCrossEntropy", "Bert", "GPT2", "Roberta", "GPTj", "OPT", "GLM",
+        "Longformer", "ViT", "CPM1", "CPM2", "CPM3", "BertConfig", "T5Tokenizer", "CPM1Tokenizer", "get_args", "print_inspect",
+        "DATASET", "MMapIndexedDataset", "DistributedMMapIndexedDataset", "DistributedDataLoader", "dataset", "layer", "Linear",
+        "T5BeamSearch", "T5RandomSampling", "LlamaRandomSampling", "generation",
+    },
+}  # fmt: skip
 
 
 def gpt() -> mc.Model:
@@ -37,7 +54,7 @@ def test_every_name_is_theirs_and_not_ours() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
     ours, older = dir(gpt()), {"add_adapter", "generation_config", "init_weights", "can_generate"}
     for name in theirs.MODEL:
-        assert name not in ours and (hasattr(model, name) or name in older), name
+        assert name not in ours and (hasattr(model, name) or name in older | MODELCENTER["model"]), name
     taken = {"load": set(inspect.signature(mc.load).parameters), "save": set(inspect.signature(mc.GPT.save_pretrained).parameters),
              "forward": set(inspect.signature(mc.GPT.forward).parameters)}  # fmt: skip
     for what, table in (("load", theirs.LOAD), ("save", theirs.SAVE), ("forward", theirs.FORWARD)):
@@ -49,6 +66,7 @@ def test_every_name_is_theirs_and_not_ours() -> None:
     models = (transformers.T5ForConditionalGeneration, transformers.GPT2LMHeadModel)
     forwards = {name for model in models for name in inspect.signature(model.forward).parameters}
     prepared = {"cache_position", "decoder_attention_mask", "decoder_input_ids", "logits_warper", "token_type_ids", "inputs_embeds"}
+    prepared |= MODELCENTER["generate"]
     for name in theirs.GENERATE:
         assert name not in ours and (name in arguments or name in forwards or name in prepared), name
     tokenizer = CharTokenizer.train(["abc"])
@@ -56,10 +74,12 @@ def test_every_name_is_theirs_and_not_ours() -> None:
     for name in theirs.TOKENIZER.keys() - {"__call__"}:
         there = hasattr(transformers.PreTrainedTokenizerFast, name) or re.fullmatch(r"[a-z]+_token(_id)?", name)
         assert not hasattr(tokenizer, name) and (there or name in gone), name
-    for name in theirs.MODULE:
-        theirs_ = [*dir(transformers), *dir(peft)]
-        assert any(known.startswith(name) for known in theirs_) and not hasattr(mc, name)
-        assert not any(ours.startswith(name) for ours in dir(mc)), name
+    names = {*dir(transformers), *dir(peft), *MODELCENTER["module"]}
+    for pattern in theirs.MODULE:
+        assert fnmatch.filter(names, pattern), pattern
+    for name in MODELCENTER["module"] - {"optim"}:  # that is a package, once something has imported it
+        assert theirs.spoken_of(name) and not hasattr(mc, name), name
+    assert MODELCENTER["forward"] <= theirs.FORWARD.keys()
 
 
 def test_what_is_advised_is_there() -> None:
@@ -141,6 +161,35 @@ def test_generate_takes_none_for_an_argument_of_theirs() -> None:
         gpt().generate(ids, nobody=[])
 
 
+def test_a_config_of_modelcenter_is_understood() -> None:
+    """The field that is meant is named, where this family has it: when it is read, when it is set, when a model is made."""
+    config, all_ours = gpt().config, {f.name for family in families().values() for f in fields(family.Config)}  # type: ignore[arg-type]
+    assert set(theirs.FIELDS.values()) <= all_ours and not theirs.FIELDS.keys() & all_ours
+    with pytest.raises(AttributeError, match=r"no attribute 'dim_model'; here it is dim$"):
+        _ = config.dim_model
+    with pytest.raises(AttributeError, match=r"no attribute 'dim_head'$"):  # BERT and GPT have no such field
+        _ = config.dim_head
+    with pytest.raises(FrozenInstanceError, match=r"mc.load\(name, config=\{'dropout': 0\}\)$"):
+        config.dropout_p = 0
+    for name, line in {"dim_model": "here it is dim", "num_layers": "here it is layers", "n_embd": "here it is dim",
+                       "buckets": "known: act, attn_dropout", "position_bias_num_buckets": "known: act"}.items():  # fmt: skip
+        with pytest.raises(mc.InputError, match=rf"^config\.{name}: unknown field; {line}"):
+            mc.build("gpt2", config={name: 2})
+    with pytest.raises(mc.InputError, match=r"; did you mean the preset 'gpt2'\?$"):
+        mc.load("gpt2-base", local_files_only=True)
+
+
+def test_lengths_are_no_mask() -> None:
+    """ModelCenter's forward takes them second, and of T5 what its decoder reads behind them."""
+    ids, lengths = torch.ones(2, 4, dtype=torch.long), torch.tensor([4, 2])
+    t5 = mc.build("t5-small", config={"layers": 1, "decoder_layers": 1, "dim": 32, "heads": 2, "head_dim": 16, "vocab": 50})
+    line = r"^attention_mask: 1 dimensions; .*; of lengths torch.arange\(tokens\) < length\[:, None\]$"
+    for model, asked in ((gpt(), (ids, lengths)), (t5, (ids, lengths, ids, lengths))):
+        with pytest.raises(mc.InputError, match=line):
+            model(*asked)
+    assert gpt()(ids, torch.arange(4) < lengths[:, None]).logits.shape == (2, 4, 50)
+
+
 def test_a_config_says_how_it_is_changed() -> None:
     config = gpt().config
     for name, said in {
@@ -215,7 +264,7 @@ def test_labels_for_a_head_without_any() -> None:
 def test_none_is_no_argument() -> None:
     ids = torch.ones(1, 3, dtype=torch.long)
     model = gpt().eval()
-    assert torch.equal(model(ids, head_mask=None, cache_position=None).logits, model(ids).logits)
+    assert torch.equal(model(ids, head_mask=None, cache_position=None, output_pooler_output=False).logits, model(ids).logits)
 
 
 def test_functions_refuse(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import LIMIT, InputError, nearest, refuse
+from ..theirs import FIELDS
 
 C = TypeVar("C", bound="Config")
 BIGGEST = 2**31 - 1  # a size beyond this is a mistake or an attack; refused before anything is allocated
@@ -154,6 +155,8 @@ class Config:
             if name in EVERYWHERE:
                 return getattr(self, EVERYWHERE[name])
         more = "; a reference model for trl is a copy: ref_model=copy.deepcopy(model)" if name == "_attn_implementation" else ""
+        if name in FIELDS and FIELDS[name] in {f.name for f in fields(self)}:
+            more = f"; here it is {FIELDS[name]}"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{more}", name=name, obj=self)
 
     @property
@@ -185,8 +188,7 @@ def unchanging(config: Config, name: str, value: Any) -> None:
     values = config.to_dict()
     if (name == "use_cache" and not value) or (name in values and type(value) is type(values[name]) and value == values[name]):
         return
-    known = dict(rows(config))
-    field = next((now for key, now in known.items() if name in key.split("|")), name)
+    field = meant(type(config), name)
     how = TRANSFORMERS.get(name, f"give it where the model is made: mc.load(name, config={{{field!r}: {value!r}}})")
     if field in ("labels", "num_labels"):
         how = "give num_labels or id2label where the model is made: mc.load(name, task='classify', num_labels=3)"
@@ -312,10 +314,16 @@ def write(config: Config) -> dict[str, Any]:
     return out
 
 
-def rows(config: Config) -> Iterator[tuple[str, str]]:
+def rows(config: Config | type[Config]) -> Iterator[tuple[str, str]]:
     """(key as spelled in the table, field)."""
     for key, target in config.hf.keys.items():
         yield key, target.field if isinstance(target, Key) else target
+
+
+def meant(cls: type[Config], name: str) -> str:
+    """The field that a key of config.json, or a field of a config of ModelCenter, is here; `name` itself where there is none."""
+    keys = {key: now for spelled, now in rows(cls) for key in spelled.split("|")}
+    return keys.get(name) or FIELDS.get(name, name)
 
 
 def changed(config: C, changes: Mapping[str, Any]) -> C:
@@ -327,7 +335,8 @@ def changed(config: C, changes: Mapping[str, Any]) -> C:
     new: dict[str, Any] = {}
     for name, value in changes.items():
         if name not in known:
-            refuse(None, f"config.{name}", "unknown field", nearest(name, known))
+            ours = meant(type(config), name)
+            refuse(None, f"config.{name}", "unknown field", f"here it is {ours}" if ours in known else nearest(name, known))
         options = get_args(hints[name]) or (hints[name],)
         if {int, float, bool} & set(options):
             new[name] = check(value, hints[name], None, f"config.{name}", name)

@@ -85,6 +85,9 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
         if os.path.lexists(folder / name):
             check_inside(folder / name)
             return folder / name
+    if (folder / "pytorch_model.pt").is_file():
+        wanted = "examples/from_modelcenter.py FOLDER OUT, in this package's repository, makes a folder of it"
+        refuse_missing(folder / "pytorch_model.pt", None, "weights of OpenBMB's ModelCenter", wanted)
     others = [n for n in sorted(os.listdir(folder)) if n.endswith(FOREIGN)][:3]
     found = f"no weights, only {', '.join(others)}" if others else "no weights"
     if (folder / "model" / "config.json").is_file() or (folder / "model" / ADAPTER[0]).is_file():  # a run's

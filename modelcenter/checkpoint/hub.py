@@ -142,7 +142,8 @@ def _near(name: str, presets: Mapping[str, str | None]) -> str:
     """A hint at the preset that was meant, perhaps; nothing for one, nor for the hub id of one."""
     if name in presets or name in presets.values():
         return ""
-    close = get_close_matches(name, presets, n=1, cutoff=0.6)
+    whole = name.removesuffix("-base")  # ModelCenter says it of the smallest of a family
+    close = [whole] if whole in presets else get_close_matches(name, presets, n=1, cutoff=0.6)
     return f"; did you mean the preset {close[0]!r}?" if close else ""
 
 

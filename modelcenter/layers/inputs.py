@@ -79,13 +79,22 @@ def check_tokens(ids: Any, name: str) -> None:
         refuse(None, name, f"shape {list(ids.shape)}", "(batch, tokens)")
 
 
+def check_mask(mask: Any, name: str) -> None:
+    """Refuse anything but None and a tensor (b t)."""
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        return
+    wanted = "a tensor of 2 (batch, tokens): 1 where a token is real, 0 where it pads"
+    if not isinstance(mask, Tensor):
+        refuse(None, name, f"a {type(mask).__name__}", wanted)
+    more = "; of lengths torch.arange(tokens) < length[:, None]" if mask.dim() == 1 else ""
+    refuse(None, name, f"{mask.dim()} dimensions", wanted + more)
+
+
 def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | None:
     """A mask (b t) of `x` (b s, b s dim) behind `past` tokens, as bools. Any other shape is refused, lest it be broadcast."""
     if mask is None:
         return None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        found = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        refuse(None, name, found, "a tensor of 2 (batch, tokens): 1 where a token is real, 0 where it pads")
+    check_mask(mask, name)
     if mask.shape != (x.size(0), past + x.size(1)):  # not `len`, which an exported program would keep as a number
         after = f" behind {past} in the cache, which count too" if past else ""
         wanted = f"{[len(x), past + x.size(1)]}, as {x.size(1)} tokens a row are there{after}"
