@@ -46,6 +46,12 @@ def test_what_others_wrote_is_read(tmp_path: Path, kind: str) -> None:
     assert [r.fields["ids"].tolist() for r in read_records(str(file))] == DOCUMENTS
 
 
+def test_where_no_document_was_ended_each_sequence_is_one(tmp_path: Path) -> None:
+    """As the builder of ModelCenter's model_center/tools/indexed_dataset.py leaves an index: its bounds are a 0 alone."""
+    write(tmp_path / "a", [[5, 6], [7], [8, 9]], "i4", documents=[0])
+    assert TokenFile(tmp_path / "a.idx").bounds.tolist() == [0, 2, 3, 5]
+
+
 def test_no_token_at_all_is_refused_by_the_file(tmp_path: Path) -> None:
     for sequences in ([], [[], []]):
         file = write(tmp_path / "a", sequences)

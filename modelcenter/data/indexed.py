@@ -3,8 +3,9 @@
 NAME.bin holds the ids of all sequences end to end. NAME.idx, little-endian: nine bytes `MMIDIDX\\0\\0`, the version as 8 bytes (1),
 the type of an id as one (8: uint16, 4: int32, ...), the number of sequences and of document bounds as 8 bytes each, then the
 length of every sequence (int32), where it starts in NAME.bin in bytes (int64), and the bounds of the documents, counted in
-sequences, from 0 on (int64). (NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.) NAME.json is ours: which
-tokenizer made them, and of what.
+sequences, from 0 on (int64). (NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.) Whoever ended no document left a
+single 0 there, as OpenBMB's ModelCenter always does: each sequence is then one. NAME.json is ours: which tokenizer made them, and
+of what.
 """
 
 import json
@@ -70,6 +71,8 @@ class TokenFile:
             refuse(self.file, f"byte {self.source.size}", f"the file ends here, and its index says {self.total} ids",
                    f"{self.total * self.dtype.itemsize} bytes")  # fmt: skip
         documents = np.frombuffer(source.read(where + 12 * count, size), "<i8")
+        if bounds == 1 and documents[0] == 0:
+            documents = np.arange(count + 1)
         if bounds < 1 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
             wanted = f"numbers that rise from 0 to {count}"
             refuse(index, f"byte {where + 12 * count}", "the bounds of documents", wanted)
