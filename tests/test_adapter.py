@@ -389,6 +389,17 @@ def test_dropout_is_on_the_addition_alone() -> None:
         torch.testing.assert_close(layer(x), layer.base(x), rtol=1e-12, atol=1e-12)
 
 
+def test_another_module_in_the_place_of_its_dropout_is_called() -> None:
+    """nn.Identity, which peft has there without a rate, drops nothing; of half of what comes in, half comes out."""
+    model = loaded(GPT, lora(name="dora", dropout=0.5)).train()
+    layer, x = adapted(model)["decoder.blocks.0.ffn.up"], torch.randn(3, 32, dtype=torch.float64)
+    layer.dropout = torch.nn.Identity()
+    torch.testing.assert_close(layer(x), layer.eval()(x))
+    change, layer.dropout = layer(x) - layer.base(x), torch.nn.Dropout(0.0)
+    layer.dropout.register_forward_hook(lambda dropout, args, out: out / 2)
+    torch.testing.assert_close(layer(x) - layer.base(x), change / 2)
+
+
 def test_frozen_weights_in_half_precision_have_adapters_in_single(tmp_path: Path) -> None:
     folder = zoo.reference(LLAMA)[1]
     model = mc.load(folder, dtype="bf16", adapter=lora())

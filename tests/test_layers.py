@@ -8,7 +8,7 @@ import transformers
 from zoo import loud
 
 from modelcenter import ops
-from modelcenter.layers import FFN, Attention, Batch, LayerNorm, Parallel, Rotary, Stack
+from modelcenter.layers import FFN, Attention, Batch, GatedFFN, LayerNorm, Parallel, RelativeBias, Rotary, Stack
 from modelcenter.layers.rope import PLAIN
 from modelcenter.layers.view import Packing, View
 
@@ -68,6 +68,40 @@ def test_attention_is_asked_by_wanted_queries_alone(how: str, kv: int, monkeypat
     assert all(attn.asked(x, replace(other, wanted=wanted)) is None for other in placed) and attn.asked(x, view) is None
     attn.k.register_forward_hook(lambda layer, args, out: None)
     assert attn.asked(x, replace(view, wanted=wanted)) is None, "who has a hook on the queries is shown all of them"
+
+
+@pytest.mark.parametrize("kv", [4, 2])
+@pytest.mark.parametrize("how", ["whole", "causal", "padded", "packed", "distances", "wanted"])
+def test_who_watches_the_dropout_sees_probabilities(how: str, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """b h s t of them, in evaluation too; the result is the same whatever hides keys, and what the hook makes of them counts."""
+    torch.manual_seed(0)
+    attn, x, seen = Attention(16, 4, kv_heads=kv).double().eval(), torch.randn(2, 9, 16, dtype=torch.float64), list[torch.Tensor]()
+    mask, bias = torch.arange(9) >= torch.tensor([[0], [4]]), RelativeBias(4, 8, 20, bidirectional=True).double()(9, 9)
+    view = {
+        "whole": lambda: Batch(x).view(), "causal": lambda: Batch(x).view(causal=True), "padded": lambda: Batch(x, mask).view(),
+        "packed": lambda: Batch(x, packing=Packing.of([0, 4, 9], [0, 4, 9], x.device)).view(causal=True),
+        "distances": lambda: View(distances=bias, seen=mask),
+        "wanted": lambda: replace(Batch(x).view(), wanted=torch.tensor([3, 11])),
+    }  # fmt: skip
+    x = x[:1] if how == "packed" else x
+    monkeypatch.setattr("modelcenter.layers.view.covers", lambda q: q.dtype == torch.float64 and q.shape[3] == 4)
+    wanted = attn(x, view[how]())
+    hook = attn.dropout.register_forward_hook(lambda layer, args, out: seen.append(out))
+    torch.testing.assert_close(attn(x, view[how]()), wanted, rtol=0, atol=1e-14)
+    assert [p.shape for p in seen] == [(len(x), 4, 9, 9)]
+    torch.testing.assert_close(seen[0].sum(-1), torch.ones_like(seen[0][..., 0]), rtol=0, atol=1e-14)
+    hook.remove()
+    attn.dropout.register_forward_hook(lambda layer, args, out: 0 * out)
+    assert (attn(x, view[how]()) == attn.o.bias).all()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_who_watches_the_dropout_of_a_gated_layer_sees_what_is_hidden(training: bool) -> None:
+    ffn, x, seen = GatedFFN(16, 24, ops.geglu).train(training), torch.randn(3, 16), list[torch.Tensor]()
+    wanted = ffn(x)
+    ffn.dropout.register_forward_hook(lambda layer, args, out: seen.append(out))
+    torch.testing.assert_close(ffn(x), wanted)
+    torch.testing.assert_close(ffn.down(seen[0]), wanted)
 
 
 @pytest.mark.gpu

@@ -7,9 +7,11 @@ import filecmp
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from zoo import Case, cases, inputs, pair, real, scores, tiny, weighted
 
@@ -38,12 +40,15 @@ def reference(case: Case, dtype: torch.dtype, side: str, train: bool) -> tuple[t
     return wanted.detach(), {k: v.grad.clone() for k, v in theirs.named_parameters() if v.grad is not None}
 
 
-def compare(case: Case, dtype: torch.dtype, side: str = "none", train: bool = False) -> None:
+def compare(case: Case, dtype: torch.dtype, side: str = "none", train: bool = False, change: Any = None) -> None:
     wanted, grads = reference(case, dtype, side, train)
     exact, exact_grads = (wanted, grads) if dtype == torch.float64 else reference(case, torch.float64, side, train)
     theirs, ours = pair(case, dtype)
     args = inputs(case, side)
-    found = scores(ours.train(train)(**args))
+    ours.train(train)
+    if change is not None:
+        change(ours)
+    found = scores(ours(**args))
     kept = real(case, args, wanted)
     rounding = ((wanted - exact)[kept].abs().max() / exact[kept].std()).item()  # theirs; another order of sums has its own
     close(found[kept], wanted[kept], TOLERANCE[dtype] + rounding, str(case))
@@ -112,6 +117,41 @@ def test_dropout_has_their_places_and_rates(case: Case) -> None:
     quiet, args = scores(ours(**inputs(case))), inputs(case)
     ours.train()
     assert not torch.equal(scores(ours(**args)), quiet)
+
+
+class Dropping(torch.nn.Module):
+    """A dropout that somebody else wrote."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.rate = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.rate)
+
+
+@pytest.mark.parametrize("how", ["hook", "hook before", "another module", "torch's"])
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_dropout_that_is_watched_or_replaced_is_called(case: Case, how: str) -> None:
+    """With what it is to drop of, in the order of transformers' own: a pattern by place and rate says whether it is so. Attention's
+    is called with the probabilities."""
+
+    def change(model: torch.nn.Module) -> None:
+        for parent in list(model.modules()):
+            for name, dropout in list(parent.named_children()):
+                if isinstance(dropout, torch.nn.Dropout):
+                    p = dropout.p
+                    if how.startswith("hook"):
+                        dropout.p = 0.0
+                        if how == "hook":
+                            dropout.register_forward_hook(lambda layer, args, out, p=p: F.dropout(out, p))
+                        else:
+                            dropout.register_forward_pre_hook(lambda layer, args, p=p: F.dropout(args[0], p))
+                    else:
+                        setattr(parent, name, Dropping(p) if how == "another module" else torch.nn.Dropout(p))
+
+    with zoo.dropout_as_pattern():
+        compare(case, torch.float64, train=True, change=change)
 
 
 @pytest.mark.parametrize("case", [c for c in FIRST if c.task != "classify"], ids=str)

@@ -36,15 +36,15 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         out: Tensor = self.base(x, bias=bias)
-        x = self.dropout(x)
-        low = x.to(self.a.weight.dtype) if autocast_dtype(x.device) is None else x
+        kept = self.dropout(x)
+        low = kept.to(self.a.weight.dtype) if autocast_dtype(x.device) is None else kept
         change = (self.b(self.a(low)) * self.scale).to(out.dtype)
         if self.magnitude is None:
             return out.add(change)
-        if self.training and self.dropout.p:
-            plain = self.base(x, bias=False)
-        else:
+        if kept is x:
             plain = out - local(self.base.bias) if bias and self.base.bias is not None else out
+        else:
+            plain = self.base(kept, bias=False)
         factor = (local(self.magnitude) / self.lengths()).to(out.dtype)
         return out.add((factor - 1) * plain + factor * change)
 

@@ -6,7 +6,7 @@ Head counts are read off the tensors, never stored, so a tensor-parallel shard n
 from torch import Tensor, nn
 
 from ..ops._mode import autocast_dtype
-from .dropout import Dropout
+from .dropout import Dropout, rate
 from .linear import Linear, alone, together
 from .position import Angles
 from .view import View
@@ -44,7 +44,8 @@ class Attention(nn.Module):
             q, k, v = self.project(x, view)
         else:
             (q,), (k, v) = self.heads(view.chosen(x), None, self.q), self.heads(x.flatten(0, 1)[None], None, self.k, self.v)
-        out = (asked or view).attend(q, k, v, self.scale, self.dropout.p if self.dropout.drops else 0.0)
+        p = rate(self.dropout)
+        out = view.shown(q, k, v, self.scale, self.dropout) if p is None else (asked or view).attend(q, k, v, self.scale, p)
         merged = out.transpose(1, 2).flatten(2)  # b h s d -> b s (h d)
         made: Tensor = self.o(view.chosen(merged) if asked is None else merged)
         return made
@@ -52,6 +53,8 @@ class Attention(nn.Module):
     def asked(self, x: Tensor, view: View) -> View | None:
         """The view of only those queries that are wanted, if no others need be computed."""
         if view.wanted is None or view.memory is not None or not all(map(alone, (self.q, self.k, self.v))):
+            return None
+        if rate(self.dropout) is None:  # who watches the probabilities sees all of them
             return None
         return view.asked(x, autocast_dtype(x.device) or x.dtype, self.head_dim)
 

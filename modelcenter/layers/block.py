@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..ops._mode import on_gpu, plain
 from .attention import Attention
-from .dropout import Dropout
+from .dropout import Dropout, added
 from .linear import rounding
 from .norm import Norm, add, beside, factors, normed, twice
 from .view import View
@@ -80,7 +80,7 @@ class PreNorm(Block):
             h, x = add(self.cross_norm, h, x, self.dropout, dtype)
             h = self.cross(h, cross)
         h, x = add(self.ffn_norm, h, x, self.dropout, dtype)
-        return self.dropout.add(self.ffn(h), x)
+        return added(self.dropout, self.ffn(h), x)
 
 
 class PostNorm(Block):
@@ -112,7 +112,7 @@ class Parallel(PreNorm):
     @ahead
     def forward(self, x: Tensor, view: View, cross: View | None = None) -> Tensor:
         h, x = self.first(x, factors(x))
-        return self.dropout.add(self.ffn(view.chosen(h)), self.dropout.add(self.attn(h, view), view.chosen(x)))
+        return added(self.dropout, self.ffn(view.chosen(h)), added(self.dropout, self.attn(h, view), view.chosen(x)))
 
 
 class Stack(nn.Module):

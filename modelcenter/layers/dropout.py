@@ -1,8 +1,13 @@
-"""Dropout, alone and with the addition that follows it."""
+"""Dropout, alone and with the addition that follows it.
+
+The op that adds, or attends, does the dropping too. A dropout that somebody watches, by a hook, or has put another module in the
+place of, is called as it is, by itself.
+"""
 
 from torch import Tensor, nn
 
 from .. import ops
+from .linear import watched
 
 
 class Dropout(nn.Dropout):
@@ -11,19 +16,30 @@ class Dropout(nn.Dropout):
     def __init__(self, p: float):
         super().__init__(p)
 
-    @property
-    def drops(self) -> bool:
-        return self.training and self.p > 0
-
     def forward(self, x: Tensor) -> Tensor:
-        seed = self.seed(x)
-        return x if seed is None else ops.dropout(x, None, seed, self.p)
+        return ops.dropout(x, None, ops.draw(x.device), self.p) if self.training and self.p > 0 else x
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + dropout(x), in the residual's dtype."""
-        seed = self.seed(x)
-        return (residual + x).to(residual.dtype) if seed is None else ops.dropout(x, residual, seed, self.p)
 
-    def seed(self, x: Tensor) -> Tensor | None:
-        """A new seed for dropout on `x`; None where nothing is dropped."""
-        return ops.draw(x.device) if self.drops else None
+KNOWN = Dropout, nn.Dropout, nn.Identity
+
+
+def rate(dropout: nn.Module) -> float | None:
+    """The probability with which a call of it zeroes an element; None if it does anything else, so that it must be called."""
+    if type(dropout) not in KNOWN or watched(dropout):
+        return None
+    return getattr(dropout, "p", 0.0) if dropout.training else 0.0
+
+
+def dropping(dropout: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, float]:
+    """What an op that adds dropout(x) is to take: x, or what the module makes of it; a new seed, None where the op is to drop
+    nothing; the probability."""
+    p = rate(dropout)
+    if p is None:
+        return dropout(x), None, 0.0
+    return x, ops.draw(x.device) if p > 0 else None, p
+
+
+def added(dropout: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+    """residual + dropout(x), in the residual's dtype."""
+    x, seed, p = dropping(dropout, x)
+    return (residual + x).to(residual.dtype) if seed is None else ops.dropout(x, residual, seed, p)

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from ..ops import Op
 from ..ops.gated_linear import gated_linear
-from .dropout import Dropout
+from .dropout import Dropout, rate
 from .linear import Linear, activated, alone, together
 
 
@@ -40,7 +40,7 @@ class GatedFFN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = together(x, self.gate, self.up)
-        if all(map(alone, (self.gate, self.up, self.down))) and not self.dropout.drops:
+        if all(map(alone, (self.gate, self.up, self.down))) and rate(self.dropout) == 0:
             return gated_linear(self.act, gate, up, self.down.weight, self.down.bias)
         out: Tensor = self.down(self.dropout(self.act(gate, up)))
         return out

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops import Op, _norm
 from ..ops._mode import autocast_dtype
-from .dropout import Dropout
+from .dropout import added, dropping
 from .linear import watched
 
 
@@ -78,20 +78,24 @@ def beside(norm: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> tupl
     return _norm.beside(norm.op, x, *norm.arguments, dtype) if own(norm) else (normed(norm, x, dtype), x)
 
 
-def add(norm: nn.Module, x: Tensor, residual: Tensor, dropout: Dropout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def add(
+    norm: nn.Module, x: Tensor, residual: Tensor, dropout: nn.Module, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """The norm of residual + dropout(x), and that sum."""
     if own(norm):
-        out, total = norm.add(x, residual, *norm.arguments, dropout.seed(x), dropout.p, dtype)
+        x, *drop = dropping(dropout, x)
+        out, total = norm.add(x, residual, *norm.arguments, *drop, dtype)
         return out, total
-    total = dropout.add(x, residual)
+    total = added(dropout, x, residual)
     return normed(norm, total, dtype), total
 
 
-def twice(norm: nn.Module, x: Tensor, residual: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
+def twice(norm: nn.Module, x: Tensor, residual: Tensor, dropout: nn.Module) -> tuple[Tensor, Tensor]:
     """The norm of residual + dropout(x), twice: for a layer, and for the addition that follows."""
     if own(norm):
-        return _norm.twice(norm.add, x, residual, *norm.arguments, dropout.seed(x), dropout.p)
-    return (normed(norm, dropout.add(x, residual)),) * 2
+        x, *drop = dropping(dropout, x)
+        return _norm.twice(norm.add, x, residual, *norm.arguments, *drop)
+    return (normed(norm, added(dropout, x, residual)),) * 2
 
 
 def factors(x: Tensor) -> torch.dtype | None:

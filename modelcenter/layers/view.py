@@ -177,6 +177,14 @@ class View:
             parts.append(by_torch(q_, k_, v_, part, dropout, self.causal, scale, grouped))
         return torch.cat(parts, 2)
 
+    def shown(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, drop: Callable[[Tensor], Tensor]) -> Tensor:
+        """`attend`, where `drop` is called with the probabilities (b h s t). No kernel gives them away, but attending to a unit
+        matrix does, to as many of its columns at a time as a head has."""
+        (heads, t, d), each = k.shape[1:], q.size(1) // k.size(1)
+        unit = torch.eye(t, -(-t // d) * d, dtype=v.dtype, device=v.device).expand(len(v), heads, -1, -1)
+        parts = [self.attend(q, k, columns, scale, 0.0) for columns in unit.split(d, -1)]
+        return drop(torch.cat(parts, -1)[..., :t]) @ v.repeat_interleave(each, 1)
+
     @property
     def lengths(self) -> tuple[Tensor | None, Tensor | None]:
         """The cumulative lengths of the packing, on the device; None without one."""
