@@ -1089,6 +1089,8 @@ MUTANTS = (
            "test_cli.py::test_refused[train finetune data.path=a.txt machine.device=cuda:2]"),
     Mutant("data-for-a-recipe", "cli/recipe.py", "if args.names and Path(args.names[0]).is_file()", "if False and Path(args.names[0]).is_file()",
            "test_cli.py::test_refused[train good.txt]"),
+    Mutant("overrides-into-the-callers-sections", "config/overrides.py", "merge({}, value) if isinstance(value, dict) else value", "value",
+           "test_config.py::test_assignments_leave_the_callers_sections_as_they_are"),
     Mutant("overrides-blamed-on-the-file", "config/overrides.py", "            here = here[section]\n        return self.name", "            here = here[section]\n        return self.file",
            "test_recipe.py::test_refused_among_the_overrides[overrides0-optimizer.lrr: unknown key]"),
     Mutant("overrides-called-a-command-line", "train/loop.py", ' or (), "overrides")', " or ())",

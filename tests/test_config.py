@@ -213,6 +213,12 @@ def test_override_refuses(given: list[str], found: str) -> None:
     assert str(refused.value).startswith(found)
 
 
+def test_assignments_leave_the_callers_sections_as_they_are() -> None:
+    given: dict[str, Any] = {"inner": {"lr": 1, "deep": {"a": 1}}, "inner.betas": 2, "inner.deep.b": 3}
+    assert assignments(given) == {"inner": {"lr": 1, "betas": 2, "deep": {"a": 1, "b": 3}}}
+    assert given == {"inner": {"lr": 1, "deep": {"a": 1}}, "inner.betas": 2, "inner.deep.b": 3}
+
+
 def test_merge_replaces_what_is_no_mapping() -> None:
     assert merge({"a": 1, "b": {"c": 1}}, {"a": {"x": 1}, "b": {"d": 2}}) == {"a": {"x": 1}, "b": {"c": 1, "d": 2}}
 

@@ -60,7 +60,8 @@ def assignments(overrides: Iterable[str] | Mapping[str, Any], where: str = COMMA
                 refuse(where, dotted, f"{section!r} is given as a whole too", "keep one of them")
         if key in at:
             refuse(where, dotted, "given twice", "keep one of them")
-        at[key] = value
+        # a section may be given whole, and then more of it: that is not put into the caller's own
+        at[key] = merge({}, value) if isinstance(value, dict) else value
     return tree
 
 
