@@ -180,6 +180,37 @@ def test_a_run_that_goes_back_is_interrupted_without_a_trace(stops: list[int], t
     assert rows(tmp_path / "a" / "out")[1:] == rows(tmp_path / "b" / "out")[1:]
 
 
+@pytest.mark.parametrize("kills", [[16], [16, 32], [18, 21, 42]])
+def test_a_run_that_is_killed_behind_its_way_back_goes_it_again(
+    kills: list[int], tmp_path: Path, order: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only the killed process knew, that it had gone back and behind which data, the next finds out as that had: from the
+    state to which it returned all goes the same way, to the bit. So a kill costs the way back once more."""
+    change(monkeypatch, at_steps(order, gradient=range(11, 16)))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    whole = recipe_of(tmp_path / "a", **BASE)
+    train(whole, MACHINE)
+    recipe, real = replace(recipe_of(tmp_path / "b", **BASE), data=whole.data), session.update
+    left, calls = list(kills), list[int]()
+
+    def update(*rest: Any) -> float:
+        calls.append(1)
+        if left and len(calls) == left[0]:
+            left.pop(0)
+            raise RuntimeError("killed")
+        return real(*rest)
+
+    monkeypatch.setattr(session, "update", update)
+    for _ in kills:
+        with pytest.raises(RuntimeError, match="killed"):
+            train(recipe, MACHINE)
+    assert train(recipe, MACHINE).step == 20 and not left
+    for path in (tmp_path / "a" / "out").glob("step-*"):
+        assert bytes_of(path) == bytes_of(tmp_path / "b" / "out" / path.name)
+    assert rows(tmp_path / "a" / "out")[1:] == rows(tmp_path / "b" / "out")[1:]
+
+
 LONG = {**BASE, "max_steps": 60, "save_steps": 20, "save_total_limit": 2}
 
 
