@@ -188,9 +188,21 @@ def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int) -> d
     found, model.load_report = match(
         folder, spoken(model, Keys(folder)), model.shapes, head=[n for n in model.shapes if n.startswith("head.")],
         aliases=model.aliases, ignored=[*model.ignored, *other, *(o.removeprefix(model.prefix) for o in other)], untied=untied,
+        foreign=foreign(model, folder),
     )  # fmt: skip
     new = {n: s for n, s in model.shapes.items() if n in set(model.load_report.new)}
     return {**found, **dense, **initial(model, new, seed, model.init_std)}
+
+
+def foreign(model: Model, folder: Folder) -> set[str]:
+    """The modules of theirs that a head of this task has and that are another task's in this folder, as `architectures` says: a
+    tagger's and a classifier's may have one name."""
+    said = folder.config.get("architectures")
+    mine, names = model.tasks[model.task], said if isinstance(said, list) else []
+    if mine.architecture in names:
+        return set()
+    others = {row[0] for task in model.tasks.values() if task.architecture in names for row in task.rows}
+    return {row[0] for row in mine.rows if row[0] in others and not (model.prefix and row[0].startswith(model.prefix))}
 
 
 def put_on(model: Model, adapter: AdapterConfig, saved: Saved | None, weights: dict[str, Lazy],

@@ -249,6 +249,12 @@ def test_padding_is_no_place_of_an_answer(smoothing: float) -> None:
     assert not found[~mask].any() and not found[1].any()
 
 
+@pytest.mark.parametrize("task", ["backbone", "embed"])
+def test_a_classifiers_pooler_is_the_backbones(task: str) -> None:
+    ours = mc.load(zoo.reference(Case("bert", "default", "classify"))[1], task=task)
+    assert not ours.load_report.new and ours.load_report.ignored == ["classifier.bias", "classifier.weight"]
+
+
 @pytest.mark.parametrize("task", ["classify", "tag"])
 def test_label_losses(task: str) -> None:
     theirs, ours = zoo.pair(Case("bert", "default", task))

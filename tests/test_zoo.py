@@ -255,6 +255,20 @@ def test_a_folder_is_loaded_with_the_head_that_it_names(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(families()))
+def test_no_head_is_made_of_another_tasks(kind: str) -> None:
+    """A tagger's is called `classifier` in BERT's files as a classifier's is, and `score` in LLaMA's: `architectures` says whose it
+    is. A head of as many labels, or scores, would do for both."""
+    heads = [case for case in CASES if (case.kind, case.variant) == (kind, "default") and case.task not in ("backbone", "embed")]
+    for of in heads:
+        _, folder = zoo.reference(of)
+        for case in heads:
+            ours = mc.load(folder, task=case.task)
+            theirs = {name for row in ours.tasks[case.task].rows if not row[0].startswith(ours.prefix) for name in [row[1]]}
+            new = {name for name in ours.shapes if name.rpartition(".")[0] in theirs or name in theirs}
+            assert not ours.load_report.new if of == case else new <= set(ours.load_report.new), f"{case} from {of}"
+
+
+@pytest.mark.parametrize("kind", sorted(families()))
 def test_a_family_called_with_a_config_says_how_models_are_made(kind: str) -> None:
     family = families()[kind]
     preset = next(iter(family.presets))

@@ -91,19 +91,21 @@ def match(
     aliases: Mapping[str, str],
     ignored: Iterable[str],
     untied: Iterable[str] = (),
+    foreign: Iterable[str] = (),
 ) -> tuple[dict[str, Lazy], LoadReport]:
     """Where each parameter of ours (`shapes`) comes from. Strict on both sides: a tensor that is missing, unknown or of a wrong
     shape refuses the folder. Only a `head` (our names) that is absent as a whole is new; parts of it that belong to the backbone in
     files (BERT's pooler, which has the prefix) may be there without the rest. `ignored`: patterns of their names that no task
-    needs."""
-    keys, headed, ignored = Keys(folder), set(head), tuple(ignored)
+    needs. `foreign`: modules of theirs that are not this head's, though its own have these names."""
+    keys, headed, ignored, foreign = Keys(folder), set(head), tuple(ignored), set(foreign)
     plain = bare(keys, names, shapes)
     aliases = {plain_name(k, names, plain): plain_name(v, names, plain) for k, v in aliases.items()}
     copies = {source: alias for alias, source in reversed(aliases.items()) if alias in keys}  # of several, the first declared
     idle = {key for key in keys.real if any(fnmatchcase(key, pattern) for pattern in ignored)}
     entries = list(names.entries(shapes, bare=plain))
     theirs = {e.theirs for e in entries}
-    found = {e.theirs: key for e in entries if (key := e.theirs if e.theirs in keys else copies.get(e.theirs)) is not None}
+    own = [e for e in entries if e.theirs.rpartition(".")[0] not in foreign]
+    found = {e.theirs: key for e in own if (key := e.theirs if e.theirs in keys else copies.get(e.theirs)) is not None}
 
     absent = [e for e in entries if e.theirs not in found]
     fresh = {name for e in absent for name in e.ours}
