@@ -333,6 +333,21 @@ def test_codes_are_of_what_the_file_holds(new: bool, quantize: str, tmp_path: Pa
         assert other.weight.dtype == other.dtype == other.bias.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_doras_lengths_are_those_of_the_codes(quantize: str) -> None:
+    """As peft measures the weight that the codes stand for, in fp32, whatever dtype is asked for: in bf16 all weights of a level
+    are rounded one way, and a row is longer or shorter by some thousandths."""
+    model = mc.load(zoo.reference(LLAMA)[1], dtype="bf16", adapter=lora(name="dora", quantize=quantize))
+    for layer in adapted(model).values():
+        assert isinstance(layer.base, QuantizedLinear) and layer.magnitude is not None
+        weight, norm = layer.base.double().weight, peft.tuners.lora.dora.DoraLinearLayer(fan_in_fan_out=False).get_weight_norm
+        near: Any = dict(rtol=1e-6, atol=0, check_dtype=False)
+        torch.testing.assert_close(layer.magnitude, norm(weight, torch.zeros_like(weight), 1.0), **near)
+        layer.base.bfloat16()
+        layer.b.weight.data.normal_(0, 0.1)
+        torch.testing.assert_close(layer.lengths(), norm(weight, (layer.b.weight @ layer.a.weight).double(), layer.scale), **near)
+
+
 # ---- what is trained, and on how many processes -----------------------------------------------------------------------
 
 

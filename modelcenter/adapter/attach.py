@@ -177,7 +177,7 @@ def first_values(model: nn.Module, seed: int) -> dict[str, Lazy]:
             out[name] = Constant(shape, 0.0)
     for name, layer in layers.items():
         if layer.magnitude is not None and isinstance(layer.base, QuantizedLinear):
-            out[f"{name}.magnitude"] = torch.linalg.vector_norm(layer.base.weight.to(layer.magnitude.dtype), dim=1)
+            out[f"{name}.magnitude"] = torch.linalg.vector_norm(layer.base.dequantized(layer.magnitude.dtype), dim=1)
     return out
 
 

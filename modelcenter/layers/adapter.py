@@ -51,8 +51,9 @@ class Adapted(nn.Module):
     @torch.no_grad()
     def summed(self) -> Tensor:
         """W + scale b a (out in) in the adapter's dtype; on a tensor-parallel rank, its part of it."""
-        w, b, a = (local(layer.weight) for layer in (self.base, self.b, self.a))
-        return w.to(b.dtype).add(b @ a, alpha=self.scale)
+        a, b = local(self.a.weight), local(self.b.weight)
+        w = self.base.dequantized(b.dtype) if isinstance(self.base, QuantizedLinear) else local(self.base.weight).to(b.dtype)
+        return w.add(b @ a, alpha=self.scale)
 
     @torch.no_grad()
     def lengths(self) -> Tensor:

@@ -49,10 +49,14 @@ class QuantizedLinear(nn.Module, ABC):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (.. in) times the weight that the codes stand for: .. out."""
 
-    @property
     @abstractmethod
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight (out in) that the codes stand for, rounded once to `dtype`."""
+
+    @property
     def weight(self) -> Tensor:
-        """The weight (out in) that the codes stand for."""
+        """The same in the weight's own dtype."""
+        return self.dequantized(self.dtype)
 
     @property
     def out_features(self) -> int:
@@ -103,9 +107,8 @@ class NF4Linear(QuantizedLinear):
         out: Tensor = linear_nf4(x, self.codes, self.scales, bias)
         return out
 
-    @property
-    def weight(self) -> Tensor:
-        return dequantize_nf4(self.codes, self.scales, self.in_features, self.dtype)
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return dequantize_nf4(self.codes, self.scales, self.in_features, dtype)
 
 
 class Int8Linear(QuantizedLinear):
@@ -119,6 +122,5 @@ class Int8Linear(QuantizedLinear):
         out: Tensor = linear_int8(x, self.codes, self.scales, bias)
         return out
 
-    @property
-    def weight(self) -> Tensor:
-        return dequantize_int8(self.codes, self.scales, self.dtype)
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return dequantize_int8(self.codes, self.scales, dtype)
