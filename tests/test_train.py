@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
@@ -1292,6 +1293,32 @@ def test_a_warm_up_that_never_ends_is_said(tmp_path: Path, capsys: pytest.Captur
         train(recipe_of(tmp_path, max_steps=steps, output_dir=str(tmp_path / str(steps)), **{"schedule.warmup_steps": 20}), MACHINE)
         told = capsys.readouterr().err
         assert f"schedule: 20 steps of warm-up {said}" in told if said else "schedule:" not in told
+
+
+@pytest.mark.parametrize("objective", ["lm", "seq2seq"])
+@pytest.mark.parametrize("known", [0, 45, 100])
+def test_a_tokenizer_that_does_not_know_the_text_is_told_of(
+    known: int, objective: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of lm by what is read; of seq2seq also by what is to be written, here in letters of which the vocabulary has `known` %."""
+    letters = [chr(0x4E00 + i) for i in range(20)]
+    words = {"[UNK]": 0, "[EOS]": 1, "[PAD]": 2, "a": 3} | {letter: 4 + i for i, letter in enumerate(letters[: known // 5])}
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    (tmp_path / "words").mkdir()
+    raw.save(str(tmp_path / "words" / "tokenizer.json"))
+    special = {"unk_token": "[UNK]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
+    (tmp_path / "words" / "tokenizer_config.json").write_text(json.dumps(special))
+    text, data = " ".join(letters), tmp_path / "data.jsonl"
+    row = {"text": text} if objective == "lm" else {"source": "a a a a", "target": text}
+    data.write_text((json.dumps(row) + "\n") * 40)
+    more: dict[str, Any] = {} if objective == "lm" else {"model": "t5-small", "config": OBJECTIVES["seq2seq"][1]}
+    train(recipe_of(tmp_path, objective=objective, max_steps=1, tokenizer=str(tmp_path / "words"), eval_steps=None, save_steps=None,
+                    **{"data.path": str(data), "data.seq_len": 32, **more}), MACHINE)
+    told = capsys.readouterr().err
+    found = re.findall(r"tokenizer: (\d+)% of what the first step (.*) is \[UNK\], which says nothing of a text; another", told)
+    assert [side for _, side in found] == ["reads" if objective == "lm" else "is to write"] * (known < 80)
+    assert all(abs(int(share) - (100 - known)) <= 5 for share, _ in found)
 
 
 def test_max_steps_that_the_epochs_end_before_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

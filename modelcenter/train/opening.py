@@ -1,11 +1,14 @@
 """The first lines of a run: the model, the data, the length, one decoded sample, and what is likely to be a mistake."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..data.collate import IGNORED, Batch
 from ..data.config import DataConfig
+from ..data.loader import Blank
 from ..data.objective import find_objective
+from ..data.tokenizer import Tokenizer
 from ..data.tokenizer_train import made_here
 from ..errors import counted
 from ..layers.adapter import adapted
@@ -16,6 +19,8 @@ from .evaluate import count_tokens
 from .recipe import Recipe
 from .setup import Setup
 
+UNKNOWN = 0.2  # of a text's tokens: with more the vocabulary is another language's, or of other letters
+
 
 def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, ended: Sequence[int]) -> list[str]:
     """What was found and what will happen. `ended`: ids at which generated texts will end. All ranks call it."""
@@ -25,6 +30,7 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     samples, batches = next(train.steps(micro_batch=recipe.micro_batch))
     forwards = len(batches)
     (tokens,) = ranks.sum(sum(count_tokens(batch, recipe.objective) for batch in batches))
+    counts = ranks.sum(*unknown(batches, tokenizer, objective.task == "seq2seq"))
     weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
     many = f"{ranks.size} x " if ranks.size > 1 else ""
     most = vars(model.config).get("positions")
@@ -49,6 +55,10 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     if recipe.init == "pretrained" and recipe.tokenizer is not None and made_here(recipe.tokenizer):
         lines.append(f"tokenizer: {recipe.tokenizer} is made of this text, and the weights have learned other ids; init=random, or "
                      "leave tokenizer out")
+    for side, lost, whole in (("reads", *counts[:2]), ("is to write", *counts[2:])):
+        if lost > UNKNOWN * whole:
+            lines.append(f"tokenizer: {lost / whole:.0%} of what the first step {side} is {tokenizer.special['unk']}, which says "
+                         "nothing of a text; another tokenizer, or a model of these data's language")
     if recipe.max_steps is not None and setup.steps < recipe.max_steps:
         lines.append(f"max_steps: {recipe.max_steps:,}, but num_epochs={recipe.num_epochs:g} ends the run before; "
                      "num_epochs=null for all")
@@ -70,6 +80,19 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     if objective.together and forwards > 1:
         lines.append(f"negatives: those of a forward, not of the whole step of {forwards}: a larger micro_batch has more")
     return [*lines, *(f"slow: {choice}" for choice in slow_choices(recipe, device, samples, ranks.shares))]
+
+
+def unknown(batches: Sequence[Batch], tokenizer: Tokenizer, pairs: bool) -> Iterator[int]:
+    """How many tokens of the texts that are read are unknown, and how many there are, special ones left out; then the same of the
+    texts that are to be written, if there are `pairs` of texts."""
+    special = torch.tensor(sorted(tokenizer.special_ids - {tokenizer.unk_id}), dtype=torch.long)
+    real = [batch for batch in batches if not isinstance(batch, Blank)]
+    read = [batch["input_ids"][batch["attention_mask"] == 1] if "attention_mask" in batch else batch["input_ids"] for batch in real]
+    written = [batch["labels"][batch["labels"] != IGNORED] for batch in real if pairs]
+    for side in (read, written):
+        ids = torch.cat([torch.empty(0, dtype=torch.long), *(part.flatten() for part in side)])
+        ids = ids[~torch.isin(ids, special)]
+        yield from (int((ids == tokenizer.unk_id).sum()) if tokenizer.unk_id is not None else 0, len(ids))
 
 
 def named(recipe: Recipe, name: str) -> str:
