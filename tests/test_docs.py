@@ -5,6 +5,7 @@ import shlex
 import warnings
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stub
@@ -18,6 +19,7 @@ from modelcenter.config import describe
 from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.parallel.machine import Machine
 from modelcenter.registry import families
+from modelcenter.theirs import FIELDS
 from modelcenter.train.catalog import listing
 from modelcenter.train.read import ALIASES, PARTIAL, load_recipe
 from modelcenter.train.recipe import Recipe
@@ -82,7 +84,9 @@ def test_recipes_take_the_settings(tmp_path: Path) -> None:
     found = [shlex.split(span)[2:] for span in ours() if span.startswith("modelcenter train ") and " " in span[18:]]
     assert len(found) > 2
     for recipe, *settings in found:
-        load_recipe(recipe, ["data.path=DATA", "data.eval_path=HELD", f"output_dir={tmp_path}", *settings])
+        given = {setting.partition("=")[0] for setting in settings}
+        rest = {"data.path": "DATA", "data.eval_path": "HELD", "output_dir": str(tmp_path)}
+        load_recipe(recipe, [*settings, *(f"{key}={value}" for key, value in rest.items() if key not in given)])
 
 
 def test_keys_are_there() -> None:
@@ -111,6 +115,7 @@ def test_fields_of_a_config_are_there() -> None:
     table = [row for row in section("ModelCenter") if re.fullmatch(r"`\w+`", row[1]) and not row[1].startswith("`mc.")]
     known = {f.name for family in families().values() for f in fields(family.Config)}  # type: ignore[arg-type]
     assert len(table) > 10 and {row[1].strip("`") for row in table} <= known
+    assert {name: ours.strip("`") for names, ours in table for name in SPAN.findall(names)} == FIELDS
 
 
 def test_what_is_missing_is_missing() -> None:
@@ -124,6 +129,20 @@ def test_the_table_of_aliases_is_whole() -> None:
     told = {alias: SPAN.findall(text) for theirs, text in section("Trainer") for alias in SPAN.findall(theirs)}
     assert set(told) == {*ALIASES, *PARTIAL}
     assert all(key in told[alias] for alias, key in ALIASES.items())
+
+
+def test_the_loop_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head learns which token stands in every place, and no weight of BERT is without a part in it."""
+    code = PAGE.read_text("utf-8").split("## A loop of your own")[1].split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    small = {"layers": 1, "dim": 32, "heads": 2, "vocab": 40, "positions": 16, "hidden": 64}
+    mc.build("bert-base-uncased", config=small, task="backbone").save_pretrained("bert-base-uncased")
+    labels = torch.arange(4) % 2
+    ids = (labels + 5)[:, None].expand(4, 8)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    names: dict[str, Any] = {"batches": [batch] * 30}
+    exec(code.replace("lr=1e-5", "lr=1e-2"), names)  # noqa: S102  # what a reader would paste
+    assert names["loss"] < 0.1 and all(p.grad is not None for p in names["model"].parameters())
 
 
 def test_a_model_trains_in_trainer_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

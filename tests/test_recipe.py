@@ -140,7 +140,7 @@ def test_partial_aliases(tmp_path: Path) -> None:
 
 OTHERS = {  # what was given: what it is called here
     "train_iters=5": "train_iters: unknown key; here it is max_steps",
-    "load=x": "load: unknown key; here it is resume",
+    "load=x": "load: unknown key; here it is resume, or model for weights alone",
     "global_batch_size=8": "global_batch_size: unknown key; here it is batch",
     "gradient_checkpointing=true": "gradient_checkpointing: unknown key; here it is machine.recompute",
     "use_flash_attn=true": "use_flash_attn: unknown key; leave it out: the fastest of those that compute the same is taken",
