@@ -186,14 +186,16 @@ def tried(some: list[tuple[str, str]]) -> dict[str, str]:
     return found
 
 
-HEAD = """# What goes together on several ranks
+HEAD = """# What combines on several ranks
 
-Made by `python tests/pairs.py`, which trains a tiny GPT on one process and on the ranks that a pair asks for; a test tries it
-again on gloo, another over NCCL (all of them on four H200s, 2026-11-22). `=`: the same losses and weights, to rounding. A number:
-refused, before a weight is allocated, with the text below. A blank: both are about one key. Sizes must divide, or are refused by
-name: heads among the tensor_parallel ranks, and where QLoRA's 4-bit weights are cut by columns, groups of 64 of them.
+`=`: a tiny GPT has the losses and weights of one process, to rounding. Blank: both set the same key. `python tests/pairs.py` writes
+this table; tests try every pair again with gloo, and with NCCL (on four H200s, 2026-11-22).
+
+Sizes must divide, or are refused by name: attention heads by tensor_parallel, and the columns of QLoRA's 4-bit weights by 64 times
+the ranks that cut them.
 
 """
+NUMBERS = "A number: refused before a weight is allocated, with the text below.\n\n"
 
 
 def table(found: dict[str, str]) -> str:
@@ -211,7 +213,7 @@ def table(found: dict[str, str]) -> str:
             cells.append(said)
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     told = "\n".join(f"{k}. `{note}`" for k, note in enumerate(notes, 1)) or "None of these is refused."
-    return HEAD + "\n".join(lines) + "\n\n" + told + "\n"
+    return HEAD + (NUMBERS if notes else "") + "\n".join(lines) + "\n\n" + told + "\n"
 
 
 if __name__ == "__main__":
