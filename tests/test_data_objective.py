@@ -435,6 +435,13 @@ def test_refusals(bpe: Tokenizer, objective: Any, fields: dict[str, Any], data: 
     assert "\n" not in str(error.value)
 
 
+def test_span_needs_something_that_stays() -> None:
+    """With a share of 1 no number of tokens fills a source: it was looked for without end."""
+    for key, value, said in (("mlm_probability", 1.0, "1.0, which leaves a source"), ("seq_len", 2, "2; 3 at least")):
+        with pytest.raises(InputError, match=rf"^data\.{key}: {said}"):
+            find_objective("span").verify(DataConfig(**{key: value}))
+
+
 def test_more_refusals(bpe: Tokenizer, bert: Tokenizer) -> None:
     with pytest.raises(InputError, match="no record"):
         make_examples("lm", [], bpe, DataConfig())

@@ -25,6 +25,12 @@ class Span(Objective):
     keys = ("text_key", "mlm_probability", "span_length")
     metrics = ("perplexity",)
 
+    def verify(self, data: DataConfig) -> None:
+        if data.mlm_probability == 1:  # no number of tokens would fill a source
+            refuse(None, "data.mlm_probability", "1.0, which leaves a source nothing but sentinels", "a share below 1")
+        if data.seq_len < 3:
+            refuse(None, "data.seq_len", str(data.seq_len), "3 at least: a token, a sentinel and the end of text")
+
     def frame(self, read: "Reader") -> Frame:
         """The end of text behind a document."""
         return [], read.eos
