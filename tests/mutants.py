@@ -84,6 +84,8 @@ MUTANTS = (
            "test_generate_steps.py::test_the_tokens_are_those_of_steps_that_grow[llama-default-lm-greedy]"),
     Mutant("beams-trade-no-places", "layers/cache.py", "x[:, :, : self.span] = x[:, :, : self.span].index_select(0, rows)", "pass",
            "test_generate_steps.py::test_the_tokens_are_those_of_steps_that_grow[llama-default-lm-beams]"),
+    Mutant("no-beam-is-padding", "generate/beam.py", "        self.ids[..., self.prompt :] = self.fill", "        pass",
+           "test_generate.py::test_a_beam_that_there_is_not_is_filled_as_in_transformers[gpt2-default-lm]"),
     Mutant("a-late-end-is-not-cut", "generate/run.py", "            state.length -= over.late\n", "",
            "test_generate_steps.py::test_what_ends_early_is_cut_though_it_is_known_late"),
     Mutant("frequencies-of-a-rehearsal", "layers/position.py", " and not torch._C._len_torch_dispatch_stack()", "",

@@ -262,6 +262,17 @@ def test_groups_differ() -> None:
     assert all(len(set(row)) == 4 for row in apart.tolist()) and any(len(set(row)) < 4 for row in alike.tolist())
 
 
+@pytest.mark.parametrize("case", [GPT, Case("t5", "default", "seq2seq")], ids=str)
+def test_a_beam_that_there_is_not_is_filled_as_in_transformers(case: Case) -> None:
+    """Where two tokens may follow and three texts are asked for."""
+    theirs, ours = zoo.pair(case)
+    options = {"max_new_tokens": 1, "num_beams": 3, "num_return_sequences": 3, "eos_token_id": 52, "pad_token_id": 0}
+    options["prefix_allowed_tokens_fn"] = lambda row, ids: [7, 52]
+    with zoo.wide(torch.float64):
+        wanted = theirs.generate(zoo.inputs(case)["input_ids"], **options)
+    assert torch.equal(ours.generate(zoo.inputs(case)["input_ids"], **options), wanted)
+
+
 class Letters:
     """A tokenizer of which every id is one letter, and 100 is half of an ä."""
 

@@ -27,6 +27,7 @@ class Beams:
         self.best = like.new_full((b, n), LOW)  # of the ended, over their length
         self.ended = torch.zeros((b, n), dtype=torch.bool, device=like.device)
         self.ids = state.ids[:, None].repeat(1, n, 1)  # of the ended
+        self.ids[..., self.prompt :] = self.fill  # what remains of one that there is not, where fewer than n can end
         self.lengths = torch.full_like(self.ended, self.prompt, dtype=torch.long)
         self.open = torch.ones((b, 1), dtype=torch.bool, device=like.device)  # whether something better may come
         self.over = False
