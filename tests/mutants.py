@@ -764,6 +764,8 @@ MUTANTS = (
            "test_cluster.py::test_what_failed_is_queued_again_a_few_times[1-0-True]"),
     Mutant("one-cpu-for-eight-gpus", "train/cluster.py", 'if job.cpus is None else ""  # one', 'if False else ""  # one',
            "test_cluster.py::test_a_script_reads_as_it_should"),
+    Mutant("a-service-that-begins-with-a-digit", "train/cluster.py", "if job.kubernetes and job.name[0].isdigit():", "if False:",
+           "test_cluster.py::test_a_service_begins_with_a_letter"),
     Mutant("words-of-a-command-torn", "train/cluster.py", "    {shlex.join(command)} &", "    {' '.join(command)} &",
            "test_cluster.py::test_a_script_tells_each_node_what_it_needs"),
     Mutant("what-a-user-says-of-memory", "train/launch.py", "if ranks > 1 and not any(name in os.environ for name in ALLOCATOR):",
