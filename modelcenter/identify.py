@@ -49,6 +49,9 @@ class Source:
 
 def find(name: str | PathLike[str], revision: str | None, local_files_only: bool, adapter: AdapterConfig | None) -> Source:
     """The folder that `name` means, and its base's if it holds an adapter; `adapter` is the one that the caller gave."""
+    if not isinstance(name, str | PathLike):
+        wanted = "a folder, a preset or a hub id; values for a model that is there: its load_state_dict"
+        refuse(None, "name", f"a {type(name).__name__}", wanted)
     resolve = partial(hub.resolve, local_files_only=local_files_only, presets=hubs())
     path, saved = resolve(name, revision=revision), None
     if adapter is not None and not isinstance(adapter, AdapterConfig):

@@ -50,6 +50,7 @@ LOAD = {  # arguments of from_pretrained
     "proxies": "the variable HTTPS_PROXY",
     "quantization_config": "adapter=mc.AdapterConfig(name='lora', quantize='nf4')",
     "state_dict": "load_state_dict of the model",
+    "strict": f"{ALWAYS}; load_report says what was new or ignored",
     "subfolder": "the path of the folder itself",
     "token": "the variable HF_TOKEN",
     "torch_dtype": "dtype",
@@ -278,17 +279,23 @@ def refuse_argument(call: str, name: str, theirs: Mapping[str, str], known: Iter
 
 
 def arguments(theirs: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function refuse, in that way, every argument that it does not take, and pass over what asks for nothing: an argument
-    of theirs that is None, False, or True where it is always so."""
+    """Make a function refuse, in that way, every argument that it does not take, and those without a name that it takes by name
+    alone (BMTrain's load takes a model and a file). What asks for nothing it passes over: an argument of theirs that is None,
+    False, or True where it is always so."""
 
     def nothing(name: str, value: object) -> bool:
         return name in theirs and (value is None or value is theirs[name].startswith(ALWAYS))
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known = tuple(signature(function).parameters)
+        parameters = signature(function).parameters.values()
+        known = tuple(p.name for p in parameters)
+        placed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) > len(placed):
+                wanted = f"{' and '.join(name for name in placed if name != 'self')} alone, and the others by name"
+                refuse(None, function.__name__, f"{len(args)} arguments without a name", wanted)
             more = [name for name in kwargs if name not in known]
             for name in more:
                 if not nothing(name, kwargs.pop(name)):

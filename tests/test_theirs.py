@@ -270,6 +270,12 @@ def test_none_is_no_argument() -> None:
 def test_functions_refuse(tmp_path: Path) -> None:
     with pytest.raises(mc.InputError, match=r"^load\(torch_dtype\): no such argument; dtype$"):
         mc.GPT.from_pretrained("gpt2", torch_dtype=torch.bfloat16)
+    with pytest.raises(mc.InputError, match=r"^load: 2 arguments without a name; name alone, and the others by name$"):
+        mc.load(gpt(), "model.pt")  # type: ignore[call-arg]  # as BMTrain's
+    with pytest.raises(mc.InputError, match=r"^name: a GPT; a folder, a preset or a hub id; .*load_state_dict$"):
+        mc.load(gpt())  # type: ignore[arg-type]  # what is refused
+    with pytest.raises(mc.InputError, match=r"^load\(strict\): .*load_report says"):
+        mc.load("gpt2", strict=False)  # type: ignore[call-arg]  # what is refused
     with pytest.raises(mc.InputError, match=r"^load\(num_label\): no such argument; did you mean 'num_labels'\?$"):
         mc.load("gpt2", num_label=3)  # type: ignore[call-arg]  # what is refused
     for asked in ({"safe_serialization": False}, {"is_main_process": False}, {"state_dict": {}}):
