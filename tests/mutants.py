@@ -1189,6 +1189,8 @@ MUTANTS = (
            "test_journal.py::test_redaction"),
     Mutant("service-asked-again", "train/report.py", "            self.open.pop(name, None)\n", "",
            "test_report.py::test_a_failure_is_a_line_and_then_silence[RuntimeError-write]"),
+    Mutant("plan-without-a-target", "parallel/rehearse.py", "max(1, round(how.share * labels))", "round(how.share * labels)",
+           "test_layout.py::test_a_few_tokens_have_a_target_too", "ZeroDivisionError"),
     Mutant("plan-without-kernels", "parallel/rehearse.py", "with tally, rehearsal(tally.kernel, how.gpu):\n        if dtype",
            "with tally:\n        if dtype",
            "test_plan.py::test_the_peak_is_foreseen[gpt]"),

@@ -342,6 +342,14 @@ def test_a_gpu_that_is_not_here_has_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert found[0] == found[1]
 
 
+def test_a_few_tokens_have_a_target_too() -> None:
+    """A seventh of two tokens: BERT's last block, which computes the targets alone, had none to compute."""
+    model = mc.build("bert-base-cased", config={"layers": 2, "dim": 64, "heads": 2, "hidden": 96, "vocab": 512}, device="meta")
+    how = Conditions(adamw, partial(autocast, "bf16", CPU), CPU, 0.15, gpu=True)
+    step = rehearse(model, batch(1, 2), how)
+    assert sum(n for work, n in step.work.items() if work.kind == "attention") == 4
+
+
 def test_an_update_moves_28_bytes_a_parameter() -> None:
     count = sum(p.numel() for p in gpt().parameters())
     work = Costs(job_of(gpt(), 4), CHIPS["h200"]).update_of(1).work(update=True)

@@ -117,7 +117,7 @@ def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: i
     `keep`, `ranks`: see `twin`. `dtype`: if given, the weights come from other ranks in it, and a forward and backward are
     rehearsed without an update.
     """
-    tally = Tally({(labels := batch["labels"].numel()): round(how.share * labels)})
+    tally = Tally({(labels := batch["labels"].numel()): max(1, round(how.share * labels))})
     other = twin(model, how.device, tally, keep=keep, ranks=ranks, dtype=dtype).train()
     recompute_blocks(other, recompute)
     mark(other, tally)
