@@ -64,6 +64,15 @@ def test_classes_and_values_by_hand() -> None:
     assert labels.pearson([1.0, 2.0, 3.0], [1.0, 2.0, 4.0]) == pytest.approx(3 / (2 * 14 / 3) ** 0.5)
 
 
+@pytest.mark.parametrize(("odd", "of_ranks"), [(np.nan, np.nan), (np.inf, -0.2)])
+def test_what_is_no_number_correlates_with_nothing(odd: float, of_ranks: float) -> None:
+    """As scipy has it: infinite values have ranks, others have none. The 0 that there was is more than a correlation below it."""
+    found, wanted = np.array([0.3, odd, 0.1, 0.5]), np.array([3.0, 1.0, 2.0, 4.0])
+    assert np.isnan(labels.pearson(found, wanted)) and np.isnan(labels.pearson(wanted, found))
+    assert labels.spearman(found, wanted) == pytest.approx(of_ranks, nan_ok=True)
+    assert np.isnan(labels.spearman(np.full(4, np.nan), wanted))
+
+
 def test_spans_of_tags() -> None:
     """The example of seqeval's own documentation, whose published F1 is 0.50, and the borders of CoNLL's script."""
     wanted = [["O", "O", "O", "B-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]

@@ -70,8 +70,10 @@ def mse(found: Numbers, wanted: Numbers) -> float:
 
 
 def pearson(found: Numbers, wanted: Numbers) -> float:
-    """Pearson's correlation; 0 where one side never varies."""
+    """Pearson's correlation; 0 where one side never varies, and none (nan) of values that are not finite."""
     f, w = (np.asarray(x, float) for x in (found, wanted))
+    if not np.isfinite([f, w]).all():
+        return float("nan")
     if not np.ptp(f) or not np.ptp(w):  # their mean may be off by a last place, and two such errors would correlate
         return 0.0
     f, w = f - f.mean(), w - w.mean()
@@ -85,10 +87,10 @@ def spearman(found: Numbers, wanted: Numbers) -> float:
 
 
 def ranks(values: Numbers) -> NDArray[np.float64]:
-    _, which, count = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+    _, which, count = np.unique(given := np.asarray(values, float), return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     shared: NDArray[np.float64] = (last - (count - 1) / 2)[which]
-    return shared
+    return np.where(np.isnan(given), np.nan, shared)  # which would otherwise be the highest
 
 
 def spans(tags: Sequence[str]) -> set[tuple[int, int, str]]:
