@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from modelcenter.__main__ import main
-from modelcenter.config import dump_yaml, to_dict
+from modelcenter.config import dump_yaml, read_recipe, to_dict
 from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import environment, loop, session
@@ -276,6 +277,13 @@ def test_runs_are_compared(whole: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert list(rows[0])[:2] == ["run", "optimizer.lr"] and [row["optimizer.lr"] for row in rows] == [5e-5, 1e-2]
     assert rows[0]["eval_loss"] > rows[1]["eval_loss"] and text.splitlines()[1].split() == ["optimizer.lr", "5e-05", "0.01"]
     from modelcenter.__main__ import main
+
+    shutil.copytree(tmp_path / "out", tmp_path / "adapted")
+    recipe: Any = read_recipe(tmp_path / "out" / "recipe.yaml")
+    recipe["adapter"] |= {"name": "lora", "rank": 4}
+    (tmp_path / "adapted" / "recipe.yaml").write_text(dump_yaml(recipe))
+    said = [line.split() for line in compare([tmp_path / "out", tmp_path / "adapted"])[0].splitlines()]
+    assert said[1:4] == [["adapter.name", "none", "lora"], ["adapter.rank", "-", "4"], ["adapter.alpha", "-", "16"]]
 
     assert main(["compare", str(whole), str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out == text + "\n"

@@ -207,6 +207,9 @@ def compare(folders: Sequence[Path]) -> tuple[str, list[dict[str, Any]]]:
     """Runs side by side: the keys of their recipes that differ, then the last value of each metric, as text and as data."""
     read = [read_run(folder) for folder in folders]
     recipes = [flat(recipe) for recipe, _, _ in read]
+    for recipe in recipes:
+        if recipe.get("adapter.name") == "none":  # the rest of its section is of nothing
+            recipe.update({key: None for key in recipe if key.startswith("adapter.") and key != "adapter.name"})
     lasts = [{key: value for row in rows for key, value in row.items() if value is not None} for _, rows, _ in read]
     keys = [key for key in dict.fromkeys(k for recipe in recipes for k in recipe) if key != "output_dir"]
     differ = [key for key in keys if len({json.dumps(recipe.get(key)) for recipe in recipes}) > 1]
