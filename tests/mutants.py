@@ -978,6 +978,8 @@ MUTANTS = (
            "test_train.py::test_a_tokenizer_that_does_not_know_the_text_is_told_of[45-lm]"),
     Mutant("what-is-to-be-written-unknown-unsaid", "train/opening.py", 'objective.task == "seq2seq"))', "False))",
            "test_train.py::test_a_tokenizer_that_does_not_know_the_text_is_told_of[0-seq2seq]"),
+    Mutant("offline-and-no-word-of-a-folder", "checkpoint/hub.py", "neither a folder here nor in the cache", "not in the cache",
+           "test_data_tokenizer.py::test_a_hub_id_offline"),
     Mutant("compared-by-the-rank-of-no-adapter", "train/summary.py", 'if recipe.get("adapter.name") == "none":', "if False:",
            "test_journal.py::test_runs_are_compared"),
     Mutant("epochs-end-a-run-unsaid", "train/opening.py", "setup.steps < recipe.max_steps", "False",

@@ -392,12 +392,12 @@ def test_a_models_folder_that_is_not_there() -> None:
 
 def test_a_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(MissingError, match="nobody/nothing: offline, and nobody/nothing is not in the cache; unset HF"):
+    with pytest.raises(MissingError, match="nobody/nothing: offline, and nobody/nothing is neither a folder nor cached; unset HF"):
         load_tokenizer("nobody/nothing")
     presets = {"gpt2": "openai-community/gpt2", "unpublished": None}
     with pytest.raises(MissingError, match=r"gpt22: offline, .*; did you mean the preset 'gpt2'\?"):
         load_tokenizer("gpt22", presets)
-    with pytest.raises(MissingError, match=r"gpt2: offline, and openai-community/gpt2 is not in the cache; .* a folder$"):
+    with pytest.raises(MissingError, match=r"gpt2: offline, and openai-community/gpt2 is neither a folder nor cached; .*r$"):
         load_tokenizer("gpt2", presets)
 
 

@@ -221,7 +221,7 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "tokenizer with a scheme": ({"tokenizer": "https://h/x"}, "https://h/x"),
     "tokenizer with a port": ({"tokenizer": "h:80/x"}, "h:80/x: a scheme or a port in a name"),
     "tokenizer size beyond reason": ({"tokenizer": "bpe:" + "9" * 30}, "a size: bpe:8000"),
-    "tokenizer not in the cache": ({"tokenizer": "no/body"}, "no/body: offline, and no/body is not in the cache"),
+    "tokenizer not in the cache": ({"tokenizer": "no/body"}, "no/body: offline, and no/body is neither a folder nor cached"),
     "empty set": ({"data.path": "empty.txt"}, "empty.txt: data.path: no record"),
     "bad UTF-8": ({"data.path": "bad.txt"}, "bad.txt: line 2: byte 3 (0xff) is not UTF-8"),
     "line over 16 MiB": ({"data.path": "long.txt"}, "long.txt: line 1: longer than 16 MiB"),

@@ -16,6 +16,7 @@ from .download import bar, download, pick_weights, say
 from .state import check_there
 from .strict_json import read_json
 
+NOWHERE = "neither a folder nor cached"
 PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 
 
@@ -78,7 +79,7 @@ def fetch(name: str, patterns: list[str], presets: Mapping[str, str | None]) -> 
     except Exception as error:
         if constants.HF_HUB_OFFLINE:
             how = f"unset HF_HUB_OFFLINE, or give a folder{_near(name, presets)}"
-            reason: InputError | None = MissingError(message(name, None, f"offline, and {repo} is not in the cache", how))
+            reason: InputError | None = MissingError(message(name, None, f"offline, and {repo} is {NOWHERE}", how))
         else:
             reason = _explain(error, name, repo, None, presets)
         if reason is None:
@@ -92,7 +93,7 @@ def _cached(repo: str, revision: str | None) -> tuple[Path | None, str]:
 
     config = try_to_load_from_cache(repo, "config.json", revision=revision)
     if not isinstance(config, str):
-        return None, f"{repo} (revision {revision or 'main'}) is not in the cache"
+        return None, f"{repo} (revision {revision or 'main'}) is {NOWHERE}"
     folder = Path(config).parent
     here = {path.name for path in folder.iterdir() if path.is_file()}
     weights = pick_weights(here, lambda file: read_json(folder / file))
