@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_data_indexed import write as tokens
 
 from modelcenter.data.config import DataConfig
 from modelcenter.data.formats import DOCUMENT
 from modelcenter.data.objective import find_objective, make_examples
 from modelcenter.data.objectives.lm import Blocks
-from modelcenter.data.read import find_files, read_records, read_split, split
+from modelcenter.data.read import find_files, held_of_one, read_records, read_split, split
 from modelcenter.data.record import Record, Records
 from modelcenter.data.source import CHUNK, LONGEST_LINE
 from modelcenter.data.tokenizer_open import open_tokenizer
@@ -116,6 +117,21 @@ def test_the_last_tenth(tmp_path: Path) -> None:
     assert [r.fields["text"] for part in read_split(DataConfig(path=text, eval_fraction=1e-45)) for r in part] == ["abc", "d"]
     with pytest.raises(InputError, match="eval_fraction: of 1 record none is left on one side"):
         read_split(DataConfig(path=str(write(tmp_path / "mark.txt", b"\xef\xbb\xbf")), eval_fraction=0.1))
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "tokens"])
+def test_what_is_held_out_of_the_last_file_alone(tmp_path: Path, kind: str) -> None:
+    """Of a list of files the end may be one, which is known; a folder is cut where it happens to be."""
+    files: list[Path] = []
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        text = {"txt": "xyz " * 10, "jsonl": '{"text": "x"}\n' * 20}.get(kind)
+        files.append(tokens(tmp_path / "in" / name, [[1] * 10]) if text is None else write(tmp_path / f"in/{name}.{kind}", text))
+    paths = tuple(map(str, files))
+    for path, fraction, wanted in ((paths, 0.2, paths[-1]), (paths, 0.5, ""), (paths[:1], 0.2, ""), (str(tmp_path / "in"), 0.2, ""),
+                                   (paths, 0.0, ""), (dict.fromkeys(paths, 1.0), 0.2, "")):  # fmt: skip
+        data = DataConfig(path=path, eval_fraction=fraction)
+        assert Path(held_of_one(data, read_split(data)[1])).stem == Path(wanted).stem
 
 
 @pytest.mark.parametrize("ending", ["tsv", "csv"])

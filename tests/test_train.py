@@ -956,6 +956,10 @@ def test_data_in_the_order_of_its_labels_is_told_of(tmp_path: Path, how: str, sa
                "data.eval_path": str(files[1]) if how == "apart" else None}  # fmt: skip
     recipe, device = resolve(recipe_of(tmp_path, **changes), MACHINE)
     lines = prepare(recipe, MACHINE, device).lines
+    assert not any("all is of" in line for line in lines)
+    both = replace(recipe.data, path=(str(files[0]), str(files[1])), eval_path=None)
+    told = f"held out: all is of {files[1]}, the end of data.path's list; for some of each file data.eval_path"
+    assert how == "apart" or told in prepare(replace(recipe, data=both), MACHINE, device).lines
     wanted = "held out: the last 6 have no a: data.path seems sorted by its labels; shuffle it, or give data.eval_path"
     assert [line for line in lines if line.startswith("held out")] == [wanted] * said
 

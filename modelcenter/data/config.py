@@ -26,7 +26,9 @@ class DataConfig:
         default=None, metadata=says("evaluation data, in the same forms as `path`; takes precedence over eval_fraction", above=0)
     )
     eval_fraction: float = field(
-        default=0.0, metadata=says("share of `path`, its last part, held out for evaluation; 0: none", min=0, max=0.9)
+        default=0.0,
+        metadata=says("share of `path` held out for evaluation: its last part, of a list the end, of a mixture each source's; "
+                      "0: none", min=0, max=0.9),
     )
     format: Format = field(default="auto", metadata=says("auto: by the ending, text if it is unknown"))
     header: bool = field(

@@ -115,6 +115,17 @@ def read_split(data: DataConfig) -> tuple[Part, Part]:
     return split(train, data.eval_fraction)
 
 
+def held_of_one(data: DataConfig, held: Part) -> str:
+    """The file that all that is held out is of, where `data.path` lists several; empty otherwise."""
+    if not isinstance(data.path, tuple) or len(data.path) == 1 or data.eval_path is not None or not len(held):
+        return ""
+    if isinstance(held, Tokens):
+        files = [str(file.file) for file, end in zip(held.files, held.ends.tolist(), strict=True) if end > held.first]
+    else:
+        files = [str(held[0].file), str(held[len(held) - 1].file)]
+    return files[0] if files[0] == files[-1] else ""
+
+
 def read_sources(path: str | tuple[str, ...] | dict[str, float], data: DataConfig, key: str = "data.path") -> Part:
     """The records of one path, of a list of paths one after the other, or of a mapping as a mixture with these weights."""
     if isinstance(path, str):

@@ -26,7 +26,7 @@ from ..data.indexed import Tokens
 from ..data.loader import Budget, Chain, Examples, Loader
 from ..data.objective import find_objective, make_examples, texts_of
 from ..data.order import Blended, Grouped, Order
-from ..data.read import read_split
+from ..data.read import held_of_one, read_split
 from ..data.record import Mixture, Part, Record
 from ..data.sequence import filler
 from ..data.tokenizer import Tokenizer
@@ -81,6 +81,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         setup = Setup(model, tokenizer, labels, train, judge, steps_of(recipe, train))
         setup.environment = facts(recipe, device, ranks, setup)
         setup.lines = opening(recipe, device, ranks, setup, ended)
+        if file := held_of_one(recipe.data, held_out):
+            setup.lines.append(f"held out: all is of {file}, the end of data.path's list; for some of each file data.eval_path")
         reader.wait()
     return setup
 
