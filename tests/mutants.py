@@ -948,6 +948,9 @@ MUTANTS = (
            "test_guard.py::test_a_run_that_goes_back_is_interrupted_without_a_trace[stops1]"),
     Mutant("clipping-skipped", "train/step.py", "optimizer.clip(max_norm, unscale, squares +", "optimizer.clip(0.0, unscale, squares +",
            "test_train.py::test_clipping_scales_the_gradient_to_the_norm"),
+    Mutant("one-micro-batchs-overflow-forgotten", "train/step.py", "            total = total + loss.to(total)\n",
+           "            total = total + loss.to(total)\n            [p.grad.nan_to_num_(0, 0, 0) for p in model.parameters()]\n",
+           "test_loss_scale.py::test_an_overflow_of_one_micro_batch_is_the_steps[first]"),
     Mutant("scale-not-divided-out", "train/step.py", "optimizer.clip(max_norm, unscale, squares +", "optimizer.clip(max_norm, None, squares +",
            "test_loss_scale.py::test_every_optimizer_divides_by_the_scale[lion-0.002];"
            "test_loss_scale.py::test_the_scale_is_that_of_torch[usual]"),

@@ -19,6 +19,7 @@ from modelcenter.optim import loss_scale
 from modelcenter.optim.loss_scale import LossScale
 from modelcenter.optim.schedules import lr_factor
 from modelcenter.train import loop, paper
+from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.loop import train
 from modelcenter.train.prepare import prepare
@@ -178,3 +179,33 @@ def test_the_precision_of_a_cpu(units: bool, tmp_path: Path, monkeypatch: pytest
     for config, wanted in (({}, wide), ({**TINY, "vocab": 10}, "fp32")):  # a plan says the same
         alone = replace(recipe, model="gpt2", config=config, data=replace(recipe.data, seq_len=8), batch=1, micro_batch=1)
         assert f", {wanted}, " in paper.on_paper(alone, MACHINE, 1, None, bare=True)[1][0]
+
+
+@pytest.mark.parametrize("parts", [{1: math.inf}, {2: -math.inf}, {1: math.inf, 2: -math.inf}], ids=["first", "last", "both"])
+def test_an_overflow_of_one_micro_batch_is_the_steps(
+    parts: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaling: Any
+) -> None:
+    """What the others add makes it no number at all, but never a finite one: the scale is halved and the state is the same as where
+    the whole step's gradient is not finite."""
+    scaling(4.0, 5)
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    changes = {**HALF, "max_steps": 6, "save_steps": 6}
+    whole = recipe_of(tmp_path / "whole", **changes)
+    with monkeypatch.context() as patch:
+        poison(patch, {3})
+        train(whole, MACHINE)
+    real, calls = stepping.forward_and_backward, itertools.count()
+
+    def spoiled(model: Any, *rest: Any) -> Any:
+        number, loss = next(calls), real(model, *rest)
+        if number // 2 == 2 and number % 2 + 1 in parts:  # two in each step
+            next(model.parameters()).grad[0, 0] += parts[number % 2 + 1]
+        return loss
+
+    monkeypatch.setattr(stepping, "forward_and_backward", spoiled)
+    train(replace(recipe_of(tmp_path / "parts", **changes), data=whole.data), MACHINE)
+    assert next(calls) == 12
+    found, wanted = (tmp_path / name / "out" for name in ("parts", "whole"))
+    assert bytes_of(found / "step-6") == bytes_of(wanted / "step-6") and rows(found)[1:] == rows(wanted)[1:]
+    assert [row["loss_scale"] for row in rows(found) if "loss_scale" in row] == [4.0, 4.0, 2.0, 2.0, 2.0, 2.0]
