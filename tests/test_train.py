@@ -1241,6 +1241,35 @@ def test_a_folder_that_is_moved_ends_the_run_in_one_line(
     assert rows(moved)[1:] == rows(tmp_path / "whole")[1:]
 
 
+@pytest.mark.parametrize("how", ["moved", "another", "gone", "replaced"])
+def test_a_run_without_states_leaves_its_model_where_its_folder_is(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no state to go on from: to refuse would be to lose all. In a folder that took its name another run may be."""
+    recipe, log, moved = recipe_of(tmp_path, save_steps=None, eval_steps=None, max_steps=4), Session.log, tmp_path / "elsewhere"
+
+    def move(self: Session, step: Any) -> None:
+        log(self, step)
+        if self.at.step == 3:
+            self.folder.rename(moved)
+            if how in ("another", "replaced"):
+                self.folder.mkdir()
+            if how in ("gone", "replaced"):
+                shutil.rmtree(moved)
+
+    monkeypatch.setattr(Session, "log", move)
+    if how == "replaced":
+        with pytest.raises(InputError, match=r"out: output_dir: moved or removed before step 4, as the run went on;"):
+            train(recipe, MACHINE)
+        assert not (tmp_path / "out" / "model").exists()
+        return
+    run = train(recipe, MACHINE)
+    assert run.output_dir == (tmp_path / "out" if how == "gone" else moved) and mc.load(run.output_dir / "model") is not None
+    assert how == "gone" or (not (tmp_path / "out" / "model").exists() and run.metrics["step"] == 4)
+    assert how == "gone" or (run.output_dir / "summary.md").is_file()
+    assert how != "another" or not list((tmp_path / "out").iterdir())
+
+
 def test_data_that_have_moved_in_a_list(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()

@@ -127,7 +127,8 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
             session.metrics.close()
             if ranks.first:
                 session.progress.say(plot_loss(folder))
-        return Run(folder, session.at.step, session.finish(), session.model, stopped=not session.ended)
+        last = session.finish()
+        return Run(session.folder, session.at.step, last, session.model, stopped=not session.ended)
 
 
 def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, journal: Journal, memory: Memory) -> Session:

@@ -36,6 +36,7 @@ class Metrics:
         atomic_write(self.path, data)
         self.size, self.waiting = len(data), list[Row]()  # bytes that are in the file, and rows that are not
         self.file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        self.left: Path | None = folder  # where it was when the run ended
         self.home = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)  # kept open, so that no other folder gets its number
 
     def write(self, row: Row) -> None:
@@ -71,6 +72,16 @@ class Metrics:
             return os.path.samestat(os.fstat(self.home), os.stat(self.path.parent))
         return False
 
+    def whereabouts(self) -> Path | None:
+        """The folder, by the name that it has now. One that was removed is to be made again; None if another has its name."""
+        if self.at_home():
+            return self.path.parent
+        with suppress(OSError):
+            now = Path(os.readlink(f"/proc/self/fd/{self.home}"))
+            if os.path.samestat(os.fstat(self.home), os.stat(now)):
+                return now
+        return None if self.path.parent.exists() else self.path.parent
+
     def sync(self) -> None:
         """Bring every row so far to the disk; called before a training state is written."""
         with self.survived("its rows wait for room"):
@@ -81,6 +92,7 @@ class Metrics:
 
     def close(self) -> None:
         self.sync()
+        self.left = self.whereabouts()
         for held in (self.file, self.home):
             with suppress(OSError):
                 os.close(held)

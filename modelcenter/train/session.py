@@ -252,8 +252,13 @@ class Session:
             refuse(self.folder, None, found, f"the same command goes on after step {self.saved}")
 
     def finish(self) -> dict[str, Any]:
-        """Write the model out if the run has ended, and return the last value of each metric."""
+        """Write the model out if the run has ended, and return the last value of each metric. A folder that was moved gets it where
+        it is now."""
         at, total = self.at, self.setup.steps
+        if now := self.ranks.tell(str(self.metrics.left or "")):
+            self.folder = self.journal.folder = Path(now)
+        else:
+            self.check_place()
         rows = list(read_rows(self.folder / "metrics.jsonl"))
         last = {key: value for row in rows for key, value in row.items()}
         last.pop("environment", None)
