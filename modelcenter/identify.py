@@ -73,8 +73,11 @@ def described(cls: type[Model], folder: Folder, source: Source, task: str, confi
         task = source.preset.task or task
     full = changed(cls.Config.from_dict(folder.config, source.path / "config.json"), config or {})
     if saved is not None:
-        if task == "auto":
-            task = saved.task({t: head.architecture for t, head in cls.tasks.items()}) or task
+        own = saved.task({t: head.architecture for t, head in cls.tasks.items()})
+        task = (own or task) if task == "auto" else task
+        if own in LABELLED and task in LABELLED and own != task:  # whose heads may have one name
+            refuse(saved.folder, "task", f"{task}, and the head beside the adapter is one of {own}",
+                   f"{own}; or task={task} of what modelcenter merge makes of it")
         if id2label is None and num_labels is None and task in LABELLED:
             id2label = saved.labels([row[0] for row in cls.tasks[task].rows])
         full = replace(full, file={**full.file, **saved.settled})

@@ -1120,6 +1120,8 @@ MUTANTS = (
            "layer.base.weight.to(layer.magnitude.dtype)", "test_adapter.py::test_doras_lengths_are_those_of_the_codes[nf4]"),
     Mutant("doras-lengths-of-rounded-weights", "layers/adapter.py", "self.base.dequantized(b.dtype)", "self.base.weight.to(b.dtype)",
            "test_adapter.py::test_doras_lengths_are_those_of_the_codes[int8]"),
+    Mutant("heads-beside-adapters-taken-by-their-names", "identify.py", "and own != task:", "and False:",
+           "test_adapter.py::test_the_head_beside_an_adapter_is_not_another_tasks[bert-tag-classify]", "Failed"),
     Mutant("heads-taken-by-their-names", "create.py", "        foreign=foreign(model, folder),\n", "",
            "test_zoo.py::test_no_head_is_made_of_another_tasks[bert]"),
     Mutant("a-pooler-taken-for-another-tasks", "create.py", " and not (model.prefix and row[0].startswith(model.prefix))", "",

@@ -333,6 +333,18 @@ def test_codes_are_of_what_the_file_holds(new: bool, quantize: str, tmp_path: Pa
         assert other.weight.dtype == other.dtype == other.bias.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("of", "task"), [("tag", "classify"), ("classify", "tag")])
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_the_head_beside_an_adapter_is_not_another_tasks(kind: str, of: str, task: str, tmp_path: Path) -> None:
+    """Though in these families' files both have one name. Merged, it is passed over as any other task's."""
+    loaded(Case(kind, "default", of), lora(), torch.float32).save_pretrained(tmp_path / "adapter")
+    assert mc.load(tmp_path / "adapter", task=of).task == of
+    with pytest.raises(mc.InputError, match=rf"task: {task}, and the head beside the adapter is one of {of}; {of}; or task="):
+        mc.load(tmp_path / "adapter", task=task)
+    mc.merge_adapter(mc.load(tmp_path / "adapter")).save_pretrained(tmp_path / "merged")
+    assert "head.out.weight" in mc.load(tmp_path / "merged", task=task).load_report.new
+
+
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_doras_lengths_are_those_of_the_codes(quantize: str) -> None:
     """As peft measures the weight that the codes stand for, in fp32, whatever dtype is asked for: in bf16 all weights of a level
