@@ -29,7 +29,7 @@ from .cli.look import compare, doctor
 from .cli.plan import Question, plan
 from .cli.tokenize import tokenize
 from .cli.train import train
-from .config import COMMAND_LINE, describe
+from .config import COMMAND_LINE, describe, names, packaged
 from .data.config import Tokenization
 from .errors import LIMIT, InputError, message, nearest, printable, refuse, tell
 from .train.cluster import Job
@@ -152,7 +152,8 @@ def run(args: Arguments) -> Answer:
     if verb is None:
         refuse(COMMAND_LINE, None, "no verb", f"{', '.join(VERBS)} (modelcenter --help)")
     if verb not in VERBS:
-        refuse(COMMAND_LINE, verb, "unknown verb", nearest(verb, VERBS))
+        recipe = verb in names(packaged())
+        refuse(COMMAND_LINE, verb, "unknown verb", f"modelcenter train {verb} ..." if recipe else nearest(verb, VERBS))
     if args.help:
         return Answer(manual(verb), {"verb": verb, "help": VERBS[verb].__doc__})
     return VERBS[verb](Arguments(args.names[1:], args.settings, args.machine))

@@ -31,8 +31,8 @@ from .layers.initial import initial
 from .layers.linear import Linear
 from .model import Model
 from .names import Lazy, Names
-from .parallel.machine import Machine
-from .place import as_machine, check_adapter, is_meta, place
+from .parallel.machine import Machine, as_machine
+from .place import check_adapter, is_meta, place
 from .registry import presets
 from .resize import resize
 from .skeleton import check_task, skeleton
@@ -71,7 +71,7 @@ def build(
     model = skeleton(family, full, task, as_dtype(dtype))
     if is_meta(device):
         return model
-    place(model, device, as_machine(machine), precision)
+    place(model, device, machine if machine is None else as_machine(machine), precision)
     fill(model, initial(model, model.shapes, seed, model.init_std))
     model.load_report = LoadReport(new=sorted(model.shapes))
     return model
@@ -134,7 +134,7 @@ def load(
         with told(path / "config.json"):
             model = skeleton(cls, full, task, kind)
         weights = matched(model, folder, untied, seed)
-        machine, adapters = as_machine(machine), dict[str, Lazy]()
+        machine, adapters = machine if machine is None else as_machine(machine), dict[str, Lazy]()
         if adapter is not None:
             check_adapter(model, adapter, machine)
             adapters = put_on(model, adapter, saved, weights, device, seed)

@@ -77,7 +77,8 @@ def counted(count: int, what: str) -> str:
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:
-    """`did you mean X?`, or the list of what is known. Those whose first part is the word come before one that looks like it."""
+    """`did you mean X?`, or the list of what is known. Those that begin with the word come before one that looks like it."""
     names = [str(k) for k in known]
-    close = [name for name in names if name.startswith(f"{word}-")][:4] or get_close_matches(str(word), names, n=1, cutoff=0.6)
+    begin = str(word) if len(str(word)) > 2 else f"{word}-"
+    close = [name for name in names if name.startswith(begin)][:4] or get_close_matches(str(word), names, n=1, cutoff=0.6)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(sorted(names))}"

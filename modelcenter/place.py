@@ -17,7 +17,7 @@ from .model import Model
 from .parallel.blocks import fit_blocks
 from .parallel.check import check
 from .parallel.device import check_device, device_of
-from .parallel.machine import Machine, load_machine
+from .parallel.machine import Machine
 
 
 def place(model: Model, device: str | torch.device | None, machine: Machine | None, precision: str | None = None,
@@ -80,11 +80,6 @@ def check_adapter(model: Model, adapter: AdapterConfig, machine: Machine | None)
         from .parallel.adapted import check_codes
 
         check_codes(model, adapter.quantize, machine.tensor_parallel)
-
-
-def as_machine(machine: str | Machine | None) -> Machine | None:
-    """The machine profile of that name or path, or the machine itself."""
-    return load_machine(machine) if isinstance(machine, str) else machine
 
 
 def is_meta(device: str | torch.device | None) -> bool:

@@ -275,6 +275,16 @@ def test_stages_of_nothing_are_refused() -> None:
             mc.build("gpt2", config={"layers": 1}, machine=machine_of(replicate=2, zero=zero))
 
 
+@pytest.mark.parametrize("call", [
+    lambda: mc.parallelize(mc.build("gpt2", config={"layers": 1}), {"fsdp": 2}),  # type: ignore[arg-type]
+    lambda: mc.build("gpt2", config={"layers": 1}, machine={"fsdp": 2}),  # type: ignore[arg-type]
+    lambda: mc.train("pretrain", {"data.path": "a.txt"}),  # overrides in the machine's place
+], ids=["parallelize", "build", "train"])  # fmt: skip
+def test_a_mapping_is_no_machine(call: Any) -> None:
+    with pytest.raises(mc.InputError, match=r"^machine: a dict; mc\.Machine\(fsdp=2\), or the name of a profile$"):
+        call()
+
+
 # ------------------------------------------------------------------------------------------------------ low precision
 
 

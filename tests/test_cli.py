@@ -34,6 +34,8 @@ DATA = ("data.path=a.txt",)
 REFUSED = [  # the command, how its one line goes on
     ((), "command line: no verb; "),
     (("trian",), "command line: trian: unknown verb; did you mean 'train'?"),
+    (("finetune", *DATA), "command line: finetune: unknown verb; modelcenter train finetune ..."),
+    (("train", "classify", *DATA, "best=acc"), "command line: best: 'acc'; did you mean 'accuracy'?"),
     (("-v",), "command line: -v: unknown option; "),
     (("--json=1", "list"), "command line: --json=1: takes no value; "),
     (("list",), "command line: models|recipes|machines|keys: missing; "),

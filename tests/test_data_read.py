@@ -117,6 +117,9 @@ def test_the_last_tenth(tmp_path: Path) -> None:
     assert [r.fields["text"] for part in read_split(DataConfig(path=text, eval_fraction=1e-45)) for r in part] == ["abc", "d"]
     with pytest.raises(InputError, match="eval_fraction: of 1 record none is left on one side"):
         read_split(DataConfig(path=str(write(tmp_path / "mark.txt", b"\xef\xbb\xbf")), eval_fraction=0.1))
+    around = write(tmp_path / "around.json", json.dumps({"version": 1, "rows": ROWS}))
+    with pytest.raises(InputError, match="of 1 record, whose fields are version, rows, none is left on one side"):
+        read_split(DataConfig(path=str(around), eval_fraction=0.1))
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "tokens"])

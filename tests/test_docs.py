@@ -17,10 +17,11 @@ import modelcenter as mc
 from modelcenter.__main__ import VERBS
 from modelcenter.config import describe
 from modelcenter.data.tokenizer_open import open_tokenizer
-from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.machine import Machine, load_machine
 from modelcenter.registry import families
 from modelcenter.theirs import FIELDS
 from modelcenter.train.catalog import listing
+from modelcenter.train.launch import check_ranks
 from modelcenter.train.read import ALIASES, PARTIAL, load_recipe
 from modelcenter.train.recipe import Recipe
 
@@ -258,6 +259,9 @@ def test_commands_and_their_keys_are_there(page: Path) -> None:
         assert verb in {*VERBS, "--help"}, line
         if verb == "train" and not re.search(r"[A-Z.=]", rest[0]):
             assert rest[0] in recipes, line
+        if verb == "train" and rest[0] in recipes and "node8" in rest:  # which has a sequence for each of its ranks
+            settings = [part for part in rest[1:] if "=" in part and not part.startswith("machine.")]
+            check_ranks(load_recipe(rest[0], settings), load_machine("node8"))
         if verb in ("train", "plan"):
             keys = {key for part in rest for key, equals, _ in [part.partition("=")] if equals and not part.startswith("-")}
             assert {k for k in keys if not k.startswith(("config.", "generation."))} <= {*KEYS, *ALIASES, *PARTIAL}, line

@@ -130,6 +130,15 @@ def test_ranks_without_a_sequence_are_not_started(tmp_path: Path, monkeypatch: p
     assert "batch: 6 sequences for 100 ranks" in capfd.readouterr().err
 
 
+def test_more_processes_than_the_machine_has_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """torchrun in front of the command, and a machine of one rank: each of them would do the whole run in the one folder."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([part for part in command(tmp_path) if part != "machine.fsdp=2"]) == 2
+    assert "environment: WORLD_SIZE: 2, for a machine of 1 rank; start as many, or machine.fsdp=auto" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("status", "asked", "runs"), [
     (137, False, 3), (76, False, 3), (2, False, 1), (143, False, 1), (137, True, 1),
 ])  # fmt: skip

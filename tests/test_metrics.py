@@ -10,7 +10,7 @@ import pytest
 from modelcenter.errors import InputError
 from modelcenter.metrics import labels, table, texts
 from modelcenter.metrics.suites import SUITES, average
-from modelcenter.metrics.table import METRICS, named
+from modelcenter.metrics.table import METRICS, check_packages, named
 
 RANDOM = np.random.default_rng(0)
 CLASSES = [(RANDOM.integers(0, n, 60), RANDOM.integers(0, n, 60)) for n in (2, 3, 7)]
@@ -123,9 +123,13 @@ def test_rouge() -> None:
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(InputError, match="bleu: sacrebleu is not installed; pip install sacrebleu"):
-        texts.bleu(["a"], ["a"])
+    for package in ("sacrebleu", "rouge_score"):
+        monkeypatch.setitem(sys.modules, package, None)
+    check_packages(["accuracy", "exact_match"])
+    with pytest.raises(InputError, match=r"^bleu: sacrebleu is not installed; pip install sacrebleu, or leave the metric out$"):
+        check_packages(["accuracy", "bleu"])
+    with pytest.raises(InputError, match=r"^rouge1: rouge_score is not installed; pip install rouge-score"):
+        check_packages(["rouge1"])
 
 
 def write(folder: Path, task: str, **metrics: float) -> None:

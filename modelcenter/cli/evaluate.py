@@ -132,6 +132,7 @@ def judged(recipe: "Recipe", machine: "Machine") -> Answer:
 def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, float], bool]:
     """Lines if texts are cut sooner than the recipe says, or labels leave a metric undefined, the results, and whether this is the
     process that says them."""
+    from ..metrics.table import check_packages
     from ..train.agree import agree
     from ..train.heap import kept
     from ..train.prepare import enter, prepare
@@ -141,6 +142,7 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
 
     asked, (recipe, device) = recipe.data.seq_len, resolve(recipe, machine)
     said = f"data.seq_len: {recipe.data.seq_len}, the model's positions\n" if recipe.data.seq_len < asked else ""
+    check_packages(recipe.metrics)
     ranks = enter(recipe, machine)
     with Watch(Path(recipe.output_dir) / "ranks", ranks, machine.timeout), kept(device):
         agree(recipe, machine, ranks, free=("output_dir", "model"))  # where each has put its own; what is in the model's counts

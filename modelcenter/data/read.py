@@ -166,6 +166,8 @@ def split(records: Part, fraction: float) -> tuple[Part, Part]:
         tail = replace(here, fields={"text": text[at:]}, start=here.start + at)
         parts = Records([records[:border], Few(head)]), Records([Few([tail]), records[border + 1 :]])
     if not all(map(len, parts)):
-        found = f"of {counted(len(records), 'record')} none is left on one side of the split"
+        told = len(records) == 1 and "text" not in records[0].fields  # it may be an object around the rows
+        one = f", whose fields are {', '.join(records[0].names()[:4])}," if told else ""
+        found = f"of {counted(len(records), 'record')}{one} none is left on one side of the split"
         refuse(records[0].file, "data.eval_fraction", found, "more data, another fraction, or 0 for no evaluation")
     return parts

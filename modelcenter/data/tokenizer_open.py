@@ -51,7 +51,8 @@ def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
             refuse(None, "tokenizer", repr(spec), f"a size: {kind}:8000")
         return train_tokenizer(texts, int(size), kind)
     if size.isdigit() and not Path(spec).exists():
-        refuse(None, "tokenizer", repr(spec), f"{kind} alone; of your text one of {', '.join(SPECIAL)} is made, as bpe:{size}")
+        made = ", ".join(f"{name}:{size}" for name in SPECIAL)
+        refuse(None, "tokenizer", repr(spec), f"one that is made of your text ({made}); or {kind}, with the size that it has")
     return load_tokenizer(spec)
 
 
@@ -151,7 +152,8 @@ def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> To
 
 def _from_transformers(folder: Path) -> Tokenizer:
     if not any(f.is_file() and fnmatchcase(f.name, kind) for f in folder.iterdir() for kind in FILES[:-1]):
-        refuse_missing(folder, None, "no tokenizer file in it", "a folder with tokenizer.json")
+        wanted = "a folder with tokenizer.json; a recipe takes another's by tokenizer=NAME"
+        refuse_missing(folder, None, "no tokenizer file in it", wanted)
     try:
         from transformers import AutoTokenizer
     except ImportError:

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal
 
-from ..errors import nearest, refuse
+from ..errors import nearest, refuse, refuse_missing
 from . import labels, texts
 
 Of = Literal["loss", "classes", "values", "sets", "tags", "texts", "answers", "questions"]
@@ -18,6 +19,7 @@ class Metric:
     of: tuple[Of, ...]  # any of them
     more: bool = True  # is better
     compute: Callable[[Any, Any], float] | None = None
+    package: str | None = None  # that computes it, and that the installation may lack
 
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -36,9 +38,9 @@ METRICS: dict[str, Metric] = {
     "span_f1": Metric(("tags",), compute=labels.span_f1),
     "question_em": Metric(("questions",), compute=labels.question_em),
     "exact_match": Metric(("texts",), compute=texts.exact_match),
-    "bleu": Metric(("texts",), compute=texts.bleu),
-    "chrf": Metric(("texts",), compute=texts.chrf),
-    **{kind.lower(): Metric(("texts",), compute=partial(texts.rouge, kind)) for kind in ROUGE},
+    "bleu": Metric(("texts",), compute=texts.bleu, package="sacrebleu"),
+    "chrf": Metric(("texts",), compute=texts.chrf, package="sacrebleu"),
+    **{kind.lower(): Metric(("texts",), compute=partial(texts.rouge, kind), package="rouge_score") for kind in ROUGE},
     "squad_em": Metric(("answers", "texts"), compute=texts.squad_em),
     "squad_f1": Metric(("answers", "texts"), compute=texts.squad_f1),
 }
@@ -50,6 +52,14 @@ def check(name: str, objective: str, of: Sequence[Of], key: str) -> None:
         refuse(None, key, repr(name), nearest(name, METRICS))
     if set(METRICS[name].of).isdisjoint(of):
         refuse(None, key, f"{name} with objective {objective}", f"one of {', '.join(named(of))}")
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Refuse a metric whose package is not installed, before a run comes to its first evaluation."""
+    for name in names:
+        if (package := METRICS[name].package) is not None and find_spec(package) is None:
+            installed = f"pip install {package.replace('_', '-')}, or leave the metric out"
+            refuse_missing(None, name, f"{package} is not installed", installed)
 
 
 def of_texts(names: Iterable[str], of: Sequence[Of]) -> list[str]:

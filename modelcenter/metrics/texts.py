@@ -1,4 +1,5 @@
-"""Texts against references. BLEU and chrF are sacrebleu's, ROUGE is rouge_score's: extras, imported where they are used."""
+"""Texts against references. BLEU and chrF are sacrebleu's, ROUGE is rouge_score's: extras, imported where they are used;
+`table.check_packages` says which of them is missing."""
 
 import re
 import string
@@ -6,9 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
-
-from ..errors import refuse_missing
 
 Texts = Sequence[str]
 
@@ -47,28 +45,19 @@ def squad_f1(found: Texts, wanted: Sequence[str | Sequence[str]]) -> float:
 
 def bleu(found: Texts, wanted: Texts) -> float:
     """sacrebleu's corpus BLEU (Post, 2018) with its defaults, 0 to 100: what papers quote."""
-    return float(extra("sacrebleu", "bleu").corpus_bleu(list(found), [list(wanted)]).score)
+    return float(import_module("sacrebleu").corpus_bleu(list(found), [list(wanted)]).score)
 
 
 def chrf(found: Texts, wanted: Texts) -> float:
     """sacrebleu's corpus chrF2 (Popovic, 2015), 0 to 100."""
-    return float(extra("sacrebleu", "chrf").corpus_chrf(list(found), [list(wanted)]).score)
+    return float(import_module("sacrebleu").corpus_chrf(list(found), [list(wanted)]).score)
 
 
 def rouge(kind: str, found: Texts, wanted: Texts) -> float:
     """The mean F of rouge_score (Lin, 2004) with its stemmer, 0 to 100; rougeLsum takes lines for sentences."""
-    scorer = extra("rouge_score.rouge_scorer", kind).RougeScorer([kind], use_stemmer=True)
+    scorer = import_module("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=True)
     if mute := sum(bool(w.strip()) and not re.search("[a-z0-9]", w.lower()) for w in wanted):
         said = f"{kind}: {mute} of {len(wanted)} references have no letter of a to z and no digit"
         warnings.warn(f"{said}, which is all that rouge_score reads: they count 0; chrf reads all", stacklevel=2)
     total = sum(float(scorer.score(w, f)[kind].fmeasure) for f, w in zip(found, wanted, strict=True))
     return 100 * total / len(found)
-
-
-def extra(module: str, metric: str) -> Any:
-    """A module that the installation may lack."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        name = module.partition(".")[0].replace("_", "-")
-        refuse_missing(None, metric, f"{error.name} is not installed", f"pip install {name}, or leave the metric out")

@@ -23,7 +23,7 @@ from .blocks import fit_blocks, units
 from .check import check
 from .connect import connected
 from .device import LOW, device_of
-from .machine import Machine, load_machine
+from .machine import Machine, as_machine
 from .ranks import ALONE, Ranks, settle
 from .sequence import sequence_parallel
 
@@ -59,7 +59,7 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
     Errors: `InputError` if settings of the machine do not go together, before anything is allocated; if not as many processes run
     as the machine has ranks, or they do not meet; and if heads cannot be divided among the ranks.
     """
-    machine = load_machine(machine) if isinstance(machine, str) else machine
+    machine = as_machine(machine)
     check(machine)
     if not any(p.is_meta for p in model.parameters()):
         model.to(device_of(machine))

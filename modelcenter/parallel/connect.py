@@ -26,7 +26,7 @@ from ..errors import InputError, LateError, message, refuse, tell
 from .machine import Machine
 from .ranks import named
 from .rollcall import RollCall, limited
-from .variable import variable
+from .variable import check_world, variable
 from .watch import AGAIN, FIRST
 
 stores: Any = dist  # whose annotations do not name them
@@ -44,9 +44,7 @@ def connected(device: torch.device, machine: Machine) -> Iterator[None]:
     size = variable("WORLD_SIZE", 1, 2**20)
     rank, backend = variable("RANK", 0, size - 1), dist.get_default_backend_for_device(device.type)
     variable("LOCAL_RANK", 0, variable("LOCAL_WORLD_SIZE", 1, 2**20, default=2**20) - 1, default=0)
-    if size != machine.ranks:
-        refuse("environment", "WORLD_SIZE", f"{size}, for a machine of {machine.ranks} ranks",
-               "start as many, or machine.fsdp=auto, which takes those that there are")
+    check_world(machine.ranks)
     check_interfaces()
     with limited(machine.timeout + LOCKED):
         store = meet(rank, size, machine.timeout, device.type)

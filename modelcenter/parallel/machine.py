@@ -118,6 +118,13 @@ def load_machine(name: str | Path) -> Machine:
     return bind(Machine, values, file)
 
 
+def as_machine(machine: Machine | str | Path) -> Machine:
+    """The machine itself, or the profile of that name or path."""
+    if not isinstance(machine, Machine | str | Path):
+        refuse(None, "machine", f"a {type(machine).__name__}", "mc.Machine(fsdp=2), or the name of a profile")
+    return machine if isinstance(machine, Machine) else load_machine(machine)
+
+
 def read_machine(name: str | Path) -> tuple[Path, dict[str, Any]]:
     """The file of a profile, and what it says."""
     file = find(name, "machine profile", packaged("machines"))

@@ -3,7 +3,7 @@
 import os
 import re
 
-from ..errors import refuse
+from ..errors import counted, refuse
 
 
 def variable(name: str, low: int, high: int, default: int | None = None) -> int:
@@ -15,3 +15,11 @@ def variable(name: str, low: int, high: int, default: int | None = None) -> int:
         wanted = f"a number from {low} to {high}; start with torchrun, one process a rank"
         refuse("environment", name, "missing" if text is None else repr(text), wanted)
     return int(text)
+
+
+def check_world(ranks: int) -> None:
+    """Refuse a launcher that has started another number of processes than the machine has ranks."""
+    size = variable("WORLD_SIZE", 1, 2**20)
+    if size != ranks:
+        refuse("environment", "WORLD_SIZE", f"{size}, for a machine of {counted(ranks, 'rank')}",
+               "start as many, or machine.fsdp=auto, which takes those that there are")

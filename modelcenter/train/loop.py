@@ -19,11 +19,12 @@ from torch import nn
 
 from ..config import to_dict
 from ..data.prefetch import prefetch
+from ..metrics.table import check_packages
 from ..optim.ema import EMA
 from ..optim.loss_scale import FIRST, LossScale
 from ..optim.optimizers import build_optimizer
 from ..optim.schedules import lr_factor
-from ..parallel.machine import Machine, load_machine
+from ..parallel.machine import Machine, as_machine
 from ..parallel.ranks import Ranks, Silent
 from ..parallel.replicas import check_replicas
 from ..parallel.watch import Watch
@@ -78,12 +79,11 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
 
     Errors: `InputError` for what a user can correct, which includes a run whose gradients stay non-finite.
     """
+    machine = as_machine(machine) if machine is not None else Machine()
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides or (), "overrides")
     elif overrides:
         raise TypeError("overrides go with a recipe's name or file; use dataclasses.replace on a Recipe")
-    if not isinstance(machine, Machine):
-        machine = load_machine(machine) if machine is not None else Machine()
     recipe, machine = choose(recipe, machine)
     if to_launch(machine):
         told = launch(recipe, machine)
@@ -92,6 +92,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)
     check_installed(recipe.report_to)
+    check_packages(filter(None, (*recipe.metrics, recipe.best)))
     recipe, device = resolve(recipe, machine)
     ranks = enter(recipe, machine)
     folder = Path(recipe.output_dir)

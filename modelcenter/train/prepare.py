@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +40,7 @@ from ..metrics.table import of_texts
 from ..model import Model
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
+from ..parallel.variable import check_world
 from ..parallel.watch import Pulse, apart
 from ..registry import hubs, presets
 from .evaluate import Evaluation, stream_bytes
@@ -53,6 +55,8 @@ def enter(recipe: Recipe, machine: Machine) -> Ranks:
     """Join the ranks of the run; with one rank there is nothing to wait for."""
     follow()
     if machine.ranks == 1:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            check_world(1)  # or each of them would do the whole run, in one folder
         return ALONE
     from ..parallel.apply import join  # FSDP and DTensor take a second to import
 
@@ -108,7 +112,9 @@ def find_labels(recipe: Recipe, records: Part, judged: bool) -> Labels:
     known = learned_labels(recipe) if objective.named else ()
     learned = () if known == tuple(f"LABEL_{n}" for n in range(len(known))) else known
     names = objective.names(records, recipe.data, known if judged else ())
-    return Labels(learned if names is not None and set(names) <= set(learned) else names, learned)
+    # judged by names that the model knows, a row of another class is at fault, and not the model's head
+    same = names is not None and (set(names) <= set(learned) or (judged and not set(names).isdisjoint(learned)))
+    return Labels(learned if same else names, learned)
 
 
 def learned_labels(recipe: Recipe) -> tuple[str, ...]:
