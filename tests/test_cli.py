@@ -141,6 +141,25 @@ def test_refused(argv: tuple[str, ...], found: str, here: Path, capsys: pytest.C
     assert sorted(p.name for p in here.iterdir()) == sorted(FILES)
 
 
+def test_a_run_that_was_moved_is_not_begun_anew(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own recipe names the old place, or one below another folder; which of the two is meant is for the user to say."""
+    moved = here / "moved" / "recipe.yaml"
+    moved.parent.mkdir()
+    moved.write_text(GOOD.replace("a.txt", "gone.txt"))
+    (moved.parent / "environment.json").write_text("[]")
+    assert main(["train", "moved/recipe.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "moved/recipe.yaml: output_dir: out, which is not there; output_dir=moved goes on with the run of that folder, " in said
+    for settings in (["--output-dir", "moved"], ["output_dir=out"]):  # said: only the data are missed
+        assert main(["train", "moved/recipe.yaml", *settings]) == 2
+        assert "gone.txt: data.path: no such file" in capsys.readouterr().err
+    (moved.parent / "environment.json").rename(here / "environment.json")  # a recipe that somebody has sent
+    assert main(["train", "moved/recipe.yaml"]) == 2 and "gone.txt" in capsys.readouterr().err
+    (here / "environment.json").rename(moved.parent / "environment.json")
+    (here / "out").mkdir()  # a run of that name, which says itself whether it is this one
+    assert main(["train", "moved/recipe.yaml"]) == 2 and "gone.txt" in capsys.readouterr().err
+
+
 def test_refused_as_a_process(tmp_path: Path) -> None:
     """Status and streams as a shell sees them, at once: torch, whose import takes longer than all the rest, would end them."""
     (tmp_path / "r.yaml").write_text("a: 1\x1b[2J")

@@ -1,7 +1,9 @@
 """`modelcenter train`."""
 
 import gc
+from pathlib import Path
 
+from ..errors import refuse
 from .arguments import Answer, Arguments, check_model
 from .recipe import run_of
 
@@ -15,6 +17,8 @@ def train(args: Arguments) -> Answer:
     modelcenter copy RECIPE puts the file here to be edited.
     """
     recipe, machine = run_of(args)
+    if not any(setting.startswith("output_dir=") for setting in args.settings):
+        check_moved(Path(args.names[0]), Path(recipe.output_dir))
     if recipe.init == "pretrained":
         check_model(recipe.model)
     from ..parallel.watch import speaks
@@ -36,3 +40,11 @@ def train(args: Arguments) -> Answer:
         data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
     last = "".join(f", {key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))
     return Answer(f"{data['output_dir']}: step {data['step']}{last}" if machine.ranks == 1 or speaks() else None, data)
+
+
+def check_moved(file: Path, output: Path) -> None:
+    """Refuse the recipe in a run's folder that was moved, or is named from elsewhere: the run would begin anew in another place,
+    and nobody had said so."""
+    if file.name == "recipe.yaml" and (file.parent / "environment.json").is_file() and not output.exists():
+        wanted = f"output_dir={file.parent} goes on with the run of that folder, output_dir={output} begins another"
+        refuse(file, "output_dir", f"{output}, which is not there", wanted)
