@@ -750,6 +750,14 @@ def test_an_adapter_is_not_trained_on_random_weights(tmp_path: Path) -> None:
         run_of(tmp_path, "gpt2", init="random")
 
 
+def test_an_adapter_is_not_trained_on_a_base_that_is_changed(tmp_path: Path) -> None:
+    """Its folder names the base, whose config.json has the other value: loaded, it would compute something else."""
+    for key, value in (("act", "relu"), ("eps", 0.1), ("tie", False)):
+        with pytest.raises(mc.InputError, match=rf"config\.{key}: {value!r} with adapter\.name lora; leave it out"):
+            run_of(tmp_path, "gpt2", config={key: value})
+    assert run_of(tmp_path, "gpt2", config={"dropout": 0.0, "attn_dropout": 0.0}).config
+
+
 def test_a_base_of_a_revision_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another revision of a base is other weights under the same adapter."""
     asked = []
