@@ -278,7 +278,7 @@ def test_refused(text: str, tmp_path: Path) -> None:
         ("optimiser.lr=1", "command line: optimiser: unknown key; did you mean 'optimizer'?"),
         ("report_to=[neptune]", "command line: report_to.0: 'neptune'; tensorboard"),
         ("data.seqlen=4", "command line: data.seqlen: unknown key; did you mean 'data.seq_len'?"),
-        ("metrics=[acc]", "command line: metrics: 'acc'; did you mean 'mcc'?"),
+        ("metrics=[acc]", "command line: metrics: 'acc'; did you mean 'accuracy'?"),
         ("best=bleu", "command line: best: bleu with objective lm; one of loss"),
         ("output_dir=a\x1b[31m", "command line: output_dir: 'a\\x1b[31m'; a name without control characters"),
         ("data.prompt_key=p", "{file}: data.response_key: absent; prompt_key and response_key go together"),
