@@ -35,6 +35,15 @@ FORWARD = {  # arguments of a forward, transformers' and ModelCenter's
     "past_key_value": "past_key_values",
     "seq_idx": "position_ids, which begin anew with each sequence, or cu_seq_lens_q and cu_seq_lens_k",
 }
+OUTPUT = {  # what a forward returns
+    "attentions": "leave it out: attention here keeps no weights",
+    "cross_attentions": "leave it out: attention here keeps no weights",
+    "decoder_attentions": "leave it out: attention here keeps no weights",
+    "decoder_hidden_states": "hidden_states",
+    "encoder_attentions": "leave it out: attention here keeps no weights",
+    "encoder_hidden_states": "past_key_values.memory, the last of them, with use_cache=True",
+    "encoder_last_hidden_state": "past_key_values.memory, with use_cache=True",
+}
 LOAD = {  # arguments of from_pretrained
     "attn_implementation": "leave it out: the fastest of those that compute the same is taken",
     "cache_dir": "the variable HF_HOME",

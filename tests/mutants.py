@@ -285,6 +285,8 @@ MUTANTS = (
            "test_data_indexed.py::test_where_no_document_was_ended_each_sequence_is_one", "InputError"),
     Mutant("a-file-behind-the-model", "theirs.py", "if len(args) > len(placed):", "if False:",
            "test_theirs.py::test_functions_refuse", "TypeError"),
+    Mutant("outputs-of-theirs-not-told", "layers/output.py", "OUTPUT.get(name) or nearest", "nearest",
+           "test_theirs.py::test_an_output_has_no_attribute_of_another_name"),
     Mutant("a-model-for-a-name", "identify.py", "if not isinstance(name, str | PathLike):", "if False:",
            "test_theirs.py::test_functions_refuse", "TypeError"),
     Mutant("modelcenters-weights-only-there", "checkpoint/files.py", 'if (folder / "pytorch_model.pt").is_file():', "if False:",

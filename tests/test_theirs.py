@@ -230,6 +230,22 @@ def test_an_output_has_no_attribute_of_another_name() -> None:
     assert out.loss is None and out.pooler_output is None and out.logits.shape == (1, 3, 50)
     with pytest.raises(AttributeError, match=r"^Output has no last_hidden_states; did you mean 'last_hidden_state'\?$"):
         _ = out.last_hidden_states
+    for name, advice in theirs.OUTPUT.items():
+        with pytest.raises(AttributeError, match=re.escape(f"Output has no {name}; {advice}")):
+            getattr(out, name)
+
+
+def test_an_encoders_output_is_where_it_is_said_to_be(tmp_path: Path) -> None:
+    sizes = {"layers": 1, "decoder_layers": 1, "dim": 32, "heads": 2, "head_dim": 16, "vocab": 50}
+    model = mc.build("t5-small", config=sizes, dtype="fp64").eval()
+    model.save_pretrained(tmp_path)
+    reference = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    ids = torch.arange(12).view(2, 6) + 2
+    theirs_ = reference(ids, decoder_input_ids=ids, output_hidden_states=True)
+    ours = model(ids, decoder_input_ids=ids, output_hidden_states=True, use_cache=True)
+    assert theirs.OUTPUT.keys() - {"attentions"} <= {f.name for f in fields(theirs_)}
+    torch.testing.assert_close(ours.past_key_values.memory, theirs_.encoder_last_hidden_state, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.hidden_states, theirs_.decoder_hidden_states, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("task", "count", "labels", "line"), [

@@ -6,6 +6,7 @@ from typing import Any
 from torch.utils import _pytree
 
 from ..errors import nearest
+from ..theirs import OUTPUT
 
 KEYS = ("loss", "logits", "last_hidden_state", "hidden_states", "past_key_values", "pooler_output", "embeddings", "start_logits",
         "end_logits")  # fmt: skip
@@ -29,7 +30,7 @@ class Output(dict[Any, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in KEYS and name not in self:
-            raise AttributeError(f"Output has no {name}; {nearest(name, KEYS)}", name=name, obj=self)
+            raise AttributeError(f"Output has no {name}; {OUTPUT.get(name) or nearest(name, KEYS)}", name=name, obj=self)
         return self.get(name)
 
     def __getitem__(self, key: Any) -> Any:
