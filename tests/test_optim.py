@@ -9,14 +9,17 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import modelcenter as mc
 from modelcenter.checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from modelcenter.errors import InputError
+from modelcenter.optim import stacks
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer, set_lr
 from modelcenter.optim.schedules import lr_factor
+from modelcenter.parallel.ranks import ALONE
 
 
 def peer_table(scheduler, total: int) -> list[float]:
@@ -320,6 +323,56 @@ def test_ten_steps_are_torchs(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(p, q), n
         else:
             torch.testing.assert_close(p, q, rtol=0, atol=1e-12 if dtype is torch.float64 else 1e-6, msg=lambda m, n=n: f"{n}: {m}")
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of a step, and the numbers that it reads of tensors other than the count of steps."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.optimizer, self.calls, self.read = optimizer, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if func is torch.ops.aten._local_scalar_dense.default:
+            steps = {state["step"].data_ptr() for state in self.optimizer.state.values() if "step" in state}
+            self.read += args[0].data_ptr() not in steps
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_parameters_of_one_shape_step_together(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By few calls; but for the rounding of products of batches as they do alone. Of a device one number is read, whether to step
+    at all: what is read has to be waited for."""
+    found, calls = [], []
+    for room in (0, 2**24):
+        monkeypatch.setitem(stacks.SCRATCH, False, room)
+        model = small(torch.float32)
+        optimizer = build_optimizer(model, OptimizerConfig(name=name, lr=0.01))
+        steps(model, optimizer, range(3))
+        for (_, p), g in zip(model.named_parameters(), noise(model, 3).values(), strict=True):
+            p.grad = g
+        clip = optimizer.clip(1.0)
+        with Calls(optimizer) as seen:
+            optimizer.step(clip=clip)
+        assert seen.read == 1
+        found.append([p.detach() for p in model.parameters()])
+        calls.append(seen.calls)
+    assert calls[1] < calls[0] / 2, calls
+    for p, q in zip(*found, strict=True):
+        assert torch.equal(p, q) if name == "adafactor" else (p - q).norm() <= NEAR[name] * p.norm()
+
+
+def test_a_stack_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes; what is larger is alone, and what is of another shape, dtype or kind is elsewhere."""
+    monkeypatch.setitem(stacks.SCRATCH, False, 3 * stacks.EACH * 16)
+    params = [*(torch.ones(4, 4) for _ in range(9)), torch.ones(4, 4).bfloat16(), torch.ones(30, 30), torch.ones(2)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    odd = params[4]
+    places = {id(p): n for n, p in enumerate(params)}
+    found = [[places[id(p)] for p in some] for some in stacks.stacks(params, ALONE, lambda p: p is odd)]
+    assert found == [[0, 1, 2], [3, 5, 6], [7, 8], [4], [9], [10], [11]]
 
 
 def test_muon_leaves_what_is_not_a_hidden_matrix_to_adamw() -> None:

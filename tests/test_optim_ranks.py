@@ -21,6 +21,7 @@ from modelcenter.checkpoint.shards import whole
 from modelcenter.checkpoint.state import load_state
 from modelcenter.data.loader import Loader
 from modelcenter.errors import InputError
+from modelcenter.optim import stacks
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
@@ -97,9 +98,11 @@ def compare(case: str, run: Run, told: list[tuple[float, float]], first: int = 0
 
 def equal(rank: int, machine: mc.Machine, cases: list[str]) -> None:
     ranks = join(machine)
-    for case in cases:
-        run = Run(case, machine, ranks)
-        compare(case, run, list(run.steps(0, STEPS)))
+    for room in (0, 2**20):  # each parameter alone, as on a CPU, and those of one shape together, as on a GPU
+        stacks.SCRATCH[False] = room
+        for case in cases:
+            run = Run(case, machine, ranks)
+            compare(case, run, list(run.steps(0, STEPS)))
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m in ("fsdp2", "tp2") else pytest.mark.slow) for m in MESHES])

@@ -11,27 +11,29 @@ transformers' Adafactor computes this, and torch.optim.Adafactor with eps=(1e-30
 1.2e-7 (in fp32). The gradients of a large model are smaller than its root, 3e-4: u is then too long before it is cut to rms 1.
 
 R and C are of the whole matrix, and every rank has all of them, which are few numbers. What each rank's part of a matrix adds to
-them is summed over the ranks, once a step for all parameters, and so are the sizes of the updates.
+them is summed over the ranks, once a step for all parameters, and so are the sizes of the updates. Parameters of one shape are
+updated together. No number is waited for: the sizes are of the device, which alone needs them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.load import local as part_of
-from ..names import Region, Shape, everything
+from ..names import Region, Shape
 from ..parallel.ranks import ALONE, Ranks
 from .adamw import evaluated, gradient, local
 from .clipped import Clipped, scaled
+from .stacks import scratch, stacks
 
 DECAY, LEAST = -0.8, 1e-3  # the exponent of t, and the size of a weight that counts as this at least
 TINY = 1e-30  # is added to squares: of rows without a gradient too there is a root to divide by
 
 
 class Adafactor(Clipped):
-    """State as torch's: `step`, and `row_var` and `col_var`, or `variance`. A step leaves the update in place of each gradient.
+    """State as torch's: `step`, and `row_var` and `col_var`, or `variance`.
 
     `shapes`: of parameters that have rows which only pad them, the shape without; such rows are no part of a mean."""
 
@@ -46,70 +48,108 @@ class Adafactor(Clipped):
     def region(self, p: Tensor) -> Region:
         """Where this rank's part of a parameter stands in it, without rows that only pad it."""
         if p not in self.regions:
-            ends = self.shapes.get(p, tuple(p.shape))
+            ends = self.shape(p)
             self.regions[p] = tuple(slice(min(r.start, n), min(r.stop, n)) for r, n in zip(part_of(p)[0], ends, strict=True))
         return self.regions[p]
+
+    def shape(self, p: Tensor) -> Shape:
+        return self.shapes.get(p, tuple(p.shape))
 
     def mine(self, p: Tensor, x: Tensor | None) -> Tensor:
         """Of `x`, which is cut as `p` is, what this rank has, without such rows; to be changed in place."""
         assert x is not None
-        return local(x)[tuple(slice(0, r.stop - r.start) for r in self.region(p))]
+        part, ends = local(x), tuple(r.stop - r.start for r in self.region(p))
+        return part if part.shape == ends else part[tuple(slice(0, n) for n in ends)]
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that a step takes beside state and gradients, unless a parameter alone needs more."""
+        return scratch(self.param_groups[0]["params"][0])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
         loss = evaluated(closure)
         if clip is not None and not scaled(self.param_groups, clip):
             return loss
-        each = [(p, group) for group in self.param_groups for p in group["params"] if gradient(p) is not None]
-        params = [p for p, _ in each]
-        found = self.ranks.added([self.sums(p) for p in params], params)
-        sizes = [self.update(p, sums) for p, sums in zip(params, found, strict=True)]
-        lengths = torch.stack(self.ranks.added(sizes, params)).tolist() if params else []
-        weights = torch.stack([sums[0] for sums in found]).tolist() if params else []
-        for (p, group), size, weight in zip(each, lengths, weights, strict=True):
-            many = max(1, torch.Size(self.shapes.get(p, p.shape)).numel())
-            rate = min(group["lr"], float(self.state[p]["step"]) ** -0.5) * max(LEAST, (weight / many) ** 0.5)
-            x = self.mine(p, p)
-            x.mul_(1 - group["lr"] * group["weight_decay"])
-            x.add_(self.mine(p, p.grad), alpha=-rate / max(1.0, (size / many) ** 0.5))
+        each = [(some, group) for group in self.param_groups for some in self.stacks(group["params"])]
+        ones = [some[0] for some, _ in each]
+        sums = self.ranks.added([self.sums(some) for some, _ in each], ones)
+        roots = [self.moved(some, total) for (some, _), total in zip(each, sums, strict=True)]
+        lengths = [norms(self.update(some, by)).square() for (some, _), by in zip(each, roots, strict=True)]
+        lengths = self.ranks.added(lengths, ones)
+        for (some, group), total, by, length in zip(each, sums, roots, lengths, strict=True):
+            one, weights = some[0], [self.mine(p, p) for p in some]
+            many = max(1, torch.Size(self.shape(one)).numel())
+            size, long = ((squares / many).sqrt() for squares in (total[:, 0], length))
+            rate = -min(group["lr"], float(self.state[one]["step"]) ** -0.5) * size.clamp(min=LEAST) / long.clamp(min=1)
+            by[0].mul_(rate.view(-1, *(1,) * one.dim()))
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, self.update(some, by).to(one.dtype).unbind())
         return loss
 
-    def sums(self, p: Tensor) -> Tensor:
-        """What this part adds to the sum of the squares of `p`, and, of a matrix, to those of its gradient by row and by column."""
-        kind = torch.promote_types(p.dtype, torch.float32)
-        out = [torch.linalg.vector_norm(self.mine(p, p), dtype=kind).square().view(1)]
-        if p.dim() > 1:
-            region, shape = self.region(p), self.shapes.get(p, tuple(p.shape))
-            squares = self.mine(p, p.grad).to(kind).square()
-            for at, dim in ((region[:-1], -1), ((*region[:-2], region[-1]), -2)):
-                total = squares.new_zeros(shape[:-1] if dim == -1 else (*shape[:-2], shape[-1]))
-                total[at] = squares.sum(dim)
-                out.append(total.flatten())
-        return torch.cat(out)
+    def stacks(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Parameters of one shape that have stepped as often, in the order of their groups; for new ones there is a state then."""
+        some = [p for p in params if gradient(p) is not None]
+        for p in some:
+            if not self.state[p]:
+                self.prepare(p)
+        return list(stacks(some, self.ranks, lambda p: (self.shape(p), float(self.state[p]["step"]))))
 
-    def update(self, p: Tensor, sums: Tensor) -> Tensor:
-        """Take the squares into the moments and put the update in place of the gradient; the sum of its squares."""
-        state, g, shape = self.state[p], self.mine(p, p.grad), self.shapes.get(p, tuple(p.shape))
-        if not state:
-            state["step"] = torch.zeros(())
-            if p.dim() > 1:
-                state["row_var"] = sums.new_zeros((*shape[:-1], 1))
-                state["col_var"] = sums.new_zeros((*shape[:-2], 1, shape[-1]))
-            else:
-                state["variance"] = torch.zeros_like(p, dtype=sums.dtype)
-        state["step"] += 1
-        new = float(state["step"]) ** DECAY
+    def prepare(self, p: Tensor) -> None:
+        state, shape, kind = self.state[p], self.shape(p), torch.promote_types(p.dtype, torch.float32)
+        state["step"] = torch.zeros(())
         if p.dim() > 1:
-            rows, columns = sums[1:].split((state["row_var"].numel(), state["col_var"].numel()))
-            row, col = state["row_var"], state["col_var"]
-            row.lerp_(rows.view_as(row) / shape[-1] + TINY, new)
-            col.lerp_(columns.view_as(col) / shape[-2] + TINY, new)
-            region, every = self.region(p), everything((1,))
-            share = row[(*region[:-1], *every)] / row.mean(-2, keepdim=True)[region[:-2]]
-            u = share.rsqrt() * col[(*region[:-2], *every, region[-1])].rsqrt() * g  # a root of each: fp32 may lack their product
+            state["row_var"] = torch.zeros((*shape[:-1], 1), dtype=kind, device=p.device)
+            state["col_var"] = torch.zeros((*shape[:-2], 1, shape[-1]), dtype=kind, device=p.device)
         else:
-            own = self.mine(p, state["variance"])
-            u = own.lerp_(g.to(own.dtype).square() + TINY, new).rsqrt().mul_(g)
-        g.copy_(u)
-        size: Tensor = torch.linalg.vector_norm(u).square()
-        return size
+            state["variance"] = torch.zeros_like(p, dtype=kind)
+
+    def gradients(self, some: Sequence[Tensor]) -> Tensor:
+        """This rank's part of those of parameters of one shape (k ...); not to be changed."""
+        grads = [self.mine(p, p.grad) for p in some]
+        return (torch.stack(grads) if len(grads) > 1 else grads[0][None]).to(torch.promote_types(some[0].dtype, torch.float32))
+
+    def sums(self, some: Sequence[Tensor]) -> Tensor:
+        """What these parts (k ...) add to the sum of the squares of each parameter and, of a matrix, to those of its gradient by
+        row and by column."""
+        one, kind = some[0], torch.promote_types(some[0].dtype, torch.float32)
+        out = [torch.stack(torch._foreach_norm([self.mine(p, p) for p in some], dtype=kind)).square()[:, None]]
+        if one.dim() > 1:
+            region, shape, squares = self.region(one), self.shape(one), self.gradients(some).square()
+            for at, dim in ((region[:-1], -1), ((*region[:-2], region[-1]), -2)):
+                total = squares.new_zeros((len(some), *(shape[:-1] if dim == -1 else (*shape[:-2], shape[-1]))))
+                total[:, *at] = squares.sum(dim)
+                out.append(total.flatten(1))
+        return torch.cat(out, 1)
+
+    def moved(self, some: Sequence[Tensor], sums: Tensor) -> list[Tensor]:
+        """Take the squares into the moments: what the gradients (k ...) are to be multiplied by, one factor after the other."""
+        one, states = some[0], [self.state[p] for p in some]
+        torch._foreach_add_([state["step"] for state in states], 1)
+        new = float(states[0]["step"]) ** DECAY
+        if one.dim() < 2:
+            kept = [self.mine(p, state["variance"]) for p, state in zip(some, states, strict=True)]
+            torch._foreach_lerp_(kept, (self.gradients(some).square() + TINY).unbind(), new)
+            return [torch.stack(kept).rsqrt()]
+        found, region, shape = [], self.region(one), self.shape(one)
+        rows, columns = sums[:, 1:].split([states[0][name].numel() for name in self.whole], 1)
+        for name, total, many in (("row_var", rows, shape[-1]), ("col_var", columns, shape[-2])):
+            kept = [state[name] for state in states]
+            torch._foreach_lerp_(kept, (total.view(-1, *kept[0].shape) / many + TINY).unbind(), new)
+            found.append(torch.stack(kept))
+        row, col = found
+        share = row[:, *region[:-1]] / row.mean(-2, keepdim=True)[:, *region[:-2]]
+        return [share.rsqrt(), col[:, *region[:-2], :, region[-1]].rsqrt()]  # a root of each: fp32 may lack their product
+
+    def update(self, some: Sequence[Tensor], by: Sequence[Tensor]) -> Tensor:
+        """The gradients (k ...) times all of `by`."""
+        out = self.gradients(some) * by[0]
+        for more in by[1:]:
+            out.mul_(more)
+        return out
+
+
+def norms(x: Tensor) -> Tensor:
+    """That of each of a stack (k ...)."""
+    found: Tensor = torch.linalg.vector_norm(x.reshape(len(x), x[0].numel()), dim=1)
+    return found

@@ -5,11 +5,12 @@
 
 Steps are as long as AdamW's (Liu et al., 2025, "Muon is Scalable"), so that one rate serves both.
 
-An iteration needs the whole matrix. On several ranks each matrix is made orthogonal on one of them: its parts are sent there in
-bf16, in which the iteration begins anyway, and the parts of the result are sent back.
+Matrices of one shape are made orthogonal together, as products of batches. An iteration needs the whole matrix. On several ranks
+each matrix is made orthogonal on one of them: its parts are sent there in bf16, in which the iteration begins anyway, and the parts
+of the result are sent back.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,22 +21,23 @@ from ..names import Region
 from ..parallel.ranks import ALONE, Ranks
 from .adamw import AdamW, evaluated, gradient, local
 from .clipped import scaled
+from .stacks import scratch, stacks
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at zero, and no singular value ends far from one
 ITERATIONS = 5
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """The nearest matrix with orthogonal rows or columns, roughly, in bf16: Newton's and Schulz' iteration."""
+    """Of matrices (k m n) the nearest with orthogonal rows or columns, roughly, in bf16: Newton's and Schulz' iteration."""
     a, b, c = QUINTIC
-    tall = x.size(0) > x.size(1)
+    tall = x.size(1) > x.size(2)
     y = x.bfloat16()
-    y = y.T if tall else y
-    y = y / y.norm().clamp(min=1e-7)
+    y = y.mT if tall else y
+    y = y / torch.linalg.vector_norm(y, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
-        gram = y @ y.T
-        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.T if tall else y
+        gram = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.mT if tall else y
 
 
 class Muon(AdamW):
@@ -44,10 +46,15 @@ class Muon(AdamW):
     def __init__(self, params: Any, *, momentum: float = 0.95, ranks: Ranks = ALONE, **options: Any):
         super().__init__(params, **options)
         self.ranks = ranks
-        self.regions: dict[Tensor, list[tuple[Region, bool]]] = {}
+        self.held: dict[Tensor, list[tuple[Region, bool]]] = {}
         for group in self.param_groups:
             if group["muon"]:
                 group["momentum"] = momentum
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that a step takes beside state and gradients, unless a parameter alone needs more."""
+        return scratch(self.param_groups[0]["params"][0])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
@@ -61,57 +68,53 @@ class Muon(AdamW):
             super().step(clip=clip)
         finally:
             self.param_groups = both
-        groups = {p: group for group in mine for p in group["params"] if gradient(p) is not None}
-        for p, direction in self.orthogonal({p: self.moved(p, group["momentum"]) for p, group in groups.items()}):
-            lr, x = groups[p]["lr"], local(p)
-            x.mul_(1 - lr * groups[p]["weight_decay"])
-            x.add_(direction, alpha=-lr * 0.2 * max(p.shape) ** 0.5)
+        for group in mine:
+            for some in stacks([p for p in group["params"] if gradient(p) is not None], self.ranks):
+                found = self.moved(some, group["momentum"])
+                found = self.exchanged(some, found) if self.ranks.cuts(some[0]) else orthogonal(found)
+                weights = [local(p) for p in some]
+                found = found.to(weights[0].dtype, memory_format=torch.contiguous_format)
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(weights, found.unbind(), alpha=-group["lr"] * 0.2 * max(some[0].shape) ** 0.5)
         return loss
 
-    def moved(self, p: Tensor, momentum: float) -> Tensor:
-        """Nesterov's momentum of this rank's part, the gradient taken in."""
-        state, g = self.state[p], local(p.grad).to(p.dtype)  # type: ignore[arg-type]  # one without a gradient is left out before
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        m = local(state["momentum_buffer"]).lerp_(g, 1 - momentum)
-        return g.lerp(m, momentum)
+    def moved(self, some: Sequence[Tensor], momentum: float) -> Tensor:
+        """Nesterov's momentum (k m n, bf16) of this rank's parts of parameters of one shape, the gradients taken in."""
+        for p in some:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        # ignored: those without a gradient are left out before
+        grads = [local(p.grad).to(p.dtype) for p in some]  # type: ignore[arg-type]
+        moments = [local(self.state[p]["momentum_buffer"]) for p in some]
+        torch._foreach_lerp_(moments, grads, 1 - momentum)
+        out = grads[0].new_empty((len(some), *grads[0].shape), dtype=torch.bfloat16)
+        torch._foreach_copy_(out.unbind(), torch._foreach_lerp(grads, moments, momentum))
+        return out
 
-    def orthogonal(self, parts: dict[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(parameter, this rank's part of its matrix made orthogonal), of the parts of all matrices."""
-        cut = sorted((p for p in parts if self.ranks.cuts(p)), key=lambda p: -p.numel())  # those of one round are alike
-        yield from ((p, orthogonal(part)) for p, part in parts.items() if not self.ranks.cuts(p))
-        if not self.regions.keys() >= set(cut):
-            self.regions |= self.held(cut)
-        for start in range(0, len(cut), self.ranks.size):
-            some = cut[start : start + self.ranks.size]
-            yield from zip(some, self.round(some, [parts[p].bfloat16() for p in some]), strict=True)
-
-    def held(self, cut: Sequence[Tensor]) -> dict[Tensor, list[tuple[Region, bool]]]:
-        """Of each parameter by rank: the part of it that is there, and whether that rank is the first of those that have it."""
-        told = [[*(n for r in part_of(p)[0] for n in (r.start, r.stop)), int(self.ranks.owns(p))] for p in cut]
-        ranks = [row.view(len(cut), 5).tolist() for row in self.ranks.gathered(torch.tensor(told).flatten())]
-        return {p: [((slice(row[k][0], row[k][1]), slice(row[k][2], row[k][3])), bool(row[k][4])) for row in ranks]
-                for k, p in enumerate(cut)}
-
-    def round(self, some: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-        """One matrix for each rank at most: the parts (bf16) are sent to who has the matrix, those of the result come back."""
+    def exchanged(self, some: Sequence[Tensor], parts: Tensor) -> Tensor:
+        """The parts (k ..., bf16) of matrices of one shape that are cut alike, made orthogonal: the ranks have the matrices in
+        turn, the parts are sent to who has the matrix, those of the result come back."""
         me, size = self.ranks.rank, self.ranks.size
-        held = [self.regions[p] for p in some]
-        none = parts[0].new_empty(0)
-        own = held[me] if me < len(some) else []
-        come = [extent(region) if first else 0 for region, first in own] or [0] * size
-        sent = [part.flatten() if held[k][me][1] else none for k, part in enumerate(parts)]
-        found = self.ranks.exchanged(sent + [none] * (size - len(some)), come)
-        back = [none] * size
-        if own:
-            matrix = none.new_empty(some[me].shape)
-            for (region, first), piece in zip(own, found, strict=True):
-                if first:
-                    matrix[region] = piece.view_as(matrix[region])
-            matrix = orthogonal(matrix)
-            back = [matrix[region].flatten() for region, _ in own]
-        mine = [extent(held[k][me][0]) if k < len(some) else 0 for k in range(size)]
-        return [piece.view_as(part) for piece, part in zip(self.ranks.exchanged(back, mine), parts, strict=False)]
+        held = self.held.get(some[0]) or self.holders(some[0])
+        many = [len(some[rank::size]) for rank in range(size)]
+        sent = [parts[rank::size].flatten()[: None if held[me][1] else 0] for rank in range(size)]
+        come = [many[me] * extent(region) * first for region, first in held]
+        matrices = parts.new_empty((many[me], *some[0].shape))
+        for (region, first), piece in zip(held, self.ranks.exchanged(sent, come), strict=True):
+            if first:
+                matrices[:, *region] = piece.view_as(matrices[:, *region])
+        matrices = orthogonal(matrices)
+        back = [matrices[:, *region].flatten() for region, _ in held]
+        for rank, piece in enumerate(self.ranks.exchanged(back, [n * extent(held[me][0]) for n in many])):
+            parts[rank::size] = piece.view_as(parts[rank::size])
+        return parts
+
+    def holders(self, p: Tensor) -> list[tuple[Region, bool]]:
+        """By rank: the part of a parameter that is there, and whether that rank is the first of those that have it."""
+        told = [*(n for r in part_of(p)[0] for n in (r.start, r.stop)), int(self.ranks.owns(p))]
+        rows = [row.tolist() for row in self.ranks.gathered(torch.tensor(told))]
+        self.held[p] = [((slice(a, b), slice(c, d)), bool(first)) for a, b, c, d, first in rows]
+        return self.held[p]
 
 
 def extent(region: Region) -> int:

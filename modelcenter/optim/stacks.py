@@ -1,0 +1,34 @@
+"""Parameters of one shape, updated together: on a GPU an update is a few calls for all of them in place of a few for each, which
+take the host longer than the GPU. On a CPU, which computes when it is called, each is alone and has torch's bits."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ..ops._mode import on_gpu
+from ..parallel.ranks import Ranks
+
+SCRATCH = {True: 2**28, False: 0}  # bytes that an update takes beside its state, on a GPU or not; what needs more is alone
+EACH = 10  # of them for an element that is updated
+
+
+def scratch(p: Tensor) -> int:
+    return SCRATCH[on_gpu(p)]
+
+
+def stacks(params: Iterable[Tensor], ranks: Ranks, alike: Callable[[Tensor], Hashable] = lambda p: None) -> Iterator[list[Tensor]]:
+    """The parameters, which have gradients, in lists of those that are of one shape and kind, cut alike and of one `alike`, as many
+    as there is scratch for. They are the same lists on all ranks."""
+    lists: dict[Hashable, list[Tensor]] = {}
+    for p in params:
+        spread: Any = p  # a DTensor, perhaps
+        cut = (spread.device_mesh, tuple(spread.placements)) if hasattr(p, "placements") else None
+        # ignored: each has a gradient
+        lists.setdefault((p.shape, p.dtype, p.device, p.grad.dtype, cut, alike(p)), []).append(p)  # type: ignore[union-attr]
+    for some in lists.values():
+        one = some[0]
+        most = max(1, scratch(one) // (EACH * max(1, one.numel())))
+        if ranks.cuts(one):  # a part of each is here
+            most = max(ranks.size, most * ranks.size // ranks.copies(one))
+        yield from (some[i : i + most] for i in range(0, len(some), most))
