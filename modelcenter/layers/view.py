@@ -235,8 +235,9 @@ class View:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).reshape(b, h, 1, d)
 
     def tiled(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """`attend` by our own CPU kernel, which takes the mask."""
-        return self.by_ours(ops.attention, (self.mask, *self.lengths), q, k, v, scale, dropout)
+        """`attend` by our own CPU kernel, which takes the mask. At a rehearsal it stands for torch's, which draws by itself."""
+        make = partial(self.by_ours, ops.attention, (self.mask, *self.lengths), q, k, v, scale, dropout)
+        return drawn(make) if dropout and on_gpu(q) else make()
 
     def tiles_pay(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
         """Whether our CPU kernel is there and beats torch's attention. With dropout, or with a gradient in half precision, for

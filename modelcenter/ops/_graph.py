@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ._mode import PRETENCE, on_gpu
+
 T = TypeVar("T")
 STREAMS = threading.local()
 TAPES = threading.local()  # `each`: what gives a thread the context of its next draw
@@ -19,6 +21,12 @@ TAPES = threading.local()  # `each`: what gives a thread the context of its next
 def recording() -> bool:
     """Whether the calls of this thread on its GPU are recorded: then none is done, and no number of a GPU can be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def taping() -> bool:
+    """Whether what is computed again in a backward is given what was drawn: in a record, whose generator cannot be put back, and at
+    the rehearsal of one."""
+    return PRETENCE.records or recording()
 
 
 def recorded(work: Callable[[], T], device: torch.device, pool: Any = None, watched: bool | None = None
@@ -101,8 +109,10 @@ def taped(each: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
 
 
 def drawing(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    """Kept is what takes its numbers from a generator."""
-    return CheckpointPolicy.MUST_SAVE if torch.Tag.nondeterministic_seeded in op.tags else CheckpointPolicy.PREFER_RECOMPUTE
+    """Kept is what takes its numbers from a generator; at a rehearsal our attention stands for torch's on a GPU, which does."""
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    stands = op._schema.name == "modelcenter::attention_forward" and on_gpu(args[0])
+    return CheckpointPolicy.MUST_SAVE if draws or stands else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def drawn(make: Callable[[], T]) -> T:

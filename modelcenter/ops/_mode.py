@@ -25,18 +25,21 @@ class Pretence:
     watchers: int = 0  # dispatch modes that are not to be noticed
     observer: Observer | None = None  # is told of kernels that are called
     gpu: bool = False
+    records: bool = False  # calls are part of a CUDA graph
 
 
 PRETENCE = Pretence()
 
 
 @contextmanager
-def rehearsal(observer: Observer | None = None, gpu: bool = False) -> Iterator[None]:
+def rehearsal(observer: Observer | None = None, gpu: bool = False, records: bool = False) -> Iterator[None]:
     """While it lasts, calls are made as in eager on plain tensors, though these are fake and dispatch modes that are there already
     watch: what those see of memory is then what the real calls take. `observer` is told of each kernel; `gpu`: tensors of the CPU
-    are treated as on a GPU that is not here, which has kernels, be there any in this installation or not."""
+    are treated as on a GPU that is not here, which has kernels, be there any in this installation or not; `records`: what is
+    computed again in a backward is what it is in a CUDA graph."""
     before = vars(PRETENCE).copy()
-    vars(PRETENCE).update(lasts=True, watchers=torch._C._len_torch_dispatch_stack(), observer=observer, gpu=gpu)
+    vars(PRETENCE).update(lasts=True, watchers=torch._C._len_torch_dispatch_stack(), observer=observer, gpu=gpu,
+                          records=records)
     try:
         yield
     finally:

@@ -82,13 +82,13 @@ def kept(model: nn.Module) -> None:
 
 
 def whole(forward: Callable[..., Any], *args: Any) -> Any:
-    if not torch.compiler.is_compiling() and _graph.recording():  # a generator that is recorded cannot be put back
+    if not torch.compiler.is_compiling() and _graph.taping():  # a generator that is recorded cannot be put back
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_graph.tape)
     return checkpoint(forward, *args, use_reentrant=False)
 
 
 def selected(forward: Callable[..., Any], *args: Any) -> Any:
-    if not torch.compiler.is_compiling() and _graph.recording():  # as above
+    if not torch.compiler.is_compiling() and _graph.taping():  # as above
         context = partial(create_selective_checkpoint_contexts, keep_drawn)
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep))

@@ -50,17 +50,17 @@ class Costs:
         self.sizes, self.flops = cache(self.sizes_of), cache(self.flops_of)
         self.low = LOW.get(job.precision)
 
-    def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool) -> Deep:
-        """A rehearsed step of `forwards` micro-batches; if `shared`, one micro-batch with weights that other ranks send. Errors:
-        `InputError` if tensor parallelism would cut heads in two."""
+    def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool, records: bool = False) -> Deep:
+        """A rehearsed step of `forwards` micro-batches, which are a CUDA graph if it `records`; if `shared`, one micro-batch with
+        weights that other ranks send. Errors: `InputError` if tensor parallelism would cut heads in two."""
         if odd := next((heads for heads in heads_of(self.job.model) if heads % tp), None):
             refuse(None, "tensor_parallel", f"{odd} heads over {tp} ranks", "a divisor of the heads")
-        key = tp, recompute, rows, shared or forwards > 1, shared
+        key = tp, recompute, rows, shared or forwards > 1, shared, records
         if key not in self.known:
             job = self.job
             dtype = (self.low or self.own) if shared else None
             some = partial(rehearse, batch=job.batch(rows), how=job.how, forwards=forwards, recompute=recompute, ranks=tp,
-                           dtype=dtype)
+                           dtype=dtype, records=records)
             self.known[key] = rehearse_deep(job.model, some)
         return self.known[key]
 
@@ -107,10 +107,17 @@ class Costs:
         parts = self.sharded(machine, forwards).memory(step) if shared else self.peak(step).copy()
         if job.how.gpu or job.how.device.type != "cpu":
             parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
+        graphed = self.graphed(machine, rows, parts)
+        if graphed and machine.recompute != "none":  # a graph keeps what it cannot draw again
+            recorded = self.rehearsed(tp, machine.recompute, rows, forwards, shared, True)
+            more = self.peak(recorded).copy()
+            more["fragments"] = int(FRAGMENTS * sum(more.values()))
+            graphed = sum(more.values()) <= self.limit
+            step, parts = (recorded, more) if graphed else (step, parts)
         spent = dict(self.update(machine) if shared else self.timed(step, tp, update=True))  # which was rehearsed with its step
         one = dict(self.timed(step, tp, machine.compile))
         one["host"] += self.called(host.cut(job.model, machine) + host.recomputed(job.model, machine), machine.compile)
-        if self.graphed(machine, rows, parts):
+        if graphed:
             one["host"] *= GRAPHED
         for what, seconds in one.items():
             spent[what] += forwards * seconds

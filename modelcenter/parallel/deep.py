@@ -14,6 +14,7 @@ from ..layers import Stack
 from .rehearse import Rehearsal
 from .tally import SEEN, Kind, Work
 
+LAST = SEEN.index("temporary")
 AHEAD = 2  # blocks of a stack that are rehearsed: the first and the last, and then one between
 
 
@@ -38,7 +39,10 @@ class Deep:
             if len(self.parts) > 1 and phase.endswith("between"):
                 continue  # linear from the first to the last
             each = [(times, most(part.moments[phase])) for times, part in self.parts]
-            found.append([*(sum(times * row[i] for times, row in each) for i in range(len(SEEN))), gathered(phase)])
+            whole = [sum(times * row[i] for times, row in each) for i in range(len(SEEN))]
+            if phase == "update":  # what takes no more than so much in a shallow model takes no more in a deep one
+                whole[LAST] = min(whole[LAST], max(self.parts[0][1].scratch, *(row[LAST] for _, row in each)))
+            found.append([*whole, gathered(phase)])
         best = max(found, key=sum)
         return Counter({kind: round(x) for kind, x in zip((*SEEN, "gathered"), best, strict=True) if x})
 

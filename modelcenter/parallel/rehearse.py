@@ -6,6 +6,7 @@ code that will run; `tally.py` counts it. Recompute, packing, adapters, quantise
 included. Memory that the process holds besides tensors is not. `deep.py` infers a deep model's step from a few blocks.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -50,6 +51,7 @@ class Rehearsal:
     update: Counter[Work] = field(default_factory=Counter)
     calls: int = 0  # that the host makes for a micro-batch
     update_calls: int = 0
+    scratch: float = math.inf  # bytes that an update takes at most beside its state, but for a parameter that needs more alone
 
 
 def sum_up(model: nn.Module, tally: Tally) -> None:
@@ -110,12 +112,13 @@ def mark(model: nn.Module, tally: Tally) -> None:
 
 @compiler_left_out()
 def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: int = 1, recompute: Recompute = "none",
-             keep: Mapping[int, int] | None = None, ranks: int = 1, dtype: torch.dtype | None = None) -> Rehearsal:
+             keep: Mapping[int, int] | None = None, ranks: int = 1, dtype: torch.dtype | None = None,
+             records: bool = False) -> Rehearsal:
     """Rehearse a step of `forwards` micro-batches like `batch`.
 
     `model`: on any device, meta included; it is left as it is. `recompute`: what blocks compute again instead of keeping it.
     `keep`, `ranks`: see `twin`. `dtype`: if given, the weights come from other ranks in it, and a forward and backward are
-    rehearsed without an update.
+    rehearsed without an update. `records`: forward and backward are a CUDA graph, which keeps what it cannot draw again.
     """
     tally = Tally({(labels := batch["labels"].numel()): max(1, round(how.share * labels))})
     other = twin(model, how.device, tally, keep=keep, ranks=ranks, dtype=dtype).train()
@@ -129,7 +132,8 @@ def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: i
     other.head.register_forward_pre_hook(lambda *_: tally.enter("head", "loss"))
     optimizer: Any = None
     work, calls = Counter[Work](), 0
-    with tally, rehearsal(tally.kernel, how.gpu):
+    scratch = math.inf
+    with tally, rehearsal(tally.kernel, how.gpu, records):
         if dtype is None:
             tally.kind = "gradients"
             for p in trained:
@@ -156,6 +160,7 @@ def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: i
             tally.enter("update")
             clip = optimizer.clip(1.0)
             optimizer.step(clip=clip)
+            scratch = getattr(optimizer, "scratch", scratch)
             optimizer.zero_grad(set_to_none=True)
             del clip
             if kept is not None:
@@ -168,7 +173,7 @@ def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: i
                 other(**here, num_items_in_batch=1)
         if dtype is None:
             del kept
-    return Rehearsal(tally.moments, work, update, calls, update_calls)
+    return Rehearsal(tally.moments, work, update, calls, update_calls, scratch)
 
 
 @compiler_left_out()
@@ -190,9 +195,10 @@ def rehearse_update(model: nn.Module, how: Conditions, *, keep: Mapping[int, int
         tally.calls = 0
         tally.enter("update", "temporary")
         optimizer.step(clip=optimizer.clip(1.0))
+        scratch = getattr(optimizer, "scratch", math.inf)
         if kept is not None:
             kept.update()
-    return Rehearsal(tally.moments, update=tally.work, update_calls=tally.calls)
+    return Rehearsal(tally.moments, update=tally.work, update_calls=tally.calls, scratch=scratch)
 
 
 def fakes(key: str, value: Any) -> bool:
