@@ -325,7 +325,7 @@ def test_plans_are_counted_as_their_points_say() -> None:
     counted = [(len(rows), *(sum(abs(float(row[off].rstrip(" %"))) < most for row in rows) for off, most in ((6, 8), (9, 15))))
                for rows in points if rows]  # fmt: skip
     told = next(table for table in tables(BENCHMARKS / "README.md") if table[-1][0] == "all" and len(table[-1]) == 7)
-    found = [tuple(int(row[place].split()[0].rstrip(":")) for place in (2, 4, 5)) for row in told[:-1]]
+    found = [tuple(int(row[place].split()[0].rstrip(":,")) for place in (2, 4, 5)) for row in told[:-1]]
     assert sorted(counted) == sorted(found)
     assert [sum(column) for column in zip(*found, strict=True)] == [int(told[-1][place].split(":")[0]) for place in (2, 4, 5)]
 

@@ -362,7 +362,8 @@ def test_an_update_moves_28_bytes_a_parameter() -> None:
 @pytest.mark.parametrize("name", ["lion", "adafactor", "muon"])
 def test_what_other_optimizers_do_is_foreseen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """All of it, though every condition on a value is false at a rehearsal: the products of Newton's and Schulz' iteration to the
-    FLOP, of deep models too, and no more scratch than there is, which a few blocks do not fill."""
+    FLOP, of deep models too, and no more scratch than there is, which a few blocks do not fill. What one and two blocks have too
+    few of to be stacked is not copied there."""
     how = Conditions(lambda m: (build_optimizer(m, OptimizerConfig(name=name)), None), nullcontext, CPU, gpu=True)
     model, limit = gpt(), 2**19
     monkeypatch.setitem(stacks.SCRATCH, True, limit)
@@ -371,7 +372,7 @@ def test_what_other_optimizers_do_is_foreseen(monkeypatch: pytest.MonkeyPatch, n
     wanted = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in matrices) if name == "muon" else 0
     assert wanted == sum(w.flops * n for w, n in whole.update.items()) == sum(w.flops * n for w, n in deep.work(True).items())
     moved = [sum(w.bytes * n for w, n in work.items()) for work in (whole.update, deep.work(True))]
-    assert moved[0] == pytest.approx(moved[1], rel=0.02) and moved[0] > 24 * sum(p.numel() for p in model.parameters())
+    assert moved[0] == pytest.approx(moved[1], rel=0.03) and moved[0] > 24 * sum(p.numel() for p in model.parameters())
     if name != "lion":
         assert whole.scratch == limit
         alone = max(p.numel() for p in model.parameters()) * stacks.EACH
