@@ -697,7 +697,8 @@ def evaluations(rank: int, recipes: list[Any]) -> None:
         results = []
         for machine in (machine_of((2, 1)), machine_of((1, 1))):
             settled, device = resolve(recipe, machine)
-            setup = prepare(settled, machine, device, enter(settled, machine))
+            ranks = enter(settled, machine) if machine.ranks > 1 else ALONE
+            setup = prepare(settled, machine, device, ranks)
             results.append(setup.evaluation(setup.model))  # type: ignore[misc]
         assert results[0].keys() == results[1].keys()
         for key, value in results[1].items():
