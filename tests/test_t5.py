@@ -196,6 +196,19 @@ def test_what_would_compute_something_else_is_refused(keys: dict[str, Any], tmp_
         mc.load(zoo.rewritten(PLAIN, tmp_path, **keys))
 
 
+def test_the_names_that_other_families_give_the_sizes(tmp_path: Path) -> None:
+    """transformers reads them through T5Config.attribute_map; other heads of another width have the same matrices."""
+    sizes = {"d_model": "hidden_size", "d_kv": "head_dim", "num_heads": "num_attention_heads", "num_layers": "num_hidden_layers"}
+    said = json.loads(Path(zoo.reference(PLAIN)[1], "config.json").read_text())
+    respelled = {new: said[old] for old, new in sizes.items()}
+    (tmp_path / "respelled").mkdir()
+    ours = agrees(zoo.rewritten(PLAIN, tmp_path / "respelled", **dict.fromkeys(sizes), **respelled))
+    assert (ours.config.dim, ours.config.head_dim, ours.config.heads, ours.config.layers) == tuple(respelled.values())
+    folder = zoo.rewritten(PLAIN, tmp_path / "both", num_attention_heads=2)
+    with pytest.raises(InputError, match=r"num_heads and num_attention_heads: \[\d, 2\]; one value, for they are one key"):
+        mc.load(folder)
+
+
 def test_the_start_token_may_be_zero_and_travels(tmp_path: Path) -> None:
     ours = mc.load(zoo.rewritten(PLAIN, tmp_path, decoder_start_token_id=0))
     assert ours.config.start == 0 and ours.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=1)[0, 0] == 0

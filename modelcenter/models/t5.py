@@ -50,24 +50,24 @@ class T5Config(Config):
     hf = Table(
         "t5",
         {
-            "vocab_size": "vocab", "d_model": "dim", "d_kv": "head_dim", "d_ff": "hidden", "num_heads": "heads",
-            "num_layers": "layers", "num_decoder_layers": "decoder_layers", "layer_norm_epsilon": "eps",
-            "relative_attention_num_buckets": "buckets", "relative_attention_max_distance": "max_distance",
-            **choice(
-                "feed_forward_proj", "act", ACTS,  # `gated-gelu` has always meant the tanh one
-                dense_act_fn={"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"},
-                is_gated_act={"relu": False, "gated-gelu": True, "gated-silu": True},
-            ),
-            "dropout_rate": "dropout", **token("decoder_start_token_id", "start"),
+            "vocab_size": "vocab", "d_model|hidden_size": "dim", "d_kv|head_dim": "head_dim", "d_ff": "hidden",
+            "num_heads|num_attention_heads": "heads", "num_layers|num_hidden_layers": "layers", "layer_norm_epsilon": "eps",
+            "num_decoder_layers": "decoder_layers", "relative_attention_num_buckets": "buckets", "dropout_rate": "dropout",
+            "relative_attention_max_distance": "max_distance", **token("decoder_start_token_id", "start"),
+            **choice("feed_forward_proj", "act", ACTS,  # `gated-gelu` has always meant the tanh one
+                     dense_act_fn={"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"},
+                     is_gated_act={"relu": False, "gated-gelu": True, "gated-silu": True}),
             # before transformers 5 `tie_word_embeddings` said whether to scale; the tensors say what is tied
             "scale_decoder_outputs": Key(
                 "scale", lambda v, c: c.get("tie_word_embeddings") is not False if v is None else {True: True, False: False}[v],
-                lambda v: {"scale_decoder_outputs": v}, always=True,
-            ),
+                lambda v: {"scale_decoder_outputs": v}, always=True),
             "tie_word_embeddings": Key("tie", lambda v, c: True, lambda v: {"tie_word_embeddings": v}, always=True),
         },
         fixed={"is_decoder": False},
     )  # fmt: skip
+
+    def verify(self) -> None:
+        self.agreed("dim", "head_dim", "heads", "layers")
 
 
 @register
