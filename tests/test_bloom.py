@@ -70,6 +70,16 @@ def test_the_old_spelling_of_the_sizes_and_keys_that_change_nothing(tmp_path: Pa
     zoo.near(ours(text()).logits, again(text()).logits)
 
 
+def test_heads_that_no_key_tells_are_eight(tmp_path: Path) -> None:
+    """As transformers has it; the tensors are the same with any number of heads."""
+    made(tmp_path, n_head=8)
+    zoo.edit(tmp_path, n_head=None)
+    ours, theirs = mc.load(tmp_path), transformers.BloomForCausalLM.from_pretrained(tmp_path)
+    zoo.near(ours(text()).logits, theirs(text()).logits)
+    ours.save_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((tmp_path / "config.json").read_text())
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -22,7 +22,7 @@ from ..names import PerHead, Row
 class BLOOMConfig(Config):
     vocab: int = 250880
     dim: int = 1024
-    heads: int = 16
+    heads: int = 8  # what transformers takes a file without the key to say, whose tensors do not tell; no preset has so few
     layers: int = 24
     eps: float = 1e-5
     dropout: float = 0.0
@@ -71,9 +71,9 @@ class BLOOM(Model):
         return out
 
     presets = {
-        "bloom-560m": Preset("bigscience/bloom-560m", 559_214_592),
-        "bloom-1b1": Preset("bigscience/bloom-1b1", 1_065_314_304, {"dim": 1536}),
-        "bloom-1b7": Preset("bigscience/bloom-1b7", 1_722_408_960, {"dim": 2048}),
+        "bloom-560m": Preset("bigscience/bloom-560m", 559_214_592, {"heads": 16}),
+        "bloom-1b1": Preset("bigscience/bloom-1b1", 1_065_314_304, {"dim": 1536, "heads": 16}),
+        "bloom-1b7": Preset("bigscience/bloom-1b7", 1_722_408_960, {"dim": 2048, "heads": 16}),
         "bloom-3b": Preset("bigscience/bloom-3b", 3_002_557_440, {"dim": 2560, "heads": 32, "layers": 30}),
         "bloom-7b1": Preset("bigscience/bloom-7b1", 7_069_016_064, {"dim": 4096, "heads": 32, "layers": 30}),
         "bloom-176b": Preset("bigscience/bloom", 176_247_271_424, {"dim": 14336, "heads": 112, "layers": 70}),
