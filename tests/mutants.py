@@ -153,6 +153,8 @@ MUTANTS = (
            "test_t5.py::test_the_names_that_other_families_give_the_sizes", "Failed"),
     Mutant("sixteen-heads-for-none", "models/bloom.py", "heads: int = 8  #", "heads: int = 16  #",
            "test_bloom.py::test_heads_that_no_key_tells_are_eight"),
+    Mutant("swish-unknown", "models/bert.py", ', "swish": ops.silu}', "}",
+           "test_gpt.py::test_swish_is_the_silu_that_transformers_calls_so[bert-hidden_act]", "InputError"),
     Mutant("sizes-by-one-name", "models/gpt.py", '"n_head|num_attention_heads": "heads"', '"n_head": "heads"',
            "test_gpt.py::test_the_names_that_other_families_give_the_sizes", "InputError"),
     Mutant("an-embedding-alone", "adapter/read.py", "if not self.repeats(model, alias)]\n", "if False]\n",

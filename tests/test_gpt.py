@@ -13,6 +13,7 @@ from zoo import Case
 
 import modelcenter as mc
 from modelcenter.checkpoint.config import changed
+from modelcenter.registry import families
 
 CASE = Case("gpt2", "default", "lm")
 
@@ -201,6 +202,17 @@ def test_the_names_that_other_families_give_the_sizes(tmp_path: Path) -> None:
     folder = zoo.rewritten(CASE, tmp_path / "both", num_attention_heads=2)
     with pytest.raises(ValueError, match=r"n_head and num_attention_heads: \[4, 2\]; one value, for they are one key"):
         mc.load(folder)
+
+
+@pytest.mark.parametrize(("kind", "key"), [("gpt2", "activation_function"), ("bert", "hidden_act")])
+def test_swish_is_the_silu_that_transformers_calls_so(kind: str, key: str, tmp_path: Path) -> None:
+    case = Case(kind, "default", next(iter(families()[kind].tasks)))
+    folder = zoo.rewritten(case, tmp_path / "x", **{key: "swish"})
+    theirs = type(zoo.reference(case)[0]).from_pretrained(folder, dtype=torch.float64).eval()
+    ours, args = mc.load(folder, dtype="fp64"), zoo.inputs(case)
+    assert (ours(**args).logits - theirs(**args).logits).abs().max() < 1e-10
+    ours.save_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[key] == "swish"
 
 
 def test_both_spellings_of_a_size_follow_a_change() -> None:

@@ -23,7 +23,7 @@ from ..ops import Op
 
 LARGE = {"dim": 1024, "hidden": 4096, "heads": 16, "layers": 24}
 TANH = {"gelu_new": ops.gelu_tanh, "gelu_pytorch_tanh": ops.gelu_tanh}
-ACTS = {"gelu": ops.gelu, **TANH, "relu": ops.relu, "silu": ops.silu}
+ACTS = {"gelu": ops.gelu, **TANH, "relu": ops.relu, "silu": ops.silu, "swish": ops.silu}
 
 
 @dataclass(frozen=True, kw_only=True)

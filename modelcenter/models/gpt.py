@@ -17,7 +17,10 @@ from ..model import Model, Preset, Task, register
 from ..names import Row, Shape, T
 from ..ops import Op
 
-GELUS = {"gelu_new": ops.gelu_tanh, "gelu_pytorch_tanh": ops.gelu_tanh, "gelu": ops.gelu, "relu": ops.relu, "silu": ops.silu}
+ACTS = {
+    "gelu_new": ops.gelu_tanh, "gelu_pytorch_tanh": ops.gelu_tanh, "gelu": ops.gelu, "relu": ops.relu, "silu": ops.silu,
+    "swish": ops.silu,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class GPTConfig(Config):
         {
             "vocab_size": "vocab", "n_positions|max_position_embeddings": "positions", "n_embd|hidden_size": "dim",
             "n_inner": "hidden", "n_head|num_attention_heads": "heads", "n_layer|num_hidden_layers": "layers",
-            "layer_norm_epsilon": "eps", **choice("activation_function", "act", GELUS),
+            "layer_norm_epsilon": "eps", **choice("activation_function", "act", ACTS),
             "scale_attn_weights": "scale_by_head", "scale_attn_by_inverse_layer_idx": "scale_by_layer",
             "resid_pdrop": "dropout", "embd_pdrop": "embed_dropout", "attn_pdrop": "attn_dropout",
             "classifier_dropout|hidden_dropout": "head_dropout", "tie_word_embeddings": "tie",
