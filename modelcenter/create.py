@@ -25,7 +25,7 @@ from .checkpoint.save import companions
 from .checkpoint.sentence import read_modules, settle
 from .checkpoint.strict_json import no_collection
 from .errors import nearest, refuse
-from .identify import as_dtype, asked_dtype, check_labels, described, dtype_of, family_of, find, labels_of, task_of, untie
+from .identify import as_dtype, asked_dtype, check_labels, classes, described, dtype_of, family_of, find, labels_of, task_of, untie
 from .layers import EmbedHead
 from .layers.initial import initial
 from .layers.linear import Linear
@@ -127,7 +127,8 @@ def load(
         asked, task = task, task_of(cls, folder, full) if task == "auto" else task
         check_task(cls, task)
         check_labels(cls, task, num_labels, id2label)
-        if task == "qa" and full.num_labels != 2:  # a classifier's; transformers gives its head as many scores as there are labels
+        if task == "qa" and full.num_labels != 2 and cls.tasks[task].architecture not in classes(folder):
+            # a classifier's; transformers gives some heads as many scores as there are labels
             full = replace(full, labels=labels_of(2, None))
         full, untied = untie(cls, full, folder, task)
         kind = asked_dtype(dtype) or dtype_of(folder, cls.ignored)
@@ -197,8 +198,7 @@ def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int) -> d
 def foreign(model: Model, folder: Folder) -> set[str]:
     """The modules of theirs that a head of this task has and that are another task's in this folder, as `architectures` says: a
     tagger's and a classifier's may have one name."""
-    said = folder.config.get("architectures")
-    mine, names = model.tasks[model.task], said if isinstance(said, list) else []
+    mine, names = model.tasks[model.task], classes(folder)
     if mine.architecture in names:
         return set()
     others = {row[0] for task in model.tasks.values() if task.architecture in names for row in task.rows}

@@ -102,6 +102,12 @@ def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> 
     return known[kind]
 
 
+def classes(folder: Folder) -> list[Any]:
+    """The classes of theirs that config.json says the weights are of."""
+    said = folder.config.get("architectures")
+    return said if isinstance(said, list) else []
+
+
 def task_of(family: type[Model], folder: Folder, config: Any) -> str:
     """The task of the checkpoint's head: vectors of texts if sentence-transformers' files are beside it, what `architectures` says,
     else the first task whose head is all there."""

@@ -223,6 +223,16 @@ def test_a_classifier_becomes_a_question_answerer_that_transformers_opens(pretra
     assert mc.load(tmp_path / "in", task="classify").config.labels == ("no", "maybe", "yes")
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "bloom", "llama"])
+def test_labels_beside_a_question_answerer_stay(kind: str, tmp_path: Path) -> None:
+    """A class whose head has two scores whatever config.json says of labels."""
+    labels = {"id2label": {"0": "no", "1": "maybe", "2": "yes"}, "label2id": {"no": 0, "maybe": 1, "yes": 2}}
+    source = zoo.rewritten(Case(kind, "default", "qa"), tmp_path / "in", **labels)
+    mc.load(source).save_pretrained(tmp_path / "out")
+    before, after = (json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "out"))
+    assert after == before
+
+
 def test_question_answering_loss() -> None:
     theirs, ours = zoo.pair(Case("bert", "default", "qa"))
     start, end = torch.tensor([3, 9]), torch.tensor([5, 20])  # an answer beyond the text counts for nothing
