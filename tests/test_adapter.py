@@ -758,6 +758,21 @@ def test_an_adapter_is_not_trained_on_a_base_that_is_changed(tmp_path: Path) -> 
     assert run_of(tmp_path, "gpt2", config={"dropout": 0.0, "attn_dropout": 0.0}).config
 
 
+@pytest.mark.parametrize("change", [{"act": "relu"}, {"scale_by_head": False}, {"heads": 2}], ids=str)
+def test_an_adapter_stands_on_its_base_as_it_is(change: dict[str, Any], tmp_path: Path) -> None:
+    """In Python as in a recipe: a new one, one that is put on later, and a saved one."""
+    folder = zoo.reference(GPT)[1]
+    mc.load(folder, adapter=lora()).save_pretrained(tmp_path)
+    for make in (lambda **a: mc.load(folder, adapter=lora(), **a), lambda **a: mc.add_adapter(mc.load(folder, **a), lora()),
+                 lambda **a: mc.load(tmp_path, **a)):  # fmt: skip
+        with pytest.raises(mc.InputError, match=rf"config\.{next(iter(change))}: .*; leave it out: who loads the adapter has"):
+            make(config=change)
+        same = {"heads": mc.load(folder).config.heads, "dropout": 0.0}
+        assert make(config=same).config.dropout == 0
+    with pytest.raises(mc.InputError, match=r"config\.tie: .*; leave it out"):
+        mc.load(folder, adapter=lora(), config={"tie": False})
+
+
 def test_a_base_of_a_revision_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another revision of a base is other weights under the same adapter."""
     asked = []

@@ -7,7 +7,7 @@ layer has its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,6 +118,7 @@ def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved
     """
     if model.adapter is not None:
         refuse(None, "adapter", "the model has one", "a model without, or merge it first")
+    check_base(model)
     trained = list(trained_whole(model, config) if saved is None else saved)
     layers = {name for place in places for name in place.ours}
     if both := sorted(layers & {name.rpartition(".")[0] for name in trained}):
@@ -143,6 +144,19 @@ def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved
             a = layer.a if place.shared else None
             model.set_submodule(name, layer.train(base.training))
     model.adapter = config
+
+
+def check_base(model: "Model") -> None:
+    """Refuse a base that computes something else than its config.json says: an adapter's folder names its base, and no more of it.
+    Rates of dropout count in training alone."""
+    config: Any = model.config
+    before = type(config).from_dict(config.file) if config.file else config
+    # what an adapter's folder holds, or the tensors of the base say
+    other = {"file", "labels", "vocab", *(["tie"] if model.load_report.untied else [])}
+    for name in (f.name for f in fields(config) if f.name not in other and not f.name.endswith("dropout")):
+        if getattr(config, name) != getattr(before, name):
+            refuse(None, f"config.{name}", "not what the config.json of the adapter's base says",
+                   "leave it out: who loads the adapter has the base as it is")
 
 
 def trained_whole(model: "Model", config: AdapterConfig) -> Iterator[str]:
