@@ -163,6 +163,8 @@ MUTANTS = (
            "test_adapter.py::test_new_words_go_with_the_adapter[gpt2-default-lm]", "ValueError"),
     Mutant("merged-weights-named-as-the-base", "adapter/save.py", "None if model.merged else model.source", "model.source",
            "test_adapter.py::test_an_adapter_on_merged_weights_names_no_base", "Failed"),
+    Mutant("no-fewest-tokens-passed-over", "generate/scores.py", "o.min_length if o.min_new_tokens is None else", "o.min_length if not o.min_new_tokens else",
+           "test_generate.py::test_fewest_new_tokens_count_for_more_than_a_length[0]"),
     Mutant("minus-one-ends", "generate/options.py", "several(self.eos_token_id) if i >= 0", "several(self.eos_token_id)",
            "test_generate.py::test_minus_one_is_no_token[config.json]"),
     Mutant("additive-bias-dropped", "layers/view.py", 'return torch.where(seen, bias, float("-inf")), False', "return seen, False",

@@ -584,6 +584,16 @@ def test_a_device_that_is_not_here_is_one_line(device: str, said: str) -> None:
             make()
 
 
+@pytest.mark.parametrize("fewest", [0, 2, None])
+def test_fewest_new_tokens_count_for_more_than_a_length(fewest: int | None) -> None:
+    """None at all too: min_length may come from the file beside the weights."""
+    theirs, ours = zoo.pair(GPT)
+    options = {"min_length": 19, "max_new_tokens": 9, "eos_token_id": list(range(40)), "pad_token_id": 0}
+    with zoo.wide(torch.float64):
+        wanted = theirs.generate(prompt(), min_new_tokens=fewest, **options)
+    assert torch.equal(ours.generate(prompt(), generation_config=options, min_new_tokens=fewest), wanted)
+
+
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_minus_one_is_no_token(file: str, tmp_path: Path) -> None:
     """As in files of 2023: nothing ends a row, and what keeps it from ending bans no word; what fills up is not given."""

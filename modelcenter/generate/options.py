@@ -43,7 +43,9 @@ class Options:
         default=None, metadata=says("most tokens to generate; absent: max_length, else 20, or 64 by the command", min=1)
     )
     max_length: int | None = field(default=None, metadata=says("the same, the prompt counted too", min=1))
-    min_new_tokens: int = field(default=0, metadata=says("fewest tokens to generate before an end", min=0))
+    min_new_tokens: int | None = field(
+        default=None, metadata=says("fewest tokens to generate before an end; absent: min_length", min=0)
+    )
     min_length: int = field(default=0, metadata=says("the same, the prompt counted too", min=0))
     do_sample: bool = field(default=False, metadata=says("sample each token instead of taking the likeliest"))
     temperature: float = field(default=1.0, metadata=says("divides the scores before sampling", min=1e-6))
@@ -91,7 +93,7 @@ class Options:
         if self.num_return_sequences > self.num_beams and not self.do_sample:
             found = f"{self.num_return_sequences} of {self.num_beams} beams"
             refuse(None, "num_return_sequences", found, "at most num_beams, or do_sample")
-        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+        if self.max_new_tokens is not None and (self.min_new_tokens or 0) > self.max_new_tokens:
             refuse(None, "min_new_tokens", f"{self.min_new_tokens} with max_new_tokens {self.max_new_tokens}", "at most as many")
         if self.max_new_tokens is None and self.max_length is not None and self.min_length > self.max_length:
             refuse(None, "min_length", f"{self.min_length} with max_length {self.max_length}", "at most as many")

@@ -34,7 +34,7 @@ def rules(o: Options, prompts: int, prompt: int, new: int, mask: Tensor | None, 
     if len(set(o.suppress_tokens)) == vocab:
         refuse(None, "suppress_tokens", f"all {vocab} ids", "at least one id that may be generated")
     words = [word for word in o.bad_words_ids if word not in [(end,) for end in o.ends]]
-    least = prompt + o.min_new_tokens if o.min_new_tokens else o.min_length
+    least = o.min_length if o.min_new_tokens is None else prompt + o.min_new_tokens
     out: list[Rule] = []
     if o.repetition_penalty != 1:
         out.append(lambda ids, scores: penalise_repetition(ids, scores, o.repetition_penalty, mask))
