@@ -1099,6 +1099,8 @@ MUTANTS = (
            "test_guest.py::test_the_model_without_its_head[llama-lm]", "TypeError"),
     Mutant("trained-with-the-models-own-head", "guest.py", '"head": Head()}', '"head": self.head}',
            "test_guest.py::test_the_model_without_its_head[llama-lm]"),
+    Mutant("constrained-with-other-rows-of-its-prompt", "generate/scores.py", "constrain(ids, scores, allowed, o.num_beams)", "constrain(ids, scores, allowed, o.num_beams if o.num_beams > 1 else o.num_return_sequences)",
+           "test_generate.py::test_a_callback_is_told_the_row_of_each_that_is_sampled[None]"),
     Mutant("a-callers-rule-behind-the-filter", "generate/scores.py", "    out += [partial(unshared, rule) for rule in own or ()]\n    if",
            "    own = [partial(unshared, rule) for rule in own or ()]\n    if o.do_sample:\n        out += []\n    else:\n        out += own\n    if",
            "test_generate.py::test_a_callers_processors_and_criteria_are_heard[gpt2-default-lm-{'do_sample': True, 'top_k': 1}]"),

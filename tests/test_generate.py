@@ -181,8 +181,7 @@ def test_scores_are_changed_as_transformers_changes_them(options: dict[str, obje
             for k, v in {**options, **eos}.items()}  # fmt: skip
     allowed = mine.pop("prefix_allowed_tokens_fn", None)
     o, before = Options(**{"max_length": 20, **mine}), scores.clone()
-    beams = options.get("num_beams", 1)  # they take rows for prompts where there are no beams
-    changes = rules(o, 4 // beams, prompt, o.new_tokens(prompt), mask, allowed, 7)
+    changes = rules(o, prompt, o.new_tokens(prompt), mask, allowed, 7)
     found = apply(changes, ids, scores)
     assert torch.equal(found.isinf(), wanted.isinf()) and torch.equal(scores, before)
     assert (found - wanted).nan_to_num(0).abs().max() < 1e-12
@@ -320,8 +319,21 @@ def test_a_callback_says_what_may_follow(options: dict[str, object]) -> None:
     at = torch.arange(11, 16) + torch.tensor([[0], [10]])
     assert ((out[:, 11:] == at) | (out[:, 11:] == at + 1)).all()
     assert calls == {(row, n) for row in (0, 1) for n in range(11, 16)}
-    with pytest.raises(InputError, match="prefix_allowed_tokens_fn: no token for prompt 0"):
+    with pytest.raises(InputError, match="prefix_allowed_tokens_fn: no token for row 0"):
         ours.generate(prompt(), prefix_allowed_tokens_fn=lambda row, ids: [], **options)
+
+
+@pytest.mark.parametrize("fewest", [None, 6])
+def test_a_callback_is_told_the_row_of_each_that_is_sampled(fewest: int | None) -> None:
+    """As in transformers; where all that may follow in one row is banned, that row alone goes on with it."""
+    theirs, ours = zoo.pair(GPT)
+    options = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "eos_token_id": [3, 5], "min_new_tokens": fewest}
+    options["prefix_allowed_tokens_fn"] = lambda row, ids: [9 * row, 9 * row + 7] if len(ids) % 2 else [3, 5] if row % 2 else [4, 8]
+    with zoo.wide(torch.float64):
+        torch.manual_seed(2)
+        wanted = theirs.generate(prompt(), top_k=0, pad_token_id=0, **options)
+    found = ours.generate(prompt(), seed=2, pad_token_id=0, **options)
+    assert torch.equal(found, wanted) and len(set(map(tuple, found.tolist()))) == 6
 
 
 class EvenOnes(LogitsProcessor):
@@ -607,6 +619,6 @@ def test_minus_one_is_no_token(file: str, tmp_path: Path) -> None:
     last = model.config.vocab - 1
     with torch.no_grad():
         scores = torch.full((1, last + 1), 0.0).index_fill(1, torch.tensor([last]), 9.0)
-        kept = apply(rules(dataclasses.replace(o, min_new_tokens=3), 1, 2, 5, None, None, last + 1), ids[:1, :2], scores)
+        kept = apply(rules(dataclasses.replace(o, min_new_tokens=3), 2, 5, None, None, last + 1), ids[:1, :2], scores)
     assert kept.argmax() == last
     assert model.generate(ids, max_new_tokens=3).shape == (len(ids), ids.size(1) + 3)

@@ -49,9 +49,10 @@ def generate(
 
     `streamer.put(ids)` is called with the prompt (b s), or with a target's start, then with every new column (b), and
     `streamer.end()` at the end, as in transformers. `tokenizer.decode(ids)` is needed for `stop_strings`.
-    `prefix_allowed_tokens_fn(row, ids)` returns the ids that may follow. A `logits_processor` is called with the ids (b t) and the
-    scores of the next token (b vocab) and returns other scores, before any are filtered for sampling; one of `stopping_criteria`,
-    called with the ids and None, returns which rows have ended (b). Errors: `InputError`.
+    `prefix_allowed_tokens_fn(row, ids)` returns the ids that may follow: the number is that of the prompt, or, where several
+    sequences of each are sampled, of the row, as in transformers. A `logits_processor` is called with the ids (b t) and the scores
+    of the next token (b vocab) and returns other scores, before any are filtered for sampling; one of `stopping_criteria`, called
+    with the ids and None, returns which rows have ended (b). Errors: `InputError`.
     """
     if not model.can_generate():
         refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")
@@ -85,7 +86,7 @@ def generate(
     try:
         state = State(model, input_ids, attention_mask, new, o.pad, start)
         mask = None if start is not None else attention_mask
-        changes = rules(o, len(input_ids), state.prompt, new, mask, prefix_allowed_tokens_fn, model.config.vocab, logits_processor)
+        changes = rules(o, state.prompt, new, mask, prefix_allowed_tokens_fn, model.config.vocab, logits_processor)
         strings = (o.stop_strings,) if isinstance(o.stop_strings, str) else o.stop_strings
         stop = Stop(o.ends, strings, tokenizer, input_ids.device, stopping_criteria or ())
         if o.num_beams > 1:

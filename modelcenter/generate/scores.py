@@ -14,13 +14,12 @@ from .options import Options, several
 
 NEVER = float("-inf")
 Rule = Callable[[Tensor, Tensor], Tensor]  # ids (b t) and scores (b v) -> scores (b v); neither argument changes
-Allowed = Callable[[int, Tensor], Sequence[int]]  # a prompt's number and a row's ids (t) -> the ids that may follow
+Allowed = Callable[[int, Tensor], Sequence[int]]  # a row's number (of all beams of a prompt one) and ids (t) -> ids that may follow
 
 
-def rules(o: Options, prompts: int, prompt: int, new: int, mask: Tensor | None, allowed: Allowed | None, vocab: int,
+def rules(o: Options, prompt: int, new: int, mask: Tensor | None, allowed: Allowed | None, vocab: int,
           own: Iterable[Rule] | None = None) -> list[Rule]:  # fmt: skip
-    """The rules that `o` asks for, in order, for `prompts` prompts of `prompt` tokens (`mask`: which are real) and `new` tokens to
-    come.
+    """The rules that `o` asks for, in order, for prompts of `prompt` tokens (`mask`: which are real) and `new` tokens to come.
 
     Rows of one prompt stand together.
     """
@@ -47,7 +46,7 @@ def rules(o: Options, prompts: int, prompt: int, new: int, mask: Tensor | None, 
     if least and o.ends:
         out.append(lambda ids, scores: ban(scores, o.ends) if ids.size(1) < least else scores)
     if allowed is not None:
-        out.append(lambda ids, scores: constrain(ids, scores, allowed, prompts))
+        out.append(lambda ids, scores: constrain(ids, scores, allowed, o.num_beams))
     if o.forced_bos_token_id is not None:
         out.append(lambda ids, scores: force(scores, several(o.forced_bos_token_id)) if ids.size(1) == 1 else scores)
     if o.forced_eos_token_id is not None:
@@ -124,18 +123,17 @@ def ban_words(ids: Tensor, scores: Tensor, words: Sequence[Sequence[int]]) -> Te
     return scores
 
 
-def constrain(ids: Tensor, scores: Tensor, allowed: Allowed, prompts: int) -> Tensor:
-    """Allow only what `allowed` returns for each row. If all of that is banned in all rows of a prompt, it is allowed
-    nevertheless."""
-    rows = len(ids) // prompts
+def constrain(ids: Tensor, scores: Tensor, allowed: Allowed, beams: int) -> Tensor:
+    """Allow only what `allowed` returns for each row, by the number of its `beams` together, as in transformers. If all of that is
+    banned in all of them, it is allowed nevertheless."""
     mask = torch.full_like(scores, NEVER)
     for i, row in enumerate(ids):
-        may = list(allowed(i // rows, row))
+        may = list(allowed(i // beams, row))
         if not may:
-            refuse(None, "prefix_allowed_tokens_fn", f"no token for prompt {i // rows}", "at least one")
+            refuse(None, "prefix_allowed_tokens_fn", f"no token for row {i // beams}", "at least one")
         mask[i, may] = 0
     out = scores + mask
-    stuck = out.amax(1).isneginf().view(prompts, rows).all(1).repeat_interleave(rows)
+    stuck = out.amax(1).isneginf().view(-1, beams).all(1).repeat_interleave(beams)
     return torch.where(stuck[:, None], mask, out)
 
 
