@@ -31,7 +31,6 @@ from modelcenter.checkpoint.state import (
     load_state,
     save_state,
     steps,
-    sweep,
 )
 from modelcenter.cli.arguments import take_apart
 from modelcenter.cli.evaluate import evaluate
@@ -864,14 +863,14 @@ def test_sweep_spares_the_living(tmp_path: Path) -> None:
         reader, writer = multiprocessing.Pipe()
         other = os.fork()
         if other == 0:
-            state.sweep(tmp_path)
+            atomic.sweep(tmp_path)
             writer.send("done")
             os._exit(0)
         assert reader.recv() == "done"
         os.waitpid(other, 0)
         assert temp.is_dir() and not (tmp_path / ".tmp-step-4-0123abcd").exists()
         assert (tmp_path / ".tmp-notes").is_dir() and (tmp_path / ".tmp-link-0123abcd").is_symlink()
-        sweep(tmp_path)
+        atomic.sweep(tmp_path)
         assert temp.is_dir()
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
-from ..checkpoint.save import config_json, whole
+from ..checkpoint.load import whole
+from ..checkpoint.save import config_json
 from ..checkpoint.write import Item, write_shard
 from ..errors import refuse
 from ..layers.adapter import Adapted, adapted, current_names
@@ -104,7 +105,7 @@ def joined(model: "Model", site: Site, layers: Mapping[str, Adapted]) -> tuple[T
     """Their a (rank in), b (out rank) and magnitude (out), and the scale, of our layers in a site."""
     mine = [layers.get(name) for name in site.ours]
     there = [layer for layer in mine if layer is not None]
-    alone = {id(layer.a): gather(layer.a.weight) for layer in there}  # once, if it is shared
+    alone = {id(layer.a): whole(layer.a.weight) for layer in there}  # once, if it is shared
     a = torch.cat(list(alone.values()))
     starts = dict(zip(alone, torch.tensor([0, *(len(t) for t in alone.values())]).cumsum(0).tolist(), strict=False))
     parts = []
@@ -112,20 +113,16 @@ def joined(model: "Model", site: Site, layers: Mapping[str, Adapted]) -> tuple[T
         b = a.new_zeros(model.shapes[f"{name}.weight"][0], len(a))
         if layer is not None:
             start = starts[id(layer.a)]
-            b[:, start : start + layer.a.out_features] = gather(layer.b.weight)
+            b[:, start : start + layer.a.out_features] = whole(layer.b.weight)
         parts.append(b)
     magnitude = None
     if there[0].magnitude is not None:
         magnitude = site.rows.whole([
             torch.linalg.vector_norm(model.get_submodule(name).weight.to(a.dtype), dim=1)
-            if layer is None or layer.magnitude is None else gather(layer.magnitude)
+            if layer is None or layer.magnitude is None else whole(layer.magnitude)
             for name, layer in zip(site.ours, mine, strict=True)
         ])  # fmt: skip
     return a, site.rows.whole(parts), magnitude, there[0].scale
-
-
-def gather(parameter: Tensor) -> Tensor:
-    return whole(parameter, tuple(parameter.shape))
 
 
 def short(names: list[str], all_sites: list[Site]) -> list[str]:

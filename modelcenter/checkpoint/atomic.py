@@ -23,7 +23,7 @@ from ..parallel.watch import beat
 Bytes = bytes | memoryview
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2): two names swap in one step
 AT_FDCWD = -100
-HIDDEN = re.compile(r"\.tmp-.+-[0-9a-f]{8}", re.DOTALL)  # names that `_hidden` gives
+HIDDEN = re.compile(r"\.tmp-.+-[0-9a-f]{8}", re.DOTALL)  # names that `hidden` gives
 UNABLE = (errno.EINVAL, errno.EOPNOTSUPP)  # what fsync(2) says of a folder where the file system has no such thing
 UNFLUSHED = 4 * 2**30  # bytes that may wait for the disk: a flush of many more would be taken for standing still
 
@@ -57,7 +57,7 @@ def atomic_write(path: str | os.PathLike[str], data: Bytes) -> None:
     A symbolic link is followed. Errors: `InputError` with the system's reason; the old file is then as it was.
     """
     path = Path(path).resolve()
-    temp = _hidden(path)
+    temp = hidden(path)
     with disk_errors(path):
         try:
             write_new(temp, [data])
@@ -89,7 +89,7 @@ def staging(final: str | os.PathLike[str]) -> Iterator[Path]:
     with disk_errors(final):
         missing = [p for p in (final.parent, *final.parent.parents) if not p.exists()]
         final.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(final)
+        sweep(final.parent, final.name)
         temp, lock = _locked_folder(final)
         try:
             yield temp
@@ -130,7 +130,7 @@ def replace_folder(temp: str | os.PathLike[str], final: str | os.PathLike[str], 
         shutil.copytree(final, temp, symlinks=True, ignore=left, copy_function=_link, dirs_exist_ok=True)
         sync_tree(temp)
         if not _exchange(temp, final):
-            aside = _hidden(final)
+            aside = hidden(final)
             try:
                 os.rename(final, aside)
                 os.rename(temp, final)
@@ -186,14 +186,15 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         refuse(path, None, error.strerror or str(error), "nothing was changed")
 
 
-def _hidden(final: Path) -> Path:
+def hidden(final: Path) -> Path:
+    """A name beside `final` that nobody has, for what is not whole yet or about to go."""
     return final.with_name(f".tmp-{final.name[:200]}-{secrets.token_hex(4)}")
 
 
 def _locked_folder(final: Path) -> tuple[Path, int]:
     """A new hidden folder and the descriptor whose lock says that its writer lives."""
     while True:
-        temp = _hidden(final)
+        temp = hidden(final)
         temp.mkdir()
         try:
             lock = _lock(temp)
@@ -222,15 +223,14 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def _sweep(final: Path) -> None:
-    """Remove the hidden folders of saves to `final` whose process is dead."""
-    pattern = re.compile(re.escape(f".tmp-{final.name[:200]}-") + r"[0-9a-f]{8}")
-    for name in os.listdir(final.parent):
-        folder = final.parent / name
-        if pattern.fullmatch(name) and not folder.is_symlink() and folder.is_dir():
+def sweep(folder: str | os.PathLike[str], name: str | None = None) -> None:
+    """Remove the hidden folders that dead processes left in `folder`, or only those for `name`; a living maker holds a lock."""
+    pattern = HIDDEN if name is None else re.compile(re.escape(f".tmp-{name[:200]}-") + r"[0-9a-f]{8}")
+    for path in Path(folder).iterdir():
+        if pattern.fullmatch(path.name) and not path.is_symlink() and path.is_dir():
             with suppress(OSError):
-                if (lock := _lock(folder)) is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
+                if (lock := _lock(path)) is not None:
+                    shutil.rmtree(path, ignore_errors=True)
                     os.close(lock)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..names import Lazy, Region, Shape, everything
 from ..parallel.watch import beat
+from .copy_plan import within
 from .exchange import read, stored
 from .group import Group
 from .intake import Intake
@@ -32,8 +33,7 @@ def put(parameter: Tensor, source: Lazy) -> None:
     """Copy into `parameter` its own part of `source`; rows beyond the source become zero."""
     region, target = local(parameter)
     if target.numel():
-        clipped = tuple(slice(r.start, max(r.start, min(r.stop, n))) for r, n in zip(region, source.shape, strict=True))
-        part = source[clipped]
+        part = source[within(region, source.shape)]
         if part.shape != target.shape:  # rows that pad the vocabulary: nobody's values
             target.zero_()
             target = target[tuple(slice(0, n) for n in part.shape)]
@@ -49,6 +49,13 @@ def local(parameter: Tensor) -> tuple[Region, Tensor]:
         return everything(tuple(parameter.shape)), parameter
     mesh = sharded.device_mesh
     return region_of(tuple(sharded.shape), mesh, tuple(mesh.get_coordinate()), sharded.placements), sharded.to_local()
+
+
+def whole(parameter: Tensor, shape: Shape | None = None) -> Tensor:
+    """The whole of a parameter; with `shape`, without the rows that only pad it. Every rank calls it."""
+    mine: Any = parameter.detach()
+    full: Tensor = mine.full_tensor() if hasattr(mine, "full_tensor") else mine  # a DTensor, whose module takes a second to import
+    return full if shape is None or shape == full.shape else full[tuple(slice(0, n) for n in shape)]
 
 
 @lru_cache(maxsize=4096)

@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import printable, refuse, tell
-from .atomic import disk_errors
-from .state import sweep
+from .atomic import disk_errors, sweep
 
 _held: set[int] = set()  # descriptors of the locks that this process holds
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..errors import InputError, refuse
 from ..names import Names
@@ -17,7 +16,7 @@ from .atomic import disk_errors, write_new
 from .config import write as keys_of
 from .exchange import Slot, write
 from .group import Group
-from .load import local
+from .load import local, whole
 from .sentence import files_of
 from .write import Item, arranged, layout, save_folder
 
@@ -107,13 +106,6 @@ def word(group: Group, device: torch.device) -> str:
     if said.startswith("-"):
         raise InputError(f"rank 0: {said[1:]}")
     return said[1:]
-
-
-def whole(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The whole of a parameter without the rows that only pad it."""
-    full = parameter.detach()
-    full = full.full_tensor() if hasattr(full, "full_tensor") else full  # a DTensor, whose module takes a second to import
-    return full if full.shape == shape else full[tuple(slice(0, n) for n in shape)]
 
 
 def config_json(model: "Model", kind: torch.dtype) -> bytes:

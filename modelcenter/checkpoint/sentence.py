@@ -20,6 +20,7 @@ from ..errors import nearest, refuse
 from ..layers.pick import POOLINGS
 from ..layers.sentence import ACTIVATIONS, Dense, EmbedHead
 from .folder import Folder
+from .load import whole
 from .strict_json import read_json
 from .write import Item, shard_chunks
 
@@ -141,8 +142,7 @@ def files_of(head: nn.Module, width: int, dtype: torch.dtype) -> dict[str, bytes
     for place, layer in zip(head.places, head.dense or (), strict=True):
         items = []
         for name, p in layer.named_parameters():
-            full: Any = p.detach()
-            full = full.full_tensor() if hasattr(full, "full_tensor") else full  # a DTensor, whose module takes a second to import
+            full = whole(p)
             items.append(Item(name, tuple(full.shape), dtype, partial(full.to, dtype)))
         out[f"{place}/model.safetensors"] = b"".join(shard_chunks(place, items))
     return out

@@ -12,7 +12,6 @@ files (`write_group`), one of them seals the folder with the manifest and rename
 tensors themselves, so that a launcher can look for a checkpoint before torch is imported.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, nearest, printable, refuse, refuse_missing, tell
 from ..parallel.ranks import ALONE, OtherRankError, Ranks
-from .atomic import check_space, commit_folder, disk_errors, staging, sync
+from .atomic import check_space, commit_folder, disk_errors, hidden, staging, sync
 from .manifest import MANIFEST_LIMIT, PIECE, Files, dump, is_sound, read_manifest, seal, trust, valid, verify, write_hashed
 from .strict_json import read_json
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-TEMP = re.compile(r"\.tmp-.+-[0-9a-f]{8}")
 GROUP = re.compile(r"[a-z][a-z0-9_]*")
 FILE = re.compile(r"([a-z][a-z0-9_]*)(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 SLACK = 2**20  # bytes kept free beside the tensors, for the two JSON files and the file system's own tables
@@ -61,7 +59,7 @@ def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[
     if not STEP.fullmatch(final.name) or not all(GROUP.fullmatch(group) for group in tensors):
         raise ValueError(f"a step from 0 and plain group names are wanted, not {step!r} and {sorted(tensors)}")
     content, faults = dump(state), (InputError, OSError)
-    size = sum(_tensor(entry).nbytes for table in tensors.values() for entry in table.values())
+    size = sum(tensor_of(entry).nbytes for table in tensors.values() for entry in table.values())
     mine: os.stat_result | None = None
 
     def prepare() -> str:
@@ -201,21 +199,6 @@ def remove_states(output_dir: str | os.PathLike[str], after: int) -> None:
             _remove(path)
 
 
-def sweep(output_dir: str | os.PathLike[str]) -> None:
-    """Remove the temporary folders of dead processes; a living writer holds a lock on its own."""
-    for name in os.listdir(output_dir):
-        path = Path(output_dir) / name
-        if not TEMP.fullmatch(name) or path.is_symlink() or not path.is_dir():
-            continue
-        with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(fd)
-
-
 def make_way(final: Path) -> None:
     """Refuse to overwrite a valid checkpoint. A broken one is set aside, because resuming has passed over it."""
     if not os.path.lexists(final):
@@ -235,7 +218,7 @@ def write_group(folder: Path, group: str, table: "Mapping[str, Tensor | Piece]",
     """Write `<group>.safetensors`, or this rank's, as safetensors would, hashing on the way; the file's row of the manifest."""
     from .write import DTYPE_NAMES, DTYPE_ORDER, Item, shard_header, tensor_bytes
 
-    whole = {name: _tensor(entry) for name, entry in table.items()}
+    whole = {name: tensor_of(entry) for name, entry in table.items()}
     items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in whole.items()]  # type: ignore[misc]  # t is bound
     path = folder / f"{group}{f'-{ranks.rank + 1:05d}-of-{ranks.size:05d}' if ranks.size > 1 else ''}.safetensors"
     for item in items:
@@ -257,13 +240,14 @@ def write_group(folder: Path, group: str, table: "Mapping[str, Tensor | Piece]",
     return rows
 
 
-def _tensor(entry: "Tensor | Piece") -> "Tensor":
+def tensor_of(entry: "Tensor | Piece") -> "Tensor":
+    """The tensor of an entry of a table, whole or this rank's part."""
     return entry.tensor if isinstance(entry, tuple) else entry
 
 
 def _discard(path: Path) -> None:
     """Remove a checkpoint, renamed first: a kill in the middle of the removal must not leave a torn `step-N`."""
-    temp = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
+    temp = hidden(path)
     os.rename(path, temp)
     try:
         sync(path.parent)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.shards import Piece
-from ..checkpoint.state import save_state
+from ..checkpoint.state import save_state, tensor_of
 from ..parallel.ranks import Ranks
 from ..parallel.watch import Pulse, apart, beat, wait_for
 
@@ -39,14 +39,14 @@ class Background:
         began = time.perf_counter()
         copied = {group: {name: self.copy(f"{group}/{name}", entry) for name, entry in table.items()}
                   for group, table in tensors.items()}  # fmt: skip
-        if any(_tensor(entry).device.type != "cpu" for table in tensors.values() for entry in table.values()):
+        if any(tensor_of(entry).device.type != "cpu" for table in tensors.values() for entry in table.values()):
             torch.accelerator.synchronize()
         self.pending = self.pool.submit(self.work, folder, step, copied, state, keep)
         self.stall = time.perf_counter() - began
 
     def copy(self, key: str, entry: Tensor | Piece) -> Tensor | Piece:
         """The same on the host, in memory that no update reaches; on its way there, if it comes from an accelerator."""
-        tensor = _tensor(entry).detach()
+        tensor = tensor_of(entry).detach()
         host = self.copies.get(key)
         if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
             host = self.copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
@@ -77,7 +77,3 @@ class Background:
 
     def __str__(self) -> str:
         return f"stall {self.stall:.2f} s, written in {self.took:.1f} s"
-
-
-def _tensor(entry: Tensor | Piece) -> Tensor:
-    return entry.tensor if isinstance(entry, Piece) else entry
