@@ -117,6 +117,9 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "finetune", *DATA, "machine.device=cuda:2"), "command line: machine.device: cuda:2; CUDA_VISIBLE_DEVICES=2 before "),
     (("train", "finetune", *DATA, "model=" + "m" * 300), f"{'m' * 100}: File name too long; "),
     (("train", "finetune", *DATA, "model=good.yaml"), "good.yaml: model: a file; the folder that holds it: ."),
+    (("train", "finetune"), "command line: data.path: missing; give data.path=FILE"),
+    (("train", "finetune", *DATA, "data.prompt_key=p"), "command line: data.response_key: absent; prompt_key and response_key go "),
+    (("train", "good.yaml", "data.prompt_key=p"), "good.yaml: data.response_key: absent; prompt_key and response_key go "),
 ]
 GOOD = "model: gpt2\noutput_dir: out\nmax_steps: 1\ndata: {path: a.txt}\n"
 FILES = {

@@ -23,21 +23,29 @@ class Text(str):
 
 @dataclass(frozen=True)
 class Layers:
-    """Where settings come from: `over`, nested as `assignments` makes it and given at `name`, was put over those of `file`."""
+    """Where settings come from: `over`, nested as `assignments` makes it and given at `name`, was put over those of `file`. `fixed`:
+    what a file says that is not the user's to edit."""
 
     file: str | Path | None
     over: Mapping[str, Any]
     name: str
+    fixed: Mapping[str, Any] | None = None
 
     def of(self, key: str) -> str | Path | None:
-        """What says a dotted key, for errors to name."""
-        here: Any = self.over
-        while isinstance(here, Mapping) and key not in here:  # what is no section may have dots in it
-            section, _, key = key.partition(".")
-            if section not in here:
-                return self.file
-            here = here[section]
-        return self.name
+        """What says a dotted key, for errors to name; of one that is missing, where it can be given."""
+        absent = self.fixed is not None and not says_key(self.fixed, key)
+        return self.name if absent or says_key(self.over, key) else self.file
+
+
+def says_key(tree: Mapping[str, Any], key: str) -> bool:
+    """Whether nested settings have a dotted key, or one of its sections as a whole."""
+    here: Any = tree
+    while isinstance(here, Mapping) and key not in here:  # what is no section may have dots in it
+        section, _, key = key.partition(".")
+        if section not in here:
+            return False
+        here = here[section]
+    return True
 
 
 def override(mapping: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:

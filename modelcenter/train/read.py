@@ -90,10 +90,10 @@ def settle(
     given = _ours(over, ours, where)
     if "machine" in {**ours, **given}:
         refuse(file if "machine" in ours else where, "machine", "no part of a recipe", "--machine M, or mc.train(recipe, machine)")
-    data = given.get("data")
-    if file is not None and Path(file).parent == Path(str(packaged())) and isinstance(data, dict) and "path" in data:
+    data, fixed = given.get("data"), file is not None and Path(file).parent == Path(str(packaged()))
+    if fixed and isinstance(data, dict) and "path" in data:
         ours = {**ours, "data": {key: value for key, value in (ours.get("data") or {}).items() if key != "eval_path"}}
-    return merge(ours, given), Layers(file, given, where)
+    return merge(ours, given), Layers(file, given, where, ours if fixed else None)
 
 
 def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
