@@ -1188,6 +1188,8 @@ MUTANTS = (
            "test_cli.py::test_refused[train finetune data.path=a.txt freeze=head]"),
     Mutant("an-object-around-the-rows-unnamed", "data/read.py", ' and "text" not in records[0].fields', " and False",
            "test_data_read.py::test_the_last_tenth"),
+    Mutant("nowhere-to-be-seen-from", "data/read.py", 'if here.is_absolute() else f"no such file, seen', 'if True else f"no such file, seen',
+           "test_data_read.py::test_what_is_not_there"),
     Mutant("files-with-commas-not-there", "data/read.py", 'if "," in path:', "if False:",
            "test_cli.py::test_refused[tokenize a.txt,b.txt out --tokenizer .]"),
     Mutant("prompts-without-quotes", "cli/arguments.py", 'positions[-1] == "prompt"', "False",

@@ -55,7 +55,7 @@ REFUSED = [  # the command, how its one line goes on
     (("merge", "nothing", "out"), "nothing: no adapter_config.json; "),
     (("average", "a", "dtype=fp32"), "command line: MODEL: missing; "),
     (("tokenize", "a.txt", "out"), "command line: tokenizer: missing; "),
-    (("tokenize", "absent.txt", "out", "--tokenizer", "."), "absent.txt: path: no such file; "),
+    (("tokenize", "absent.txt", "out", "--tokenizer", "."), "absent.txt: path: no such file, seen from "),
     (("convert", "a"), "command line: out: missing; "),
     (("convert", "a", "b", "c"), "command line: c: not wanted here; "),
     (("convert", "a", "b", "--dtyp", "bf16"), "command line: dtyp: unknown key; did you mean 'dtype'?"),

@@ -208,10 +208,14 @@ def test_a_damaged_gzip_is_refused(tmp_path: Path) -> None:
         list(read_records(str(file)))
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, said in (("none.txt", "no such file"), ("*.none", "no such file"), ("", "no data file in it")):
         with pytest.raises(MissingError, match=said):
             find_files(f"{tmp_path}/{path}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingError) as missing:
+        find_files("data/none.txt")
+    assert str(missing.value).startswith(f"data/none.txt: data.path: no such file, seen from {tmp_path}; ")
     with pytest.raises(InputError, match=r"data\.path: ''; a file, a folder or a glob"):  # of a shell's variable that is not set
         find_files("")
     with pytest.raises(MissingError, match=r"data\.path: absent"):

@@ -47,7 +47,8 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
     if not found:
         if "," in path:
             refuse_missing(path, key, "no such file", f"of several files a list: {key}=[{path}]")
-        what = "no such file" if not here.exists() else "no data file in it" if here.is_dir() else "not a regular file"
+        absent = "no such file" if here.is_absolute() else f"no such file, seen from {os.getcwd()}"
+        what = absent if not here.exists() else "no data file in it" if here.is_dir() else "not a regular file"
         refuse_missing(path, key, what, "a file, a folder or a glob; datasets:NAME is one of the hub")
     return sorted(found)
 
