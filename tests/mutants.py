@@ -1168,6 +1168,8 @@ MUTANTS = (
            "test_config.py::test_assignments_leave_the_callers_sections_as_they_are"),
     Mutant("overrides-blamed-on-the-file", "config/overrides.py", "self.name if absent or says_key(self.over, key) else", "self.name if absent else",
            "test_recipe.py::test_refused_among_the_overrides[overrides0-optimizer.lrr: unknown key]"),
+    Mutant("a-run-in-its-models-folder", "train/folder.py", "if not ran and Path(recipe.model)", "if False and Path(recipe.model)",
+           "test_trust.py::test_training[output_dir is the model's]"),
     Mutant("what-is-missing-blamed-on-a-packaged-file", "train/read.py", "ours if fixed else None)", "None)",
            "test_cli.py::test_refused[train finetune]"),
     Mutant("what-is-missing-not-the-files-of-ones-own", "train/read.py", "ours if fixed else None)", "ours)",

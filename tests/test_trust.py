@@ -233,6 +233,7 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "output_dir is a file": ({"output_dir": "a.txt"}, "a.txt: "),
     "output_dir under a file": ({"output_dir": "a.txt/x"}, "a.txt/x: output_dir: Not a directory"),
     "output_dir holds a model": ({"output_dir": "theirs"}, "theirs: output_dir: holds a model that no run of it made"),
+    "output_dir is the model's": ({"model": "gpt2", "output_dir": "./gpt2"}, "gpt2: output_dir: model names it, too; a folder "),
     "output_dir holds a run": ({"output_dir": "ran", "resume": "never"}, "ran: output_dir: holds a run already"),
     "another recipe": ({"output_dir": "ran", "resume": "auto", "seed": "7"}, "recipe.yaml: "),
     "no state to go on from": ({"resume": "gpt2"}, "gpt2: resume: no valid training state"),

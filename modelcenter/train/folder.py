@@ -60,6 +60,8 @@ def check(folder: Path, recipe: Recipe) -> None:
     ran = [name for name in (RECIPE, "model") if (folder / name).exists()] + [path.name for path in steps(folder)]
     if recipe.resume == "never" and ran:
         refuse(folder, "output_dir", f"holds a run already ({ran[0]})", "resume=auto goes on; or another output_dir")
+    if not ran and Path(recipe.model).expanduser().resolve() == folder.resolve():
+        refuse(folder, "output_dir", "model names it, too", f"a folder of the run's own, such as runs/{folder.name}")
     if ran and ran[0] == "model":
         refuse(folder, "output_dir", f"holds a model that no run of it made: there is no {RECIPE}", "another output_dir")
     if (folder / RECIPE).exists() and len(ran) > 1:  # else it ended before it had anything that another could spoil
