@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import wraps
 from inspect import signature
 from os import PathLike
 from pathlib import Path
@@ -90,10 +91,6 @@ class Model(Guest):
 
     def __init__(self, config: Any):
         super().__init__()
-        if torch.get_default_device().type != "meta":  # `skeleton` has storage, head and values to come
-            name, preset = type(self).__name__, next(iter(type(self).presets), "NAME")
-            wanted = f"mc.build({preset!r}, config={{...}}), its weights random, or mc.{name}.from_pretrained({preset!r})"
-            refuse(None, f"mc.{name}", "called with a config, which gives it no head and no weights", wanted)
         self.config = config
 
     def body(self, batch: Batch) -> Tensor:
@@ -351,10 +348,26 @@ class Model(Guest):
         return frozen
 
 
+def by_name(init: Callable[..., None]) -> Callable[..., None]:
+    """The `__init__` of a family for `skeleton` alone, which has storage, head and values to come. Who calls a class with a config,
+    its fields or nothing is told what makes a model."""
+
+    @wraps(init)
+    def construct(self: Model, *config: Any, **fields: Any) -> None:
+        if torch.get_default_device().type != "meta":
+            name, preset = type(self).__name__, repr(next(iter(type(self).presets), "NAME"))
+            wanted = f"mc.build({preset}, config={fields or '{...}'}), its weights random, or mc.{name}.from_pretrained({preset})"
+            refuse(None, f"mc.{name}", "called itself, which gives it no head and no weights", wanted)
+        init(self, *config, **fields)
+
+    return construct
+
+
 def register(cls: M) -> M:
     """Make a family known under its model_type. A class without a docstring gets that of its file."""
     cls.__doc__ = cls.__doc__ or sys.modules[cls.__module__].__doc__
     cls.Config.__doc__ = f"The config of {cls.__name__}: its defaults are the base size, `file` holds config.json's other keys."
     FAMILIES[cls.Config.hf.model_type] = cls
+    cls.__init__ = by_name(cls.__init__)  # type: ignore[method-assign]
     cls.Config.__setattr__ = unchanging  # type: ignore[assignment]  # dataclass gives each class its own, which says less
     return cls

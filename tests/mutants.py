@@ -1170,6 +1170,8 @@ MUTANTS = (
            "test_recipe.py::test_refused_among_the_overrides[overrides0-optimizer.lrr: unknown key]"),
     Mutant("a-run-in-its-models-folder", "train/folder.py", "if not ran and Path(recipe.model)", "if False and Path(recipe.model)",
            "test_trust.py::test_training[output_dir is the model's]"),
+    Mutant("a-family-that-anyone-may-call", "model.py", '        if torch.get_default_device().type != "meta":\n            name, preset', '        if False:\n            name, preset',
+           "test_theirs.py::test_a_family_called_itself_says_what_makes_a_model[{'layers': 2}]", "TypeError"),
     Mutant("what-is-missing-blamed-on-a-packaged-file", "train/read.py", "ours if fixed else None)", "None)",
            "test_cli.py::test_refused[train finetune]"),
     Mutant("what-is-missing-not-the-files-of-ones-own", "train/read.py", "ours if fixed else None)", "ours)",

@@ -202,6 +202,21 @@ def test_a_config_says_how_it_is_changed() -> None:
     assert copy.deepcopy(config) == config
 
 
+@pytest.mark.parametrize("given", [{"layers": 2}, {"c": 3}, {}], ids=str)
+def test_a_family_called_itself_says_what_makes_a_model(given: dict[str, Any]) -> None:
+    """As a layer of torch is made; with a subclass of one's own, too."""
+
+    class Mine(mc.BERT):
+        def __init__(self, *args: Any, **fields: Any) -> None:
+            super().__init__(*args, **fields)
+
+    for cls in (mc.BERT, Mine):
+        with pytest.raises(mc.InputError) as refused:
+            cls(**given)
+        wanted = f"mc.build('bert-base-uncased', config={given or '{...}'}), its weights random, or mc."
+        assert str(refused.value).startswith(f"mc.{cls.__name__}: called itself, which gives it no head and no weights; {wanted}")
+
+
 def test_weights_by_their_names_are_refused_in_a_line() -> None:
     reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=32))
     line = r"^state_dict: transformer\.h\.0\.attn\.c_attn\.bias: transformers' names, where ours are embed\..* mc.load of it$"

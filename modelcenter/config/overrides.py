@@ -23,8 +23,8 @@ class Text(str):
 
 @dataclass(frozen=True)
 class Layers:
-    """Where settings come from: `over`, nested as `assignments` makes it and given at `name`, was put over those of `file`. `fixed`:
-    what a file says that is not the user's to edit."""
+    """Where settings come from: `over`, nested as `assignments` makes it and given at `name`, was put over those of `file`.
+    `fixed`: what a file says that is not the user's to edit."""
 
     file: str | Path | None
     over: Mapping[str, Any]
