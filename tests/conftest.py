@@ -3,8 +3,10 @@
 import inspect
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +22,15 @@ UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # example
 settings.register_profile("house", derandomize=True, deadline=None, suppress_health_check=UNASKED)
 settings.load_profile("house")
 ASKED: set[Any] = set()  # files one of whose runs had its memory and time foreseen
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder for the models of zoo.py, whichever process of the session makes them: a worker, or a rank that was forked, ends
+    without cleaning up behind it."""
+    if "ZOO" not in os.environ:
+        os.environ["ZOO"] = folder = tempfile.mkdtemp(prefix="zoo-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: os.environ.pop("ZOO", None))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,10 +5,14 @@ import copy
 import dataclasses
 import filecmp
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import conftest
 import pytest
 import torch
 import torch.nn.functional as F
@@ -478,6 +482,21 @@ def test_embeddings_grow_and_shrink(case: Case) -> None:
     assert scores(ours(**args)).shape[-1] in (100, old.shape[-1])
     assert ours.get_input_embeddings().num_embeddings == 100
     assert all(m.out_features == len(m.weight) for m in ours.modules() if isinstance(m, torch.nn.Linear))
+
+
+def test_models_go_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of the process that makes them: a mutant's, or a rank's that was forked, ends without cleaning up."""
+    ends: list[Callable[[], object]] = []
+    monkeypatch.delenv("ZOO")
+    conftest.pytest_configure(SimpleNamespace(add_cleanup=ends.append))  # type: ignore[arg-type]
+    home = Path(os.environ["ZOO"])
+    _, folder = zoo.reference.__wrapped__(cases()[0])
+    assert Path(folder).parent == home
+    conftest.pytest_configure(SimpleNamespace(add_cleanup=ends.append))  # type: ignore[arg-type]  # of a worker of the session
+    assert len(ends) == 2 and Path(os.environ["ZOO"]) == home
+    for end in reversed(ends):
+        end()
+    assert not home.exists() and "ZOO" not in os.environ
 
 
 def test_a_vocabulary_is_padded_to_a_multiple() -> None:

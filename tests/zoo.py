@@ -134,7 +134,7 @@ def reference(case: Case) -> tuple[Any, str]:
     if model.can_generate():
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
-    folder = tempfile.mkdtemp(prefix="zoo-")
+    folder = tempfile.mkdtemp(prefix="zoo-", dir=os.environ.get("ZOO"))  # conftest.py's, which is removed behind all processes
     atexit.register(remove, folder, os.getpid())
     model.save_pretrained(folder)
     return model, folder
