@@ -1172,6 +1172,8 @@ MUTANTS = (
            "test_trust.py::test_training[output_dir is the model's]"),
     Mutant("a-family-that-anyone-may-call", "model.py", '        if torch.get_default_device().type != "meta":\n            name, preset', '        if False:\n            name, preset',
            "test_theirs.py::test_a_family_called_itself_says_what_makes_a_model[{'layers': 2}]", "TypeError"),
+    Mutant("answers-that-nobody-gave", "data/objectives/qa.py", 'asked.get(data.answers_key, "data.answers_key")', "fields.get(data.answers_key)",
+           "test_data_answer.py::test_a_field_under_another_name_is_not_taken_for_an_empty_one[answers]", "Failed"),
     Mutant("what-is-missing-blamed-on-a-packaged-file", "train/read.py", "ours if fixed else None)", "None)",
            "test_cli.py::test_refused[train finetune]"),
     Mutant("what-is-missing-not-the-files-of-ones-own", "train/read.py", "ours if fixed else None)", "ours)",

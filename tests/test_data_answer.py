@@ -127,6 +127,20 @@ def test_a_field_that_is_called_data_is_no_file_of_squads(tokenizer: Tokenizer) 
     assert make_examples("qa", [record], tokenizer, DATA).questions == make_examples("qa", records()[:1], tokenizer, DATA).questions
 
 
+@pytest.mark.parametrize("key", ["question", "answers", "context"])
+def test_a_field_under_another_name_is_not_taken_for_an_empty_one(key: str, tokenizer: Tokenizer) -> None:
+    """Without a word a file of `answer` would have trained a model that finds none."""
+    fields = dict(records()[0].fields)
+    fields[f"{key}_"] = fields.pop(key)
+    with pytest.raises(InputError, match=rf"f: line 1: no field '{key}'; did you mean '{key}_'\? \(data\.{key}_key names the field\)"):
+        make_examples("qa", [Record(fields, "f", 1)], tokenizer, DATA)
+    if key != "context":
+        asked = {name: value for name, value in fields.items() if name != "context"}
+        nested = {"paragraphs": [{"context": fields["context"], "qas": [asked]}]}
+        with pytest.raises(InputError, match=rf"no field '{key}'; did you mean '{key}_'\?"):
+            make_examples("qa", [Record(nested, "f", 1)], tokenizer, DATA)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [({"answers": {"text": ["Rome"], "answer_start": [3]}}, "'Rome' does not stand at character 3"),

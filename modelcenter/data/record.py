@@ -39,7 +39,9 @@ class Record:
             return within[inner]
         other = next((what for names, what in ROWS.items() if self.fields.keys() >= {*names}), None)
         told = f"; such rows are for {other}" if other and option in ("data.text_key", "data.messages_key") else ""
-        self.refuse(f"no field {key!r}", f"{nearest(key, self.names())} ({option} names the field{told})")
+        whole = nearest(key, self.fields)  # a field before what is in one: answers as a whole are wanted
+        said = whole if whole.startswith("did") else nearest(key, self.names())
+        self.refuse(f"no field {key!r}", f"{said} ({option} names the field{told})")
 
     def names(self) -> list[str]:
         """The names by which a key may ask for its fields."""

@@ -5,6 +5,7 @@ files nest: an article with `paragraphs`, or a whole file with `data`.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -158,7 +159,8 @@ def within(record: Record, part: Any, key: str) -> list[Any]:
 
 def question_of(record: Record, fields: dict[str, Any], context: str, data: DataConfig) -> Question:
     """Its answers are a list of {text, answer_start}, or one such object of two lists."""
-    text, answers = fields.get(data.question_key), fields.get(data.answers_key)
+    asked = replace(record, fields=fields)
+    text, answers = asked.get(data.question_key, "data.question_key"), asked.get(data.answers_key, "data.answers_key")
     try:
         if isinstance(answers, dict):
             answers = [{"text": t, "answer_start": s} for t, s in zip(answers["text"], answers["answer_start"], strict=True)]
