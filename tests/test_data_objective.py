@@ -104,8 +104,21 @@ def test_blocks_move_by_epoch_in_training_only() -> None:
     assert set(starts(False)) == {(TEXT * 5)[:16]}
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_texts_that_nobody_filled_in_are_counted(bert: Tokenizer, train: bool) -> None:
+    """transformers reads such rows without a word; of a pair one text will do (TNEWS has headlines without keywords)."""
+    data = DataConfig(pair_key="more", seq_len=16)
+    some = [("a b", "c"), ("", ""), ("a", ""), ("", ""), ("", "b")]
+    records = [Record({"text": a, "more": b, "label": k % 2}, "f.csv", k + 2) for k, (a, b) in enumerate(some)]
+    use = "trained on" if train else "judged"
+    with pytest.warns(UserWarning, match=rf"^2 of 5 texts are empty \(first: f\.csv, line 3\): {use} as they are$"):
+        examples = make_examples("classify", records, bert, data, train=train)
+    assert len(examples) == 5 and examples.at(0, 1)[0].tolist() == [bert.cls_id, bert.sep_id, bert.sep_id]
+
+
 def test_documents_are_parted_by_the_end_of_text(bpe: Tokenizer) -> None:
-    blocks = make_examples("lm", documents("a b", "", "c"), bpe, DataConfig(seq_len=64), train=False)
+    with pytest.warns(UserWarning, match=r"^1 of 3 texts \(text\) are empty: left out of what is judged$"):
+        blocks = make_examples("lm", documents("a b", "", "c"), bpe, DataConfig(seq_len=64), train=False)
     assert isinstance(blocks, Blocks)
     assert blocks.tokens.flat(0, blocks.total).tolist() == [*bpe.encode("a b"), bpe.eos_id, *bpe.encode("c")]
 

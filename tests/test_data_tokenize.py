@@ -47,6 +47,7 @@ def left(out: str) -> list[str]:
     return sorted(f.name for f in Path(out).parent.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:.* are empty. left out")
 @pytest.mark.parametrize("objective", ["lm", "mlm"])
 def test_the_files_are_megatrons_and_train_as_the_text_does(asked: Tokenization, objective: Any, monkeypatch: pytest.MonkeyPatch,
                                                            tmp_path: Path) -> None:

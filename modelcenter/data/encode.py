@@ -71,7 +71,9 @@ class Reader:
             record.refuse(found, "a character of the training text", e.offset)
 
     def encode_pairs(self, pairs: Iterable[tuple[Record, str, str | None]], limit: int) -> Iterator[tuple[list[int], list[int]]]:
-        """The ids and the segments of each text or pair of texts, with the template, at most `limit` ids; a megabyte at a time."""
+        """The ids and the segments of each text or pair of texts, with the template, at most `limit` ids; a megabyte at a time. How
+        many are empty is said."""
+        first_empty, empty, total = None, 0, 0
         for some in portions(pairs):
             found = self.tokenizer.encode_pairs([(first, second) for _, first, second in some], limit)
             for record, first, second in some:
@@ -85,7 +87,13 @@ class Reader:
                     record.refuse("no token in its text", "a text")
                 if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
                     refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones")
+                total += 1
+                if not (first or second):
+                    first_empty, empty = first_empty or record, empty + 1
                 yield ids, segments
+        if first_empty is not None:
+            where, use = f"{first_empty.file}, {first_empty.place()}", "trained on" if self.train else "judged"
+            warnings.warn(f"{empty:,} of {total:,} texts are empty (first: {where}): {use} as they are", stacklevel=2)
 
     def holds(self, ids: list[int]) -> bool:
         """Whether the model's vocabulary has all of `ids`."""

@@ -65,8 +65,11 @@ class Record:
 
     def refuse(self, found: str, wanted: str, offset: int = 0) -> NoReturn:
         """Refuse this record by file and line; for a document by character, `offset` counted from its start."""
-        place = f"character {self.start + offset}" if self.line is None else f"{self.unit} {self.line}"
-        refuse(self.file, place, found, wanted)
+        refuse(self.file, self.place(offset), found, wanted)
+
+    def place(self, offset: int = 0) -> str:
+        """Where it stands in its file: the line, or, of a document, a character, `offset` counted from its start."""
+        return f"character {self.start + offset}" if self.line is None else f"{self.unit} {self.line}"
 
 
 class ClassName(str):

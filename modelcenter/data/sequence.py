@@ -1,5 +1,6 @@
 """Examples that are a sequence of ids and one of labels, and the documents that they are cut from."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -53,6 +54,9 @@ def documents(records: Sequence[Record], read: "Reader", data: DataConfig, frame
     rows = Ragged(read.documents(records, data.text_key, frame))
     if not rows.total:
         refuse(records[0].file, data.text_key, "no token in all texts", "a text")
+    if empty := len(records) - len(rows):
+        use = "trained on" if read.train else "judged"
+        warnings.warn(f"{empty:,} of {len(records):,} texts ({data.text_key}) are empty: left out of what is {use}", stacklevel=2)
     return rows
 
 

@@ -73,6 +73,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     """
     records, held_out = read_split(recipe.data)
     check_fields(recipe, records)
+    if held_out:
+        check_fields(recipe, held_out)
     tokenizer = find_tokenizer(recipe, records)
     labels = find_labels(recipe, records, judged)
     with Reader() as reader:
