@@ -1172,6 +1172,8 @@ MUTANTS = (
            "test_trust.py::test_training[output_dir is the model's]"),
     Mutant("a-family-that-anyone-may-call", "model.py", '        if torch.get_default_device().type != "meta":\n            name, preset', '        if False:\n            name, preset',
            "test_theirs.py::test_a_family_called_itself_says_what_makes_a_model[{'layers': 2}]", "TypeError"),
+    Mutant("a-plan-without-a-word", "train/paper.py", "    tell(f", "    str(f",
+           "test_layout.py::test_a_plan_says_what_it_does_before_it_does_it"),
     Mutant("empty-texts-without-a-word", "data/encode.py", "if not (first or second):", "if False:",
            "test_data_objective.py::test_texts_that_nobody_filled_in_are_counted[True]", "Failed"),
     Mutant("half-a-pair-called-empty", "data/encode.py", "if not (first or second):", "if not (first and second):",

@@ -801,6 +801,22 @@ def test_what_tensor_parallel_cuts_is_known_for_a_part() -> None:
 # -------------------------------------------------------------------------------------------------------------- command
 
 
+def test_a_plan_says_what_it_does_before_it_does_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of 13B took 20 s without a word."""
+    from modelcenter.__main__ import main
+
+    class Asked(Exception):
+        pass
+
+    def asked(*_: Any, **__: Any) -> None:
+        raise Asked(capsys.readouterr().err)
+
+    monkeypatch.setattr("modelcenter.train.paper.survey", asked)
+    small = [f"config.{key}={value}" for key, value in {**GPT, "heads": 1}.items()]
+    with pytest.raises(Asked, match="^plan: steps of gpt2 are rehearsed in every layout of 2 x .*4090, which takes a while\n$"):
+        main(["plan", "model=gpt2", *small, "data.seq_len=64", "batch=64", "--gpus", "2", "--device", "4090"])
+
+
 @pytest.mark.slow
 def test_the_verb_plans_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from modelcenter.__main__ import main

@@ -9,7 +9,7 @@ import torch
 
 from ..create import build
 from ..data.objective import find_objective
-from ..errors import InputError, nearest, refuse
+from ..errors import InputError, nearest, printable, refuse, tell
 from ..layers import Adapted
 from ..parallel.adapted import check_adapted
 from ..parallel.chips import Chip, chip_here, chip_named
@@ -65,6 +65,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
         less = replace(recipe, optimizer=replace(recipe.optimizer, moments="bf16"))
         others["optimizer.moments=bf16"] = Costs(replace(job, how=replace(job.how, build=keeper(less))), chip)
 
+    tell(f"plan: steps of {printable(recipe.model)} are rehearsed in every layout of {ranks} x {chip.name}, which takes a while")
     result = survey(costs, ranks, machine, asked, others, runnable(recipe, job.model))
     weights = sum(p.numel() for p in job.model.parameters())
     lines = [
