@@ -132,7 +132,8 @@ def test_a_field_under_another_name_is_not_taken_for_an_empty_one(key: str, toke
     """Without a word a file of `answer` would have trained a model that finds none."""
     fields = dict(records()[0].fields)
     fields[f"{key}_"] = fields.pop(key)
-    with pytest.raises(InputError, match=rf"f: line 1: no field '{key}'; did you mean '{key}_'\? \(data\.{key}_key names the field\)"):
+    said = rf"f: line 1: no field '{key}'; did you mean '{key}_'\? \(data\.{key}_key names the field\)"
+    with pytest.raises(InputError, match=said):
         make_examples("qa", [Record(fields, "f", 1)], tokenizer, DATA)
     if key != "context":
         asked = {name: value for name, value in fields.items() if name != "context"}

@@ -813,7 +813,7 @@ def test_a_plan_says_what_it_does_before_it_does_it(capsys: pytest.CaptureFixtur
 
     monkeypatch.setattr("modelcenter.train.paper.survey", asked)
     small = [f"config.{key}={value}" for key, value in {**GPT, "heads": 1}.items()]
-    with pytest.raises(Asked, match="^plan: steps of gpt2 are rehearsed in every layout of 2 x .*4090, which takes a while\n$"):
+    with pytest.raises(Asked, match=r"^plan: steps of gpt2 are rehearsed in every layout of 2 x .*4090, which takes a while\n$"):
         main(["plan", "model=gpt2", *small, "data.seq_len=64", "batch=64", "--gpus", "2", "--device", "4090"])
 
 
