@@ -1174,6 +1174,8 @@ MUTANTS = (
            "test_theirs.py::test_a_family_called_itself_says_what_makes_a_model[{'layers': 2}]", "TypeError"),
     Mutant("a-plan-without-a-word", "train/paper.py", "    tell(f", "    str(f",
            "test_layout.py::test_a_plan_says_what_it_does_before_it_does_it"),
+    Mutant("a-base-that-was-moved-by-its-name-alone", "identify.py", "if Path(name).is_absolute() and not", "if False and not",
+           "test_adapter.py::test_an_adapter_whose_base_was_moved_says_where_it_is_looked_for"),
     Mutant("empty-texts-without-a-word", "data/encode.py", "if not (first or second):", "if False:",
            "test_data_objective.py::test_texts_that_nobody_filled_in_are_counted[True]", "Failed"),
     Mutant("half-a-pair-called-empty", "data/encode.py", "if not (first or second):", "if not (first and second):",

@@ -250,6 +250,15 @@ def test_new_words_that_peft_saved(case: Case, tmp_path: Path) -> None:
         assert (scores(theirs(**args)) - scores(exact(**args))).abs().max() < 1e-5
 
 
+def test_an_adapter_whose_base_was_moved_says_where_it_is_looked_for(tmp_path: Path) -> None:
+    base = zoo.rewritten(GPT, tmp_path / "base")
+    mc.load(base, adapter=lora()).save_pretrained(tmp_path / "a")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(mc.InputError) as refused:
+        mc.load(tmp_path / "a")
+    assert str(refused.value).startswith(f"{tmp_path}/a/{CONFIG}: base_model_name_or_path: {base}, which is not there; the folder ")
+
+
 def test_an_adapter_on_merged_weights_names_no_base(tmp_path: Path) -> None:
     """The folder that the first one's base came from has not the first one in it: what would load there is another model."""
     ours = mc.add_adapter(mc.merge_adapter(loaded(GPT, lora(), torch.float32)), lora())
