@@ -293,6 +293,8 @@ def test_alpaca_s_history_comes_before_the_question() -> None:
     {"talk": [{"from": "human", "value": "q\n\nx"}, {"role": "assistant", "content": "a", "name": None}]},
     {"instruction": "q", "input": "x", "output": "a"},
     {"instruction": "q\n\nx", "input": "", "output": "a", "messages_": 1},
+    {"messages": [{"role": "human", "content": "q\n\nx"}, {"role": "gpt", "content": "a"}]},
+    {"messages": '[{"role": "user", "content": "q\\n\\nx"}, {"role": "assistant", "content": "a"}]'},
 ])  # fmt: skip
 def test_rows_of_every_kind(fields: dict[str, Any]) -> None:
     data = DataConfig(messages_key="talk" if "talk" in fields else None)
@@ -349,6 +351,8 @@ def test_packed_conversations_are_the_same_sequences(tokenizer: Tokenizer, tmp_p
     ("{% set n = namespace() %}{% set n.__call__ = 1 %}", ASKED, "a namespace holds '__call__'"),
     ("{{ 1 / 0 }}", ASKED, "refuses it .division by zero"),
     (None, ASKED, r"objective: chat with a tokenizer that has no chat template; data\.chat_template=chatml or plain"),
+    (INST, "[{", "messages is text that is no JSON"),
+    (INST, [ASKED[0]], "no message of the assistant in any of 1 conv.*, only of user"),
 ])  # fmt: skip
 def test_refusals(tokenizer: Tokenizer, source: str | None, turns: Any, said: str) -> None:
     made = Tokenizer(tokenizer.raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"})

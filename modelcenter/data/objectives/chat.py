@@ -56,10 +56,12 @@ class Chats(Sequences):
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.fill, self.size, self.ids, self.trained = filler(read.tokenizer), data.seq_len, Ragged(), Ragged()
-        template, mute, count = Template(read.tokenizer, data.chat_template), 0, 0
+        template, mute, count, roles = Template(read.tokenizer, data.chat_template), 0, 0, set[str]()
         use = "train on" if read.train else "evaluate on"
         for record in records:
-            for text, spans in template.marked_texts(record, conversation(record, data), tools_of(record)):
+            messages = conversation(record, data)
+            roles |= {message["role"] for message in messages}
+            for text, spans in template.marked_texts(record, messages, tools_of(record)):
                 ids, places = read.encode_places(record, text)
                 trained, count = written(places, spans)[: data.seq_len], count + 1
                 if trained[1:].any():
@@ -67,6 +69,9 @@ class Chats(Sequences):
                     self.trained.append(trained.tolist())
                 else:
                     mute += 1
+        if "assistant" not in roles:
+            found = f"no message of the assistant in any of {count} conversations, only of {', '.join(sorted(roles))}"
+            refuse(records[0].file, "data.messages_key", found, "messages whose role is assistant")
         if not len(self.ids):
             found = f"no token of the assistant to {use} within {data.seq_len} tokens of any of the {count} conversations"
             refuse(records[0].file, "data.seq_len", found, "answers, or a greater length")
@@ -105,6 +110,7 @@ def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
         messages = [{"role": role, "content": said} for a, b in pairs for role, said in (("user", a), ("assistant", b))]
     else:
         given = record.get(key or KEYS[0], "data.messages_key")
+        given = listed(record, key, "messages") if key is not None and isinstance(given, str) and key in record.fields else given
         if not isinstance(given, list) or not given or not all(isinstance(message, Mapping) for message in given):
             record.refuse(f"{key} is {str(given)[:60]!r}", 'a list of {"role": ..., "content": ...}')
         messages = [message_of(record, message) for message in given]
@@ -152,6 +158,7 @@ def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
         message = {**message, "role": "tool"}
     if not isinstance(message.get("role"), str) or (message.get("content") is None and not message.get("tool_calls")):
         record.refuse(f"a message has the fields {', '.join(map(str, message))}", "a role and a content")
+    message = {**message, "role": SHAREGPT.get(message["role"], message["role"])}  # `human` is what `user` is, under either key
     weight = message.get("weight")
     if weight not in (None, 0, 1) or (weight and message["role"] != "assistant"):
         record.refuse(f"a message of {message['role']} has the weight {weight!r}", "0 or 1, and 1 only for the assistant's")
