@@ -21,7 +21,7 @@ from typing import Any
 from . import __version__
 from .cli.arguments import Answer, Arguments, take_apart
 from .cli.catalog import copy, list_
-from .cli.convert import Averaging, Conversion, average, convert, merge
+from .cli.convert import Averaging, Conversion, Merger, average, convert, merge
 from .cli.evaluate import Examination, evaluate
 from .cli.generate import Generation, generate
 from .cli.launch import launch
@@ -51,8 +51,8 @@ VERBS: dict[str, Callable[[Arguments], Answer]] = {
     "doctor": doctor,
 }
 KEYS: dict[str, type] = {  # what `--help` lists
-    "plan": Question, "launch": Job, "evaluate": Examination, "generate": Generation, "convert": Conversion, "average": Averaging,
-    "tokenize": Tokenization,
+    "plan": Question, "launch": Job, "evaluate": Examination, "generate": Generation, "convert": Conversion, "merge": Merger,
+    "average": Averaging, "tokenize": Tokenization,
 }  # fmt: skip
 
 

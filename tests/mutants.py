@@ -1025,6 +1025,7 @@ MUTANTS = (
            "test_train.py::test_max_steps_that_the_epochs_end_before_are_said"),
     Mutant("a-moved-run-begun-anew", "cli/train.py", " and not output.exists():", " and False:",
            "test_cli.py::test_a_run_that_was_moved_is_not_begun_anew"),
+    Mutant("merge-without-its-keys", "__main__.py", '"merge": Merger,\n', "\n", "test_cli.py::test_help_of_a_verb[merge]"),
     Mutant("a-recipe-no-verb", "__main__.py", "recipe = verb in names(packaged())", "recipe = False",
            "test_cli.py::test_refused[finetune data.path=a.txt]"),
     Mutant("first-part-of-a-name-is-none", "errors.py", "name.startswith(begin)", "False",

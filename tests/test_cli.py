@@ -199,7 +199,9 @@ def test_help_needs_no_torch_and_answers_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
-    assert f"modelcenter {verb}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"modelcenter {verb}" in said
+    assert ('max_shard_size="5GB"' in said) == (verb in ("convert", "merge", "average"))
 
 
 def test_list(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,7 @@ def average(args: Arguments) -> Answer:
     folders = [str(Path(name) / "model") if (Path(name) / "recipe.yaml").is_file() else name for name in sources]
     for folder in folders:
         check_model(folder)
-        if (Path(folder) / "adapter_config.json").is_file():  # told by its own name, which the model no longer has
+        if (Path(folder) / ADAPTER[0]).is_file():  # told by its own name, which the model no longer has
             refuse(folder, None, "an adapter", "modelcenter merge puts it into its base's weights")
     from ..create import load
     from ..identify import asked_dtype

@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..adapter.config import AdapterConfig
+from ..checkpoint.files import ADAPTER
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.state import check_there
 from ..config import COMMAND_LINE, bind, names, packaged, says
@@ -17,7 +18,7 @@ from ..parallel.variable import variable
 from ..parallel.watch import PARENT, Watch
 from .arguments import Answer, Arguments, check_model, settings, take
 from .computing import Computing
-from .recipe import machine_of, run_of
+from .recipe import given, machine_of, run_of
 
 if TYPE_CHECKING:
     from ..parallel.machine import Machine
@@ -65,7 +66,7 @@ def evaluate(args: Arguments) -> Answer:
             return judged(*of_run(folder.parent, Path(place) / "model", args))
     if (folder / "recipe.yaml").is_file():
         recipe, machine = of_run(folder, folder / "model", args)
-    elif any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    elif any((folder / name).is_file() for name in ("config.json", ADAPTER[0])):
         recipe, machine = recipe_of(folder, args)
     else:
         if not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
@@ -98,15 +99,6 @@ def trained(recipe: "Recipe", args: Arguments) -> "Recipe":
     shape = over.get("config", {})
     config = {key: value for key, value in recipe.config.items() if not isinstance(shape, dict) or key in shape}
     return replace(recipe, init="pretrained", config=config, tokenizer=recipe.tokenizer if "tokenizer" in over else None)
-
-
-def given(args: Arguments) -> dict[str, Any]:
-    """What the command line says of the recipe, in the recipe's spelling."""
-    from ..config import assignments
-    from ..train.read import settle
-
-    own = [setting for setting in args.settings if not setting.startswith("machine.")]
-    return settle({}, assignments(own), COMMAND_LINE)[0]
 
 
 def judged(recipe: "Recipe", machine: "Machine") -> Answer:
@@ -181,15 +173,12 @@ def examined(asked: Examination) -> Answer:
 
 def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head, and the machine."""
-    from ..config import assignments
-    from ..train.read import settle
     from ..train.recipe import Recipe
 
-    own = [setting for setting in args.settings if setting.startswith("machine.")]
     if len(args.names) > 1 and Path(args.names[1]).exists():
         refuse(COMMAND_LINE, args.names[1], "a file without its key", f"data.path={args.names[1]}")
     take(replace(args, settings=[], machine=None), ["MODEL"])
-    over, _ = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
+    over = given(args)
     data = dict(over.get("data", {}))
     data["eval_path"] = data.get("eval_path", data.get("path"))
     data["path"] = data.get("path", data["eval_path"])
@@ -202,4 +191,4 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
 
         over["objective"] = load(folder, device="meta").task
     base = {"model": str(folder), "output_dir": "unused", "max_steps": 1, **over, "data": data}
-    return bind(Recipe, base, COMMAND_LINE), machine_of(args, own)
+    return bind(Recipe, base, COMMAND_LINE), machine_of(args)

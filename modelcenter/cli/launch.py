@@ -4,16 +4,14 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.atomic import atomic_write
-from ..config import COMMAND_LINE, bind, override
 from ..errors import refuse
 from ..train.cluster import Job, check, kubernetes, slurm
 from .arguments import Answer, Arguments, check_model
-from .recipe import check_own, run_of
+from .recipe import run_of, take_own
 
 if TYPE_CHECKING:
     from ..train.recipe import Recipe
@@ -28,16 +26,13 @@ def launch(args: Arguments) -> Answer:
     Takes what train takes, and checks it now. Relative paths are seen from here, on Kubernetes from where the claim is mounted.
     Other options of a cluster are lines that you add to the file. These are for launch alone:
     """
-    own = {f.name for f in fields(Job)}
-    mine = [setting for setting in args.settings if setting.partition("=")[0] in own]
-    rest = [setting for setting in args.settings if setting not in mine]
-    job = bind(Job, override({}, mine), COMMAND_LINE)
-    check_own(rest, own)
-    recipe, machine = run_of(replace(args, settings=rest))
+    job, args = take_own(Job, args)
+    recipe, machine = run_of(args)
     check(job, machine)
     if job.slurm:
         look(recipe)
-    words = ["-m", "modelcenter", "train", args.names[0], *(["--machine", args.machine] if args.machine is not None else []), *rest]
+    where = ["--machine", args.machine] if args.machine is not None else []
+    words = ["-m", "modelcenter", "train", args.names[0], *where, *args.settings]
     text = slurm(job, machine, [sys.executable, *words], os.getcwd()) if job.slurm else kubernetes(job, machine, ["python", *words])
     file = Path(job.out or f"{job.name}.{'sbatch' if job.slurm else 'yaml'}")
     if file.exists():

@@ -1,14 +1,14 @@
 """`modelcenter plan`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..config import COMMAND_LINE, bind, override, says
+from ..config import COMMAND_LINE, bind, merge, says
 from ..errors import refuse
 from .arguments import Answer, Arguments, check_model
-from .recipe import check_own, run_of
+from .recipe import given, machine_of, run_of, take_own
 
 if TYPE_CHECKING:
     from ..parallel.machine import Machine
@@ -25,7 +25,6 @@ class Question:
     price: float | None = field(default=None, metadata=says("of a device and hour, for its cost", above=0))
 
 
-OWN = ("gpus", "device", "tokens", "price")
 BARE: Mapping[str, Any] = {"data": {"path": "none", "seq_len": 1024}, "output_dir": "none", "max_steps": 1, "init": "random"}
 
 
@@ -39,10 +38,7 @@ def plan(args: Arguments) -> Answer:
     tensors without storage, and no weights are downloaded. The second form plans for devices that are not on this machine: h200,
     h100, a100-80, a100-40, v100, 4090, 3090, 2080ti, or a file with their rates. For it alone:
     """
-    given = [setting for setting in args.settings if setting.partition("=")[0] in OWN]
-    asked = bind(Question, override({}, given), COMMAND_LINE)
-    args = replace(args, settings=[setting for setting in args.settings if setting not in given])
-    check_own(args.settings, OWN)
+    asked, args = take_own(Question, args)
     if asked.price is not None and asked.tokens is None:
         refuse(COMMAND_LINE, "price", "given without tokens", "--tokens N: how many the training reads")
     recipe, machine, bare = recipe_of(args)
@@ -57,20 +53,16 @@ def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
     """The recipe and the machine; of a model alone what is known of it, and True."""
     if args.names:
         return *run_of(args), False
-    from ..config import assignments, merge
-    from ..train.read import settle
     from ..train.recipe import Recipe
-    from .recipe import machine_of
 
-    own = [setting for setting in args.settings if setting.startswith("machine.")]
-    over, _ = settle({}, assignments([setting for setting in args.settings if setting not in own]), COMMAND_LINE)
+    over = given(args)
     if "model" not in over:
         refuse(COMMAND_LINE, "RECIPE", "missing", "a recipe, or model=PRESET")
     if "objective" not in over:
         from ..train.paper import objective_of
 
         over["objective"] = objective_of(str(over["model"]))
-    return bind(Recipe, merge(BARE, over), COMMAND_LINE), machine_of(args, own), True
+    return bind(Recipe, merge(BARE, over), COMMAND_LINE), machine_of(args), True
 
 
 def here(recipe: "Recipe", machine: "Machine") -> Answer:

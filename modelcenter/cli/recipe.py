@@ -1,18 +1,19 @@
 """The recipe and the machine that a command line names. Torch-free."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..config import COMMAND_LINE, bind, override, to_dict
+from ..config import COMMAND_LINE, assignments, bind, override, to_dict
 from ..errors import refuse
 from .arguments import Arguments, take
 
 if TYPE_CHECKING:
     from ..parallel.machine import Machine
     from ..train.recipe import Recipe
+
+T = TypeVar("T")
 
 
 def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
@@ -21,7 +22,6 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     from ..train.read import load_recipe
     from ..train.recipe import Recipe
 
-    own = [setting for setting in args.settings if setting.startswith("machine.")]
     if whole := [setting for setting in args.settings if setting.startswith("machine=")]:
         refuse(COMMAND_LINE, whole[0], "a machine is no part of a recipe", f"--machine {whole[0].partition('=')[2]}")
     if data := [name for name in args.names[1:] if Path(name).exists()]:
@@ -36,25 +36,39 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
         if rest and section != "machine" and get_close_matches(section, ["machine", *known], n=1) == ["machine"]:
             refuse(COMMAND_LINE, f"{section}.{rest}", "unknown key", f"did you mean 'machine.{rest}'?")
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
-    recipe = load_recipe(name, [setting for setting in args.settings if setting not in own])
-    return recipe, machine_of(args, own)
+    recipe = load_recipe(name, [setting for setting in args.settings if not setting.startswith("machine.")])
+    return recipe, machine_of(args)
 
 
-def check_own(settings: Sequence[str], own: Iterable[str]) -> None:
-    """Refuse a key that is nearer to those that a verb takes besides a recipe's, `own`, than to any of a recipe's."""
+def given(args: Arguments) -> dict[str, Any]:
+    """What the command line says of the recipe, in the recipe's spelling."""
+    from ..train.read import settle
+
+    own = [setting for setting in args.settings if not setting.startswith("machine.")]
+    return settle({}, assignments(own), COMMAND_LINE)[0]
+
+
+def take_own(cls: type[T], args: Arguments) -> tuple[T, Arguments]:
+    """The keys that a verb takes besides a recipe's, as the dataclass `cls`, and the command line without them. A key that is
+    nearer to one of these than to any of a recipe's is refused."""
     from ..train.read import ALIASES, PARTIAL
     from ..train.recipe import Recipe
 
+    own = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # cls is a dataclass
+    mine = [setting for setting in args.settings if setting.partition("=")[0] in own]
+    taken, rest = bind(cls, override({}, mine), COMMAND_LINE), [setting for setting in args.settings if setting not in mine]
     known = [*(field.name for field in fields(Recipe)), *ALIASES, *PARTIAL]
-    for key in (setting.partition("=")[0] for setting in settings):
+    for key in (setting.partition("=")[0] for setting in rest):
         if "." not in key and (close := get_close_matches(key, [*known, *own], n=1)) and close[0] not in known:
             refuse(COMMAND_LINE, key, "unknown key", f"did you mean {close[0]!r}?")
+    return taken, replace(args, settings=rest)
 
 
-def machine_of(args: Arguments, own: Sequence[str]) -> "Machine":
-    """The machine that a command line names, with the settings `own`, machine.key=value, put over it."""
+def machine_of(args: Arguments) -> "Machine":
+    """The machine that a command line names, with its settings machine.key=value put over it."""
     from ..parallel.machine import Machine, load_machine, read_machine
 
+    own = [setting for setting in args.settings if setting.startswith("machine.")]
     for number in (setting.partition(":")[2] for setting in own if setting.startswith("machine.device=cuda:")):
         refuse(COMMAND_LINE, "machine.device", f"cuda:{number}", f"CUDA_VISIBLE_DEVICES={number} before the command")
     machine = to_dict(load_machine(args.machine) if args.machine is not None else Machine())
