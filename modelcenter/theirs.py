@@ -13,7 +13,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ALWAYS = "leave it out: it is always so"
-OURS = "parts have names of ours: list(model.state_dict()), print(model)"
 
 FORWARD = {  # arguments of a forward, transformers' and ModelCenter's
     "cache_position": "leave it out: past_key_values knows its length",

@@ -40,7 +40,7 @@ def real(batch: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def samples(loader: Loader, start: int = 0, limit: int | None = None, steps: int = 9) -> list[tuple[int, Any]]:
-    return [(after, real(batch)) for after, batch in islice(loader.batches(start, limit), steps)]
+    return [(after, real(batch)) for after, (batch,) in islice(loader.steps(start, limit), steps)]
 
 
 sizes = {"size": st.integers(1, 40), "batch": st.integers(1, 12), "seed": st.integers(0, 3)}

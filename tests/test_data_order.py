@@ -132,7 +132,7 @@ def test_a_mixture_of_files(tmp_path: Path, options: dict[str, Any]) -> None:
     assert isinstance(examples, Chain) and records.weights is not None
     sizes = [len(source) for source in examples.sources]
     loader = Loader(examples, examples.collate, 4, order=Blended(sizes, records.weights, 0, True))
-    ids = [batch["input_ids"].flatten().tolist() for _, batch in islice(loader.batches(), 50)]
+    ids = [batch["input_ids"].flatten().tolist() for _, (batch,) in islice(loader.steps(), 50)]
     letters = [tokenizer.decode(row).replace(" ", "") for row in ids]
     assert all("b" in text and len(set(text)) <= 2 for text in letters)
     picked = [loader.index(p)[1] < sizes[0] for p in range(400)]

@@ -18,10 +18,10 @@ from test_data_indexed import write
 
 from modelcenter.__main__ import main
 from modelcenter.data import tokenize as module
-from modelcenter.data.config import DataConfig
+from modelcenter.data.config import DataConfig, Tokenization
 from modelcenter.data.objective import make_examples
 from modelcenter.data.read import read_records
-from modelcenter.data.tokenize import Tokenization, tokenize
+from modelcenter.data.tokenize import tokenize
 from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.parallel.watch import outwards

@@ -177,11 +177,6 @@ class Loader:
         batch = self.gather([position])
         return Blank(batch, labels=torch.full_like(batch["labels"], IGNORED))
 
-    def batches(self, start: int = 0, limit: int | None = None) -> Iterator[tuple[int, Batch]]:
-        """(position after, this rank's batch): `steps` with each share in one piece."""
-        for after, pieces in self.steps(start, limit):
-            yield from ((after, piece) for piece in pieces)
-
     def once(self) -> Iterator[Batch]:
         """Every example once, in its own order, for an evaluation. The batches, of `batch / world`, are dealt out to the ranks:
         they are the same however many ranks there are, and each rank has as many. The last batch may be smaller."""

@@ -49,9 +49,9 @@ class Source:
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def chunks(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) from `start` to the end."""
-        for offset in range(start, self.size, CHUNK):
+    def chunks(self) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) from the beginning to the end."""
+        for offset in range(0, self.size, CHUNK):
             yield offset, self.read(offset, min(offset + CHUNK, self.size))
 
     def lines(self) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from ..checkpoint.atomic import atomic_write, disk_errors, sync, write_new
 from ..errors import InputError, refuse
-from .config import Tokenization as Tokenization
+from .config import Tokenization
 from .encode import Reader
 from .indexed import TokenFile, dtype_of, index_head
 from .objective import find_objective

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..errors import nearest, refuse
+from ..errors import refuse
 from ..layers import Block
 from ..layers.position import RelativeBias
 from ..parallel.ranks import ALONE, Ranks, settle
@@ -16,16 +16,12 @@ from .clipped import Clipped, Lion
 from .config import OptimizerConfig
 from .muon import Muon
 
-NAMES = ("adamw", "adafactor", "lion", "muon")
-
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, ranks: Ranks = ALONE) -> AdamW | Clipped:
     """The optimizer of the parameters that are trained, in groups: matrices with `config.weight_decay`, norms and biases without;
     one for each depth if rates differ (`lr_scale`); the matrices of blocks apart for Muon; and what has no 8-bit moments apart from
     what has (`blocked`). Parameters carry their names into the optimizer's state. `ranks`: those that `model` is spread over;
     together they do what one process does. A model in which nothing is trained is refused."""
-    if config.name not in NAMES:
-        refuse(None, "optimizer.name", repr(config.name), nearest(config.name, NAMES))
     settle(model)
     parameters = list(trainable(model))
     if not parameters:

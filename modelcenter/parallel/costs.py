@@ -25,13 +25,13 @@ from . import host
 from .blocks import blocks, units
 from .chips import Chip, together
 from .deep import Deep, rehearse_deep
+from .device import LOW
 from .estimate import Estimate, Job
 from .machine import ROOM, Machine, Recompute
 from .rehearse import rehearse, rehearse_update
 from .sharded import Sharded, Sizes, sizes_of
 from .tally import Kind
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 POINT = 4096  # tokens whose logits fill a chunk, whatever the vocabulary
 GRAPHED = 0.04  # of the host's time is left where a CUDA graph makes the calls: on an H200, 0.9 of 33 ms and 3.9 of 105 ms
 COMPILED = 0.3  # of the host's calls are left where blocks are compiled

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .machine import Machine
+from .machine import LAYOUT, Machine
 from .rehearse import Arguments, Conditions
 from .tally import Kind
 
@@ -65,13 +65,11 @@ class Estimate:
     def settings(self) -> dict[str, Any]:
         """The settings of the machine that differ from the defaults."""
         m, plain = self.machine, Machine()
-        keys = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")
-        return {key: getattr(m, key) for key in keys if getattr(m, key) != getattr(plain, key)}
+        return {key: getattr(m, key) for key in LAYOUT if getattr(m, key) != getattr(plain, key)}
 
     def data(self) -> dict[str, Any]:
         """The estimate as `--json` prints it."""
-        m = self.machine
-        return {"tensor_parallel": m.tensor_parallel, "fsdp": m.fsdp, "replicate": m.replicate, "zero": m.zero,
-                "recompute": m.recompute, "micro_batch": self.rows, "forwards": self.forwards, "fits": self.fits,
+        return {**{key: getattr(self.machine, key) for key in LAYOUT}, "micro_batch": self.rows, "forwards": self.forwards,
+                "fits": self.fits,
                 "bytes": dict(self.parts), "peak": self.need, "seconds": self.seconds, "tokens_per_second": self.rate,
                 "share_of_peak": self.share, "bottleneck": self.bottleneck, "spent": dict(self.spent)}  # fmt: skip

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 else:
     Degree = Literal["auto"] | int
 Recompute = Literal["none", "selective", "full"] | bool
+LAYOUT = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")  # the keys that say how ranks share the work
 ROOM = 1.25  # of what a micro-batch takes must be free for a CUDA graph of it: a record's memory is its own
 
 

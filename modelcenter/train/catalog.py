@@ -13,7 +13,7 @@ from typing import Any
 from ..config import describe, find, flow, names, packaged, read_recipe
 from ..data.config import DataConfig
 from ..data.objective import COMMON, Objective, find_objective
-from .read import open_recipe
+from .read import open_recipe, value_at
 from .recipe import Recipe
 
 LINE = re.compile(r"( *)([\w-]+):(?: .*?)??(?:  # (.*))?")
@@ -75,11 +75,3 @@ def commented(name: str) -> str:
 def objective_of(tree: Mapping[str, Any]) -> Objective:
     """The objective that a recipe trains."""
     return find_objective(tree.get("objective", "lm"))
-
-
-def value_at(tree: Mapping[str, Any], key: str) -> Any:
-    """The value of `tree` at a dotted key; None if there is none."""
-    at: Any = tree
-    for part in key.split("."):
-        at = at.get(part) if isinstance(at, Mapping) else None
-    return at

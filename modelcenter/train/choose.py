@@ -11,15 +11,13 @@ from ..errors import printable, refuse, tell
 from ..parallel.chips import CHIPS, Chip, chip_here
 from ..parallel.costs import Costs
 from ..parallel.device import count_of, device_of, memory_of
-from ..parallel.machine import Machine
+from ..parallel.machine import LAYOUT, Machine
 from ..parallel.survey import Survey, settings, survey
 from .calibrate import learn
 from .folder import ran
 from .paper import job_there, runnable
 from .recipe import Recipe
 from .resolve import most_of, resolve
-
-CHOSEN = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")
 
 
 def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
@@ -31,7 +29,7 @@ def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
     """
     if machine.devices is None:
         return recipe, machine
-    for key in CHOSEN:
+    for key in LAYOUT:
         if getattr(machine, key) != getattr(Machine(), key):
             refuse(None, f"machine.{key}", f"given beside devices={machine.devices}, which chooses it", "one of the two")
     if "RANK" in os.environ:
@@ -44,7 +42,7 @@ def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
         recipe = replace(recipe, micro_batch=recipe.micro_batch or before[0].micro_batch)
         if before[1].ranks == ranks:
             say(f"{ranks} x {device.type}, as before")
-            return recipe, replace(machine, **{key: getattr(before[1], key) for key in CHOSEN})
+            return recipe, replace(machine, **{key: getattr(before[1], key) for key in LAYOUT})
 
     resolved, _ = resolve(recipe, machine)
     free = device.type != "cpu" and recipe.micro_batch is None and recipe.batch_tokens is None and not together(recipe)

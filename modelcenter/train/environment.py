@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import secrets
 import subprocess
 import sys
 import time
@@ -163,8 +162,3 @@ def read_processes(folder: Path) -> list[dict[str, Any]]:
 def write_processes(folder: Path, processes: list[dict[str, Any]]) -> None:
     """Write all processes of a run. Errors: `InputError` if the disk refuses."""
     atomic_write(folder / FILE, (redacted(json.dumps(processes, indent=1, default=str)) + "\n").encode())
-
-
-def new_id() -> str:
-    """A new name for a run, by which services tell it from others."""
-    return secrets.token_hex(4)

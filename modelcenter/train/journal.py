@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import Any, Self
 
 from ..errors import InputError, printable
-from .environment import new_id, now, read_processes, surroundings, write_processes
+from .environment import now, read_processes, surroundings, write_processes
 from .recipe import Recipe
 from .summary import write_summary
 
@@ -33,8 +34,8 @@ class Journal:
         if before and step >= environment["steps"]:  # it is finished: nothing happens
             self.processes = before
             return
-        run = before[0].get("run") if before else None
-        self.mine = {"run": run or new_id(), "from_step": step, **surroundings(self.recipe.data), **environment, "incidents": []}
+        run = (before[0].get("run") if before else None) or token_hex(4)
+        self.mine = {"run": run, "from_step": step, **surroundings(self.recipe.data), **environment, "incidents": []}
         self.processes = [*before, self.mine]
         self.write()
 

@@ -117,7 +117,7 @@ def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | N
             refuse(file, "fp16", "true, and so is bf16", "one of them")
         ours = _put(ours, (chosen or list(half))[0], "precision", (chosen or ["fp32"])[0], file)
     if given := [alias for alias in ("adam_beta1", "adam_beta2") if alias in tree]:
-        old = _get(base, "optimizer.betas")
+        old = value_at(base, "optimizer.betas")
         old = OptimizerConfig.betas if old is None else old
         betas = list(convert(old, tuple[float, float], file, "optimizer.betas"))
         for alias in given:
@@ -164,7 +164,7 @@ def _batches(
 
 
 def _put(ours: dict[str, Any], alias: str, key: str, value: Any, file: str | Path | None) -> dict[str, Any]:
-    if _get(ours, key) is not None:
+    if value_at(ours, key) is not None:
         refuse(file, alias, f"given, and so is {key}", "they are one setting: keep one of them")
     section, _, leaf = key.rpartition(".")
     if section and not isinstance(ours.get(section, {}), dict):
@@ -172,7 +172,8 @@ def _put(ours: dict[str, Any], alias: str, key: str, value: Any, file: str | Pat
     return merge(ours, {section: {leaf: value}} if section else {leaf: value})
 
 
-def _get(tree: Mapping[str, Any], key: str) -> Any:
+def value_at(tree: Mapping[str, Any], key: str) -> Any:
+    """The value of `tree` at a dotted key; None if there is none."""
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, Mapping) else None  # type: ignore[assignment]  # of any kind
     return tree
