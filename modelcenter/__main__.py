@@ -57,7 +57,7 @@ KEYS: dict[str, type] = {  # what `--help` lists
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 for bad input, 75 where another process was waited for in vain, 128 and the
+    """Run one command and return its exit status: 0, 2 for bad input, 75 if another process did not come in time, 128 plus the
     number of the signal that ended it; of ranks, the first failure's."""
     if argv is None:  # of a process of its own: behind what listens, where the interpreter waits for threads, Ctrl-C ends it
         argv = sys.argv[1:]

@@ -18,8 +18,7 @@ class InputError(ValueError):
 
 
 class LateError(InputError):
-    """Another process did not come in time. Whoever started it may have to correct something, or only to start all of them
-    again."""
+    """Another process did not come in time. Its user may have something to correct, or only to start all processes again."""
 
     status = 75  # sysexits.h: a temporary failure
 

@@ -142,18 +142,18 @@ class Model(Guest):
 
         `input_ids` (b s), or `inputs_embeds` (b s dim). `attention_mask` (b t): 1 where a token is real. `position_ids` and
         `token_type_ids` (b s); an encoder-decoder also takes `decoder_input_ids` and `decoder_attention_mask`, of the target.
-        Positions of one row that begin anew at 0 are several sequences to a causal model, unless a mask or a cache is given.
-        `logits_to_keep`: logits of so many last tokens only.
+        If positions restart at 0 within a row, a causal model takes it for several sequences, unless a mask or a cache is given.
+        `logits_to_keep`: how many of the last tokens get logits.
 
         `labels` (b s) as in transformers: -100 is ignored, a causal model shifts them itself; a classifier's are (b), or (b labels)
-        if any number may hold. Of question answering they are (b 2), the first and the last token of each answer, or
+        if several may apply at once. For question answering they are (b 2), the first and the last token of each answer, or
         `start_positions` and `end_positions` (b). The summed loss is divided by `num_items_in_batch`, or else by this batch's
         number of targets.
 
         Returns an `Output`: `loss` with labels; `logits` (b s vocab) of a language model, (b s labels) of a tagger, (b labels) of a
         classifier, `start_logits` and `end_logits` (b s), or `embeddings` (b dim); `last_hidden_state` (b s dim). In training with
         labels `logits` is None, and so is `last_hidden_state` where the head reads only some positions, because the last block then
-        computes no others; `output_hidden_states` asks for all, and for `hidden_states`, those before and behind every block.
+        computes no others; `output_hidden_states` asks for all, and for `hidden_states`, those before and after every block.
 
         Packed sequences come as one row with `cu_seq_lens_q` and `cu_seq_lens_k` (n + 1 cumulative lengths; in an encoder-decoder q
         counts the target, k the source); `max_length_q` and `max_length_k` are upper bounds of their lengths.

@@ -27,7 +27,7 @@ def convert(args: Arguments) -> Answer:
     """Convert a checkpoint to sharded safetensors, with its tokenizer beside it.
 
     modelcenter convert SOURCE OUT [--dtype bf16] [--max-shard-size 5GB] [task=...] [revision=...]
-    modelcenter convert RUN/step-500 OUT        # the model as the run had it then; from where the run was begun: its data are read
+    modelcenter convert RUN/step-500 OUT        # the model at that step; in the folder where the run was started: its data are read
     """
     asked = settings(Conversion, args, ["source", "out"])
     check_new(Path(asked.out))

@@ -35,13 +35,13 @@ def evaluate(args: Arguments) -> Answer:
     modelcenter evaluate FOLDER --suite glue|superglue
     modelcenter evaluate MODEL --lm-eval TASK,TASK... [few_shot=N] [limit=N] [lm_eval_path=FOLDER] [key=value ...]
 
-    RUN is the output folder of a run: its recipe, its trained model, or that of a training state, its evaluation data. MODEL is a
-    folder that transformers, peft or this package has saved. RECIPE gives the rest; where it begins with random weights, model=
-    names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the files in
+    RUN is the output folder of a run: its recipe, its model (or that of a training state) and its evaluation data are used. MODEL
+    is a folder that transformers, peft or this package has saved. RECIPE gives the rest; where it begins with random weights,
+    model= names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the files in
     lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the same numbers.
-    Nothing is written, but for the stacks of ranks that stand still, in a temporary folder. data.path=FILE is evaluated on whole;
-    with data.eval_fraction=0.1, as in training, on a part. How many examples that were, and of how many questions they are parts,
-    stands before the metrics. With --lm-eval alone:
+    Nothing is written, except for the stacks of ranks that hang, which go to a temporary folder. All of data.path=FILE is used;
+    with data.eval_fraction=0.1 only the part that training would hold out. The number of examples, and of the questions that they
+    are parts of, is printed before the metrics. With --lm-eval alone:
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
