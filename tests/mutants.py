@@ -562,6 +562,8 @@ MUTANTS = (
            "soup((load(folder, dtype=asked.dtype) for folder in folders), kind)", "test_soup.py::test_a_mean_is_rounded_once"),
     Mutant("adapter-on-a-base-that-nobody-has", "train/recipe.py", '            if not key.endswith("dropout"):  # which', "            if False:  # which",
            "test_adapter.py::test_an_adapter_is_not_trained_on_a_base_that_is_changed", "Failed"),
+    Mutant("a-head-that-peft-would-look-for", "adapter/save.py", "if model.task in LABELLED and head not in modules:", "if False:",
+           "test_adapter.py::test_what_peft_wrote_is_read[bert-default-classify-target_modules-use_rslora]", "KeyError"),
     Mutant("adapter-on-a-base-that-python-changed", "adapter/attach.py", "    check_base(model)\n", "",
            "test_adapter.py::test_an_adapter_stands_on_its_base_as_it_is[{'act': 'relu'}]", "Failed"),
     Mutant("adapter-scale-of-rslora", "adapter/config.py", "return alpha / (rank**0.5 if self.rslora else rank)", "return alpha / rank",

@@ -155,6 +155,8 @@ PEFT = [
                alpha_pattern={"c_attn": 9})),
     (BLOOM, dict(target_modules=["query_key_value"], use_rslora=True)),
     (BERT, dict(target_modules=["query", "value", "dense"], task_type="SEQ_CLS")),
+    (BERT, dict(target_modules="all-linear")),  # the classifier's matrix too
+    (BERT, dict(target_modules=["query"], use_rslora=True)),
     (LLAMA, dict(target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])),
     (LLAMA, dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
     (T5, dict(target_modules=["q", "wo"], layers_to_transform=[1], layers_pattern="block")),

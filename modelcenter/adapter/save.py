@@ -19,7 +19,7 @@ from ..checkpoint.save import config_json
 from ..checkpoint.write import Item, write_shard
 from ..errors import refuse
 from ..layers.adapter import Adapted, adapted, current_names
-from .attach import Site, ends, sites
+from .attach import LABELLED, Site, ends, sites
 from .config import AdapterConfig
 from .folder import CONFIG, PREFIX, TASK_TYPES, WEIGHTS, A, B, M, copies, is_adapter
 
@@ -41,6 +41,9 @@ def save_adapter(model: "Model", folder: Path) -> None:
         lost = "is weights into which another was merged, and in no folder: merge this one too and save the whole model"
         warnings.warn(f"{folder}: the adapter's base {lost}", stacklevel=3)
     content = content_of(model, config, sizes) | {"modules_to_save": modules or None}
+    head = next((row[0] for row in model.tasks[model.task].rows if row[1] == "head.out"), None)
+    if model.task in LABELLED and head not in modules:  # which peft would look for in the folder
+        content["task_type"] = None
     kind = next(iter(model.parameters())).dtype
     files = {**model.companions, "config.json": config_json(model, kind), CONFIG: (json.dumps(content, indent=2) + "\n").encode()}
     if not dist.is_initialized() or dist.get_rank() == 0:
