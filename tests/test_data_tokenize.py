@@ -229,6 +229,35 @@ def test_a_kill_while_the_files_take_their_names(asked: Tokenization, monkeypatc
             Path(f"{asked.out}.{ending}").unlink()
 
 
+def test_what_another_process_has_just_made_is_there(asked: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look for it and the claim."""
+    claimed = module.claimed
+
+    def late(out: Path) -> Any:
+        monkeypatch.setattr(module, "claimed", claimed)
+        assert tokenize(asked)["made"]
+        return claimed(out)
+
+    monkeypatch.setattr(module, "claimed", late)
+    assert not tokenize(asked)["made"] and left(asked.out) == ["a.bin", "a.idx", "a.json"]
+
+
+def test_a_claim_that_was_given_up_is_none(asked: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened while another process held it, which has removed it since: a third may have claimed anew."""
+    lock = Path(asked.out).parent / ".a.lock"
+    flock = module.fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        lock.unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(module.fcntl, "flock", late)
+    with pytest.raises(InputError, match="a: out: another process is writing it"):
+        tokenize(asked)
+    monkeypatch.undo()
+    assert tokenize(asked)["made"]
+
+
 def test_refusals(asked: Tokenization, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a\.jsonl: line 1: no field 'body'; known: text"):
         tokenize(replace(asked, text_key="body"))

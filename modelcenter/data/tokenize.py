@@ -76,6 +76,8 @@ def tokenize(asked: Tokenization) -> dict[str, Any]:
                 record(final["json"], done)
         return {**done, "made": False}
     with disk_errors(out), claimed(out) as hidden:
+        if (done := finished(final, key)) is not None:  # by another process, since it was looked for
+            return {**done, "made": False}
         take_back(hidden, final, key)
         if there := [file for file in final.values() if file.exists()]:
             found = "exists, and is made of other files or options, or by another tool"
@@ -183,6 +185,8 @@ def claimed(out: Path) -> Iterator[dict[str, Path]]:
     with open(hidden["lock"], "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(lock.fileno()).st_nlink:  # who held it has just ended, and a third may hold the next one
+                raise BlockingIOError
         except BlockingIOError:
             refuse(out, "out", "another process is writing it", "wait for it, or write elsewhere")
         try:
