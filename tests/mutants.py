@@ -165,6 +165,8 @@ MUTANTS = (
            "test_adapter.py::test_an_adapter_on_merged_weights_names_no_base", "Failed"),
     Mutant("no-fewest-tokens-passed-over", "generate/scores.py", "o.min_length if o.min_new_tokens is None else", "o.min_length if not o.min_new_tokens else",
            "test_generate.py::test_fewest_new_tokens_count_for_more_than_a_length[0]"),
+    Mutant("filled-up-and-kept", "train/write.py", "o.pad if o.stop_strings else None", "max(o.ends, default=o.pad) if o.stop_strings else None",
+           "test_generate.py::test_what_fills_up_behind_a_stop_string_is_no_text"),
     Mutant("minus-one-ends", "generate/options.py", "several(self.eos_token_id) if i >= 0", "several(self.eos_token_id)",
            "test_generate.py::test_minus_one_is_no_token[config.json]"),
     Mutant("additive-bias-dropped", "layers/view.py", 'return torch.where(seen, bias, float("-inf")), False', "return seen, False",

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from modelcenter.generate.options import UNSUPPORTED, WITHOUT_EFFECT, Options
 from modelcenter.generate.run import settings
 from modelcenter.generate.scores import apply, filtered, penalise_frequency, rules
 from modelcenter.layers import Cache
+from modelcenter.train.write import write
 
 CAUSAL = [Case(kind, "default", "lm") for kind in ("bloom", "gpt2", "llama")]
 GPT = Case("gpt2", "default", "lm")
@@ -297,6 +299,16 @@ def test_a_stop_string_ends_its_row() -> None:
     assert out.shape == (1, 14)
     with pytest.raises(InputError, match="stop_strings: given without a tokenizer"):
         ours.generate(prompt(), stop_strings="a")
+
+
+def test_what_fills_up_behind_a_stop_string_is_no_text() -> None:
+    """Also where the id that ends texts, which fills up, lies beyond a vocabulary that was made smaller."""
+    _, ours = zoo.pair(GPT)
+    ours.companions = {"generation_config.json": b'{"eos_token_id": 50256}'}
+    words: Any = SimpleNamespace(pad_id=0, begin=list, decode=lambda ids, special: Letters().decode(ids))
+    options = {"max_new_tokens": 12, "stop_strings": ["n"]}
+    together, alone = (list(write(ours, words, prompt().tolist(), batch, **options)) for batch in (2, 1))
+    assert together == alone and len({len(row) for [row] in alone}) == 2
 
 
 def test_a_stop_string_of_half_characters() -> None:

@@ -67,10 +67,6 @@ def generate(
         if thing is not None and not hasattr(thing, method):
             refuse(None, what, f"a {type(thing).__name__}", f"an object with a method {method}, as transformers' have")
     o = settings(model, generation_config, options)
-    if o.pad >= model.config.vocab:  # the model is given it where a row has ended, though nothing is made of the answer
-        if options.get("pad_token_id") is not None:
-            refuse(None, "pad_token_id", str(o.pad), f"an id below {model.config.vocab}, the model's vocabulary")
-        o = replace(o, pad_token_id=0)
     if attention_mask is None and not model.encoder_decoder:
         attention_mask = told_by_padding(input_ids, o)
         check_prompt(model, input_ids, attention_mask)
@@ -126,12 +122,15 @@ def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: to
 def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
     """Every option: from the call, from `given` or the file beside the weights, from config.json, or the default."""
     given = model._options if given is None else given  # what `generation_config` of the model has been asked for
-    if given is None:
-        return read(beside(model), options, model.config.to_dict(), file_of(model))
-    if not isinstance(given, dict) and not hasattr(given, "to_dict"):
+    if given is not None and not isinstance(given, dict) and not hasattr(given, "to_dict"):
         refuse(None, "generation_config", repr(given), "a mapping of options, or transformers' GenerationConfig")
-    values = given if isinstance(given, dict) else given.to_dict()
-    return read(values, options, model.config.to_dict(), "generation_config")
+    values = beside(model) if given is None else given if isinstance(given, dict) else given.to_dict()
+    o = read(values, options, model.config.to_dict(), file_of(model) if given is None else "generation_config")
+    if o.pad < model.config.vocab:  # the model is given it where a row has ended, though nothing is made of the answer
+        return o
+    if options.get("pad_token_id") is not None:
+        refuse(None, "pad_token_id", str(o.pad), f"an id below {model.config.vocab}, the model's vocabulary")
+    return replace(o, pad_token_id=0)
 
 
 def beside(model: "Model") -> dict[str, Any]:
