@@ -466,9 +466,9 @@ def test_more_refusals(bpe: Tokenizer, bert: Tokenizer) -> None:
         make_examples("classify", rows({"text": "a", "label": 0}, {"text": "a", "label": 1}), bert,
                       DataConfig(seq_len=2, pair_key="text"))
     two = DataConfig(text_key="s", label_key="y")
-    with pytest.raises(InputError, match=r"data.jsonl: line 1: y is 'maybe'; known: no, yes"):
+    with pytest.raises(InputError, match=r"data.jsonl: line 1: y is 'maybe', which is no label that was trained; known: no, yes"):
         make_examples("classify", rows({"s": "a", "y": "maybe"}), bert, two, names=("no", "yes"))
-    with pytest.raises(InputError, match=r"line 1: y is 2; 0 to 1 are known"):
+    with pytest.raises(InputError, match=r"line 1: y is 2, which is no label that was trained; 0 to 1 are known"):
         make_examples("classify", rows({"s": "a", "y": 2}), bert, two, names=("LABEL_0", "LABEL_1"))
     for odd in (None, 0.5, 1.0, [1]):
         with pytest.raises(InputError, match=r"line 3: y is .*; the name or the number of a class; objective=regress"):

@@ -146,6 +146,10 @@ def test_rows_without_a_header(tmp_path: Path, ending: str) -> None:
     rows, named = (read_records(str(file), header=header) for header in (False, True))
     assert [(row.fields["3"], row.fields["1"], row.line) for row in rows] == [("They laughed.", "1", 1), ("Them laughed.", "0", 2)]
     assert [row.fields for row in named] == [{"gj04": "gj04", "1": "0", "": "*", "They laughed.": "Them laughed."}]
+    with pytest.raises(InputError, match=r"no field 'sentence'; data\.header=false, if the first row is a record: '1' is no name"):
+        named[0].text("sentence", "data.text_key")
+    with pytest.raises(InputError, match="no field 'sentence'; known: 0, 1, 2, 3 "):
+        rows[0].text("sentence", "data.text_key")
     held = read_split(DataConfig(path=str(file), eval_path=(str(file), str(file)), header=False))
     assert [len(part) for part in held] == [2, 4]
     file.write_text(lines[0] + "\n" + lines[1] + mark + "more\n")

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import nearest, refuse
 
+NAME = 40  # characters of a field's name at most
 FIELD = re.compile(r"\{([^{}]+)\}")
 CHATS, PAIRS = "the recipe instruct", "finetune with data.prompt_key and data.response_key"
 ROWS = {  # what rows of these fields are for, where another field is looked for in vain
@@ -41,6 +42,10 @@ class Record:
         told = f"; such rows are for {other}" if other and option in ("data.text_key", "data.messages_key") else ""
         whole = nearest(key, self.fields)  # a field before what is in one: answers as a whole are wanted
         said = whole if whole.startswith("did") else nearest(key, self.names())
+        odd = [name for name in self.fields if name.isdigit() or len(name) > NAME]
+        table = self.file.removesuffix(".gz").endswith((".csv", ".tsv"))
+        if table and 0 < len(odd) < len(self.fields):  # values in place of names; all are numbers where data.header=false
+            said = f"data.header=false, if the first row is a record: {odd[0][:NAME]!r} is no name"
         self.refuse(f"no field {key!r}", f"{said} ({option} names the field{told})")
 
     def names(self) -> list[str]:

@@ -165,7 +165,7 @@ class Labelled:
         number = class_number(value)
         if number is None or not 0 <= number < len(self.names):
             known = nearest(value, self.names) if number is None else f"0 to {len(self.names) - 1} are known"
-            record.refuse(f"{key} is {value!r}", known)
+            record.refuse(f"{key} is {value!r}, which is no label that was trained", known)
         return number
 
     def __len__(self) -> int:

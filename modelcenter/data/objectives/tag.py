@@ -98,7 +98,7 @@ def number(record: Record, tag: Any, names: Sequence[str], key: str) -> int:
         return names.index(tag)
     if isinstance(tag, int) and 0 <= tag < len(names):
         return tag
-    record.refuse(f"{key} has {tag!r}", nearest(tag, names))
+    record.refuse(f"{key} has {tag!r}, which is no label that was trained", nearest(tag, names))
 
 
 def tag_names(records: Sequence[Record], data: DataConfig, known: Names = ()) -> tuple[str, ...]:
