@@ -40,8 +40,8 @@ def generate(
     """Generate token ids (b * num_return_sequences, tokens): the prompt and what follows it, or, of an encoder-decoder, the target
     from its start token on.
 
-    `input_ids` (b s), padded on the left where `attention_mask` is 0; a prompt that comes without one, and not for an encoder, is
-    padded where it is `pad_token_id`, if that ends no row. The options are the fields of `generate.options.Options`, with
+    `input_ids` (b s), padded on the left where `attention_mask` is 0. Without a mask, a decoder's prompt counts as padded where it
+    is `pad_token_id`, unless that id ends rows. The options are the fields of `generate.options.Options`, with
     transformers' names: `max_new_tokens`, `do_sample`, `num_beams` ... An option that is not given is taken from
     `generation_config` (an object or a mapping), or else from the generation_config.json that came with the weights, or else from
     config.json. Rows that end early are filled up with `pad_token_id`; if that is 0, beam search fills them with the end token, as

@@ -23,7 +23,7 @@ from ..data.table import first_line
 from ..data.tokenizer_open import load_tokenizer
 from ..errors import nearest, refuse
 from ..registry import hubs
-from .write import Spelled
+from .write import Spelled, padded
 
 POSITIONS = 2048  # tokens at most of a model whose positions have no end, as lm-eval has it
 WRITTEN = 256  # tokens that are written where a task does not say, as lm-eval has it
@@ -100,12 +100,7 @@ class Harness(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return (row[begin:end].float() for row, (begin, end) in zip(out, ends, strict=True))
 
     def padded(self, rows: Sequence[list[int]], left: bool = False) -> tuple[Tensor, Tensor]:
-        """ids and mask (b s), the rows filled up on the right, or on the left."""
-        width, fill = max(map(len, rows)), self.words.pad_id or 0
-        gaps = [[fill] * (width - len(row)) for row in rows]
-        ids = [gap + row if left else row + gap for gap, row in zip(gaps, rows, strict=True)]
-        mask = [(len(gap) * [0] + len(row) * [1])[:: 1 if left else -1] for gap, row in zip(gaps, rows, strict=True)]
-        return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
+        return padded(rows, self.words.pad_id or 0, self.device, left)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log probability of each text: every token once, in windows that the model can hold."""

@@ -70,7 +70,7 @@ class Recipe:
     )
     max_grad_norm: float = field(default=1.0, metadata=says("clip the gradient's norm to this; 0: never", min=0))
     on_spike: Literal["report", "rollback", "off"] = field(
-        default="report", metadata=says("a loss that leaps: say so; go back to the last state and on past the data; or do not look")
+        default="report", metadata=says("on a spike of the loss: report it; return to a state and skip the data since; or nothing")
     )
     seed: int = field(default=0, metadata=says("of weights, dropout and order", min=0, max=2**32 - 1))
     logging_steps: int = field(default=10, metadata=says("steps between two lines of progress", min=1))

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..data.collate import stack, stack_mask
 from ..data.tokenizer import Tokenizer
 from ..errors import refuse
 from ..generate.run import settings
@@ -58,16 +59,21 @@ def write(model: Model, tokenizer: Tokenizer, prompts: Sequence[str | Sequence[i
         for prompt, row in zip(prompts[start : start + batch], rows, strict=True):
             if not row:
                 refuse(None, "prompt", repr(prompt), "a text of at least one token")
-        width, pad = max(map(len, rows)), tokenizer.pad_id or 0
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+        ids, mask = padded(rows, tokenizer.pad_id or 0, device, left=True)
         seed = {} if o.seed is None else {"seed": o.seed + start // batch}
         out = model.generate(ids, mask, tokenizer=Spelled(tokenizer), **{**options, **seed}).tolist()
         many = len(out) // len(rows)
-        begin = 1 if model.encoder_decoder else width
+        begin = 1 if model.encoder_decoder else ids.size(1)
         for i, row in enumerate(rows):
             kept = [] if model.encoder_decoder else row
             yield [kept + cut(text[begin:], o.ends, o.pad if o.stop_strings else None) for text in out[i * many : (i + 1) * many]]
+
+
+def padded(rows: Sequence[list[int]], fill: int, device: torch.device, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask (b s) of rows filled up on the left, or on the right."""
+    both = stack([row[:: -1 if left else 1] for row in rows], fill), stack_mask(rows)
+    ids, mask = ((x.flip(1) if left else x).to(device) for x in both)
+    return ids, mask
 
 
 def cut(ids: list[int], ends: Sequence[int], fill: int | None) -> list[int]:
