@@ -1370,6 +1370,20 @@ def test_an_output_dir_that_can_be_no_folder(where: str, tmp_path: Path) -> None
     assert (tmp_path / "file").read_text() == "a result of something else"
 
 
+def test_a_run_among_its_own_data_is_refused(tmp_path: Path) -> None:
+    """When it goes on its metrics would be data; where those are of another format, or hidden files, they are not."""
+    text, rows = str(tmp_path / "text.txt"), str(tmp_path)
+    for key, found in (({"data.path": rows}, "data.path"), ({"data.path": {rows: 1, text: 2}}, "data.path"),
+                       ({"data.eval_path": [rows]}, "data.eval_path")):
+        for out in (tmp_path / "out", tmp_path / "a" / "b", tmp_path):
+            with pytest.raises(InputError, match=rf"output_dir: in {rows}, which is {found}: .*; a folder beside it, or a glob"):
+                check(out, recipe_of(tmp_path, **{"data.format": "text", **key}))
+    for settings in ({"data.format": "csv"}, {"data.path": f"{rows}/*.txt"}, {"output_dir": str(tmp_path.parent / "beside")}):
+        recipe = recipe_of(tmp_path, **{"data.path": rows, **settings})
+        check(Path(recipe.output_dir), recipe)
+    check(tmp_path / ".runs" / "out", recipe_of(tmp_path, **{"data.path": rows}))
+
+
 def test_half_a_file_of_a_run_that_was_killed_is_removed(tmp_path: Path) -> None:
     """What a small file was to become, and nothing else."""
     recipe = recipe_of(tmp_path)
@@ -1397,6 +1411,10 @@ def test_a_field_that_is_not_there_is_named_before_anything_is_fetched(objective
     recipe = recipe_of(tmp_path, objective=objective, **changes)
     with pytest.raises(InputError, match=r"rows\.jsonl: line 1: "):
         prepare(*resolve(recipe, MACHINE)[:1], MACHINE, torch.device("cpu"))
+    if objective == "lm":
+        changes = {"data.eval_path": changes["data.path"]}
+        with pytest.raises(InputError, match=r"rows\.jsonl: line 1: "):
+            prepare(*resolve(recipe_of(tmp_path, **changes), MACHINE)[:1], MACHINE, torch.device("cpu"))
 
 
 # -------------------------------------------------------------------------------------------------------- the first step soon

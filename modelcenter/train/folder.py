@@ -11,6 +11,8 @@ from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.state import check_there, find_state, step_of, steps
 from ..config import bind, dump_yaml, read_recipe, to_dict
 from ..data.objective import find_objective
+from ..data.read import hidden
+from ..data.table import is_saved
 from ..errors import refuse, refuse_missing
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
@@ -19,6 +21,7 @@ from .recipe import Recipe
 RECIPE, MACHINE = "recipe.yaml", "machine.yaml"
 WATCHING = ("output_dir", "resume", "logging_steps", "eval_steps", "metrics", "save_steps", "save_total_limit", "report_to")
 STEPS = ("max_steps", "num_epochs")
+MIXED = ("auto", "text", "json", "jsonl")  # formats of data that a run's own files have, too
 
 
 @contextmanager
@@ -62,6 +65,11 @@ def check(folder: Path, recipe: Recipe) -> None:
         refuse(folder, "output_dir", f"holds a run already ({ran[0]})", "resume=auto goes on; or another output_dir")
     if not ran and Path(recipe.model).expanduser().resolve() == folder.resolve():
         refuse(folder, "output_dir", "model names it, too", f"a folder of the run's own, such as runs/{folder.name}")
+    for key, path in (("data.path", recipe.data.path), ("data.eval_path", recipe.data.eval_path)):
+        for one in [path] if isinstance(path, str) else path or ():
+            if recipe.data.format in MIXED and reads(Path(one).expanduser(), folder):
+                found = f"in {one}, which is {key}: what the run writes would be read as data when it goes on"
+                refuse(folder, "output_dir", found, f"a folder beside it, or a glob for {key}")
     if ran and ran[0] == "model":
         refuse(folder, "output_dir", f"holds a model that no run of it made: there is no {RECIPE}", "another output_dir")
     if (folder / RECIPE).exists() and len(ran) > 1:  # else it ended before it had anything that another could spoil
@@ -75,6 +83,13 @@ def check(folder: Path, recipe: Recipe) -> None:
         if (run / RECIPE).exists():
             wanted = "the same recipe; or no resume, and model=OUT, which modelcenter convert makes of a state"
             same_recipe(run / RECIPE, recipe, wanted)
+
+
+def reads(data: Path, folder: Path) -> bool:
+    """Whether `folder` is in a folder of data, where it would not be passed over."""
+    if not data.is_dir() or is_saved(data) or not folder.resolve().is_relative_to(data.resolve()):
+        return False
+    return not hidden(folder.resolve().relative_to(data.resolve()))
 
 
 def same_recipe(file: Path, recipe: Recipe, wanted: str = "the same recipe, or another output_dir") -> None:
