@@ -564,6 +564,8 @@ MUTANTS = (
            "soup((load(folder, dtype=asked.dtype) for folder in folders), kind)", "test_soup.py::test_a_mean_is_rounded_once"),
     Mutant("adapter-on-a-base-that-nobody-has", "train/recipe.py", '            if not key.endswith("dropout"):  # which', "            if False:  # which",
            "test_adapter.py::test_an_adapter_is_not_trained_on_a_base_that_is_changed", "Failed"),
+    Mutant("a-head-beneath-an-adapter-trained", "adapter/read.py", "return resized or e.theirs in self.frozen", "return resized",
+           "test_adapter.py::test_an_adapter_of_peft_s_on_a_head_is_read[llama-llama3-False]", "InputError"),
     Mutant("a-head-that-peft-would-look-for", "adapter/save.py", "if model.task in LABELLED and head not in modules:", "if False:",
            "test_adapter.py::test_what_peft_wrote_is_read[bert-default-classify-target_modules-use_rslora]", "KeyError"),
     Mutant("adapter-on-a-base-that-python-changed", "adapter/attach.py", "    check_base(model)\n", "",

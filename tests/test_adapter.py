@@ -176,6 +176,23 @@ def test_what_peft_wrote_is_read(case: Case, config: dict[str, Any], tmp_path: P
     torch.testing.assert_close(peft_scores(case, in_peft(case, tmp_path / "again")), wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize(("kind", "dora"), [("gpt2-untied", True), ("llama-llama3", False)])
+def test_an_adapter_of_peft_s_on_a_head_is_read(kind: str, dora: bool, tmp_path: Path) -> None:
+    """peft writes the head's own matrix beside it, which is not trained."""
+    case = Case(*kind.split("-"), "lm")
+    targets = ["lm_head"] if dora else ["lm_head", "q_proj"]
+    wanted = make_in_peft(case, tmp_path, r=4, target_modules=targets, use_dora=dora)
+    assert "base_model.model.lm_head.base_layer.weight" in load_file(tmp_path / WEIGHTS)
+    ours = mc.load(tmp_path, dtype=torch.float64)
+    assert not ours.head.out.base.weight.requires_grad and ours.head.out.a.weight.requires_grad
+    torch.testing.assert_close(scores(ours(**inputs(case))), wanted, rtol=1e-9, atol=1e-9)
+    ours.save_pretrained(tmp_path / "again")
+    torch.testing.assert_close(peft_scores(case, in_peft(case, tmp_path / "again")), wanted, rtol=1e-9, atol=1e-9)
+    mc.merge_adapter(ours)
+    torch.testing.assert_close(scores(ours(**inputs(case))), wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.task in ("classify", "tag", "qa")], ids=str)
 def test_who_has_not_told_peft_the_task_is_understood(case: Case, tmp_path: Path) -> None:
     """peft notes the class then, which says what the head is; the base is a language model and has none."""

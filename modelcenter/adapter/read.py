@@ -46,6 +46,7 @@ class Saved:
     alpha_pattern: Mapping[str, float]
     revision: str | None = None  # of the base
     named: Sequence[str] = ()  # the modules that were trained whole
+    frozen: frozenset[str] = frozenset()  # the tensors of the base that peft holds again beneath an adapter on a head
     made_for: str | None = None  # the class that peft put it on, which it notes where nobody has told it the task
 
     def size(self, layer: str) -> tuple[int, float]:
@@ -122,8 +123,9 @@ class Saved:
         return None
 
     def beside(self, model: "Model", e: Entry) -> bool:
-        """Whether a tensor is there only because the base has other words, and is not trained."""
-        return model.resized.issuperset(e.ours) and not any(ends(e.theirs.rpartition(".")[0], name) for name in self.named)
+        """Whether a tensor is there only because the base has other words or an adapter stands on it, and is not trained."""
+        resized = model.resized.issuperset(e.ours) and not any(ends(e.theirs.rpartition(".")[0], name) for name in self.named)
+        return resized or e.theirs in self.frozen
 
     def trained(self, model: "Model") -> list[str]:
         """The model's parameters that are trained whole."""
@@ -172,11 +174,13 @@ def read_adapter(folder: str | os.PathLike[str]) -> Saved:
     if not (folder / WEIGHTS).is_file():
         refuse_missing(folder / WEIGHTS, None, "missing", f"beside {CONFIG}, as safetensors")
     metadata = read_header(folder / WEIGHTS).metadata
-    tensors = {}
+    tensors, frozen = {}, set()
     for name, tensor in load_file(folder / WEIGHTS).items():
         if not name.startswith(PREFIX):
             refuse(folder / WEIGHTS, name, "no tensor of an adapter", f"{PREFIX}...")
-        tensors[name.removeprefix(PREFIX)] = tensor
+        plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
+        frozen |= {plain} if ".base_layer." in name else set()
+        tensors[plain] = tensor
     quantize: Any = metadata.get("quantize", "none")
     if quantize not in ("none", "nf4", "int8"):
         refuse(folder / WEIGHTS, "quantize", repr(quantize), "nf4, int8 or nothing")
@@ -192,7 +196,8 @@ def read_adapter(folder: str | os.PathLike[str]) -> Saved:
         refuse(folder / CONFIG, "modules_to_save", repr(named), "a list of modules' names")
     known = filled.get("auto_mapping")
     made_for = known.get("base_model_class") if isinstance(known, dict) else None
-    return Saved(folder, config, base, task_type, tensors, *patterns, filled["revision"] or None, named, made_for)
+    revision = filled["revision"] or None
+    return Saved(folder, config, base, task_type, tensors, *patterns, revision, named, frozenset(frozen), made_for)
 
 
 def read_settings(file: Path) -> dict[str, Any]:
