@@ -61,7 +61,8 @@ class Blocks(Sequences):
 
     A block starts with the last token of the one before, so that each token except the stream's first is predicted once an epoch.
     In training the cuts move by an offset that is drawn for each epoch, in a ring over the stream's end, so that a token is seen in
-    different contexts. The stream's first token, and what is past one turn of the ring, is ignored.
+    different contexts. The stream's first token, and what is past one turn of the ring, is ignored; so is, where the last block
+    comes out full, the token at the first cut, another each epoch: for it alone there would be one more block.
     """
 
     def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig) -> None:
