@@ -286,7 +286,7 @@ def test_refusals(words: list[str], text: str, recipe: str, tmp_path: Path, caps
 def test_a_service_begins_with_a_letter(recipe: str, tmp_path: Path, capsys: Any) -> None:
     """RFC 1035's label, which kubectl asks of it; Slurm's job may be called anything."""
     assert main(["launch", recipe, "--kubernetes", "image=x", "claim=y", "name=7b"]) == 2
-    assert capsys.readouterr().err == "modelcenter: error: name: '7b'; one that begins with a letter, as that of a Service has to\n"
+    assert capsys.readouterr().err == "modelcenter: error: name: '7b'; one that begins with a letter, as a Service's must\n"
     assert main(["launch", recipe, "--slurm", "name=7b"]) == 0
 
 

@@ -59,8 +59,8 @@ HEADERS = {
     "byte-order mark": (pack(b"\xef\xbb\xbf{}"), "byte 8"),
     "two values": (pack(b"{}{}"), "line 1 column 3: Extra data"),
     "deep": (pack(b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "nested too deeply"),
-    "duplicate tensor": (pack(b'{"a":%s,"a":1}' % EMPTY), "a: the key stands twice"),
-    "duplicate field": (pack(b'{"a":{"dtype":"U8","dtype":"U8"}}'), "dtype: the key stands twice"),
+    "duplicate tensor": (pack(b'{"a":%s,"a":1}' % EMPTY), "a: a duplicate key"),
+    "duplicate field": (pack(b'{"a":{"dtype":"U8","dtype":"U8"}}'), "dtype: a duplicate key"),
     "NaN": (pack(b'{"a":NaN}'), "the number NaN"),
     "digits": (pack(b'{"a":' + b"1" * 5000 + b"}"), "an integer of thousands of digits"),
     "unknown field": (pack(one(extra=1), four), "a: {'dtype': 'F32'"),
@@ -218,7 +218,7 @@ JSONS = {
     "infinity": (b'{"a": -Infinity}', "the number -Infinity"),
     "overflow": (b'{"a": 1e999}', "the number 1e999"),
     "digits": (b'{"a": ' + b"9" * 5000 + b"}", "an integer of thousands of digits"),
-    "duplicate": (b'{"a": {"b": 1, "c": 2, "b": 1}}', "b: the key stands twice"),
+    "duplicate": (b'{"a": {"b": 1, "c": 2, "b": 1}}', "b: a duplicate key"),
     "not UTF-8": (b'{"a": "\xe9"}', "byte 7: 0xe9, not UTF-8"),
     "mark": (b"\xef\xbb\xbf{}", "byte-order mark"),
     "cut": (b'{"a": [1,\n 2', "line 2 column 3: Expecting ',' delimiter"),
@@ -390,7 +390,7 @@ INDEXES = {
     "index is a list": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "weight_map: absent or empty"),
     "key twice": (
         lambda f: (f / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{A}", "a": "{B}"}}}}'),
-        "index.json: a: the key stands twice",
+        "index.json: a: a duplicate key",
     ),
     "broken shard": (lambda f: (f / B).write_bytes(b"GGUF" + bytes(60)), f"{B}: byte 0: a GGUF file"),
 }  # fmt: skip

@@ -159,7 +159,7 @@ def test_a_dense_layer_that_is_not_as_said_is_refused(change: dict[str, Any], sa
 def test_a_tensor_that_a_dense_layer_has_no_place_for_is_refused(tmp_path: Path) -> None:
     folder, products = with_dense(tmp_path / "m", "bert", "mean_tokens")
     save_file({"linear.weight": products[0].weight.detach(), "linear.bias": torch.ones(12)}, folder / "2_Dense/model.safetensors")
-    with pytest.raises(InputError, match=r"2_Dense: linear.bias: unexpected; config.json describes a layer without"):
+    with pytest.raises(InputError, match=r"2_Dense: linear.bias: unexpected; the layer that config.json describes"):
         mc.load(folder, task="embed")
 
 

@@ -64,7 +64,7 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     headers = {file: read_header(path.parent / file) for file in sorted(promised)} if safe else {}
     for file, header in headers.items():
         for name in sorted(promised[file] - header.tensors.keys()):
-            refuse(path.parent / file, name, f"no such tensor, though {path.name} places it here", "a matching pair")
+            refuse(path.parent / file, name, f"no such tensor, though {path.name} places it here", "the files of one save only")
         for name in sorted(header.tensors.keys() - promised[file]):
             other = weight_map.get(name)
             found = f"held here and in {other}" if other else f"a tensor that {path.name} does not list"

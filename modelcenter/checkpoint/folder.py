@@ -89,7 +89,7 @@ class Folder:
         for file in sorted(set(weight_map.values())):
             held = read_bin(self.path / file)
             for name in sorted(n for n, f in weight_map.items() if f == file and n not in held):
-                refuse(self.path / file, name, f"no such tensor, though {index.name} places it here", "a matching pair")
+                refuse(self.path / file, name, f"no such tensor, though {index.name} places it here", "the files of one save only")
             for number, (name, tensor) in enumerate(held.items()):
                 if weight_map.get(name) != file:
                     other = weight_map.get(name)
@@ -173,7 +173,7 @@ class FileSlice:
         while len(buffer):
             done = os.preadv(self._fd, [buffer[:READ_LIMIT]], at)
             if done == 0:
-                refuse(self.file, self._name, f"the file ends at byte {at}", "a file that nobody cuts meanwhile")
+                refuse(self.file, self._name, f"the file ends at byte {at}", "a file that nothing shortens meanwhile")
             buffer, at = buffer[done:], at + done
 
 

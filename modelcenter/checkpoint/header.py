@@ -28,7 +28,7 @@ FIELDS = {"dtype", "shape", "data_offsets"}
 KINDS = (
     (b"version https://git-lfs", "a git-lfs pointer", "the file itself (git lfs pull)"),
     (b"PK\x03\x04", "a zip file, probably a PyTorch .bin", "safetensors"),
-    (b"\x1f\x8b", "a gzip file", "it unpacked"),
+    (b"\x1f\x8b", "a gzip file", "the unpacked file"),
     (b"GGUF", "a GGUF file", "safetensors"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "safetensors"),
     (b"<", "an HTML or XML page", "the file itself (was the download an error page?)"),
@@ -76,7 +76,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             refuse(path, "byte 0", f"a header of {length} bytes in a file of {total}", "the whole file")
         data = head[8 : 8 + length] + file.read(max(0, length - len(head) + 8))
         if len(data) != length:
-            refuse(path, None, "the file shrank while it was read", "a file at rest")
+            refuse(path, None, "the file shrank while it was read", "a file that nothing changes meanwhile")
         if data[:1] != b"{":
             refuse(path, "byte 8", f"a header that begins with {data[:8]!r}", "a JSON object from the first byte on")
         return header_of(Path(path), parse(path, data), 8 + length, total)

@@ -187,7 +187,7 @@ def _story(error: Exception, repo: str, revision: str | None) -> tuple[str, str,
         return (f"no answer from {host} ({type(error).__name__})",
                 "check the network, set HF_ENDPOINT to a mirror, or give a folder", True)
     if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.strerror} in {constants.HF_HUB_CACHE}", "mend that, or point HF_HOME elsewhere", False
+        return f"{error.strerror} in {constants.HF_HUB_CACHE}", "fix that, or point HF_HOME elsewhere", False
     if isinstance(error, OSError):
         return f"the download from {host} broke off", "run it again: files that came whole are kept", False
     return "", "", False

@@ -38,7 +38,7 @@ def lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
             if _lives(owner):
                 refuse(folder, None, f"in use by a live run ({owner})", f"stop it or, if it is not one, remove {folder / '.lock'}")
             last = f"; the last one did not end by itself: {owner}" if owner else ""
-            alone = "see to it that no second run writes here"
+            alone = "make sure that no second run writes here"
             tell(f"modelcenter: {printable(f'{folder}: this file system has no locks ({error.strerror}); {alone}{last}')}")
         with suppress(OSError):  # on a full disk the lock still holds, only nameless
             os.ftruncate(held, 0)

@@ -135,7 +135,7 @@ def match(
             strange.append(key)
     if strange:
         what = "differs from the tensor it must equal" if strange[0] in aliases else "unexpected"
-        refuse(folder.path, strange[0], others(what, strange), "config.json describes a model without")
+        refuse(folder.path, strange[0], others(what, strange), "the model that config.json describes has no such tensor")
     return table, report
 
 

@@ -107,7 +107,7 @@ def _matched(optimizer: "Optimizer", names: "Mapping[Tensor, str]", content: Map
         for key in sorted(row.keys() & group.keys() - {"params", "lr"}):  # the rate is the schedule's
             was, now = (list(value) if isinstance(value, tuple) else value for value in (row[key], group[key]))
             if was != now:
-                refuse("optimizer state", key, f"saved with {was!r}, this run has {now!r}", "the same, or a run that begins")
+                refuse("optimizer state", key, f"saved with {was!r}, this run has {now!r}", "the same, or a new run")
     return matched
 
 

@@ -116,7 +116,7 @@ def settle(folder: Path, said: Said, head: EmbedHead, width: int, dtype: torch.d
                     refuse(folder / place, name, f"has shape {list(weights.shape(name))}", f"config.json gives {list(p.shape)}")
                 values[f"head.dense.{number}.{name}"] = weights.slice(name)[...].clone()
             if more := sorted(weights.keys() - dict(layers[-1].named_parameters()).keys()):
-                refuse(folder / place, more[0], "unexpected", "config.json describes a layer without")
+                refuse(folder / place, more[0], "unexpected", "the layer that config.json describes has no such tensor")
     head.dense = nn.Sequential(*layers) if layers else None
     return values
 

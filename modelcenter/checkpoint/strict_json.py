@@ -66,7 +66,7 @@ def parse(path: str | os.PathLike[str], data: bytes) -> Any:
             seen: list[str] = []
             for key, _ in pairs:
                 if key in seen:
-                    refuse(path, key, "the key stands twice", "each key once")
+                    refuse(path, key, "a duplicate key", "each key once")
                 seen.append(key)
         return found
 

@@ -30,11 +30,11 @@ def parse(text: str, file: str | Path | None = None) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
-        refuse(file, where, error.problem or error.context or "cannot be read", "mend the YAML")
+        refuse(file, where, error.problem or error.context or "cannot be read", "correct the YAML")
     except yaml.reader.ReaderError as error:
         refuse(file, f"character {error.position}", f"U+{error.character:04X}", "remove the control character")
     except (yaml.YAMLError, ValueError, OverflowError, IndexError) as error:  # PyYAML on `"\UFFFFFFFF"`, `%YAML 1.` ...
-        refuse(file, None, f"cannot be read ({error})", "mend the YAML")
+        refuse(file, None, f"cannot be read ({error})", "correct the YAML")
 
 
 class _Composer:

@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, ranks: Ranks = AL
     settle(model)
     parameters = list(trainable(model))
     if not parameters:
-        refuse(None, "model", "every parameter is frozen", "leave requires_grad on where the training is to happen")
+        refuse(None, "model", "every parameter is frozen", "requires_grad on what is to be trained")
     scales = lr_scales(model, config.layer_decay)
     blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Block))
     members: dict[tuple[float, bool, bool, bool], list[tuple[str, Tensor]]] = {}

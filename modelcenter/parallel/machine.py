@@ -83,7 +83,7 @@ class Machine:
         if isinstance(self.recompute, bool):  # as it was said before there were three
             object.__setattr__(self, "recompute", "full" if self.recompute else "none")
         if self.deterministic and self.compile:
-            refuse(None, "deterministic", "true, with compile: compiled kernels are chosen by a clock", "one of the two")
+            refuse(None, "deterministic", "true, with compile: compiled kernels are chosen by timing", "one of the two")
         if isinstance(self.fsdp, str):
             object.__setattr__(self, "fsdp", self.left_over())
 

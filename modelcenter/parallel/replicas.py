@@ -33,7 +33,7 @@ def check_replicas(model: nn.Module, ranks: Ranks, step: int) -> None:
             k, group = different[0]
             more = len({k for k, _ in different}) - 1
             found = f"{who(group, table[:, k].tolist())}{f'; so in {more} other tensors' if more else ''}"
-            refuse(f"step {step}", tensors[k][0], found, "a state from before; then memory, links or a missed sum")
+            refuse(f"step {step}", tensors[k][0], found, "an earlier state to resume from; suspect memory, links or a missed sum")
 
 
 def held_alike(model: nn.Module, ranks: Ranks) -> Held:

@@ -64,7 +64,7 @@ def check_output(folder: Path, ranks: Ranks) -> None:
             shutil.rmtree(place, ignore_errors=True)
     if failed := [rank for rank, why in enumerate(said) if why]:
         found = f"{named(failed)} cannot write to {place.parent} ({said[failed[0]]})"
-        refuse(folder, "output_dir", found, "one folder of a file system that every machine has mounted there")
+        refuse(folder, "output_dir", found, "a folder of a file system that every machine mounts at that path")
 
 
 def unwritable(place: Path, ranks: Ranks) -> str:

@@ -67,7 +67,7 @@ def check(job: Job, machine: Machine) -> None:
     if not all(c.isascii() and (c.isalnum() or c == "-") for c in job.name) or job.name != job.name.lower().strip("-"):
         refuse(None, "name", repr(job.name), "small letters, digits and dashes between them")
     if job.kubernetes and job.name[0].isdigit():
-        refuse(None, "name", repr(job.name), "one that begins with a letter, as that of a Service has to")
+        refuse(None, "name", repr(job.name), "one that begins with a letter, as a Service's must")
     for key in ("time", "partition", "account", "memory"):  # lines of a script's head
         if any(not c.isprintable() or c.isspace() for c in getattr(job, key) or ""):
             refuse(None, key, repr(getattr(job, key)), "one word")

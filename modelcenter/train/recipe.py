@@ -182,7 +182,7 @@ class Recipe:
         if self.on_spike == "rollback" and self.save_steps is None:
             refuse(None, "on_spike", "rollback without save_steps", "give save_steps, or there is no state to go back to")
         if self.adapter.name != "none" and self.init == "random":
-            refuse(None, "adapter.name", f"{self.adapter.name} with init random", "an adapter stands on pretrained weights")
+            refuse(None, "adapter.name", f"{self.adapter.name} with init random", "an adapter needs pretrained weights")
         for key, value in self.config.items() if self.adapter.name != "none" else ():
             if not key.endswith("dropout"):  # which counts in training alone; an adapter's folder names its base, and no more of it
                 found = f"{value!r} with adapter.name {self.adapter.name}"
