@@ -295,7 +295,7 @@ def test_as_many_ranks_as_a_launcher_has_started(tmp_path: Path, monkeypatch: py
     file.write_text("fsdp: auto\nreplicate: 2\n")
 
     def made(*words: str, profile: Path | None = file) -> Machine:
-        return machine_of(Arguments(machine=str(profile) if profile else None), [f"machine.{word}" for word in words])
+        return machine_of(Arguments(settings=[f"machine.{word}" for word in words], machine=str(profile) if profile else None))
 
     with pytest.raises(InputError, match="fsdp: auto, and no launcher has said how many"):
         made()
