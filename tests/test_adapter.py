@@ -528,6 +528,28 @@ def test_adapters_on_a_mesh_equal_one_process(mesh: str, tmp_path: Path) -> None
     spawn(machine.ranks, spread, machine, folders, tmp_path)
 
 
+def partly(rank: int, folder: str, out: Path) -> None:
+    """An adapter on parts of matrices that others hold as one: DoRA writes the lengths of the other parts' rows, too."""
+    where = ({"fsdp": 2, "tensor_parallel": 2}, {"fsdp": 2, "replicate": 2}, {"replicate": 2, "tensor_parallel": 2}, {"fsdp": 4})
+    for quantize in ("none", "nf4", "int8"):
+        config = lora(name="dora", quantize=quantize, targets=("attn.q",))
+        mc.load(folder, dtype="fp32", adapter=config, seed=4).save_pretrained(alone := out / quantize)
+        for number, degrees in enumerate(where):
+            many = mc.load(folder, dtype="fp32", machine=mc.Machine(device="cpu", **degrees), adapter=config, seed=4)
+            many.save_pretrained(there := out / f"{quantize}-{number}")
+            found, wanted = (load_file(place / WEIGHTS) for place in (there, alone))
+            assert found.keys() == wanted.keys(), f"{quantize} {degrees}"
+            for name, tensor in wanted.items():
+                what = f"{quantize} {degrees} {name}"
+                torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0, msg=lambda m, w=what: f"{w}: {m}")
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+def test_parts_of_a_matrix_are_saved_on_a_mesh(tmp_path: Path) -> None:
+    mc.build("gpt2", config=WIDE, seed=3).save_pretrained(tmp_path / "model")
+    spawn(4, partly, str(tmp_path / "model"), tmp_path)
+
+
 def worded(rank: int, folders: dict[Case, str], out: Path) -> None:
     """New words come with an adapter onto a mesh, whose ranks each have a part of their rows, and are trained and saved there."""
     ids = torch.arange(100, 140).view(2, 20)

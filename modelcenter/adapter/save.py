@@ -121,11 +121,22 @@ def joined(model: "Model", site: Site, layers: Mapping[str, Adapted]) -> tuple[T
     magnitude = None
     if there[0].magnitude is not None:
         magnitude = site.rows.whole([
-            torch.linalg.vector_norm(model.get_submodule(name).weight.to(a.dtype), dim=1)
+            lengths(model.get_submodule(name).weight.to(a.dtype), model.shapes[f"{name}.weight"][0])
             if layer is None or layer.magnitude is None else whole(layer.magnitude)
             for name, layer in zip(site.ours, mine, strict=True)
         ])  # fmt: skip
     return a, site.rows.whole(parts), magnitude, there[0].scale
+
+
+def lengths(weight: Any, rows: int) -> Tensor:
+    """The lengths (rows) of the rows of a weight, of which this rank may have some: those of codes, which are cut in the order of
+    the tensor-parallel ranks, or of a DTensor."""
+    found = whole(torch.linalg.vector_norm(weight, dim=1))
+    if len(found) == rows:
+        return found
+    parts = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, found)
+    return torch.cat(parts[: rows // len(found)])  # the first of a mesh differ along its last dimension, tensor_parallel
 
 
 def short(names: list[str], all_sites: list[Site]) -> list[str]:
