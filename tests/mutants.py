@@ -697,7 +697,7 @@ MUTANTS = (
            "\"num_items_in_batch\": max(1, count_targets(batch, task)) * len(batches)}",
            "test_train.py::test_accumulation_equals_one_batch[2];test_parity_trainer.py::test_accumulation_changes_nothing[35];"
            "test_parity_trainer.py::test_what_transformers_makes_of_the_records[rows]"),
-    Mutant("mean-over-own-tokens", "train/session.py", "at.scale.value, targets, ranks,", "at.scale.value, None, ranks,",
+    Mutant("mean-over-own-tokens", "train/session.py", "scale, targets, ranks,", "scale, None, ranks,",
            "test_ranks.py::test_a_run_equals_one_process[fsdp2]"),
     Mutant("norm-of-one-shard", "parallel/ranks.py", "return both[:1], both[1]", "return squares, both[1]",
            "test_ranks.py::test_steps_equal_one_process[fsdp2]"),
@@ -881,6 +881,8 @@ MUTANTS = (
     Mutant("rounded-weights-trained", "optim/optimizers.py", "    settle(model)\n", "", "test_apply.py::test_a_forward_without_its_backward_rounds_no_weights"),
     Mutant("stream-begins-in-low-precision", "layers/embedding.py", "return out if autocast_dtype(out.device) is None else wide(out)",
            "return out", "test_apply.py::test_the_precision_of_the_stream"),
+    Mutant("loss-scale-of-a-share", "train/session.py", 'at.scale.value / ranks.shares if recipe.precision == "fp16" else 1.0',
+           "at.scale.value", "test_runs.py::test_the_loss_scale_is_that_of_any_number_of_shares"),
     Mutant("stream-in-fp16", "layers/norm.py", "return low if low == torch.bfloat16 else None", "return low",
            "test_apply.py::test_the_precision_of_the_stream"),
     Mutant("stream-stays-wide", "layers/norm.py", "return low if low == torch.bfloat16 else None", "return None",

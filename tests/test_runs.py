@@ -96,3 +96,21 @@ def test_a_run_on_a_machine(name: str, precision: str, alone: dict[str, Path], t
         shutil.rmtree(tmp_path / "out" / "model")
         spawn(2, run, run_of(tmp_path, **ODD), {"fsdp": 2})  # rows of its second half are written again
         same(tmp_path / "out", alone[precision], tolerance)
+
+
+def scaled(rank: int, recipe: Any, changes: dict[str, Any]) -> None:
+    loop.FIRST = 2.0**30  # type: ignore[attr-defined]
+    run(rank, recipe, changes)
+
+
+def test_the_loss_scale_is_that_of_any_number_of_shares(tmp_path: Path) -> None:
+    """It falls as often, and the same steps have no update, into however many shares the data is divided."""
+    some = {"precision": "fp16", "batch": 8, "micro_batch": 1, "max_steps": 16, "logging_steps": 1, "eval_steps": None,
+            "save_steps": None}  # fmt: skip
+    found = {}
+    for ranks in (2, 4):
+        (folder := tmp_path / str(ranks)).mkdir()
+        spawn(ranks, scaled, run_of(folder, **some), {"fsdp": ranks})
+        found[ranks] = [(row["skipped"], row["loss_scale"]) for row in told(folder / "out") if "loss" in row]
+    assert found[2] == found[4]
+    assert 2 < found[2][-1][0] < 15, "some overflow, and not all"

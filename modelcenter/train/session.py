@@ -110,11 +110,13 @@ class Session:
         if asked:  # one rank, and so all
             raise Stop
         told = self.progress.forward if not self.progress.steps else None
-        found, _ = accumulate(self.model, batches, task, self.compute, at.scale.value, targets, ranks, told, self.graphs)
+        # gradients are a mean over the shares, and each one's would be so much larger than in one process, and overflow sooner
+        scale = at.scale.value / ranks.shares if recipe.precision == "fp16" else 1.0
+        found, _ = accumulate(self.model, batches, task, self.compute, scale, targets, ranks, told, self.graphs)
         squares, found = ranks.verdict(self.optimizer.squares(ranks.copies), found)
         lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, self.setup.steps)
         known = soon(found)
-        norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, at.scale.value, squares)
+        norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, scale, squares)
         loss = known()
         overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
         if self.ema is not None and math.isfinite(norm):
