@@ -1210,6 +1210,8 @@ MUTANTS = (
            "test_train.py::test_a_run_among_its_own_data_is_refused", "InputError"),
     Mutant("evaluation-data-without-a-field", "train/prepare.py", "        check_fields(recipe, held_out)\n", "        pass\n",
            "test_train.py::test_a_field_that_is_not_there_is_named_before_anything_is_fetched[lm]"),
+    Mutant("an-objective-called-embed", "cli/evaluate.py", "if task not in objectives():", "if False:",
+           "test_evaluate.py::test_a_head_of_several_objectives_asks_for_one[embed-contrastive or similarity]"),
     Mutant("empty-texts-without-a-word", "data/encode.py", "if not (first or second):", "if False:",
            "test_data_objective.py::test_texts_that_nobody_filled_in_are_counted[True]", "Failed"),
     Mutant("half-a-pair-called-empty", "data/encode.py", "if not (first or second):", "if not (first and second):",

@@ -313,3 +313,19 @@ def test_every_objective_has_its_metrics() -> None:
     for name, objective in known.items():
         assert objective.name == name and objective.metrics
         assert all(set(METRICS[metric].of) & set(objective.of) for metric in objective.metrics)
+
+
+@pytest.mark.parametrize(("task", "said"), [("embed", "contrastive or similarity"), ("backbone", "NAME")])
+def test_a_head_of_several_objectives_asks_for_one(task: str, said: str, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    model = mc.build("bert-base-uncased", config={"layers": 1, "dim": 8, "heads": 2, "hidden": 8, "vocab": 9}, task="backbone")
+    model.save_pretrained(tmp_path / "model")
+    if task == "embed":
+        (tmp_path / "model" / "modules.json").write_text(json.dumps([
+            {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for n, (name, path) in enumerate((("Transformer", ""), ("Pooling", "1_Pooling")))]))  # fmt: skip
+        (tmp_path / "model" / "1_Pooling").mkdir()
+        pooling = {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True}
+        (tmp_path / "model" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    assert main(["evaluate", str(tmp_path / "model"), "data.path=a.jsonl"]) == 2
+    assert capsys.readouterr().err.endswith(f"model: objective: missing, of a model with the task '{task}'; give objective={said}\n")

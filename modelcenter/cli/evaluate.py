@@ -13,6 +13,7 @@ from ..checkpoint.files import ADAPTER
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.state import check_there
 from ..config import COMMAND_LINE, bind, names, packaged, says
+from ..data.objective import objectives
 from ..errors import refuse, refuse_missing
 from ..parallel.variable import variable
 from ..parallel.watch import PARENT, Watch
@@ -189,6 +190,9 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     if "objective" not in over:
         from ..create import load
 
-        over["objective"] = load(folder, device="meta").task
+        task = over["objective"] = load(folder, device="meta").task
+        if task not in objectives():
+            several = " or ".join(name for name, objective in objectives().items() if objective.task == task)
+            refuse(folder, "objective", f"missing, of a model with the task {task!r}", f"give objective={several or 'NAME'}")
     base = {"model": str(folder), "output_dir": "unused", "max_steps": 1, **over, "data": data}
     return bind(Recipe, base, COMMAND_LINE), machine_of(args)
