@@ -1202,6 +1202,8 @@ MUTANTS = (
            "test_data_read.py::test_rows_without_a_header[tsv]"),
     Mutant("a-label-that-nobody-trained", "data/objectives/classify.py", "{value!r}, which is no label that was trained", "{value!r}",
            "test_data_objective.py::test_more_refusals"),
+    Mutant("a-run-in-anothers-model", "train/folder.py", 'if not ran and folder.name == "model" and', "if False and",
+           "test_train.py::test_a_run_where_another_writes_its_model_is_refused", "Failed"),
     Mutant("a-run-among-its-data", "train/folder.py", "if recipe.data.format in MIXED and reads(", "if False and reads(",
            "test_train.py::test_a_run_among_its_own_data_is_refused", "Failed"),
     Mutant("a-run-among-data-of-another-format", "train/folder.py", "if recipe.data.format in MIXED and reads(", "if reads(",

@@ -328,4 +328,5 @@ def test_a_head_of_several_objectives_asks_for_one(task: str, said: str, tmp_pat
         pooling = {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True}
         (tmp_path / "model" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     assert main(["evaluate", str(tmp_path / "model"), "data.path=a.jsonl"]) == 2
-    assert capsys.readouterr().err.endswith(f"model: objective: missing, of a model with the task '{task}'; give objective={said}\n")
+    line = f"model: objective: missing, of a model with the task '{task}'; give objective={said}\n"
+    assert capsys.readouterr().err.endswith(line)

@@ -1384,6 +1384,15 @@ def test_a_run_among_its_own_data_is_refused(tmp_path: Path) -> None:
     check(tmp_path / ".runs" / "out", recipe_of(tmp_path, **{"data.path": rows}))
 
 
+def test_a_run_where_another_writes_its_model_is_refused(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    (tmp_path / "first").mkdir()
+    check(tmp_path / "first" / "model", recipe)
+    (tmp_path / "first" / "recipe.yaml").write_text(dump_yaml(to_dict(recipe)))
+    with pytest.raises(InputError, match=r"first/model: output_dir: where the run in .*first writes its model; a folder"):
+        check(tmp_path / "first" / "model", recipe)
+
+
 def test_half_a_file_of_a_run_that_was_killed_is_removed(tmp_path: Path) -> None:
     """What a small file was to become, and nothing else."""
     recipe = recipe_of(tmp_path)

@@ -65,6 +65,8 @@ def check(folder: Path, recipe: Recipe) -> None:
         refuse(folder, "output_dir", f"holds a run already ({ran[0]})", "resume=auto goes on; or another output_dir")
     if not ran and Path(recipe.model).expanduser().resolve() == folder.resolve():
         refuse(folder, "output_dir", "model names it, too", f"a folder of the run's own, such as runs/{folder.name}")
+    if not ran and folder.name == "model" and (folder.parent / RECIPE).exists():
+        refuse(folder, "output_dir", f"where the run in {folder.parent} writes its model", "a folder of the run's own")
     for key, path in (("data.path", recipe.data.path), ("data.eval_path", recipe.data.eval_path)):
         for one in [path] if isinstance(path, str) else path or ():
             if recipe.data.format in MIXED and reads(Path(one).expanduser(), folder):
