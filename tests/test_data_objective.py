@@ -116,6 +116,14 @@ def test_texts_that_nobody_filled_in_are_counted(bert: Tokenizer, train: bool) -
     assert len(examples) == 5 and examples.at(0, 1)[0].tolist() == [bert.cls_id, bert.sep_id, bert.sep_id]
 
 
+@pytest.mark.parametrize(("train", "use"), [(True, "taught to write nothing"), (False, "judged as they are")])
+def test_targets_that_nobody_filled_in_are_counted(bpe: Tokenizer, train: bool, use: str) -> None:
+    some = rows({"source": "a", "target": "b"}, {"source": "c", "target": ""}, {"source": "d", "target": ""})
+    with pytest.warns(UserWarning, match=rf"^2 of 3 targets \(target\) are empty: {use}$"):
+        examples = make_examples("seq2seq", some, bpe, DataConfig(seq_len=8), train=train)
+    assert examples.at(0, 1)[1].tolist() == [bpe.eos_id]
+
+
 def test_documents_are_parted_by_the_end_of_text(bpe: Tokenizer) -> None:
     with pytest.warns(UserWarning, match=r"^1 of 3 texts \(text\) are empty: left out of what is judged$"):
         blocks = make_examples("lm", documents("a b", "", "c"), bpe, DataConfig(seq_len=64), train=False)

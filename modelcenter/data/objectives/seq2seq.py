@@ -1,5 +1,6 @@
 """Sequence to sequence: a source and the target to be written of it."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -44,11 +45,16 @@ class Pairs(Sequences):
         wide, long = data.seq_len, data.target_len or data.seq_len
         sources = ((r, data.source_prefix + r.text(data.source_key, "data.source_key"), None) for r in records)
         targets = ((r, r.text(data.target_key, "data.target_key")) for r in records)
+        empty = 0
         for (ids, _), (_, target) in zip(read.encode_pairs(sources, wide), read.encode_all(targets), strict=True):
             if ids[-1:] != read.eos:
                 ids = ids[: wide - 1] + read.eos
             self.sources.append(ids)
             self.targets.append(target[: long - 1] + read.eos)
+            empty += not target
+        if empty:
+            use = "taught to write nothing" if read.train else "judged as they are"
+            warnings.warn(f"{empty:,} of {len(records):,} targets ({data.target_key}) are empty: {use}", stacklevel=2)
         self.size, self.lengths = wide + long, np.diff(self.sources.bounds) + np.diff(self.targets.bounds)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
