@@ -13,7 +13,6 @@ from ..checkpoint.files import ADAPTER
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.state import check_there
 from ..config import COMMAND_LINE, bind, names, packaged, says
-from ..data.objective import objectives
 from ..errors import refuse, refuse_missing
 from ..parallel.variable import variable
 from ..parallel.watch import PARENT, Watch
@@ -189,6 +188,7 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
         refuse(None, "objective", "missing", "an adapter does not say what it is for: give objective=...")
     if "objective" not in over:
         from ..create import load
+        from ..data.objective import objectives
 
         task = over["objective"] = load(folder, device="meta").task
         if task not in objectives():
