@@ -1335,7 +1335,7 @@ MUTANTS = (
            "test_layout.py::test_what_ranks_send_is_foreseen[2-families0]"),
     Mutant("copies-tell-each-other-nothing", "parallel/host.py", "int(machine.replicate > 1))", "0)",
            "test_layout.py::test_what_ranks_send_is_foreseen[2-families0]"),
-    Mutant("plan-without-hooks", "parallel/costs.py", "host.hooked(job.model, machine, forwards) + host.updated", "host.updated",
+    Mutant("plan-without-hooks", "parallel/costs.py", "host.hooked(self.parts, machine, forwards) + host.updated", "host.updated",
            "test_layout.py::test_a_host_with_more_to_do_than_its_device_sets_the_pace"),
     Mutant("all-ranks-for-fsdp", "parallel/machine.py", "return ranks // others", "return ranks",
            "test_launch.py::test_as_many_ranks_as_a_launcher_has_started"),

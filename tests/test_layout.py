@@ -404,7 +404,7 @@ def test_one_process_has_its_update_from_the_rehearsal_of_its_step(change: dict[
     wanted: dict[str, float] = {}
     for times, spent in ((1, costs.update(Machine())), (4 // rows, costs.timed(step, 1))):
         wanted = {what: wanted.get(what, 0.0) + times * seconds for what, seconds in spent.items()}
-    wanted["host"] += costs.called(host.updated(costs.job.model, Machine()))
+    wanted["host"] += costs.called(host.updated(costs.parts, Machine()))
     assert found.seconds == pytest.approx(together(wanted["compute"] + wanted["memory"], wanted["host"], True), rel=0.01)
 
 
@@ -414,7 +414,7 @@ def test_a_graph_leaves_little_to_the_host() -> None:
     costs = Costs(job, CHIPS["h200"])
     calls, graph = (costs.exact(Machine(cuda_graphs=graphs), 2) for graphs in (False, True))
     step = costs.rehearsed(1, "none", 2, 2, False)
-    least = costs.timed(step, 1, update=True)["host"] + costs.called(host.updated(gpt(), Machine()))
+    least = costs.timed(step, 1, update=True)["host"] + costs.called(host.updated(costs.parts, Machine()))
     assert graph.seconds < 0.4 * calls.seconds and graph.parts == calls.parts
     busy = sum(graph.spent[what] for what in ("compute", "memory"))
     assert graph.seconds == pytest.approx(together(busy, least + 2 * GRAPHED * costs.timed(step, 1)["host"], True), rel=0.01)
@@ -471,8 +471,9 @@ def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
         quick, late, alone = (one.exact(machine, 8 // machine.shares) for one in costs)
         assert quick.bottleneck == "host" and late.spent["host"] < 1e-6 * late.seconds
         assert alone.spent["host"] == pytest.approx(quick.host, rel=1e-6)
-        calls = host.hooked(gpt(), machine, 1) + host.cut(gpt(), machine)
-        calls += host.updated(gpt(), machine) - host.updated(gpt(), Machine())
+        parts = host.parts_of(gpt())
+        calls = host.hooked(parts, machine, 1) + host.cut(parts, machine)
+        calls += host.updated(parts, machine) - host.updated(parts, Machine())
         more = quick.seconds - plain.seconds
         assert more / fast.call == pytest.approx(calls, rel=0.1) and more > 0.4 * plain.seconds
 

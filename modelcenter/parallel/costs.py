@@ -22,7 +22,6 @@ from torch import nn
 from ..errors import refuse
 from ..layers import Attention
 from . import host
-from .blocks import blocks, units
 from .chips import Chip, together
 from .deep import Deep, rehearse_deep
 from .device import LOW
@@ -53,7 +52,7 @@ class Costs:
     def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool, records: bool = False) -> Deep:
         """A rehearsed step of `forwards` micro-batches, which are a CUDA graph if it `records`; if `shared`, one micro-batch with
         weights that other ranks send. Errors: `InputError` if tensor parallelism would cut heads in two."""
-        if odd := next((heads for heads in heads_of(self.job.model) if heads % tp), None):
+        if odd := next((heads for heads in self.heads if heads % tp), None):
             refuse(None, "tensor_parallel", f"{odd} heads over {tp} ranks", "a divisor of the heads")
         key = tp, recompute, rows, shared or forwards > 1, shared, records
         if key not in self.known:
@@ -72,6 +71,14 @@ class Costs:
             if p.is_floating_point():
                 kinds[p.dtype] += p.numel()
         return kinds.most_common(1)[0][0]
+
+    @cached_property
+    def heads(self) -> list[int]:
+        return heads_of(self.job.model)
+
+    @cached_property
+    def parts(self) -> host.Parts:
+        return host.parts_of(self.job.model)
 
     def sizes_of(self, tp: int) -> Sizes:
         return sizes_of(self.job.model, tp)
@@ -116,12 +123,12 @@ class Costs:
             step, parts = (recorded, more) if graphed else (step, parts)
         spent = dict(self.update(machine) if shared else self.timed(step, tp, update=True))  # which was rehearsed with its step
         one = dict(self.timed(step, tp, machine.compile))
-        one["host"] += self.called(host.cut(job.model, machine) + host.recomputed(job.model, machine), machine.compile)
+        one["host"] += self.called(host.cut(self.parts, machine) + host.recomputed(self.parts, machine), machine.compile)
         if graphed:
             one["host"] *= GRAPHED
         for what, seconds in one.items():
             spent[what] += forwards * seconds
-        spent["host"] += self.called(host.hooked(job.model, machine, forwards) + host.updated(job.model, machine))
+        spent["host"] += self.called(host.hooked(self.parts, machine, forwards) + host.updated(self.parts, machine))
         if shared:
             beside = max(one["compute"] + one["memory"], one["host"])
             for what, seconds in self.exchanged(machine, beside, forwards).items():
@@ -214,7 +221,7 @@ class Costs:
         whole, outside, _, _ = self.sizes(tp)
         gradients = self.lasting(tp)["gradients"]
         ratio = (self.low or self.own).itemsize / self.own.itemsize
-        inner, parts = len(blocks(self.job.model)), len(units(self.job.model)) + 1
+        inner, parts = self.parts.blocks, self.parts.units
         times = host.exchanges(machine, forwards)
         gathers = ((whole - outside, inner, times.blocks), (outside, parts - inner, times.outermost))  # bytes, in parts, so often
         itself = self.sums_itself(machine)

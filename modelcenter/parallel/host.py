@@ -41,29 +41,42 @@ def exchanges(machine: Machine, forwards: int) -> Exchanges:
                      int(machine.replicate > 1))
 
 
-def hooked(model: nn.Module, machine: Machine, forwards: int) -> float:
+class Parts(NamedTuple):
+    """What the host's work depends on in a model, counted."""
+
+    blocks: int
+    units: int  # that ranks send each other separately, what is left to the root among them
+    cut: int  # calls for the layers that tensor parallelism cuts
+    trained: int  # parameters
+
+
+def parts_of(model: nn.Module) -> Parts:
+    layers = [getattr(module, child) for module, child, _ in tables(model)]
+    cut = sum(CUT + OPERAND * len(list(layer.parameters(recurse=False))) for layer in layers if isinstance(layer, nn.Module))
+    return Parts(len(blocks(model)), len(units(model)) + 1, cut, sum(p.requires_grad for p in model.parameters()))
+
+
+def hooked(parts: Parts, machine: Machine, forwards: int) -> float:
     """Calls that FSDP adds to a step of `forwards` micro-batches."""
     if machine.shares == 1:
         return 0.0
-    inner, parts, times = len(blocks(model)), len(units(model)) + 1, exchanges(machine, forwards)
-    gathers = inner * times.blocks + (parts - inner) * times.outermost
-    return parts * (forwards * HOOKS + times.scatters * SCATTER + times.sums * SUM) + gathers * GATHER
+    times = exchanges(machine, forwards)
+    gathers = parts.blocks * times.blocks + (parts.units - parts.blocks) * times.outermost
+    return parts.units * (forwards * HOOKS + times.scatters * SCATTER + times.sums * SUM) + gathers * GATHER
 
 
-def recomputed(model: nn.Module, machine: Machine) -> float:
+def recomputed(parts: Parts, machine: Machine) -> float:
     """Calls that recompute adds to a micro-batch, besides those that are made again."""
-    return len(blocks(model)) * RECOMPUTED[str(machine.recompute)]
+    return parts.blocks * RECOMPUTED[str(machine.recompute)]
 
 
-def cut(model: nn.Module, machine: Machine) -> float:
+def cut(parts: Parts, machine: Machine) -> float:
     """Calls that tensor parallelism adds to a micro-batch."""
     if machine.tensor_parallel == 1:
         return 0.0
-    parts = [getattr(module, child) for module, child, _ in tables(model)]
-    each = sum(CUT + OPERAND * len(list(part.parameters(recurse=False))) for part in parts if isinstance(part, nn.Module))
-    return each * (SEQUENCE if machine.sequence_parallel else 1) * (1 + AGAIN * (machine.recompute != "none"))
+    return parts.cut * (SEQUENCE if machine.sequence_parallel else 1) * (1 + AGAIN * (machine.recompute != "none"))
 
 
-def updated(model: nn.Module, machine: Machine) -> float:
+def updated(parts: Parts, machine: Machine) -> float:
     """Calls of an update, besides those of its kernels."""
-    return sum(p.requires_grad for p in model.parameters()) * (UPDATED if machine.ranks == 1 else SHARDED)
+    return parts.trained * (UPDATED if machine.ranks == 1 else SHARDED)
