@@ -559,7 +559,7 @@ MUTANTS = (
     Mutant("adapter-rows-head-by-head-forgotten", "adapter/save.py", "return a, site.rows.whole(parts), magnitude",
            "return a, torch.cat(parts), magnitude", "test_adapter.py::test_peft_computes_the_same[bloom-default-lm-lora]"),
     Mutant("a-base-rounded-before-its-adapter", "cli/convert.py", "load(asked.adapter)  #", "load(asked.adapter, dtype=asked.dtype)  #",
-           "test_adapter.py::test_a_merge_in_low_precision_is_the_merge_rounded[nf4]"),
+           "test_adapter.py::test_a_merge_in_low_precision_is_the_merge_rounded[none]"),
     Mutant("a-mean-of-rounded-parts", "cli/convert.py", "soup(map(load, folders), kind)",
            "soup((load(folder, dtype=asked.dtype) for folder in folders), kind)", "test_soup.py::test_a_mean_is_rounded_once"),
     Mutant("adapter-on-a-base-that-nobody-has", "train/recipe.py", '            if not key.endswith("dropout"):  # which', "            if False:  # which",

@@ -159,6 +159,9 @@ def test_generate_takes_none_for_an_argument_of_theirs() -> None:
     assert gpt().generate(ids, **empty, max_new_tokens=1).shape == (1, 4)
     with pytest.raises(mc.InputError, match=r"^generate\(nobody\): no such argument"):
         gpt().generate(ids, nobody=[])
+    assert gpt().generate(ids, logits_warper=[], max_new_tokens=1).shape == (1, 4)
+    with pytest.raises(mc.InputError, match=r"^generate\(logits_warper\)"):
+        gpt().generate(ids, logits_warper=[transformers.TemperatureLogitsWarper(0.5)])
 
 
 def test_a_config_of_modelcenter_is_understood() -> None:
