@@ -167,7 +167,7 @@ def load(
             fill_all(model, weights, adapters, group, *begun)
         if saved is None:
             measure(model)
-        model.companions = companions(path if saved is None else saved.folder)
+        model.companions = companions(path) if saved is None else companions(saved.folder, path)
         model.revision = source.revision
         model.source = source.told
     return model.eval()

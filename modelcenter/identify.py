@@ -15,14 +15,15 @@ import torch
 
 from .adapter.attach import LABELLED
 from .adapter.config import AdapterConfig
-from .adapter.folder import CONFIG, is_adapter
+from .adapter.folder import is_adapter
 from .adapter.read import Saved, read_adapter
 from .checkpoint import hub
 from .checkpoint.config import changed
+from .checkpoint.files import check_base
 from .checkpoint.folder import Folder
 from .checkpoint.match import Keys, same
 from .checkpoint.sentence import BESIDE
-from .errors import nearest, refuse, refuse_missing
+from .errors import nearest, refuse
 from .model import Model, Preset, Task
 from .registry import families, hubs, presets
 
@@ -61,9 +62,7 @@ def find(name: str | PathLike[str], revision: str | None, local_files_only: bool
         if adapter is not None:
             refuse(path, "adapter", "the folder holds one", "merge it first (modelcenter merge), or load it as it is")
         name, revision = saved.base, saved.revision
-        if Path(name).is_absolute() and not Path(name).is_dir():
-            wanted = "the folder where its base is now, written there, or a hub id"
-            refuse_missing(path / CONFIG, "base_model_name_or_path", f"{name}, which is not there", wanted)
+        check_base(path, name)
         path = resolve(name, revision=revision)
     return Source(name, path, revision, presets().get(str(name), (None, None))[1], saved)
 

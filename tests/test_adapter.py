@@ -25,6 +25,7 @@ from modelcenter.__main__ import main
 from modelcenter.adapter.attach import sites
 from modelcenter.adapter.folder import CONFIG, TASK_TYPES, WEIGHTS
 from modelcenter.checkpoint.load import put
+from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.layers import Linear, NF4Linear
 from modelcenter.layers.adapter import adapted
 from modelcenter.layers.quantized import QuantizedLinear
@@ -836,3 +837,31 @@ def test_a_base_of_a_revision_is_asked_for_again(tmp_path: Path, monkeypatch: py
     again = mc.load(tmp_path / "a")
     assert asked == [("someone/base", "v1"), (str(tmp_path / "a"), None), ("someone/base", "v1")]
     assert (again.source, again.revision) == ("someone/base", "v1")
+
+
+def test_what_peft_leaves_with_the_base_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tokenizer and options of generation; a tokenizer beside the adapter counts alone."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(zoo.reference(GPT)[1], base)
+    ours = CharTokenizer.train(["the fox"])
+    ours.save(base)
+    (base / "vocab.txt").write_text("of another\n")
+    (base / "generation_config.json").write_text('{"max_new_tokens": 3}')
+    make_in_peft(GPT, adapter, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    (adapter / CONFIG).write_text(json.dumps(json.loads((adapter / CONFIG).read_text()) | {"base_model_name_or_path": str(base)}))
+    found = mc.load_tokenizer(adapter)
+    assert found.encode("fox the") == ours.encode("fox the")
+    assert main(["generate", str(adapter), "the"]) == 0 and len(capsys.readouterr().out.strip()) <= 6
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 0
+    assert mc.load_tokenizer(tmp_path / "merged").encode("fox the") == ours.encode("fox the")
+    assert (tmp_path / "merged" / "generation_config.json").exists()
+    CharTokenizer.train(["another one"]).save(adapter)
+    mc.merge_adapter(mc.load(adapter)).save_pretrained(tmp_path / "own")
+    assert mc.load_tokenizer(tmp_path / "own").vocab_size == mc.load_tokenizer(adapter).vocab_size != ours.vocab_size
+    assert not (tmp_path / "own" / "vocab.txt").exists() and (tmp_path / "own" / "generation_config.json").exists()
+
+
+def test_the_tokenizer_of_a_base_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(mc.InputError, match=r"base_model_name_or_path: .*gone, which is not there; the folder where"):
+        mc.load_tokenizer(tmp_path)

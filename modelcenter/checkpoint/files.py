@@ -95,6 +95,13 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     refuse_missing(folder, None, found, " or ".join(WEIGHTS))
 
 
+def check_base(adapter: Path, base: str) -> None:
+    """Refuse a base that an adapter's folder names by a path where nothing is."""
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        wanted = "the folder where its base is now, written there, or a hub id"
+        refuse_missing(adapter / ADAPTER[0], "base_model_name_or_path", f"{base}, which is not there", wanted)
+
+
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of config.json. A model with code of its own, or saved quantised, is refused. Errors: `InputError`."""
     path = Path(folder) / "config.json"

@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "chat_template.jinja",
-    "generation_config.json",
+    GENERATION := "generation_config.json",
 )  # fmt: skip
 
 
-def companions(folder: Path) -> dict[str, bytes]:
-    """The tokenizer and generation files of a folder, which travel with the weights."""
-    return {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+def companions(folder: Path, base: Path | None = None) -> dict[str, bytes]:
+    """The tokenizer and generation files of a folder, which travel with the weights. What an adapter's folder lacks is its base's:
+    the options of generation, and the tokenizer, whose files are taken from one folder alone."""
+    own = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+    under = companions(base) if base is not None else {}
+    return {name: data for name, data in under.items() if name == GENERATION or own.keys() <= {GENERATION}} | own
 
 
 def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str | int) -> None:

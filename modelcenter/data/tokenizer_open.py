@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from ..checkpoint.files import ADAPTER, check_base
 from ..checkpoint.hub import fetch
 from ..checkpoint.state import check_there
 from ..checkpoint.strict_json import read_json
@@ -37,7 +38,7 @@ BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "Mob
 GPT2_CLASSES = ("GPT2Tokenizer",)
 JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
 FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model",
-         "chat_template.jinja", "config.json"]
+         "chat_template.jinja"]
 
 
 def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
@@ -60,11 +61,12 @@ def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | Non
     """Load the tokenizer of a folder, a preset or a hub id; of the latter two only the tokenizer's files are downloaded.
 
     `presets`: names that stand for hub ids; absent, those of the families. Errors: `InputError` for a name that is neither, and for
-    a tokenizer whose files are missing, broken or of an unknown kind.
+    a tokenizer whose files are missing, broken or of an unknown kind. Of an adapter without one it is its base's.
     """
     folder = Path(name).expanduser()  # which wins over a preset of its name, as for the weights
     if not folder.is_dir():
         folder = _fetch(str(name), presets)
+    folder = _of_base(folder, presets)
     config = _optional(folder / "tokenizer_config.json")
     found = _found(folder, config)
     found.chat_template = _chat_template(folder, config)
@@ -151,7 +153,7 @@ def _from_bpe(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> To
 
 
 def _from_transformers(folder: Path) -> Tokenizer:
-    if not any(f.is_file() and fnmatchcase(f.name, kind) for f in folder.iterdir() for kind in FILES[:-1]):
+    if not _held(folder):
         wanted = "a folder with tokenizer.json; a recipe takes another's by tokenizer=NAME"
         refuse_missing(folder, None, "no tokenizer file in it", wanted)
     try:
@@ -246,7 +248,25 @@ def _fetch(name: str, presets: Mapping[str, str | None] | None) -> Path:
         from ..registry import hubs  # every family, and torch
 
         presets = hubs()
-    return fetch(name, FILES, presets)
+    return fetch(name, [*FILES, "config.json", ADAPTER[0]], presets)
+
+
+def _of_base(folder: Path, presets: Mapping[str, str | None] | None) -> Path:
+    """The folder of the base, where this one holds an adapter and no tokenizer, as peft leaves it; any other as it is."""
+    if _held(folder) or not (folder / ADAPTER[0]).is_file():
+        return folder
+    said = read_json(folder / ADAPTER[0])
+    base = said.get("base_model_name_or_path") if isinstance(said, dict) else None
+    if not isinstance(base, str) or not base:
+        return folder  # which is refused as the model, or as a folder without a tokenizer
+    check_base(folder, base)
+    there = Path(base).expanduser()
+    return there if there.is_dir() else _fetch(base, presets)
+
+
+def _held(folder: Path) -> bool:
+    """Whether a folder holds any file of a tokenizer."""
+    return any(f.is_file() and fnmatchcase(f.name, kind) for f in folder.iterdir() for kind in FILES)
 
 
 def _special(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> dict[str, str]:
