@@ -283,6 +283,19 @@ def test_a_dot_goes_into_a_field() -> None:
             row.text(key, "o")
 
 
+def test_dots_go_into_fields_of_fields() -> None:
+    row = Record({"doc": {"body": {"text": "deep"}, "a.b": {"c": "dotted"}, "n": [1]}}, "f", 3)
+    assert row.text("doc.body.text", "o") == "deep" and row.text("{doc.a.b.c}", "o") == "dotted"
+    for key, said in {
+        "text": r"no field 'text'; known: doc.a.b.c, doc.body.text, doc.n \(o",
+        "doc": r"; text, such as doc.body.text \(o names",
+        "doc.body": r"; text, such as doc.body.text \(o names",
+        "doc.body.text.x": "no field 'doc.body.text.x'; did you mean 'doc.body.text'",
+    }.items():
+        with pytest.raises(InputError, match=said):
+            row.text(key, "o")
+
+
 def test_a_long_text_is_documents_that_end_with_a_line(tmp_path: Path) -> None:
     lines = [f"{k} é {'x' * (k % 5000)}\n" for k in range(4500)]
     file = write(tmp_path / "long.txt", text := "\ufeff" + "".join(lines))

@@ -31,13 +31,10 @@ class Record:
     unit: str = "line"  # what `line` counts: a table has rows
 
     def get(self, key: str, option: str) -> Any:
-        """The field `key`, or `outer.inner` inside a field that is a mapping. `option` is the recipe's key that named it. A record
-        without it is refused."""
-        if key in self.fields:
-            return self.fields[key]
-        outer, _, inner = key.partition(".")
-        if isinstance(within := self.fields.get(outer), dict) and inner in within:
-            return within[inner]
+        """The field `key`, or `outer.inner` inside a field that is a mapping, to any depth. `option` is the recipe's key that named
+        it. A record without it is refused."""
+        for value in reached(self.fields, key):
+            return value
         other = next((what for names, what in ROWS.items() if self.fields.keys() >= {*names}), None)
         told = f"; such rows are for {other}" if other and option in ("data.text_key", "data.messages_key") else ""
         whole = nearest(key, self.fields)  # a field before what is in one: answers as a whole are wanted
@@ -50,8 +47,7 @@ class Record:
 
     def names(self) -> list[str]:
         """The names by which a key may ask for its fields."""
-        inside = {name: [f"{name}.{n}" for n in value] if isinstance(value, dict) else [] for name, value in self.fields.items()}
-        return [name for outer, names in inside.items() for name in names or [outer]]
+        return list(dotted(self.fields))
 
     def text(self, key: str, option: str) -> str:
         """The field `key`, which must be text. If `key` is not a field, it is a text that names fields in braces."""
@@ -59,7 +55,7 @@ class Record:
             return FIELD.sub(lambda field: self.text(field[1], option), key)
         value = self.get(key, option)
         if not isinstance(value, str):
-            inside = f", such as {key}.{next(iter(value))}" if isinstance(value, dict) and value else ""
+            inside = f", such as {next(dotted(value, f'{key}.'))}" if isinstance(value, dict) and value else ""
             found = json.dumps(value, default=str, ensure_ascii=False)[:60]
             self.refuse(f"{key} is {found}", f"text{inside} ({option} names the field)")
         try:
@@ -75,6 +71,24 @@ class Record:
     def place(self, offset: int = 0) -> str:
         """Where it stands in its file: the line, or, of a document, a character, `offset` counted from its start."""
         return f"character {self.start + offset}" if self.line is None else f"{self.unit} {self.line}"
+
+
+def reached(fields: dict[str, Any], key: str) -> Iterator[Any]:
+    """What `key` names: a field, or, at a dot, one of a field that is a mapping; names may have dots themselves."""
+    if key in fields:
+        yield fields[key]
+    for dot in (place for place, letter in enumerate(key) if letter == "."):
+        if isinstance(within := fields.get(key[:dot]), dict):
+            yield from reached(within, key[dot + 1 :])
+
+
+def dotted(fields: dict[str, Any], before: str = "") -> Iterator[str]:
+    """The names of fields, those of what is in mappings behind dots; below the fourth dot they are not listed."""
+    for name, value in fields.items():
+        if isinstance(value, dict) and value and before.count(".") < 4:
+            yield from dotted(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}"
 
 
 class ClassName(str):
