@@ -1,8 +1,10 @@
 """Records: every format, gzipped or not, and a refusal by file and line for what is not one."""
 
 import gzip
+import io
 import json
 import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,26 @@ def write(file: Path, content: str | bytes) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(gzip.compress(data) if file.suffix == ".gz" else data)
     return file
+
+
+def tarred(kind: int) -> bytes:
+    """An archive of a text, which is UTF-8 as a whole."""
+    with io.BytesIO() as out:
+        with tarfile.open(fileobj=out, mode="w", format=kind) as archive:
+            archive.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
+        return out.getvalue()
+
+
+@pytest.mark.parametrize("name, kind", [("a.tar", tarfile.GNU_FORMAT), ("a.tar.gz", tarfile.PAX_FORMAT)])
+def test_an_archive_is_no_text(tmp_path: Path, name: str, kind: int) -> None:
+    with pytest.raises(InputError, match="byte 257: a tar archive; the files in it: tar -xf unpacks them"):
+        read_records(str(write(tmp_path / name, tarred(kind))))
+
+
+def test_a_text_that_is_no_archive(tmp_path: Path) -> None:
+    """Mustard where an archive says that it is one, and a text that ends there."""
+    for text in (f"{'m' * 257}ustard is a plant", "m" * 257 + "u", "m" * 257):
+        assert [r.fields["text"] for r in read_records(str(write(tmp_path / "a.txt", text)))] == [text]
 
 
 @pytest.mark.parametrize("name, content", [
@@ -193,7 +215,8 @@ def test_eval_path_wins(tmp_path: Path) -> None:
     ("b.txt.gz", b"0123456\n" * (5 << 20), "grew over 100-fold"),
     ("a.jsonl", gzip.compress(b'{"text": "a"}\n', mtime=0), r"a\.jsonl: byte 0: gzip data; UTF-8 text \(or \.gz"),
     ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04\x00\x41", "byte 0: zstd data"),
-    ("a.csv", "a,b\n1,2\n".encode("utf-16"), "byte 0: UTF-16 data"),
+    ("a.csv", "a,b\n1,2\n".encode("utf-16"), "byte 0: UTF-16 data; UTF-8 text, which iconv -f utf-16 -t utf-8 makes of it"),
+    ("a.arrow", b"\xff\xff\xff\xff\x10\0\0\0", "byte 0: Arrow data; the folder that save_to_disk has written"),
 ])
 def test_refusals(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     file = write(tmp_path / name, content)

@@ -19,7 +19,9 @@ from ..errors import refuse, refuse_missing
 CHUNK = 4 << 20  # bytes read at once where a file is gone through
 LONGEST_LINE = 16 << 20  # bytes; beyond it a file is binary or hostile
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip",
-          b"PAR1": "parquet", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # fmt: skip
+          b"PAR1": "parquet", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\xff\xff\xff\xff": "Arrow"}  # fmt: skip
+REMEDIES = {"UTF-16": "UTF-8 text, which iconv -f utf-16 -t utf-8 makes of it", "Arrow": "the folder that save_to_disk has written"}
+TAR = 257, (b"ustar\x0000", b"ustar  \0")  # where an archive of uncompressed text, which is UTF-8 too, says what it is
 EXPANSION = 100  # a .gz that grows by more is a bomb: text rarely compresses by more than ten
 
 
@@ -34,6 +36,8 @@ class Source:
             self.size = os.fstat(self.fd).st_size
         except OSError as e:
             refuse_missing(file, None, f"cannot be read ({e.strerror})", "a readable file")
+        if self.size > TAR[0] and self.read(TAR[0], min(TAR[0] + 8, self.size)) in TAR[1]:
+            refuse(file, f"byte {TAR[0]}", "a tar archive", "the files in it: tar -xf unpacks them")
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes of [start, stop), which must be there."""
@@ -72,7 +76,8 @@ class Source:
             text = data.decode()
         except UnicodeDecodeError as e:
             if start == 0 and (kinds := [kind for mark, kind in PACKED.items() if data.startswith(mark)]):
-                refuse(self.file, "byte 0", f"{kinds[0]} data", "UTF-8 text (or .gz, or .parquet, under these names)")
+                wanted = REMEDIES.get(kinds[0], "UTF-8 text (or .gz, or .parquet, under these names)")
+                refuse(self.file, "byte 0", f"{kinds[0]} data", wanted)
             first = data.rfind(b"\n", 0, e.start) + 1
             if line is None:
                 line = 1 + data.count(b"\n", 0, e.start) + sum(
