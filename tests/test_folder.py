@@ -355,6 +355,21 @@ def test_folder_refused(tmp_path):
         Folder(tmp_path)
 
 
+def test_the_folder_of_trainer_says_which_model_is_its_newest(tmp_path):
+    for name in ("900", "1000", "1500", "last"):
+        (tmp_path / f"checkpoint-{name}").mkdir()
+        if name != "1500":
+            (tmp_path / f"checkpoint-{name}" / "config.json").write_text("{}")
+    with pytest.raises(MissingError, match=r": no weights; the newest model that Trainer has left there is \S+/checkpoint-1000$"):
+        Folder(tmp_path)
+
+
+def test_weights_without_a_config(tmp_path):
+    write(tmp_path, "single", {"w": torch.ones(1)})
+    with Folder(tmp_path) as folder, pytest.raises(MissingError, match=r"config.json: no such file; the model's config.json"):
+        folder.config  # noqa: B018
+
+
 def test_a_training_state_is_no_model(tmp_path):
     write(tmp_path, "single", {"w": torch.ones(1)})
     (tmp_path / "manifest.json").write_text("{}")

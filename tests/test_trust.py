@@ -236,6 +236,7 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "output_dir is the model's": ({"model": "gpt2", "output_dir": "./gpt2"}, "gpt2: output_dir: model names it, too; a folder "),
     "output_dir holds a run": ({"output_dir": "ran", "resume": "never"}, "ran: output_dir: holds a run already"),
     "another recipe": ({"output_dir": "ran", "resume": "auto", "seed": "7"}, "recipe.yaml: "),
+    "a checkpoint of Trainer to go on from": ({"resume": "checkpoint-4"}, "checkpoint-4: resume: a checkpoint of Trainer; model"),
     "no state to go on from": ({"resume": "gpt2"}, "gpt2: resume: no valid training state"),
 }  # fmt: skip
 TRAINING_FILES = {"empty.txt": b"", "bad.txt": b"fine\nbad\xff\n", "long.txt": b"x" * (2**24 + 1), "z.txt": b"the cat Z",
@@ -256,6 +257,8 @@ def test_training(case: str, here: Path, capfd: pytest.CaptureFixture[str]) -> N
     if changes.get("output_dir") == "ran":
         (here / "ran" / "step-3").mkdir(parents=True)
         (here / "ran" / "recipe.yaml").write_text("model: gpt2\noutput_dir: ran\nmax_steps: 1\ndata: {path: a.txt}\n")
+    (here / "checkpoint-4").mkdir()
+    (here / "checkpoint-4" / "trainer_state.json").write_text("{}")
     refused(command(**changes), found, here, capfd)
 
 
@@ -288,7 +291,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {  # case: command, what is said
     "onto a file": (["convert", "gpt2", "a.txt"], "a.txt: exists; a new folder, or an empty one"),
     "a revision of a folder": (["convert", "gpt2", "out", "revision=x"], "gpt2: revision: 'x' of a local folder"),
     "beyond the positions": (["generate", "gpt2", "the cat", "max_new_tokens=26"], "26 after a prompt of 7 tokens; at most 25"),
-    "a prompt beyond them": (["generate", "gpt2", "a" * 40], "after a prompt of 40 tokens; a shorter prompt"),
+    "a prompt beyond them": (["generate", "gpt2", "a" * 40], "after a prompt of 40 tokens; a shorter prompt: the model has 32 pos"),
     "a character unknown": (["generate", "gpt2", "Zebra"], "character 0: 'Z' is not in the vocabulary"),
     "a model that fills gaps": (["generate", "bert", "the"], "a model with the task 'mlm'; one that predicts the next"),
     "a ban of nothing": (["generate", "gpt2", "a", "bad_words_ids=[[3], []]"], "bad_words_ids: an empty sequence, which is every"),

@@ -92,6 +92,9 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     found = f"no weights, only {', '.join(others)}" if others else "no weights"
     if (folder / "model" / "config.json").is_file() or (folder / "model" / ADAPTER[0]).is_file():  # a run's
         refuse_missing(folder, None, found, f"what was trained there is {folder / 'model'}")
+    if states := [s for s in folder.glob("checkpoint-*") if (s / "config.json").is_file() and s.name[11:].isdecimal()]:
+        newest = max(states, key=lambda state: int(state.name[11:]))
+        refuse_missing(folder, None, found, f"the newest model that Trainer has left there is {newest}")
     refuse_missing(folder, None, found, " or ".join(WEIGHTS))
 
 
@@ -111,6 +114,8 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not os.path.lexists(path) and (path.parent / "training_args.bin").is_file():
         wanted = "model.load_state_dict(safetensors.torch.load_file(...)) of the model that was trained, then its save_pretrained"
         refuse_missing(folder, None, "Trainer's weights, by names of ours; no config.json", wanted)
+    if not os.path.lexists(path):  # as accelerate saves weights
+        refuse_missing(path, None, "no such file", "the model's config.json, which its save_pretrained writes beside the weights")
     check_inside(path)
     config = read_json(path)
     if not isinstance(config, dict):

@@ -43,7 +43,8 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
     return when the folder is complete. Errors: `InputError`, on all ranks if on one."""
     parameters = dict(model.named_parameters())
     if missing := sorted(model.shapes.keys() - parameters.keys()):
-        refuse(None, missing[0], "not a parameter", "a model with whole weights: a quantised layer's linear() gives them back")
+        wanted = "a model with whole weights: a quantised layer's linear(), prune.remove or remove_parametrizations gives them back"
+        refuse(None, missing[0], "not a parameter", wanted)
     kind = next(p.dtype for p in parameters.values())
     kinds = {e.theirs: reduce(torch.promote_types, (parameters[name].dtype for name in e.ours))
              for e in names.entries(model.shapes, bare=model.bare)}  # fmt: skip

@@ -179,5 +179,5 @@ def check_ids(model: "Model", ids: Tensor, new: int) -> None:
     positions = ids.size(1) + new if table is None else len(table.weight)
     room = positions - ids.size(1)
     if new > room:
-        wanted = f"at most {room}: the model has {positions} positions" if room > 0 else "a shorter prompt"
+        wanted = f"{f'at most {room}' if room > 0 else 'a shorter prompt'}: the model has {positions} positions"
         refuse(None, "max_new_tokens", f"{new} after a prompt of {ids.size(1)} tokens", wanted)

@@ -150,6 +150,9 @@ def found_start(resume: str, folder: Path) -> Path | None:
     found = find_state(source)
     if found is None and resume != "auto":
         check_there(source)
+        if (source / "trainer_state.json").is_file():
+            wanted = f"model={source}, which begins with its weights; its optimizer and its place in the data are not read"
+            refuse_missing(source, "resume", "a checkpoint of Trainer", wanted)
         refuse_missing(source, "resume", "no valid training state", "a run's folder, a step-N in one, auto or never")
     if found is None and (broken := [path.name for path in steps(folder)]):
         refuse(folder, "resume", f"auto, and {', '.join(broken[:3])} broken, as said above", "move them away to begin again")
