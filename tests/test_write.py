@@ -10,6 +10,7 @@ import signal
 import time
 import warnings
 import weakref
+from threading import Event
 
 import numpy
 import pytest
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from test_folder import sample
 
 from modelcenter.checkpoint import atomic
+from modelcenter.checkpoint import save as whole
 from modelcenter.checkpoint.atomic import atomic_write, check_space, commit_folder, staging
 from modelcenter.checkpoint.folder import DTYPES, Folder, raw
 from modelcenter.checkpoint.strict_json import read_json
@@ -507,3 +509,17 @@ def test_check_space(tmp_path):
     check_space(tmp_path / "not/yet/there", 1)
     with pytest.raises(InputError, match=r"there: .*B free, 1000000000 GB needed"):
         check_space(tmp_path / "there", 10**18)
+
+
+def test_one_process_that_saves_alone_says_that_it_waits(tmp_path, monkeypatch):
+    """As behind `if rank == 0`: the others never come to the first exchange."""
+    told, here = Event(), []
+    monkeypatch.setattr(whole, "PATIENCE", 0.0)
+    monkeypatch.setattr(whole, "tell", lambda text: (here.append(text), told.set()))
+
+    class Alone:
+        def tell(self, text, device):
+            assert told.wait(30) or text == "+", text
+
+    whole.lead(Alone(), torch.device("cpu"), lambda temp, files: None, lambda write: write(tmp_path, {}))
+    assert here == ["modelcenter: warning: save_pretrained waits for the other processes; each of them calls it"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
 from ..checkpoint.load import whole
-from ..checkpoint.save import config_json
+from ..checkpoint.save import awaited, config_json
 from ..checkpoint.write import Item, write_shard
 from ..errors import refuse
 from ..layers.adapter import Adapted, adapted, current_names
@@ -49,7 +49,8 @@ def save_adapter(model: "Model", folder: Path) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         write(folder, tensors, files, {"format": "pt"} | ({"quantize": config.quantize} if config.quantize != "none" else {}))
     if dist.is_initialized():
-        dist.barrier()
+        with awaited():
+            dist.barrier()
 
 
 def low_rank(model: "Model") -> tuple[dict[str, Tensor], dict[str, tuple[int, float]]]:

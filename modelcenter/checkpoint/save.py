@@ -2,15 +2,17 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ..errors import InputError, refuse
+from ..errors import InputError, refuse, tell
 from ..names import Names
 from .atomic import disk_errors, write_new
 from .config import write as keys_of
@@ -28,6 +30,9 @@ COMPANIONS = (
     "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "chat_template.jinja",
     GENERATION := "generation_config.json",
 )  # fmt: skip
+
+
+PATIENCE = 30.0  # seconds after which a process that waits for the others says so
 
 
 def companions(folder: Path, base: Path | None = None) -> dict[str, bytes]:
@@ -90,7 +95,8 @@ def lead(group: Group, device: torch.device, write_all: Callable[[Path, Mapping[
         for name, header, _, size in layout(files):
             write_new(temp / name, [header])
             os.truncate(temp / name, size)
-        group.tell(f"+{temp}", device)
+        with awaited():
+            group.tell(f"+{temp}", device)
         waited_for = False  # an error is everybody's by itself
         write_all(temp, files)
         waited_for = True
@@ -102,6 +108,18 @@ def lead(group: Group, device: torch.device, write_all: Callable[[Path, Mapping[
             group.tell(f"-{error}", device)
         raise
     group.tell("+", device)
+
+
+@contextmanager
+def awaited() -> Iterator[None]:
+    """Say what is waited for if that takes long: behind `if rank == 0`, where other libraries want it, it waits for ever."""
+    said = Timer(PATIENCE, tell, ["modelcenter: warning: save_pretrained waits for the other processes; each of them calls it"])
+    said.daemon = True
+    said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
 
 
 def word(group: Group, device: torch.device) -> str:
