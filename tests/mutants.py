@@ -104,6 +104,8 @@ MUTANTS = (
            "test_adapter.py::test_what_peft_leaves_with_the_base_is_found_there", "MissingError"),
     Mutant("a-tokenizer-s-base-gone", "data/tokenizer_open.py", "    check_base(folder, base)\n", "",
            "test_adapter.py::test_the_tokenizer_of_a_base_that_is_gone"),
+    Mutant("a-folder-judged-as-a-recipe", "cli/evaluate.py", "            check_model(str(folder))  # which", "            pass  # which",
+           "test_cli.py::test_refused[evaluate .]"),
     Mutant("a-save-that-waits-in-silence", "checkpoint/save.py", "    said.start()\n", "",
            "test_write.py::test_one_process_that_saves_alone_says_that_it_waits"),
     Mutant("tokenizers-of-two-folders", "checkpoint/save.py", "or own.keys() <= {GENERATION}", "or True",

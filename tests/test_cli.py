@@ -49,6 +49,7 @@ REFUSED = [  # the command, how its one line goes on
     (("plan", "finetune", *DATA, "machine.device=cpu", "packing=true", "fsdp=2"), "command line: fsdp: unknown key; "),
     (("plan", "finetune", *DATA, "batch=0"), "command line: batch: 0; an integer at least 1"),
     (("launch", "finetune", *DATA, "--slurm", "nodes=0"), "command line: nodes: 0; an integer at least 1"),
+    (("evaluate", "."), ".: no weights; "),
     (("copy", "absent.yaml"), "absent.yaml: no such file; "),
     (("convert",), "command line: source: missing; "),
     (("merge",), "command line: adapter: missing; "),

@@ -72,6 +72,8 @@ def evaluate(args: Arguments) -> Answer:
         if not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
             check_there(folder)
             refuse_missing(folder, None, "no such folder, and no recipe", "a run's output_dir, a model's folder, or a recipe")
+        if folder.is_dir() and not {*folder.parts[:1]} & {*names(packaged())}:
+            check_model(str(folder))  # which says what a folder lacks
         recipe, machine = run_of(args)
         if recipe.init == "random":
             recipe = trained(recipe, args)
