@@ -187,7 +187,7 @@ SENT = {  # (gathers, reduce-scatters, sums over copies) of a step, by machine
     "head, zero3": ({"fsdp": 2}, (2 * GROUPS * MICROS, (GROUPS + 1) * MICROS, 0)),  # of its own, which stays as well
     "zero2": ({"fsdp": 2, "zero": 2}, (GROUPS, GROUPS * MICROS, 0)),
     "zero1": ({"fsdp": 2, "zero": 1}, (GROUPS, GROUPS, 0)),
-    "copies": ({"replicate": 2}, (0, 0, GROUPS)),
+    "copies": ({"replicate": 2}, (0, 0, 1)),  # all of so small a model at once
 }
 SENT_BY_FOUR = {
     "hybrid": ({"replicate": 2, "fsdp": 2}, ((2 * GROUPS - 1) * MICROS, GROUPS * MICROS, GROUPS)),

@@ -385,11 +385,11 @@ def test_out_of_memory_beside_records(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.graphs is not None and found.records == (2 if before == 8 else 0)
     run, calls = Graphs.run, list[int]()
 
-    def short(self: Any, work: Any, arguments: Any, scale: Any) -> Tensor:
+    def short(self: Any, work: Any, arguments: Any, scale: Any, averaging: bool) -> Tensor:
         calls.append(1)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("out of memory")
-        return run(self, work, arguments, scale)
+        return run(self, work, arguments, scale, averaging)
 
     monkeypatch.setattr(Graphs, "run", short)
     found.through(before, 12)
@@ -508,7 +508,8 @@ def test_evaluation_and_training_are_different_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machine", [
-    {"cuda_graphs": False}, {"compile": True}, {"fsdp": 2}, {"replicate": 2}, {"tensor_parallel": 2},
+    {"cuda_graphs": False}, {"compile": True}, {"fsdp": 2}, {"replicate": 2, "fsdp": 2}, {"replicate": 2, "tensor_parallel": 2},
+    {"tensor_parallel": 2},
 ])  # fmt: skip
 def test_where_a_run_has_none(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GPU", lambda device: None)

@@ -71,7 +71,7 @@ class Muon(AdamW):
         for group in mine:
             for some in stacks([p for p in group["params"] if gradient(p) is not None], self.ranks):
                 found = self.moved(some, group["momentum"])
-                found = self.exchanged(some, found) if self.ranks.cuts(some[0]) else orthogonal(found)
+                found = self.exchanged(some, found) if self.ranks.size > 1 else orthogonal(found)
                 weights = [local(p) for p in some]
                 found = found.to(weights[0].dtype, memory_format=torch.contiguous_format)
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])

@@ -69,9 +69,9 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
         if machine.sequence_parallel:
             sequence_parallel(model, mesh["tp"])
     fit_blocks(model, machine)
-    if mesh is not None and machine.shares > 1:
+    if mesh is not None and machine.fsdp > 1:
         shard(model, mesh["fsdp" if machine.replicate == 1 else ("replicate", "fsdp")], machine.zero, precision, quiet)
-    elif mesh is not None:
+    elif mesh is not None:  # copies have nothing more to be done to them: `Ranks.averaging`
         quiet()
     return model
 
@@ -88,7 +88,7 @@ def mesh_of(machine: Machine) -> "DeviceMesh | None":
             found = f"{machine.shares} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
             refuse(None, "replicate x fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
         degrees = {"replicate": machine.replicate, "fsdp": machine.fsdp, "tp": machine.tensor_parallel}
-        kept = tuple((name, n) for name, n in degrees.items() if n > 1 or (name == "fsdp" and machine.replicate > 1))
+        kept = tuple((name, n) for name, n in degrees.items() if n > 1)
         return one_mesh(kind.type, kept, dist.group.WORLD)
 
 
@@ -169,7 +169,7 @@ def retie(model: nn.Module) -> None:
 
 def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None, quiet: Callable[[], object]) -> None:
     """Apply FSDP2: each block gathers its own parameters, a large head too, and the root gathers the rest. In a mesh (replicate,
-    fsdp) each row shards, and rows add up their gradients; rows of one rank are plain data parallelism.
+    fsdp) each row shards, and rows add up their gradients.
 
     Bytes of a parameter on each of n fsdp ranks, with AdamW in bf16 over fp32, and what is sent for the m micro-batches of a step
     (Rajbhandari et al., 2020, "ZeRO"; `Ranks.reduce` turns the same knobs from one micro-batch to the next):

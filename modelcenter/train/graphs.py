@@ -9,7 +9,9 @@ resumed run the same as an uninterrupted one, as far as the kernels themselves a
 
 Gradients. The first micro-batch of a step finds none: its backward makes them, in memory of the record, and the parameters are
 given them each time. Further micro-batches find those and add to them. These are two records. The gradients of other shapes are
-copied to where those of the first shapes are, so that any micro-batch may follow any other.
+copied to where those of the first shapes are, so that any micro-batch may follow any other. On several GPUs the backward of a
+step's last micro-batch also averages the gradients over them (parallel/averaging.py), in a record of its own. Each rank records
+when its own shapes recur: to the others a replay sends what the calls would have sent.
 
 shapes.py fills micro-batches up to shapes that recur. What cannot be recorded runs by calls as before: packed sequences in fp32,
 which the host cuts apart; what waits for the device or brings something from the host; what there is no memory for. If a run then
@@ -39,7 +41,7 @@ Arguments = Mapping[str, Any]
 Scale = Tensor | float | None  # of the loss; a number where the host computes
 Work = Callable[[Arguments, Scale], Tensor]  # forward and backward: arguments, loss scale -> the loss
 T = TypeVar("T")
-Kind = Literal["first", "later"]  # of a step's micro-batches
+Kind = tuple[Literal["first", "later"], bool]  # of a step's micro-batches, and whether its backward averages over ranks
 
 
 class Recorder(Protocol):
@@ -119,10 +121,12 @@ class Shapes:
 
 class Graphs:
     """The records of one model's micro-batches, valid while its parameters stay where they are. `tell` is called with a line about
-    the first one, and about what could not be recorded."""
+    the first one, and about what could not be recorded. `repeats`: whether a step may be done again, for which no other rank
+    waits."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, tell: Callable[[str], object] = lambda line: None) -> None:
-        self.model, self.recorder, self.tell = model, recorder, tell
+    def __init__(self, model: nn.Module, recorder: Recorder, tell: Callable[[str], object] = lambda line: None,
+                 repeats: bool = True) -> None:
+        self.model, self.recorder, self.tell, self.repeats = model, recorder, tell, repeats
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.all = [*model.parameters(), *model.buffers()]
         self.shapes: OrderedDict[tuple[Any, ...], Shapes] = OrderedDict()  # the last used at the end
@@ -131,13 +135,15 @@ class Graphs:
         self.ended = self.told = self.short = False  # `told`, `short`: it has been said that there is a record, or no room for one
         self.failures = 0
 
-    def run(self, work: Work, arguments: Arguments, scale: Scale) -> Tensor:
-        """Do what `work` does with `arguments` and `scale`: return the loss, with its gradients added to those that are there."""
+    def run(self, work: Work, arguments: Arguments, scale: Scale, averaging: bool = False) -> Tensor:
+        """Do what `work` does with `arguments` and `scale`: return the loss, with its gradients added to those that are there; if
+        it is `averaging`, these are then the mean over ranks."""
         key = None if self.ended else key_of(self.model, arguments, scale)
-        kind: Kind = "first" if all(p.grad is None for p in self.trained) else "later"
-        if kind == "first" and self.gradients and self.places != self.here():
+        first = all(p.grad is None for p in self.trained)
+        kind: Kind = ("first" if first else "later", averaging)
+        if first and self.gradients and self.places != self.here():
             self.drop()
-        if key is None or (kind == "later" and not self.held()):
+        if key is None or not (first or self.held()):
             return work(arguments, scale)
         shapes = self.known(key)
         record = shapes.records.get(kind)
@@ -156,7 +162,7 @@ class Graphs:
 
     def attempt(self, step: Callable[[], T]) -> T:
         """The result of `step`. If that lacks the memory that records hold, they are given up and it is tried again."""
-        if self.ended or any(p.grad is not None for p in self.trained):
+        if self.ended or not self.repeats or any(p.grad is not None for p in self.trained):
             return step()
         drawn = self.recorder.drawn()
         try:
@@ -214,7 +220,7 @@ class Graphs:
             if not shapes.inputs:
                 shapes.inputs = {key: v.clone() if isinstance(v, Tensor) else v for key, v in arguments.items()}
                 shapes.scale = scale.clone() if isinstance(scale, Tensor) else scale
-            if kind == "first" and self.gradients:
+            if kind[0] == "first" and self.gradients:
                 hooks = [p.register_post_accumulate_grad_hook(self.bring) for p in self.trained]
             launch, loss = self.recorder(lambda: work(shapes.inputs, shapes.scale))
             found: dict[Tensor, Tensor] = {p: p.grad for p in self.trained if p.grad is not None}
@@ -294,11 +300,13 @@ def said(arguments: Arguments) -> str:
 
 
 def graphs_of(model: nn.Module, machine: Machine, device: torch.device, tell: Callable[[str], object]) -> Graphs | None:
-    """The graphs of a run, if it may have any. Without `cuda_graphs` nothing is recorded, but batches are filled up in the same
-    way, so that the bits are the same."""
-    if not replace(machine, cuda_graphs=True).graphs or device.type != "cuda":
+    """The graphs of a run, if it may have any: not where the loss needs other ranks' texts (parallel/gather.py), which a rank that
+    records alone would ask for in vain. Without `cuda_graphs` nothing is recorded, but batches are filled up in the same way, so
+    that the bits are the same."""
+    gathers = any(getattr(module, "gather", None) is not None for module in model.modules())
+    if not replace(machine, cuda_graphs=True).graphs or device.type != "cuda" or gathers:
         return None
-    graphs = Graphs(model, GPU(device), tell)
+    graphs = Graphs(model, GPU(device), tell, repeats=machine.ranks == 1)
     if not machine.cuda_graphs:
         graphs.end()
     return graphs

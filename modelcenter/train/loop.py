@@ -124,6 +124,8 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
             session.stop()
         finally:
             steps.close()
+            if session.graphs is not None:
+                session.graphs.end()  # NCCL would wait for graphs of its calls when ranks part
             session.settle()
             session.metrics.close()
             if ranks.first:

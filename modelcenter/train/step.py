@@ -45,14 +45,17 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     targets = sum(batch.targets for batch in ours) if targets is None else targets
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
     items, factor = number_on(each, device), None if scale == 1 else number_on(scale, device)
-    work = partial(forward_and_backward, model, compute)
+    alone = partial(forward_and_backward, model, compute, nullcontext)
+    averaged = partial(forward_and_backward, model, compute, ranks.averaging)
 
     def added_up() -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for number, batch in enumerate(ours, 1):
-            ranks.reduce(model, number == len(ours))
+            last = number == len(ours)
+            ranks.reduce(model, last)
             given = {**on_device(batch, device), "num_items_in_batch": items}
-            loss = work(given, factor) if graphs is None else graphs.run(work, given, factor)
+            work = averaged if last and ranks.averages else alone
+            loss = work(given, factor) if graphs is None else graphs.run(work, given, factor, averaging=work is averaged)
             total = total + loss.to(total)
             beat(step=True)
             if told is not None:
@@ -62,12 +65,14 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     return added_up() if graphs is None else graphs.attempt(added_up), targets
 
 
-def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContextManager[Any]], given: Arguments,
+def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContextManager[Any]],
+                         around: Callable[[nn.Module], AbstractContextManager[Any]], given: Arguments,
                          scale: Tensor | float | None) -> Tensor:
-    """The loss of a micro-batch, after adding the gradients of `scale` times it."""
+    """The loss of a micro-batch, after adding the gradients of `scale` times it. `around`: the context of the backward."""
     with compute():
         loss: Tensor = model(**given).loss
-    (loss if scale is None else loss * scale).backward()
+    with around(model):
+        (loss if scale is None else loss * scale).backward()
     return loss.detach()
 
 
