@@ -270,7 +270,7 @@ def test_the_outermost_layers_send_their_gradients_when_the_blocks_are_done(pres
 @pytest.mark.parametrize("preset", ["llama-3.2-1b", "llama-3.1-8b"])
 def test_what_came_last_and_what_was_sent_last_are_there_beside_the_logits(preset: str, forwards: int) -> None:
     """Laid end to end: a head that comes by itself, or else the last block; and what the outermost layers of the micro-batch before
-    have sent. No copy of weights that are whole comes from anywhere."""
+    have sent."""
     config = {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 4, "hidden": 128, "vocab": 8192}
     model = mc.build(preset, config=config, device="meta")
     costs = Costs(on_cpu(job_of(model, 64, "fp32")), CHIPS["h200"])
@@ -280,8 +280,6 @@ def test_what_came_last_and_what_was_sent_last_are_there_beside_the_logits(prese
     assert parts["loss"] > 2 * table, "the peak is the head's"
     laid, late = block if tables == 1 else table, (forwards - 1) * (table + norm)
     assert parts["gathered"] == tables * table + norm + laid + late
-    if tables == 1:
-        assert costs.exact(Machine(replicate=4), 4, forwards).parts["gathered"] == parts["gathered"] - laid
 
 
 def test_the_gradients_of_micro_batches_before_are_there_all_the_while() -> None:
@@ -759,11 +757,12 @@ def exchange(rank: int, degrees: list[dict[str, Any]], families: Sequence[str]) 
                 with Sent() as sent:
                     some = [batch(1) for _ in range(forwards)]
                     accumulate(model, some, task, partial(autocast, "bf16", CPU), targets=1000, ranks=ranks)
-            wanted, several = host.exchanges(machine, forwards), machine.fsdp > 1
+            wanted = host.exchanges(machine, forwards)
             scatter = "_reduce_scatter_base_" if machine.zero == 1 else "alltoall_base_"  # which peers.py adds up
             gathers = inner * wanted.blocks + (parts - inner) * wanted.outermost
-            foreseen = {"_allgather_base_": several * gathers, scatter: several * parts * wanted.scatters,
-                        "allreduce_": parts * wanted.sums}  # fmt: skip
+            foreseen = {"_allgather_base_": gathers, scatter: parts * wanted.scatters, "allreduce_": parts * wanted.sums}
+            if machine.fsdp == 1:
+                foreseen = {"allreduce_coalesced_": 1}
             assert dict(sent.found) == {name: n for name, n in foreseen.items() if n}, (family, machine, forwards)
 
 
@@ -785,7 +784,7 @@ STAGES: list[dict[str, Any]] = [{}, {"zero": 2}, {"zero": 1}]
     (2, ("gpt", "head")), pytest.param(4, ("gpt", "head"), marks=pytest.mark.slow),
     *(pytest.param(n, ("bert", "t5", "llama", "bloom", "cpm-ant"), marks=pytest.mark.slow) for n in (2, 4))])  # fmt: skip
 def test_what_ranks_send_is_foreseen(count: int, families: tuple[str, ...]) -> None:
-    """Copies add up each unit's gradients once a step, and send nothing else; the shards of copies are exchanged as if alone."""
+    """Copies add up their gradients once a step, and send nothing else; the shards of copies are exchanged as if alone."""
     shards = {"fsdp": 2} if count == 2 else {"replicate": 2, "fsdp": 2}
     spawn(count, exchange, [{"replicate": count}, *({**shards, **stage} for stage in STAGES)], families)
 

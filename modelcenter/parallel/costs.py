@@ -22,6 +22,7 @@ from torch import nn
 from ..errors import refuse
 from ..layers import Attention
 from . import host
+from .averaging import BUCKET
 from .chips import Chip, together
 from .deep import Deep, rehearse_deep
 from .device import LOW
@@ -109,7 +110,7 @@ class Costs:
         job, chip, tp = self.job, self.chip, machine.tensor_parallel
         mine = ceil(job.rows / machine.shares)
         forwards = ceil(mine / rows) if forwards is None else forwards
-        shared = machine.shares > 1
+        shared = machine.fsdp > 1  # copies hold what one process would
         step = self.rehearsed(tp, machine.recompute, rows, forwards, shared)
         parts = self.sharded(machine, forwards).memory(step) if shared else self.peak(step).copy()
         if job.how.gpu or job.how.device.type != "cpu":
@@ -128,8 +129,10 @@ class Costs:
             one["host"] *= GRAPHED
         for what, seconds in one.items():
             spent[what] += forwards * seconds
-        spent["host"] += self.called(host.hooked(self.parts, machine, forwards) + host.updated(self.parts, machine))
-        if shared:
+        spent["host"] += self.called(host.updated(self.parts, machine))
+        if not graphed:
+            spent["host"] += self.called(host.hooked(self.parts, machine, forwards))
+        if machine.shares > 1:
             beside = max(one["compute"] + one["memory"], one["host"])
             for what, seconds in self.exchanged(machine, beside, forwards).items():
                 spent[what] += seconds
@@ -218,6 +221,8 @@ class Costs:
         """Seconds in which a step waits for the exchange of weights and gradients, beside micro-batches that take `beside` seconds
         each, and those of the copies that the exchange makes."""
         n, tp, copies = machine.fsdp, machine.tensor_parallel, machine.replicate
+        if n == 1:
+            return {"link": self.averaged(machine, beside)}
         whole, outside, _, _ = self.sizes(tp)
         gradients = self.lasting(tp)["gradients"]
         ratio = (self.low or self.own).itemsize / self.own.itemsize
@@ -233,6 +238,16 @@ class Costs:
         moved += times.scatters * gradients * (3 * ratio + 1 / n if itself else 1 + ratio)
         within = min(link, beside * forwards)
         return {"link": link - self.chip.hidden * within, "memory": moved / self.chip.bandwidth}
+
+    def averaged(self, machine: Machine, beside: float) -> float:
+        """Seconds in which copies of a model wait for the mean of their gradients. Two thirds of the last micro-batch, which takes
+        `beside`, are its backward. The outermost layers' gradients come last, when nothing is left to hide theirs."""
+        tp = machine.tensor_parallel
+        whole, outside, _, _ = self.sizes(tp)
+        gradients = self.lasting(tp)["gradients"]
+        buckets = ceil(gradients / BUCKET)
+        link = buckets * self.collective(2 * gradients / max(1, buckets), machine.replicate, tp)
+        return link - self.chip.hidden * min(link * (1 - outside / max(1, whole)), 2 / 3 * beside)
 
     def update(self, machine: Machine) -> dict[str, float]:
         """Seconds of the update of a rank's part."""

@@ -20,12 +20,13 @@ CUT, OPERAND = 43, 39
 AGAIN = 0.4  # of that is the forward's, which a block that is computed again does twice
 SEQUENCE = 1.3  # times as much, where sums over ranks are in parts of the sequence
 RECOMPUTED = {"none": 0, "selective": 510, "full": 180}  # a block that is computed again; of selective each call is asked about
+AVERAGED = 2.2  # a trained parameter of a copy: its hook, once a step
 UPDATED, SHARDED = 1.2, 3.1  # a parameter in an update: its gradient found, told what to do, and dropped; the same of DTensors
 
 
 class Exchanges(NamedTuple):
     """How often in a step the weights of a block are gathered, and those of the outermost layers, and how often a unit's gradients
-    are scattered, and summed over copies. Among several fsdp ranks the first three are collectives; a single one copies instead."""
+    are scattered, and summed over copies."""
 
     blocks: int
     outermost: int
@@ -57,9 +58,9 @@ def parts_of(model: nn.Module) -> Parts:
 
 
 def hooked(parts: Parts, machine: Machine, forwards: int) -> float:
-    """Calls that FSDP adds to a step of `forwards` micro-batches."""
-    if machine.shares == 1:
-        return 0.0
+    """Calls that FSDP, or the mean over copies, adds to a step of `forwards` micro-batches."""
+    if machine.fsdp == 1:
+        return AVERAGED * parts.trained if machine.replicate > 1 else 0.0
     times = exchanges(machine, forwards)
     gathers = parts.blocks * times.blocks + (parts.units - parts.blocks) * times.outermost
     return parts.units * (forwards * HOOKS + times.scatters * SCATTER + times.sums * SUM) + gathers * GATHER
@@ -79,4 +80,4 @@ def cut(parts: Parts, machine: Machine) -> float:
 
 def updated(parts: Parts, machine: Machine) -> float:
     """Calls of an update, besides those of its kernels."""
-    return parts.trained * (UPDATED if machine.ranks == 1 else SHARDED)
+    return parts.trained * (UPDATED if machine.fsdp == machine.tensor_parallel == 1 else SHARDED)

@@ -158,7 +158,7 @@ class Sharded:
     @property
     def laid(self) -> float:
         """The buffer, laid end to end, that the last unit to come has come in."""
-        return self.ratio * (self.sizes.head or self.sizes.block) if self.machine.fsdp > 1 else 0.0
+        return self.ratio * (self.sizes.head or self.sizes.block)
 
     @property
     def late(self) -> float:
