@@ -214,6 +214,24 @@ WANTED: list[tuple[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]]] = [
         (Job("gpt2-13b", "lm", 1, 512), [(1, FULL)]),
         (Job("t5-3b", "seq2seq", 64, 512), [(64, {})]),
     ]),
+    (2, [  # copies, whose micro-batches are CUDA graphs too, beside shards
+        (Job("gpt2", "lm", 8, 1024), [(4, COPIES), (4, zero(3))]),
+        (Job("gpt2", "lm", 32, 512), [(4, COPIES)]),
+        (Job("bert-base-uncased", "mlm", 64, 128), [(32, COPIES), (32, zero(1))]),
+        (Job("gpt2-medium", "lm", 16, 1024), [(8, COPIES), (8, zero(3))]),
+        (Job("gpt2-large", "lm", 16, 1024), [(8, {**COPIES, **FULL})]),
+        (Job("gpt2-large", "lm", 32, 1024, more={"ema": 0.999}), [(4, COPIES)]),
+        (Job("gpt2-xl", "lm", 32, 1024), [(16, COPIES), (16, zero(3)), (16, zero(1))]),
+        (Job("bert-large-uncased", "mlm", 64, 512), [(32, COPIES), (32, zero(2))]),
+        (Job("t5-base", "seq2seq", 64, 512, more=target(64)), [(32, COPIES), (32, zero(3))]),
+        (Job("t5-v1_1-base", "seq2seq", 64, 256, more={**target(128), **optimizer(name="adafactor")}), [(32, COPIES)]),
+        (Job("llama-3.2-1b", "lm", 16, 2048), [(8, COPIES), (8, zero(2))]),
+        (Job("llama-3.2-1b", "lm", 32, 512, more=LORA), [(16, COPIES), (16, zero(3))]),
+        (Job("llama-3.1-8b", "lm", 8, 1024, more=QLORA), [(4, COPIES)]),
+        (Job("bloom-560m", "lm", 32, 512, more=PACKED), [(16, COPIES)]),
+        (Job("cpm-ant-10b", "lm", 16, 512, {"layers": 6}), [(8, COPIES), (8, zero(3))]),
+        (Job("gpt2-medium", "lm", 32, 512, more=optimizer(name="muon")), [(16, COPIES)]),
+    ]),
 ]  # fmt: skip
 SMALL = {"layers": 4, "dim": 128, "heads": 4, "vocab": 2000}
 WIDE = {**SMALL, "hidden": 512}
