@@ -42,6 +42,10 @@ def place(model: Model, device: str | torch.device | None, machine: Machine | No
         check_memory(model, home)
         model._apply(partial(stored, home=home))
         model.tie()
+        if machine is not None and machine.ranks > 1:
+            from .parallel.averaging import watch
+
+            watch(model)  # the parameters with storage
     for job in jobs:
         job.result()
 

@@ -1,13 +1,14 @@
 """Copies of a model on several ranks: what they send each other, when, and what their gradients are afterwards."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from mesh import spawn
+from mesh import full, spawn
 from test_graphs import TINY, Played, batch_of
 from torch import Tensor, nn
 
@@ -16,19 +17,22 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel import averaging
 from modelcenter.parallel.apply import join
-from modelcenter.parallel.averaging import averaged, buckets_of
+from modelcenter.parallel.averaging import buckets_of
 from modelcenter.parallel.gather import Gather
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.ranks import ALONE, Ranks
+from modelcenter.parallel.ranks import ALONE
 from modelcenter.train import graphs as graphs_module
 from modelcenter.train import step as stepping
 from modelcenter.train.graphs import WARM, Graphs, graphs_of
 from modelcenter.train.step import accumulate, update
 
+STILL = {"dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
 COPIES = Machine(device="cpu", threads=1, replicate=2)
+TENSORS, SEQUENCES, BOTH = (replace(COPIES, replicate=n, tensor_parallel=2, sequence_parallel=s) for n, s in
+                            ((1, False), (1, True), (2, False)))  # fmt: skip
 
 
-def sizes(buckets: list[list[nn.Parameter]]) -> list[list[int]]:
+def sizes(buckets: list[list[Tensor]]) -> list[list[int]]:
     return [[p.numel() for p in bucket] for bucket in buckets]
 
 
@@ -40,46 +44,80 @@ def test_buckets_are_cut_where_they_are_full_and_where_the_dtype_changes(monkeyp
 
 
 class Branches(nn.Module):
-    """Three layers, the order of whose gradients is the caller's; the last may have no part in the loss."""
+    """Three layers, the order of whose gradients is the caller's; some may have no part in the loss."""
 
-    def __init__(self, *dtypes: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=dtype) for dtype in dtypes)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
         for layer in self.layers:
             nn.init.ones_(layer.weight)
 
     def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
         for k in order:
-            x = x.to(self.layers[k].weight.dtype) @ self.layers[k].weight.T
-        return x.float().sum()
+            x = x @ self.layers[k].weight.T
+        return x.sum()
+
+    @property
+    def grads(self) -> list[Tensor | None]:
+        return [layer.weight.grad for layer in self.layers]
+
+
+class Noted:
+    """The numbers of the layers in each bucket that a rank sends, and how many gradients there were then."""
+
+    def __init__(self, model: Branches) -> None:
+        averaging.BUCKET = 4  # one for each
+        self.model, self.send, averaging.send = model, averaging.send, self
+        self.sent: list[tuple[str, int]] = []
+        averaging.average(model, dist.group.WORLD)
+
+    def __call__(self, gradients: Any, group: Any) -> Any:
+        grads = self.model.grads
+        names = "".join(str(k) for k, grad in enumerate(grads) if any(grad is one for one in gradients))
+        if names:
+            self.sent.append((names, sum(grad is not None for grad in grads)))
+        return self.send(gradients, group)
+
+    def since(self) -> list[tuple[str, int]]:
+        said, self.sent = self.sent, []
+        return said
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def grads_of(seed: int, order: tuple[int, ...]) -> list[Tensor]:
+    """What one process has."""
+    model = Branches()
+    model(drawn(seed), order).backward()
+    return [torch.zeros(4, 4) if grad is None else grad for grad in model.grads]
 
 
 def means(rank: int) -> None:
-    averaging.BUCKET = 4  # one for each
     orders = ((0, 1, 2), (2, 0, 1))
-    model, sent = Branches(*[torch.float32] * 3), list[str]()
-    send, formed = averaging.send, list[int]()
-
-    def noted(parameters: Any, group: Any) -> Any:
-        sent.append("".join(str(k) for k, layer in enumerate(model.layers) if layer.weight is parameters[0]))
-        formed.append(sum(p.grad is not None for p in model.parameters()))
-        return send(parameters, group)
-
-    averaging.send = noted
-    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
-    alone = []
-    for other in range(2):
-        y = torch.randn(2, 4, generator=torch.Generator().manual_seed(other))
-        alone.append(torch.autograd.grad(model(y, orders[other]), list(model.parameters())))
-    with averaged(model, dist.group.WORLD):
-        model(x, orders[rank]).backward()
-    assert sent == ["2", "1", "0"], f"rank {rank}: {sent}, whichever way its backward went"
-    assert formed == ([1, 2, 3] if rank == 0 else [3, 3, 3]), f"rank {rank}: sent when {formed} were formed"
-    for p, a, b in zip(model.parameters(), *alone, strict=True):
-        torch.testing.assert_close(p.grad, (a + b) / 2)
-    before = [p.grad.clone() for p in model.parameters()]
-    model(x, orders[rank]).backward()  # which is not the last of its step
-    assert len(sent) == 3 and not torch.equal(before[0], model.layers[0].weight.grad)
+    model = Branches()
+    noted = Noted(model)
+    one, two = (grads_of(seed, order) for seed, order in enumerate(orders))
+    model(drawn(rank), orders[rank]).backward()
+    wanted = [("2", 1), ("1", 2), ("0", 3)] if rank == 0 else [("2", 3), ("1", 3), ("0", 3)]
+    assert noted.since() == wanted, f"rank {rank}: in one order, whichever way its backward went"
+    for grad, a, b in zip(model.grads, one, two, strict=True):
+        torch.testing.assert_close(grad, (a + b) / 2)
+    model(drawn(rank), orders[rank]).backward()  # in a loop of one's own gradients add up
+    for grad, a, b in zip(model.grads, one, two, strict=True):
+        torch.testing.assert_close(grad, a + b)
+    noted.since()
+    averaging.wait(model, True)
+    model.zero_grad()
+    model(drawn(rank), orders[rank]).backward()
+    for grad, a in zip(model.grads, (one, two)[rank], strict=True):
+        torch.testing.assert_close(grad, a)
+    assert not noted.since(), "a backward that is not the last of its step"
+    averaging.wait(model, False)
+    model(drawn(rank), orders[rank]).backward()
+    for grad, a, b in zip(model.grads, one, two, strict=True):
+        torch.testing.assert_close(grad, a + b)
 
 
 def test_gradients_are_means_sent_in_one_order_while_the_backward_runs() -> None:
@@ -87,25 +125,73 @@ def test_gradients_are_means_sent_in_one_order_while_the_backward_runs() -> None
 
 
 def parts(rank: int) -> None:
-    """What no loss depends on has no gradient afterwards, either; the others are sent."""
-    model = Branches(*[torch.float32] * 3)
-    with averaged(model, dist.group.WORLD):
-        model(torch.full((1, 4), float(rank + 1)), (0, 2)).backward()
-    assert model.layers[1].weight.grad is None
-    assert torch.equal(model.layers[0].weight.grad, torch.full((4, 4), 4 * 1.5))
+    model = Branches()
+    noted = Noted(model)
+    for number in range(3):
+        model.zero_grad()
+        model(drawn(rank), (0, 1)).backward()
+        assert model.grads[2] is None
+        torch.testing.assert_close(model.grads[0], sum(grads_of(seed, (0, 1))[0] for seed in range(2)) / 2)
+        # the first time it is waited for, and nobody knows better
+        assert noted.since() == ([("1", 1), ("0", 2)] if number else [("1", 2), ("0", 2)])
+    model.zero_grad()
+    averaging.wait(model, True)
+    model(drawn(rank), (2, 0)).backward()
+    averaging.wait(model, False)
+    model(drawn(rank), (0, 1)).backward()  # the last of this step has no part in layer 2, and an earlier one had
+    torch.testing.assert_close(model.grads[2], sum(grads_of(seed, (2, 0))[2] for seed in range(2)) / 2)
+    assert noted.since()[-1][0] == "2"
+    model.zero_grad()
+    model(drawn(rank), (0, 1, 2)).backward()  # which comes back
+    torch.testing.assert_close(model.grads[2], sum(grads_of(seed, (0, 1, 2))[2] for seed in range(2)) / 2)
 
 
-def test_a_parameter_without_a_part_in_the_loss_has_no_gradient() -> None:
+def test_a_parameter_without_a_part_in_the_loss_has_no_gradient_and_holds_nobody_up() -> None:
     spawn(2, parts)
+
+
+def changes(rank: int) -> None:
+    """Layers that are frozen, and parameters that come later; a backward that failed."""
+    model = Branches()
+    noted = Noted(model)
+    model.layers[1].requires_grad_(False)
+    model.layers[2].weight = nn.Parameter(torch.ones(4, 4))
+    model(drawn(rank), (0, 1, 2)).backward()
+    want = [grads_of(seed, (0, 1, 2)) for seed in range(2)]
+    assert model.grads[1] is None and [name for name, _ in noted.since()] == ["2", "0"]
+    for k in (0, 2):
+        torch.testing.assert_close(model.grads[k], (want[0][k] + want[1][k]) / 2)
+    model.zero_grad()
+    model.layers[1].requires_grad_(True)
+    hook = model.layers[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(drawn(rank), (0, 1, 2)).backward()
+    hook.remove()
+    model.zero_grad()
+    model(drawn(rank), (0, 1, 2)).backward()
+    for grad, a, b in zip(model.grads, *want, strict=True):
+        torch.testing.assert_close(grad, (a + b) / 2)
+
+
+def test_what_is_trained_may_change_and_a_backward_may_fail() -> None:
+    spawn(2, changes)
+
+
+class Low(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    def forward(self, x: float) -> Tensor:
+        return (self.p * x).float().sum()
 
 
 def low(rank: int) -> None:
     """256 + 1 + 1 is 256 in bf16, and 2048 + 1 + 1 is 2048 in fp16."""
     for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
-        model = nn.Module()
-        model.p = nn.Parameter(torch.zeros(3, dtype=dtype))
-        with averaged(model, dist.group.WORLD):
-            (model.p * (large if rank == 0 else 1)).float().sum().backward()
+        model = Low(dtype)
+        averaging.average(model, dist.group.WORLD)
+        model(large if rank == 0 else 1.0).backward()
         wanted, grad = torch.tensor((large + 2) / 3).to(dtype), model.p.grad
         assert grad is not None and grad.dtype == dtype and torch.equal(grad, wanted.expand(3)), f"{dtype}: {grad}"
 
@@ -114,19 +200,20 @@ def test_gradients_in_low_precision_are_summed_in_fp32() -> None:
     spawn(3, low)
 
 
-def fails(rank: int) -> None:
-    """An error of one backward leaves no hook behind, and the next one sends nothing that nobody asked for."""
-    model = Branches(*[torch.float32] * 3)
-    sent = list[int]()
-    averaging.send = lambda parameters, group: sent.append(1) or (lambda: None)  # type: ignore[func-returns-value]
-    with pytest.raises(RuntimeError, match="no sum"), averaged(model, dist.group.WORLD):
-        raise RuntimeError("no sum")
-    model(torch.ones(1, 4), (0, 1, 2)).backward()
-    assert not sent
+def ones_own(rank: int) -> None:
+    """A loop that knows of no ranks: FSDP's is the same."""
+    ids = torch.arange(24).view(2, 12)[rank : rank + 1]
+    norms = []
+    for machine in (COPIES, replace(COPIES, replicate=1, fsdp=2)):
+        model = mc.build("gpt2", config=TINY | {"positions": 64, **STILL}, machine=machine)
+        model(ids, labels=ids).loss.backward()
+        norms.append(torch.stack([full(p.grad).norm() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*norms)
 
 
-def test_a_backward_that_fails_leaves_no_hooks() -> None:
-    spawn(2, fails)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+def test_a_loop_of_ones_own_has_means_too() -> None:
+    spawn(2, ones_own)
 
 
 # ------------------------------------------------------------------------------------------------------------ as records
@@ -137,15 +224,15 @@ class Silent(Played):
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(averaging, "send", lambda parameters, group: lambda: None)
+            patch.setattr(averaging, "send", lambda gradients, group: lambda: None)
             return super().__call__(work)
 
 
-def steps(rank: int, ranks: Ranks, lengths: tuple[int, ...], parts: int, recorder: Any) -> tuple[list[float], list[Tensor], Any]:
+def steps(machine: Machine | None, lengths: tuple[int, ...], parts: int, recorder: Any) -> tuple[list[float], list[Tensor], Any]:
     """Losses of twelve steps of this rank's part of the batches, and the weights after them."""
+    ranks = join(machine) if machine is not None else ALONE
     torch.manual_seed(0)
-    still = {"dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
-    model = mc.build("gpt2", config=TINY | {"positions": 64, **still}, machine=COPIES if ranks.size > 1 else None, dtype="fp64")
+    model = mc.build("gpt2", config=TINY | {"positions": 64, **STILL}, machine=machine, dtype="fp64")
     graphs = Graphs(model.train(), recorder(model), repeats=False) if recorder is not None else None
     optimizer: Any = build_optimizer(model, OptimizerConfig(), ranks)
     losses = []
@@ -158,19 +245,20 @@ def steps(rank: int, ranks: Ranks, lengths: tuple[int, ...], parts: int, recorde
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         update(model, optimizer, loss, 1e-2, 1.0, squares=squares)
         losses.append(float(loss))
-    return losses, [p.detach() for p in model.parameters()], graphs
+    return losses, [full(p.detach()) for p in model.parameters()], graphs
 
 
-def records(rank: int, lengths: tuple[int, ...], parts: int) -> None:
+def records(rank: int, machine: Machine, lengths: tuple[int, ...], parts: int) -> None:
     stepping.number_on = lambda value, device: torch.full((), value, device=device)  # as on a device
-    wanted, weights, _ = steps(rank, ALONE, lengths, parts, None)
-    losses, found, graphs = steps(rank, join(COPIES), lengths, parts, Silent)
+    wanted, weights, _ = steps(None, lengths, parts, None)
+    losses, found, graphs = steps(machine, lengths, parts, Silent)
     assert graphs.recorder.played > 0 and not graphs.ended
-    kinds = {kind for shapes in graphs.shapes.values() for kind in shapes.records}
-    assert kinds == ({("first", True)} if parts == 1 else {("first", False), ("later", True)}), kinds
+    kinds, averages = {kind for shapes in graphs.shapes.values() for kind in shapes.records}, machine.replicate > 1
+    one = 2 * parts == machine.shares
+    assert kinds == ({("first", averages)} if one else {("first", False), ("later", averages)}), kinds
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-9, atol=0)
     for a, b in zip(found, weights, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(a[: len(b)], b, rtol=1e-7, atol=1e-9)  # a vocabulary's table may be longer among ranks
 
 
 @pytest.mark.parametrize(("lengths", "parts"), [
@@ -181,7 +269,15 @@ def records(rank: int, lengths: tuple[int, ...], parts: int) -> None:
 ])  # fmt: skip
 def test_records_of_copies_train_as_one_process(lengths: tuple[int, ...], parts: int) -> None:
     assert WARM < 6
-    spawn(2, records, lengths, parts)
+    spawn(2, records, COPIES, lengths, parts)
+
+
+@pytest.mark.parametrize(("machine", "parts"), [
+    pytest.param(TENSORS, 1, id="tensors"), pytest.param(SEQUENCES, 1, id="sequences"),
+    pytest.param(BOTH, 2, id="copies of tensors", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_records_of_tensor_parallel_ranks_train_as_one_process(machine: Machine, parts: int) -> None:
+    spawn(machine.ranks, records, machine, (24, 20) if machine.replicate == 1 else (24,), parts)
 
 
 def test_a_loss_that_needs_other_ranks_texts_is_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +291,24 @@ def test_a_loss_that_needs_other_ranks_texts_is_never_recorded(monkeypatch: pyte
     assert alone is not None and alone.repeats
     model.head.gather = Gather(ALONE)
     assert graphs_of(model, COPIES, cuda, print) is None
+
+
+def test_gradients_are_brought_to_their_place_before_they_are_sent() -> None:
+    """On a GPU both are recorded, one after the other."""
+    model, order = nn.Linear(1, 1), list[str]()
+    averaging.KNOWN[model] = averaging.Averaging(model, cast(Any, None))
+    averaging.watch(model)
+
+    class Looks(Played):
+        def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+            hooks = cast(Any, model.weight)._post_accumulate_grad_hooks.values()
+            order.extend(hook.__name__ for hook in hooks)
+            raise RuntimeError("enough")
+
+    graphs = Graphs(model, Looks(model))
+    graphs.gradients = {p: torch.zeros_like(p) for p in model.parameters()}
+    assert graphs.record(graphs_module.Shapes(), ("first", True), lambda given, scale: torch.ones(()), {}, None) is None
+    assert order == ["bring", "hear"]
 
 
 def test_a_step_that_others_wait_for_is_not_done_again() -> None:

@@ -508,8 +508,7 @@ def test_evaluation_and_training_are_different_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machine", [
-    {"cuda_graphs": False}, {"compile": True}, {"fsdp": 2}, {"replicate": 2, "fsdp": 2}, {"replicate": 2, "tensor_parallel": 2},
-    {"tensor_parallel": 2},
+    {"cuda_graphs": False}, {"compile": True}, {"fsdp": 2}, {"replicate": 2, "fsdp": 2}, {"fsdp": 2, "tensor_parallel": 2},
 ])  # fmt: skip
 def test_where_a_run_has_none(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GPU", lambda device: None)

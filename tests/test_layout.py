@@ -341,6 +341,14 @@ def test_a_gpu_that_is_not_here_has_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert found[0] == found[1]
 
 
+def test_a_cpu_that_stands_for_a_gpu_is_none_of_those_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of BERT for another device, made beside a GPU, asked torch for GPU -1."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: {0: (7, 5)}[index])
+    monkeypatch.setattr(_kernels, "GENERATIONS", {})
+    assert _kernels.modern(torch.ones(1).get_device()) and not _kernels.modern(0)
+
+
 def test_a_few_tokens_have_a_target_too() -> None:
     """A seventh of two tokens: BERT's last block, which computes the targets alone, had none to compute."""
     model = mc.build("bert-base-cased", config={"layers": 2, "dim": 64, "heads": 2, "hidden": 96, "vocab": 512}, device="meta")

@@ -131,9 +131,10 @@ GENERATIONS: dict[int, tuple[int, int]] = {}  # by the number of a GPU
 
 
 def generation(index: int) -> tuple[int, int]:
-    """The compute capability of GPU `index`; Ampere's where there is no GPU to ask."""
+    """The compute capability of GPU `index`; Ampere's where there is no GPU to ask, and of the CPU (-1) that stands for one at a
+    rehearsal."""
     if index not in GENERATIONS:
-        if not torch.cuda.is_available():
+        if index < 0 or not torch.cuda.is_available():
             return AMPERE
         GENERATIONS[index] = torch.cuda.get_device_capability(index)
     return GENERATIONS[index]

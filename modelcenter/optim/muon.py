@@ -69,7 +69,7 @@ class Muon(AdamW):
         finally:
             self.param_groups = both
         for group in mine:
-            for some in stacks([p for p in group["params"] if gradient(p) is not None], self.ranks):
+            for some in stacks([p for p in group["params"] if gradient(p) is not None], self.ranks, dealt=self.ranks.size > 1):
                 found = self.moved(some, group["momentum"])
                 found = self.exchanged(some, found) if self.ranks.size > 1 else orthogonal(found)
                 weights = [local(p) for p in some]

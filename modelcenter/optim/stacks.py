@@ -17,9 +17,10 @@ def scratch(p: Tensor) -> int:
     return SCRATCH[on_gpu(p)]
 
 
-def stacks(params: Iterable[Tensor], ranks: Ranks, alike: Callable[[Tensor], Hashable] = lambda p: None) -> Iterator[list[Tensor]]:
+def stacks(params: Iterable[Tensor], ranks: Ranks, alike: Callable[[Tensor], Hashable] = lambda p: None,
+           dealt: bool = False) -> Iterator[list[Tensor]]:
     """The parameters, which have gradients, in lists of those that are of one shape and kind, cut alike and of one `alike`, as many
-    as there is scratch for. They are the same lists on all ranks."""
+    as there is scratch for. They are the same lists on all ranks. `dealt`: ranks compute the members of a list in turn."""
     lists: dict[Hashable, list[Tensor]] = {}
     for p in params:
         spread: Any = p  # a DTensor, perhaps
@@ -29,6 +30,6 @@ def stacks(params: Iterable[Tensor], ranks: Ranks, alike: Callable[[Tensor], Has
     for some in lists.values():
         one = some[0]
         most = max(1, scratch(one) // (EACH * max(1, one.numel())))
-        if ranks.cuts(one):  # a part of each is here
+        if dealt or ranks.cuts(one):  # a part of each is here, or of the work on them
             most = max(ranks.size, most * ranks.size // ranks.copies(one))
         yield from (some[i : i + most] for i in range(0, len(some), most))

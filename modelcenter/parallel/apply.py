@@ -19,6 +19,7 @@ from .. import ops
 from ..errors import refuse
 from ..layers import Adapted, Attention, Block, QuantizedLinear
 from .adapted import cut_adapted, cut_codes
+from .averaging import average
 from .blocks import fit_blocks, units
 from .check import check
 from .connect import connected
@@ -71,7 +72,9 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
     fit_blocks(model, machine)
     if mesh is not None and machine.fsdp > 1:
         shard(model, mesh["fsdp" if machine.replicate == 1 else ("replicate", "fsdp")], machine.zero, precision, quiet)
-    elif mesh is not None:  # copies have nothing more to be done to them: `Ranks.averaging`
+    elif mesh is not None:
+        if machine.replicate > 1:
+            average(model, mesh.get_group("replicate"))
         quiet()
     return model
 

@@ -2,12 +2,16 @@
 
 Gradients are sent in buckets, each as soon as its last gradient is formed, and always in the same order, so that all ranks send the
 same at the same time (Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2).
-torch's DistributedDataParallel does this too, but wraps the model and keeps gradients in buffers of its own. Here they stay where
+torch's DistributedDataParallel does this too, but wraps the model and keeps gradients in buckets of its own. Here they stay where
 the backward has formed them, so that backward and sums together can be a CUDA graph (train/graphs.py).
+
+As with FSDP every backward does so, in a loop of one's own too, unless it is told to wait for the last of a step. What was averaged
+before and is added to is averaged again, which changes nothing: it is the same on all ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -18,34 +22,99 @@ from .device import LOW
 BUCKET = 64 * 2**20  # bytes; 340 GB/s for all of a 13B's gradients at once on eight H200s are 290 for parts of this size
 
 
-@contextmanager
-def averaged(model: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
-    """Gradients that a backward forms meanwhile are afterwards the mean over the ranks of `group`, each of which has a copy of
-    `model`. Those in low precision are summed in fp32."""
-    buckets = buckets_of([p for p in model.parameters() if p.requires_grad])
-    bucket_of = {p: number for number, bucket in enumerate(buckets) for p in bucket}
-    missing, sent = [len(bucket) for bucket in buckets], list[Callable[[], None]]()
+class Averaging:
+    """What averages the gradients of `model` over the ranks of `group`, each of which has a copy of it.
 
-    def formed(p: Tensor) -> None:
-        missing[bucket_of[p]] -= 1
-        while len(sent) < len(buckets) and not missing[len(sent)]:
-            sent.append(send(buckets[len(sent)], group))
+    Those in low precision are summed in fp32. `waits`: the next backward leaves gradients as they are.
+    """
 
-    hooks = [p.register_post_accumulate_grad_hook(formed) for p in bucket_of]
-    try:
-        yield
-    finally:
-        for hook in hooks:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self.model, self.group, self.waits = ref(model), group, False
+        self.hooks: dict[Tensor, Any] = {}  # of each trained parameter
+        self.idle: set[Tensor] = set()  # without a gradient in the backward before: nobody waits for them
+        self.forget()
+
+    def forget(self) -> None:
+        """No backward is under way."""
+        self.missing: list[set[Tensor]] = []  # of each bucket
+        self.formed: set[Tensor] = set()
+        self.sent: set[Tensor] = set()
+        self.under_way: list[Callable[[], None]] = []  # of each bucket that is sent
+
+    def watch(self) -> None:
+        """Know which parameters are trained now."""
+        self.forget()  # of a backward that has failed
+        model = self.model()
+        trained = [p for p in model.parameters() if p.requires_grad] if model is not None else []
+        if len(trained) != len(self.hooks) or not all(p in self.hooks for p in trained):
+            self.idle, self.buckets = set(), buckets_of(trained)
+            self.bucket_of = {p: number for number, bucket in enumerate(self.buckets) for p in bucket}
+            self.hook(trained)
+
+    def hook(self, trained: Sequence[Tensor]) -> None:
+        """Hear of their gradients, after whoever else does so far."""
+        for hook in self.hooks.values():
             hook.remove()
-    for bucket in buckets[len(sent) :]:  # those with a parameter that had no part in this
-        sent.append(send([p for p in bucket if p.grad is not None], group))
-    for finish in sent:
-        finish()
+        self.hooks = {p: p.register_post_accumulate_grad_hook(self.hear) for p in trained}
+
+    def hear(self, p: Tensor) -> None:
+        """A backward has formed a gradient: send each bucket that is complete, and of which all before were sent."""
+        if self.waits:
+            return
+        if not self.missing:  # the first of this backward
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]  # as FSDP does
+            self.missing = [set(bucket) - self.idle for bucket in self.buckets]
+        self.formed.add(p)
+        self.missing[self.bucket_of[p]].discard(p)
+        while len(self.under_way) < len(self.buckets) and not self.missing[len(self.under_way)]:
+            self.send(p for p in self.buckets[len(self.under_way)] if p not in self.idle)
+
+    def send(self, some: Iterable[Tensor]) -> None:
+        some = [p for p in some if p.grad is not None and p not in self.sent]
+        self.under_way.append(send([p.grad for p in some if p.grad is not None], self.group))
+        self.sent.update(some)
+
+    def finish(self) -> None:
+        """At the end of a backward: send what waited for gradients that were not formed, then what nobody had waited for."""
+        for bucket in self.buckets[len(self.under_way) :]:
+            self.send(bucket)
+        self.send(self.hooks)
+        for done in self.under_way:
+            done()
+        self.idle = self.hooks.keys() - self.formed
+        self.forget()
 
 
-def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+KNOWN: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()  # no copy that is made of a model is in it
+
+
+def average(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """From now on average the gradients of `model` over the ranks of `group`."""
+    KNOWN[model] = Averaging(model, group)
+    watch(model)
+    model.register_forward_pre_hook(watch)
+
+
+def watch(model: nn.Module, args: Any = None) -> None:
+    """Before a forward: parameters may have come, or been frozen. A compiler need not know."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and model in KNOWN:
+        KNOWN[model].watch()
+
+
+def last(model: nn.Module) -> None:
+    """From now on average gradients after what hooks, registered until now, do with them."""
+    if model in KNOWN:
+        KNOWN[model].hook(list(KNOWN[model].hooks))
+
+
+def wait(model: nn.Module, waits: bool) -> None:
+    """Whether the next backward leaves the gradients of `model` as they are, because it is not the last of its step."""
+    KNOWN[model].waits = waits
+
+
+def buckets_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """Parameters of one dtype that are sent together. A backward begins with the last."""
-    buckets: list[list[nn.Parameter]] = []
+    buckets: list[list[Tensor]] = []
     size = BUCKET
     for p in reversed(parameters):
         if size >= BUCKET or p.dtype != buckets[-1][0].dtype:
@@ -56,9 +125,9 @@ def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return buckets
 
 
-def send(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Begin to sum the gradients of `parameters`. The result waits for that and leaves the means in their place."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+def send(some: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begin to sum gradients. The result waits for that and leaves the means in their place."""
+    gradients = [local(g) for g in some]
     wide = [g.float() if g.dtype in LOW.values() else g for g in gradients]
     if not wide:
         return lambda: None
@@ -78,5 +147,6 @@ def send(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Callab
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of what tensor parallelism has cut."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    spread: Any = tensor
+    part: Tensor = spread.to_local() if hasattr(tensor, "to_local") else tensor
     return part.detach()

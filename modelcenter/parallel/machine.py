@@ -54,8 +54,8 @@ class Machine:
     )
     compile: bool = field(default=False, metadata=says("torch.compile each block"))
     cuda_graphs: bool = field(
-        default=True, metadata=says("where each GPU has the whole model, without compile: record forward and backward as CUDA "
-                                    "graphs, padding batches to recurring shapes, where memory allows")
+        default=True, metadata=says("on GPUs, without fsdp and compile: record forward and backward as CUDA graphs, padding "
+                                    "batches to recurring shapes, where memory allows")
     )  # fmt: skip
     deterministic: bool = field(
         default=False, metadata=says("on a GPU: the same bits from run to run; what has no deterministic kernel is refused")
@@ -104,8 +104,8 @@ class Machine:
 
     @property
     def graphs(self) -> bool:
-        """Whether micro-batches may run as CUDA graphs: where each rank has the whole model, and without compiled blocks."""
-        return self.cuda_graphs and self.tensor_parallel == self.fsdp == 1 and not self.compile
+        """Whether micro-batches may run as CUDA graphs: without FSDP, whose weights come and go, and without compiled blocks."""
+        return self.cuda_graphs and self.fsdp == 1 and not self.compile
 
     @property
     def shares(self) -> int:

@@ -6,7 +6,6 @@ as bytes; nothing is pickled. Every method that returns something from other ran
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -62,6 +61,11 @@ class Ranks:
         return math.prod(self.degrees.get(name, 1) for name in SHARES)
 
     @property
+    def averages(self) -> bool:
+        """Whether each share has a copy of the model, whose gradients are averaged (averaging.py), and no part of one."""
+        return self.shares > 1 and "fsdp" not in self.degrees
+
+    @property
     def leads(self) -> bool:
         """Whether this is the first of the ranks that have its share."""
         return self.rank % (self.size // self.shares) == 0
@@ -99,25 +103,17 @@ class Ranks:
     def reduce(self, model: "nn.Module", last: bool) -> None:
         """Called before a backward, to say whether it is the last of a step; after the last, gradients are those of all ranks.
         Before that, zero 1 keeps whole gradients and sends nothing, zero 2 and 3 keep parts of gradients, and zero 1 and 2 keep
-        whole weights. Copies of shards are summed in the last one only."""
-        if self.degrees.get("fsdp", 1) > 1:
+        whole weights. Copies, of shards too, are brought together in the last one only."""
+        if self.averages:
+            from .averaging import wait
+
+            wait(model, not last)
+        elif self.shares > 1:
             sharded: Any = model
             sharded.set_is_last_backward(last)
             sharded.set_requires_gradient_sync(last or self.zero > 1)
             sharded.set_requires_all_reduce(last)
             sharded.set_reshard_after_backward(last or self.zero == 3)
-
-    @property
-    def averages(self) -> bool:
-        """Whether each share has a copy of the model, whose gradients `averaging` brings together, and not FSDP."""
-        return self.shares > 1 and self.degrees.get("fsdp", 1) == 1
-
-    def averaging(self, model: "nn.Module") -> "AbstractContextManager[None]":
-        """The context of the last backward of a step, if it `averages`."""
-        from .averaging import averaged
-
-        assert self.mesh is not None
-        return averaged(model, self.mesh.get_group("replicate"))
 
     def verdict(self, squares: "Tensor", loss: "Tensor") -> "tuple[Tensor, Tensor]":
         """The sum of the squares (float64, 1; from `AdamW.squares` with `copies`) and the mean of the losses. What is not finite on

@@ -9,9 +9,11 @@ resumed run the same as an uninterrupted one, as far as the kernels themselves a
 
 Gradients. The first micro-batch of a step finds none: its backward makes them, in memory of the record, and the parameters are
 given them each time. Further micro-batches find those and add to them. These are two records. The gradients of other shapes are
-copied to where those of the first shapes are, so that any micro-batch may follow any other. On several GPUs the backward of a
-step's last micro-batch also averages the gradients over them (parallel/averaging.py), in a record of its own. Each rank records
-when its own shapes recur: to the others a replay sends what the calls would have sent.
+copied to where those of the first shapes are, so that any micro-batch may follow any other.
+
+Several GPUs. A record holds what they send each other: the sums of tensor parallelism; and copies average their gradients in the
+backward of a step's last micro-batch (parallel/averaging.py), which is a record of its own. Each rank records when its own shapes
+recur: to the others a replay sends what the calls would have sent.
 
 shapes.py fills micro-batches up to shapes that recur. What cannot be recorded runs by calls as before: packed sequences in fp32,
 which the host cuts apart; what waits for the device or brings something from the host; what there is no memory for. If a run then
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 
 from ..errors import printable
 from ..ops._graph import recorded
+from ..parallel.averaging import last, local
 from ..parallel.machine import ROOM, Machine
 
 WARM = 3  # micro-batches of the same shapes before the first are recorded: libraries are there then, and have chosen their kernels
@@ -183,7 +186,7 @@ class Graphs:
         return bool(self.gradients) and all(p.grad is self.gradients.get(p) for p in self.trained)
 
     def here(self) -> list[int]:
-        return [p.data_ptr() for p in self.all]
+        return [local(p).data_ptr() for p in self.all]
 
     def known(self, key: tuple[Any, ...]) -> Shapes:
         """What is known about the shapes `key`, which become the last used. Shapes that were unused for longest and have no record
@@ -222,6 +225,7 @@ class Graphs:
                 shapes.scale = scale.clone() if isinstance(scale, Tensor) else scale
             if kind[0] == "first" and self.gradients:
                 hooks = [p.register_post_accumulate_grad_hook(self.bring) for p in self.trained]
+                last(self.model)  # what is sent is what was brought
             launch, loss = self.recorder(lambda: work(shapes.inputs, shapes.scale))
             found: dict[Tensor, Tensor] = {p: p.grad for p in self.trained if p.grad is not None}
             others = found.keys() ^ (self.gradients or found).keys()

@@ -148,7 +148,7 @@ def restore_random(states: Mapping[str, Tensor | Spread], state: Mapping[str, An
     """Restore this rank's generators; or, if the ranks were others, begin streams that no earlier step used."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    if state.get("mesh", {}) != ranks.degrees:
+    if {name: n for name, n in state.get("mesh", {}).items() if n > 1} != ranks.degrees:
         torch.manual_seed((torch.initial_seed() + step) % 2**63)
         return
     own = f"{ranks.rank}/" if ranks.size > 1 else ""

@@ -45,8 +45,7 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     targets = sum(batch.targets for batch in ours) if targets is None else targets
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
     items, factor = number_on(each, device), None if scale == 1 else number_on(scale, device)
-    alone = partial(forward_and_backward, model, compute, nullcontext)
-    averaged = partial(forward_and_backward, model, compute, ranks.averaging)
+    work = partial(forward_and_backward, model, compute)
 
     def added_up() -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -54,8 +53,7 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
             last = number == len(ours)
             ranks.reduce(model, last)
             given = {**on_device(batch, device), "num_items_in_batch": items}
-            work = averaged if last and ranks.averages else alone
-            loss = work(given, factor) if graphs is None else graphs.run(work, given, factor, averaging=work is averaged)
+            loss = work(given, factor) if graphs is None else graphs.run(work, given, factor, last and ranks.averages)
             total = total + loss.to(total)
             beat(step=True)
             if told is not None:
@@ -65,14 +63,12 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     return added_up() if graphs is None else graphs.attempt(added_up), targets
 
 
-def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContextManager[Any]],
-                         around: Callable[[nn.Module], AbstractContextManager[Any]], given: Arguments,
+def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContextManager[Any]], given: Arguments,
                          scale: Tensor | float | None) -> Tensor:
-    """The loss of a micro-batch, after adding the gradients of `scale` times it. `around`: the context of the backward."""
+    """The loss of a micro-batch, after adding the gradients of `scale` times it."""
     with compute():
         loss: Tensor = model(**given).loss
-    with around(model):
-        (loss if scale is None else loss * scale).backward()
+    (loss if scale is None else loss * scale).backward()
     return loss.detach()
 
 
