@@ -192,7 +192,8 @@ HEAD = """# What combines on several ranks
 this table; tests try every pair again with gloo, and with NCCL (on four H200s, 2026-11-22).
 
 Sizes must divide, or are refused by name: attention heads by tensor_parallel, and the columns of QLoRA's 4-bit weights by 64 times
-the ranks that cut them.
+the ranks that cut them. Of three at once one is refused: compile with recompute=full under tensor_parallel, whose backward torch's
+compiler fails to make.
 
 """
 NUMBERS = "A number: refused before a weight is allocated, with the text below.\n\n"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.blocks import blocks, units
+from modelcenter.parallel.check import check
+from modelcenter.parallel.layout import best_of
 from modelcenter.parallel.ranks import ALONE, Ranks
 from modelcenter.place import place
 from modelcenter.skeleton import skeleton
@@ -273,6 +276,24 @@ def test_stages_of_nothing_are_refused() -> None:
     for zero in (1, 2):
         with pytest.raises(mc.InputError, match=rf"machine\.zero: {zero} with fsdp=1, which shards nothing; fsdp=2 or more"):
             mc.build("gpt2", config={"layers": 1}, machine=machine_of(replicate=2, zero=zero))
+
+
+def test_what_the_compiler_cannot_do_is_refused_and_not_planned() -> None:
+    """torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors", after minutes of compiling."""
+    three = {"compile": True, "tensor_parallel": 2, "recompute": "full"}
+    with pytest.raises(mc.InputError, match=r"machine\.recompute: full, with compile and tensor_parallel: .*; selective or none"):
+        mc.build("gpt2", config={"layers": 1}, machine=machine_of(**three))
+    for key in three:
+        check(machine_of(**{name: value for name, value in three.items() if name != key}))
+    asked = list[Any]()
+
+    def exact(machine: mc.Machine, rows: int) -> Any:
+        asked.append(machine.recompute)
+        return SimpleNamespace(fits=False, need=1.0)
+
+    costs: Any = SimpleNamespace(job=SimpleNamespace(rows=1), exact=exact)
+    best_of(costs, machine_of(compile=True, tensor_parallel=2), 1)
+    assert asked == ["none", "selective"]
 
 
 @pytest.mark.parametrize("call", [

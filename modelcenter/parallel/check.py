@@ -11,5 +11,13 @@ def check(machine: Machine) -> None:
     if machine.sequence_parallel and machine.tensor_parallel == 1:
         found = "true with tensor_parallel=1, which cuts nothing"
         refuse(None, "machine.sequence_parallel", found, "tensor_parallel=2 or more, or false")
+    if not compiles(machine):
+        found = "full, with compile and tensor_parallel: torch's compiler then fails in the backward"
+        refuse(None, "machine.recompute", found, "selective or none, or no compile")
     if machine.zero != 3 and machine.fsdp == 1:
         refuse(None, "machine.zero", f"{machine.zero} with fsdp=1, which shards nothing", "fsdp=2 or more, or zero=3")
+
+
+def compiles(machine: Machine) -> bool:
+    """Whether torch's compiler takes what is asked of it: of DTensors it computes nothing whole again (torch 2.13)."""
+    return not (machine.compile and machine.tensor_parallel > 1 and machine.recompute == "full")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
+from .check import compiles
 from .costs import Costs, heads_of
 from .estimate import Estimate, Job
 from .machine import Machine, Recompute
@@ -32,8 +33,8 @@ def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate
     sizes = [min(rows, mine)] if rows is not None else [n for n in range(mine, 0, -1) if mine % n == 0]
     ask = costs.estimate if len(sizes) > 1 else costs.exact
     tried: list[Estimate] = []
-    for how in RECOMPUTES:
-        found = [ask(replace(machine, recompute=how), n) for n in sizes]
+    for layout in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):
+        found = [ask(layout, n) for n in sizes]
         tried += found
         if found[0].fits:
             break  # to compute anything again could only be slower
