@@ -1363,6 +1363,8 @@ MUTANTS = (
     Mutant("planned-to-be-refused", "parallel/layout.py", "in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):",
            "in (replace(machine, recompute=how) for how in RECOMPUTES):",
            "test_apply.py::test_what_the_compiler_cannot_do_is_refused_and_not_planned"),
+    Mutant("a-model-that-its-hooks-hold", "parallel/averaging.py", "heard = WeakMethod(self.hear)", "heard = lambda: self.hear",
+           "test_averaging.py::test_a_model_that_nobody_has_leaves_no_memory"),
     Mutant("gpu-minus-one-asked", "ops/_kernels.py", "if index < 0 or not torch.cuda.is_available():", "if not torch.cuda.is_available():",
            "test_layout.py::test_a_cpu_that_stands_for_a_gpu_is_none_of_those_that_are_here", "KeyError"),
     Mutant("a-sum-for-a-mean", "parallel/averaging.py", "        torch._foreach_div_(wide, group.size())\n", "",

@@ -1,5 +1,7 @@
 """Copies of a model on several ranks: what they send each other, when, and what their gradients are afterwards."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -200,6 +202,20 @@ def test_gradients_in_low_precision_are_summed_in_fp32() -> None:
     spawn(3, low)
 
 
+def goes(rank: int) -> None:
+    model = mc.build("gpt2", config=TINY | {"positions": 64}, machine=COPIES)
+    ids = torch.arange(12)[None]
+    model(ids, labels=ids).loss.backward()
+    left = [weakref.ref(p) for p in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(p() is not None for p in left) and not averaging.KNOWN
+
+
+def test_a_model_that_nobody_has_leaves_no_memory() -> None:
+    spawn(2, goes)
+
+
 def ones_own(rank: int) -> None:
     """A loop that knows of no ranks: FSDP's is the same."""
     ids = torch.arange(24).view(2, 12)[rank : rank + 1]
@@ -308,7 +324,7 @@ def test_gradients_are_brought_to_their_place_before_they_are_sent() -> None:
     graphs = Graphs(model, Looks(model))
     graphs.gradients = {p: torch.zeros_like(p) for p in model.parameters()}
     assert graphs.record(graphs_module.Shapes(), ("first", True), lambda given, scale: torch.ones(()), {}, None) is None
-    assert order == ["bring", "hear"]
+    assert order == ["bring", "formed"]
 
 
 def test_a_step_that_others_wait_for_is_not_done_again() -> None:

@@ -11,7 +11,7 @@ before and is added to is averaged again, which changes nothing: it is the same 
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,16 @@ class Averaging:
 
     def hook(self, trained: Sequence[Tensor]) -> None:
         """Hear of their gradients, after whoever else does so far."""
+        heard = WeakMethod(self.hear)  # Python does not see that a tensor holds its hooks, and would never let go of both
+
+        def formed(p: Tensor) -> None:
+            hear = heard()
+            if hear is not None:
+                hear(p)
+
         for hook in self.hooks.values():
             hook.remove()
-        self.hooks = {p: p.register_post_accumulate_grad_hook(self.hear) for p in trained}
+        self.hooks = {p: p.register_post_accumulate_grad_hook(formed) for p in trained}
 
     def hear(self, p: Tensor) -> None:
         """A backward has formed a gradient: send each bucket that is complete, and of which all before were sent."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..errors import printable
 from ..ops._graph import recorded
-from ..parallel.averaging import last, local
+from ..parallel.averaging import last
 from ..parallel.machine import ROOM, Machine
 
 WARM = 3  # micro-batches of the same shapes before the first are recorded: libraries are there then, and have chosen their kernels
@@ -186,7 +186,7 @@ class Graphs:
         return bool(self.gradients) and all(p.grad is self.gradients.get(p) for p in self.trained)
 
     def here(self) -> list[int]:
-        return [local(p).data_ptr() for p in self.all]
+        return [getattr(p, "_local_tensor", p).data_ptr() for p in self.all]  # a DTensor's own is 0
 
     def known(self, key: tuple[Any, ...]) -> Shapes:
         """What is known about the shapes `key`, which become the last used. Shapes that were unused for longest and have no record
