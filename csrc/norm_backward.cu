@@ -3,6 +3,11 @@
 // The groups write their sums for weight and bias to lines of `partial`, which a second kernel adds up in a fixed order. Arithmetic is
 // in fp32; in half precision a difference from the mean may be rounded as one product, of which their own steps show nothing.
 //
+// In fp32 a gradient times its weight is rounded together with what is taken off it, and that times rstd together with what is added
+// to it: the whole number twice, where a step at a time would be four times and compiled code does it three times. What is taken off
+// in RMSNorm is rounded before that: it is small, but where a gradient is nearly a multiple of its row. In LayerNorm the mean of the
+// gradient goes first, for it may be as large as the gradient, and its sum with something else would be rounded as coarsely.
+//
 // Bytes an element must move in bf16: 6, and 2 more with a residual or with a second gradient.
 #include "norm_ring.h"
 
@@ -116,6 +121,7 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
                 const Stats s = stats(held, r);
                 const float skewed = from(found, r), level = CENTRED ? from(found, (SUMS - 1) * ROWS + r) : 0.0f;
                 const float slope = s.rstd * s.rstd * skewed, offset = s.rstd * (s.mean * s.rstd * skewed - level);
+                const float tilt = s.rstd * skewed;
                 if ((ROWS > 1 || JOINT) && row + r * p.groups >= p.rows) continue;
 #pragma unroll
                 for (int j = 0; j < PACKS; j++) {
@@ -124,11 +130,15 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
 #pragma unroll
                     for (int k = 0; k < 8; k++)
                         d.at[k] = HALF ? fmaf(d.at[k] * w[j].at[k], s.rstd, fmaf(-v.at[k], slope, offset))
-                                       : fmaf(-normal(s, v.at[k]), skewed, fmaf(d.at[k], w[j].at[k], -level)) * s.rstd;
+                                  : CENTRED ? fmaf(-normal(s, v.at[k]), skewed, fmaf(d.at[k], w[j].at[k], -level))
+                                            : fmaf(d.at[k], w[j].at[k], -(v.at[k] * tilt));
                     if (adds) {
                         const Eight more = other.get(ring, slot + r * slots + last, j, mine[j].valid);
 #pragma unroll
-                        for (int k = 0; k < 8; k++) d.at[k] += more.at[k];
+                        for (int k = 0; k < 8; k++) d.at[k] = HALF ? d.at[k] + more.at[k] : fmaf(d.at[k], s.rstd, more.at[k]);
+                    } else if (!HALF) {
+#pragma unroll
+                        for (int k = 0; k < 8; k++) d.at[k] *= s.rstd;
                     }
                     mine[j].template store<D>(p.total, at, d);
                     if (!p.out.data) continue;
@@ -173,10 +183,11 @@ __global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) 
             sums[1] = fmaf(g, normal(c), sums[1]);
         });
         const float found = group_sums(sums, board, turn) / static_cast<float>(p.dim);
-        const float level = p.centred ? from_lane(found, 0) : 0.0f, skewed = from_lane(found, 1);
+        const float level = p.centred ? from_lane(found, 0) : 0.0f, skewed = from_lane(found, 1), tilt = s.rstd * skewed;
         const auto gradient = [&](int64_t c) {
-            const float d = (weighted(c) - level - normal(c) * skewed) * s.rstd;
-            return p.residual.data ? d + p.residual.one(at + c) : d;
+            const float g = given(p, at + c), w = p.weight.one(c), x = p.normed.one(at + c);
+            const float d = p.centred ? fmaf(-s.normal(x), skewed, fmaf(g, w, -level)) : fmaf(g, w, -(x * tilt));
+            return p.residual.data ? fmaf(d, s.rstd, p.residual.one(at + c)) : d * s.rstd;
         };
         columns(p.dim, [&](int64_t c) { p.total.put(at + c, gradient(c)); });
         if (!p.out.data) continue;
