@@ -69,7 +69,7 @@ class Averaging:
         if self.waits:
             return
         if not self.missing:  # the first of this backward
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]  # as FSDP does
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
             self.missing = [set(bucket) - self.idle for bucket in self.buckets]
         self.formed.add(p)
         self.missing[self.bucket_of[p]].discard(p)
@@ -138,9 +138,7 @@ def send(some: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]
     wide = [g.float() if g.dtype in LOW.values() else g for g in gradients]
     if not wide:
         return lambda: None
-    options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = dist.ReduceOp.SUM
-    work = group.allreduce_coalesced(wide, options)
+    work = group.allreduce_coalesced(wide, dist.AllreduceCoalescedOptions())  # a sum
 
     def finish() -> None:
         work.wait()
