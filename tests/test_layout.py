@@ -40,7 +40,7 @@ from modelcenter.parallel.estimate import Job
 from modelcenter.parallel.layout import layouts
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.rehearse import Conditions, rehearse, rehearse_update
-from modelcenter.parallel.survey import survey
+from modelcenter.parallel.survey import remedies, survey
 from modelcenter.parallel.tally import Tally, Work
 from modelcenter.parallel.twin import shards, twin
 from modelcenter.train.step import accumulate, autocast, update
@@ -574,8 +574,11 @@ def test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth()
     assert not nothing.choice.fits and nothing.choice.need == min(e.need for e in nothing.estimates)
     assert "nothing fits" in nothing.verdict()
     for name, other in found.remedies:
-        if name.startswith(("micro_batch", "machine.recompute", "twice")):
+        if name.startswith(("micro_batch", "machine.recompute", "machine.fsdp", "twice")):
             assert other.need < found.choice.need, name
+    copies = dict(remedies(costs, costs.exact(Machine(replicate=8), 4), {}))
+    assert copies["machine.fsdp=8 machine.replicate=1"].machine == Machine(fsdp=8)
+    assert not any(name.startswith("machine.fsdp") for name, _ in remedies(costs, costs.exact(Machine(fsdp=8), 4), {}))
 
 
 def test_what_is_slower_than_it_seemed_is_not_the_choice() -> None:

@@ -290,6 +290,16 @@ def test_what_does_not_fit_is_told_what_would(tmp_path: Path, monkeypatch: pytes
     assert all(asked_need < 0.8 * need for _, asked_need in found.ways)
 
 
+def test_where_copies_do_not_fit_shards_may() -> None:
+    def exact(machine: Machine, rows: int) -> Any:
+        return SimpleNamespace(fits=machine.fsdp == 2 and machine.replicate == 1, need=7)
+
+    for machine, ways in ((Machine(replicate=2), [("machine.fsdp=2 machine.replicate=1", 7)]), (Machine(fsdp=4), [])):
+        now: Any = SimpleNamespace(machine=machine, rows=4)
+        costs: Any = SimpleNamespace(exact=exact)
+        assert list(fit.better(costs, now)) == ways
+
+
 def test_only_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path)
     lasting = asked(recipe)[0].plan.lasting

@@ -452,6 +452,7 @@ def test_advice_is_what_is_left_to_change() -> None:
 @pytest.mark.parametrize(("changes", "machine", "way"), [
     ([], {}, "adapter.name=lora with adapter.quantize=nf4 or a smaller model"),
     ([], {"fsdp": 2}, "adapter.name=lora with adapter.quantize=nf4 or a larger machine.fsdp or a smaller model"),
+    ([], {"replicate": 2}, "adapter.name=lora with adapter.quantize=nf4 or machine.fsdp=2 machine.replicate=1 or a smaller model"),
     ([], {"fsdp": 4}, "adapter.name=lora or a larger machine.fsdp or a smaller model"),  # whose shares are smaller than all codes
     (["adapter.name=lora"], {"fsdp": 4}, "a larger machine.fsdp or a smaller model"),
     (["freeze=[embed]"], {"tensor_parallel": 2}, "a smaller model"),
@@ -464,6 +465,8 @@ def test_advice_for_weights_is_what_the_run_would_accept(changes: list[str], mac
 
 def test_advice_for_a_step_is_what_the_run_would_accept() -> None:
     assert "data.seq_len=" not in advice(["data.seq_len=3"])  # one token is no sequence
+    assert advice([], replicate=4).endswith(" or machine.fsdp=4 machine.replicate=1")
+    assert "fsdp" not in advice([], replicate=2, fsdp=2)
 
 
 def test_other_errors_are_not_hidden() -> None:

@@ -119,7 +119,7 @@ FEWER = "an adapter (adapter.name=lora), optimizer.moments=bf16, optimizer.name=
 
 
 def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
-    """Settings that fit: the largest micro-batch, more recompute, or both."""
+    """Settings that fit: the largest micro-batch, more recompute, or both; or shards in place of copies."""
     halves = [n for n in range(now.rows // 2, 0, -1) if now.rows % n == 0]
     for how in RECOMPUTES[RECOMPUTES.index(now.machine.recompute) :]:
         more = how != now.machine.recompute
@@ -129,6 +129,11 @@ def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
             if found.fits:
                 yield " ".join(filter(None, (f"micro_batch={rows}" if rows != now.rows else "", settings))), found.need
                 break
+    copies = now.machine.replicate
+    if now.machine.fsdp == 1 < copies:
+        found = costs.exact(replace(now.machine, fsdp=copies, replicate=1), now.rows)
+        if found.fits:
+            yield f"machine.fsdp={copies} machine.replicate=1", found.need
 
 
 def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute, machine: Machine, gpu: bool = False) -> Job:
