@@ -183,8 +183,9 @@ def test_one_operator_in_a_graph(low: bool) -> None:
     torch.compile(loss, backend=counter, fullgraph=True)(*args)
     assert counter.frame_count == 1
     found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*args), args[:3])
+    exactly = not low or module.has_low_units(torch.bfloat16)  # else torch may form a product in bf16 on another road when traced
     for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a, b)
+        assert torch.equal(a, b) if exactly else (a - b).norm() < 1e-2 * b.norm()
 
 
 @compiled
