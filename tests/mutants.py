@@ -985,7 +985,7 @@ MUTANTS = (
            "test_trust.py::test_out_of_memory_names_the_key_and_a_value[session.accumulate-cpu]", "RuntimeError"),
     Mutant("advice-that-is-refused", "train/memory.py", "            if settings and recipe.adapter.quantize != \"nf4\" and accepted(recipe, machine, *settings)]",
            "            if settings and recipe.adapter.quantize != \"nf4\"]",
-           "test_trust.py::test_advice_for_weights_is_what_the_run_would_accept[changes4-machine4-a smaller model]"),
+           "test_trust.py::test_advice_for_weights_is_what_the_run_would_accept[changes5-machine5-a smaller model]"),
     Mutant("leap-enters-what-is-usual", "train/spike.py", "                return math.exp(stray)\n        self.high = 0\n",
            "                out = math.exp(stray)\n        self.high = 0\n",
            "test_spike.py::test_a_spike_does_not_hide_the_next_and_a_new_level_is_accepted"),
