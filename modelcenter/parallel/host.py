@@ -20,7 +20,7 @@ CUT, OPERAND = 43, 39
 AGAIN = 0.4  # of that is the forward's, which a block that is computed again does twice
 SEQUENCE = 1.3  # times as much, where sums over ranks are in parts of the sequence
 RECOMPUTED = {"none": 0, "selective": 510, "full": 180}  # a block that is computed again; of selective each call is asked about
-AVERAGED = 2.2  # a trained parameter of a copy: its hook, once a step
+AVERAGED = 2.2  # a trained parameter of a copy: its hook, once a step; 1.8 and 2.6 on a busy CPU, not measured beside a GPU
 UPDATED, SHARDED = 1.2, 3.1  # a parameter in an update: its gradient found, told what to do, and dropped; the same of DTensors
 
 

@@ -4,7 +4,7 @@ Torch-free: `parallelize` reads it, `load_machine` finds the packaged profiles.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -111,6 +111,13 @@ class Machine:
     def shares(self) -> int:
         """Into how many shares the data is divided."""
         return self.fsdp * self.replicate
+
+
+def in_shards(machine: Machine) -> tuple[str, Machine] | None:
+    """If ranks have a copy of the model each, the settings with which they would share one, and that machine."""
+    if machine.fsdp > 1 or machine.replicate == 1:
+        return None
+    return f"machine.fsdp={machine.replicate} machine.replicate=1", replace(machine, fsdp=machine.replicate, replicate=1)
 
 
 def load_machine(name: str | Path) -> Machine:

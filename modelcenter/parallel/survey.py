@@ -10,7 +10,7 @@ from ..errors import refuse, size
 from .costs import Costs
 from .estimate import Estimate
 from .layout import RECOMPUTES, best_of, layouts
-from .machine import Machine
+from .machine import Machine, in_shards
 from .tally import KINDS
 
 HEAD = ("", "tensor x fsdp x copies", "zero", "recompute", "micro-batch", "a rank", "s/step", "tok/s/device", "of peak", "bound by")
@@ -130,8 +130,8 @@ def remedies(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator
     for how in RECOMPUTES[RECOMPUTES.index(e.machine.recompute) + 1 :]:
         yield f"machine.recompute={how}", costs.exact(replace(e.machine, recompute=how), e.rows)
     m = e.machine
-    if m.fsdp == 1 < m.replicate:
-        yield f"machine.fsdp={m.replicate} machine.replicate=1", costs.exact(replace(m, fsdp=m.replicate, replicate=1), e.rows)
+    if shared := in_shards(m):
+        yield shared[0], costs.exact(shared[1], e.rows)
     if m.fsdp > 1 and m.zero < 3:
         yield "machine.zero=3", costs.exact(replace(m, zero=3), e.rows)
     for name, other in others.items():

@@ -19,7 +19,7 @@ from ..parallel.costs import Costs
 from ..parallel.device import memory_of
 from ..parallel.estimate import Estimate, Job
 from ..parallel.layout import RECOMPUTES
-from ..parallel.machine import Machine
+from ..parallel.machine import Machine, in_shards
 from ..parallel.plan import Plan
 from ..parallel.rehearse import Conditions
 from ..registry import families
@@ -129,11 +129,10 @@ def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
             if found.fits:
                 yield " ".join(filter(None, (f"micro_batch={rows}" if rows != now.rows else "", settings))), found.need
                 break
-    copies = now.machine.replicate
-    if now.machine.fsdp == 1 < copies:
-        found = costs.exact(replace(now.machine, fsdp=copies, replicate=1), now.rows)
+    if shared := in_shards(now.machine):
+        found = costs.exact(shared[1], now.rows)
         if found.fits:
-            yield f"machine.fsdp={copies} machine.replicate=1", found.need
+            yield shared[0], found.need
 
 
 def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute, machine: Machine, gpu: bool = False) -> Job:

@@ -10,7 +10,7 @@ from ..config import bind, override, to_dict
 from ..create import build
 from ..data.objective import find_objective
 from ..errors import InputError, refuse
-from ..parallel.machine import Machine
+from ..parallel.machine import Machine, in_shards
 from ..place import check_adapter
 from .folder import check
 from .launch import check_ranks
@@ -58,16 +58,15 @@ def of_work(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
     if recipe.optimizer.name == "adamw" and recipe.optimizer.moments != "int8":
         found.append(("optimizer.moments", recipe.optimizer.moments, "int8"))
     found = [(key, value, other) for key, value, other in found if accepted(recipe, machine, f"{key}={other}")]
-    shared = [" ".join(settings) for settings in [shards(machine)] if settings and accepted(recipe, machine, *settings)]
+    shared = [settings for settings in shards(machine) if accepted(recipe, machine, *settings.split())]
     if not found:
         return "model", recipe.model, [*shared, "a smaller model"]
     return found[0][0], found[0][1], [*(f"{key}={other}" for key, _, other in found), *shared]
 
 
 def shards(machine: Machine) -> list[str]:
-    """Settings with which ranks that have a copy of the model each would share one."""
-    copies = machine.replicate > 1 and machine.fsdp == 1
-    return [f"machine.fsdp={machine.replicate}", "machine.replicate=1"] if copies else []
+    shared = in_shards(machine)
+    return [shared[0]] if shared else []
 
 
 def of_weights(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
@@ -80,7 +79,7 @@ def of_weights(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]
     ways = [settings for settings in (nf4, lora)
             if settings and recipe.adapter.quantize != "nf4" and accepted(recipe, machine, *settings)]
     key, value = ("model", recipe.model) if lora or not ways else ("adapter.quantize", recipe.adapter.quantize)
-    more = ["a larger machine.fsdp"] if machine.fsdp > 1 else [" ".join(shards(machine))] if shards(machine) else []
+    more = ["a larger machine.fsdp"] if machine.fsdp > 1 else shards(machine)
     return key, value, [*(" with ".join(settings) for settings in ways[:1]), *more, "a smaller model"]
 
 
