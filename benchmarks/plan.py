@@ -59,7 +59,7 @@ from modelcenter.place import place
 from modelcenter.train.fit import job_of
 from modelcenter.train.graphs import WARM, graphs_of
 from modelcenter.train.recipe import Recipe
-from modelcenter.train.step import accumulate, autocast, ready, soon, update
+from modelcenter.train.step import Ready, accumulate, autocast, ready, soon, update
 
 MEMORY, TIME, CHOICE = 0.08, 0.15, 0.05  # how far off a prediction may be; how much slower than the best one tried the choice
 START = 2  # points that could be measured while processes start
@@ -417,17 +417,24 @@ def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
     ahead = prefetch([prepared(batch) for batch in some] for some in repeat(batches))
     compute, scale, norms = partial(autocast, recipe.precision, device), 1024.0 if recipe.precision == "fp16" else 1.0, []
 
-    def step() -> None:
+    coming: list[tuple[list[Ready], int]] = []
+
+    def fetch() -> None:
         some = next(ahead)
         (targets,) = ranks.sum(sum(batch.targets for batch in some))
+        coming.append(([batch.on(device) for batch in some], targets))
+
+    def step() -> None:
+        some, targets = coming.pop()
         loss, _ = accumulate(model, some, recipe.objective, compute, scale, targets, ranks, graphs=graphs)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         known = soon(loss)
-        norms.append(update(model, optimizer, loss, 1e-5, recipe.max_grad_norm, scale, squares))
+        norms.append(update(model, optimizer, loss, 1e-5, recipe.max_grad_norm, scale, squares, fetch))
         known()
         if ema is not None:
             ema.update()
 
+    fetch()
     warm, ends = 2 if graphs is None else WARM + 2, []  # behind what is recorded its first replay
     for number in range(warm + steps):
         if cuda and number == 1:  # the first step of all makes what lasts

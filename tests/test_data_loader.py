@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelcenter.data.collate import IGNORED
+from modelcenter.data.examples import Examples
 from modelcenter.data.loader import Blank, Budget, Loader
 from modelcenter.data.order import order
 from modelcenter.train.evaluate import count_tokens
 
 
-class Numbers:
+class Numbers(Examples):
     """Examples that say which they are."""
 
     def __init__(self, size: int) -> None:

@@ -416,7 +416,7 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
     assert shown.replace("[[", "").replace("]]", "") == "to be or" and shown.count("[[") == 1 and shown.endswith("]]")
     packed = make_examples("lm", documents("to", "be or"), bpe, DataConfig(seq_len=64, packing=True))
     assert describe_sample(packed.collate(all_of(packed)), bpe).endswith("<|endoftext|>]]")
-    masked = make_examples("mlm", documents(TEXT), bert, DataConfig(seq_len=16))
+    masked = make_examples("mlm", documents(TEXT), bert, DataConfig(seq_len=16, mlm_probability=0.9))
     shown = describe_sample(masked.collate(all_of(masked)[:1]), bert)
     assert "[[[MASK] -> " in shown
     ids = masked.at(0, 0)[0].tolist()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
+from modelcenter.data.examples import Examples
 from modelcenter.data.loader import Budget, Chain, Loader
 from modelcenter.data.objective import make_examples
 from modelcenter.data.order import Blended, Grouped, Shuffled, order
@@ -29,7 +30,7 @@ from modelcenter.train.read import load_recipe
 WEIGHTS = st.lists(st.integers(1, 400).map(lambda n: n / 100), min_size=1, max_size=6)
 
 
-class Ragged:
+class Ragged(Examples):
     """Examples of known lengths that say which they are."""
 
     def __init__(self, lengths: list[int]) -> None:

@@ -7,9 +7,10 @@ import pytest
 from test_data_tokenizer import spaced
 
 from modelcenter.data.config import DataConfig
+from modelcenter.data.draws import keys_of
 from modelcenter.data.objective import make_examples
 from modelcenter.data.objectives.mlm import continuing
-from modelcenter.data.objectives.span import corrupt, longest, span_mask, spans_of
+from modelcenter.data.objectives.span import corrupt, longest, span_masks, spans_of
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.data.tokenizer_open import load_tokenizer, open_tokenizer
@@ -24,7 +25,7 @@ def test_the_example_of_the_paper() -> None:
     marks = [100, 101, 102]
     names = dict(enumerate(WORDS)) | dict(zip(marks, ("<X>", "<Y>", "<Z>"), strict=True))
     noise = np.isin(WORDS, ["for", "inviting", "last"])
-    source, target = corrupt(np.arange(len(WORDS), dtype=np.int32), noise, marks)
+    (source,), (target,) = corrupt(np.arange(len(WORDS), dtype=np.int32)[None], noise[None], marks)
     assert " ".join(names[i] for i in source.tolist()) == "Thank you <X> me to your party <Y> week ."
     # the figure's target; what the source keeps at its beginning is told by the first sentinel
     assert " ".join(names[i] for i in target.tolist()) == "<X> for inviting <Y> last <Z>"
@@ -39,13 +40,20 @@ def test_the_published_lengths() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 7, 50, 568])
 def test_every_mask_has_its_counts(n: int) -> None:
-    seen = set()
-    for seed in range(50):
-        mask = span_mask(n, 0.15, 3.0, np.random.default_rng(seed))
+    masks = span_masks(n, 0.15, 3.0, keys_of(0, np.arange(50)))
+    assert masks.shape == (50, n)
+    for mask in masks:
         starts = (mask & ~np.concatenate([[False], mask[:-1]])).sum()
         assert (mask.sum(), starts) == spans_of(n, 0.15, 3.0) and not mask[0] and mask[-1]
-        seen.add(mask.tobytes())
-    assert len(seen) > (40 if n >= 50 else 0)
+    assert len({mask.tobytes() for mask in masks}) > (40 if n >= 50 else 0)
+
+
+def test_all_ways_to_cut_are_as_likely() -> None:
+    """7 tokens, 4 of them dropped in 2 spans: 2 ways to cut what stays, 3 what goes."""
+    assert spans_of(7, 0.5, 2.0) == (4, 2)
+    masks = span_masks(7, 0.5, 2.0, keys_of(0, np.arange(6000)))
+    _, times = np.unique(masks, axis=0, return_counts=True)
+    assert len(times) == 6 and ((times - 1000) ** 2 / 1000).sum() < 20.5  # chi-squared with 5 degrees of freedom: 1 in 1000
 
 
 def tokenizer(count: int = 20) -> object:

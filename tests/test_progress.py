@@ -58,13 +58,13 @@ class Live(io.StringIO):
 def test_a_log_has_plain_lines(time: Clock) -> None:
     stream = io.StringIO()
     progress = Progress(10, stream=stream)
-    progress.show(ROW, stays=False)
+    progress.show(lambda: ROW, stays=False)
     assert stream.getvalue().count("\n") == 1  # the first step is always said
-    progress.show(ROW, stays=False)
+    progress.show(lambda: ROW, stays=False)
     with progress.aside("evaluation", 5):
         pass
     stream.truncate(0), stream.seek(0)
-    progress.show(ROW, stays=True)
+    progress.show(lambda: ROW, stays=True)
     progress.say("two\nlines")
     text = stream.getvalue()
     assert text.count("\n") == 3 and "\r" not in text and "\x1b" not in text and text.endswith("\ntwo\nlines\n")
@@ -76,13 +76,13 @@ def test_a_terminal_has_one_line(terminal: tuple[Any, Any], time: Clock) -> None
     """It is redrawn in place, fits the terminal, and drops what matters least; the steps' loss and the time to the end stay."""
     reader, stream = terminal
     progress = Progress(10, stream=stream)
-    progress.show(ROW, stays=False)
+    progress.show(lambda: ROW, stays=False)
     text = os.read(reader, 4096).decode()
     assert text == "\r\x1b[Kstep 5/10 | loss 2.5000 | 0:00 left"
     time.now += 0.01
-    progress.show(ROW, stays=False)  # too soon to be drawn again
+    progress.show(lambda: ROW, stays=False)  # too soon to be drawn again
     time.now += 0.2
-    progress.show(ROW, stays=False)
+    progress.show(lambda: ROW, stays=False)
     text = os.read(reader, 4096).decode()
     assert text.count("\r") == 1
     progress.say("a line")
@@ -118,7 +118,7 @@ def test_a_line_fits(width: int) -> None:
 def test_a_dumb_terminal_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     stream = Live()
-    Progress(10, stream=stream).show(ROW, stays=True)
+    Progress(10, stream=stream).show(lambda: ROW, stays=True)
     assert "\r" not in stream.getvalue() and stream.getvalue().endswith("\n")
 
 
@@ -136,7 +136,7 @@ class Gone(io.StringIO):
 def test_a_terminal_that_is_gone_ends_nothing() -> None:
     progress = Progress(10, stream=Gone())
     progress.say("a")
-    progress.show(ROW, stays=True)
+    progress.show(lambda: ROW, stays=True)
     closed = io.StringIO()
     progress = Progress(10, stream=closed)
     closed.close()
@@ -155,7 +155,7 @@ def test_a_slow_first_step_says_how_far_it_is(time: Clock, seconds: float, of: i
         time.now += seconds
         progress.forward(number, of, torch.tensor(2.125))
     assert stream.getvalue().splitlines() == lines
-    progress.show(ROW, stays=False)
+    progress.show(lambda: ROW, stays=False)
     progress.forward(1, of, torch.tensor(2.125))
     assert len(stream.getvalue().splitlines()) == len(lines) + 1
 
@@ -164,7 +164,7 @@ def test_a_silent_one_says_nothing() -> None:
     for stream in (io.StringIO(), Live()):
         progress = Progress(10, stream=stream, silent=True)
         progress.say("a")
-        progress.show(ROW, stays=True)
+        progress.show(lambda: ROW, stays=True)
         with progress.aside("saving", 3):
             pass
         assert stream.getvalue() == ""

@@ -30,6 +30,7 @@ from modelcenter.checkpoint.optimizer import flatten_optimizer
 from modelcenter.checkpoint.shards import whole
 from modelcenter.checkpoint.state import load_state
 from modelcenter.data.collate import pack, pad
+from modelcenter.data.examples import Examples
 from modelcenter.data.loader import Loader
 from modelcenter.data.order import Grouped
 from modelcenter.optim.config import OptimizerConfig
@@ -59,7 +60,7 @@ def machine_of(shape: tuple[int, int]) -> mc.Machine:
     return mc.Machine(device=DEVICE, threads=1, fsdp=shape[0], tensor_parallel=shape[1])
 
 
-class Rows:
+class Rows(Examples):
     """Examples of very different numbers of targets: none in the first two, so that a rank of four has none at all."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], kind: str) -> None:
@@ -402,9 +403,9 @@ def test_the_same_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- one rank's trouble
 
 
-def trouble(rank: int, recipe: Any) -> None:
+def trouble(rank: int, recipe: Any, at_once: tuple[str, ...]) -> None:
     """On rank 1 alone: a gradient that is no number in step 2, a loss in step 3, a full disk at step 4, a signal in step 6."""
-    loop.plot_loss = lambda folder: "not drawn"
+    loop.plot_loss, session.AT_ONCE = lambda folder: "not drawn", at_once
     real, write, count, before = session.accumulate, state.write_group, [0], []
 
     def accumulate(model: Any, *rest: Any) -> Any:
@@ -429,8 +430,9 @@ def trouble(rank: int, recipe: Any) -> None:
     assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*before, strict=True)), "a bad step changed weights"
 
 
-def test_one_ranks_trouble_is_everybodys(tmp_path: Path) -> None:
-    spawn(2, trouble, run_of(tmp_path, logging_steps=1, max_steps=20, save_steps=4))
+@pytest.mark.parametrize("at_once", [("cpu",), ()], ids=["each batch in its step", "read ahead, as with a GPU"])
+def test_one_ranks_trouble_is_everybodys(tmp_path: Path, at_once: tuple[str, ...]) -> None:
+    spawn(2, trouble, run_of(tmp_path, logging_steps=1, max_steps=20, save_steps=4), at_once)
     logged = [row for row in told(tmp_path / "out") if "loss" in row]
     assert [row["step"] for row in logged if row["grad_norm"] is None] == [2, 3] and logged[-1]["skipped"] == 2
     assert sorted(path.name for path in (tmp_path / "out").glob("*step-*")) == ["step-6"]

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import itertools
 import json
 import math
 import os
@@ -254,6 +255,56 @@ def test_a_run_asks_for_its_loss_before_the_update(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(session, "update", lambda *args: calls.append("update") or real(*args))
     train(recipe_of(tmp_path, max_steps=2, save_steps=None, eval_steps=None), MACHINE)
     assert calls == ["asked", "update", "read"] * 2
+
+
+def test_batches_read_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that goes back, that is stopped when the next batch is there, and goes on."""
+    recipes = [recipe_of(folder, on_spike="rollback") for folder in (tmp_path / "now", tmp_path / "ahead") if not folder.mkdir()]
+    seen: list[int] = []
+    fetch, accumulate, calls = session.Session.fetch, session.accumulate, itertools.count(1)
+    monkeypatch.setattr(session.Session, "fetch", lambda self, *rest: seen.append(self.at.step + 1) or fetch(self, *rest))
+
+    def ill(*rest: Any) -> Any:
+        loss, targets = accumulate(*rest)
+        return (loss * math.nan if 7 <= next(calls) < 12 else loss), targets
+
+    monkeypatch.setattr(session, "accumulate", ill)
+    train(recipes[0], MACHINE)
+    assert seen == [*range(1, 12), *range(6, 21)]  # it went back
+    seen.clear()
+    calls = itertools.count(1)
+    log = session.Session.log
+
+    def stopped(self: Any, step: Any) -> None:
+        log(self, step)
+        if len(seen) == 18:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(session, "AT_ONCE", ())
+    with monkeypatch.context() as patch:
+        patch.setattr(session.Session, "log", stopped)
+        half = train(recipes[1], MACHINE)
+    assert half.stopped and seen[0] == seen[1] == 1 and half.step == seen[-1]  # the first is read in its step, the others before it
+    train(recipes[1], MACHINE)
+    assert rows(tmp_path / "now" / "out") == rows(tmp_path / "ahead" / "out")
+    weights = [(tmp_path / name / "out" / "model" / "model.safetensors").read_bytes() for name in ("now", "ahead")]
+    assert weights[0] == weights[1]
+
+
+def test_an_error_of_a_batch_read_ahead_is_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, count = session.Session.batches, itertools.count(1)
+
+    def batches(self: Any) -> Any:
+        for found in made(self):
+            if next(count) == 4:
+                raise InputError("text.txt: gone")
+            yield found
+
+    monkeypatch.setattr(session, "AT_ONCE", ())
+    monkeypatch.setattr(session.Session, "batches", batches)
+    with pytest.raises(InputError, match=r"^text\.txt: gone$"):
+        train(recipe_of(tmp_path, logging_steps=1, eval_steps=None, save_steps=3), MACHINE)
+    assert [row["step"] for row in rows(tmp_path / "out") if "loss" in row] == [1, 2, 3] and (tmp_path / "out" / "step-3").is_dir()
 
 
 @pytest.mark.gpu

@@ -7,42 +7,28 @@ is a range of positions, however many ranks or micro-batches share it, and conti
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from .collate import IGNORED, Batch
+from .examples import Examples
 from .order import Order, Shuffled, Straight
 
 MOST = 2**20  # samples of a step: its micro-batches are all made before the first is computed
-
-
-class Examples(Protocol):
-    """What a loader draws from; an example depends on (epoch, index) alone."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every example."""
-
-    def at(self, epoch: int, index: int) -> Any: ...
-
-    def collate(self, examples: list[Any]) -> Batch:
-        """One batch of some examples."""
 
 
 class Blank(Batch):
     """One sample whose labels are all ignored: it adds nothing to a loss, and its tokens are not counted."""
 
 
-class Chain:
+class Chain(Examples):
     """The examples of several sources of one kind, one source after the other."""
 
     def __init__(self, sources: Sequence[Examples]) -> None:
-        self.sources, self.collate = sources, sources[0].collate
+        self.sources = sources
         self.ends = np.cumsum([len(source) for source in sources])
         self.lengths = np.concatenate([source.lengths for source in sources])
 
@@ -50,8 +36,23 @@ class Chain:
         return len(self.lengths)
 
     def at(self, epoch: int, index: int) -> Any:
-        source = int(np.searchsorted(self.ends, index, "right"))
-        return self.sources[source].at(epoch, index - int(self.ends[source - 1] if source else 0))
+        return self.several([(epoch, index)])[0]
+
+    def several(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        """Those of each source at once."""
+        epochs, index = np.array(places).T
+        of = np.searchsorted(self.ends, index, "right")
+        index = index - np.concatenate([[0], self.ends])[of]
+        found: list[Any] = [None] * len(places)
+        for source in np.unique(of).tolist():
+            here = np.flatnonzero(of == source)
+            theirs = list(zip(epochs[here].tolist(), index[here].tolist(), strict=True))
+            for k, example in zip(here.tolist(), self.sources[source].several(theirs), strict=True):
+                found[k] = example
+        return found
+
+    def collate(self, examples: list[Any]) -> Batch:
+        return self.sources[0].collate(examples)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Loader:
 
     def gather(self, positions: Iterable[int]) -> Batch:
         """One batch of the samples at `positions`."""
-        return self.collate([self.examples.at(*self.index(p)) for p in positions])
+        return self.collate(self.examples.several([self.index(p) for p in positions]))
 
     def blank(self, position: int) -> Blank:
         """What stands in for a micro-batch where no sample is left."""

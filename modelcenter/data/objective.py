@@ -18,8 +18,9 @@ from ..errors import nearest, refuse
 from ..metrics.table import Of
 from .collate import Batch, describe_sample
 from .config import DataConfig
+from .examples import Examples, Packable
 from .indexed import Tokens
-from .packing import Packable, Packed, Unpadded
+from .packing import Packed, Unpadded
 from .record import Mixture, Record
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .encode import Reader
-    from .loader import Examples
     from .tokenizer import Tokenizer
 
 Names = tuple[str, ...]
@@ -60,7 +60,7 @@ class Objective(ABC):
         yield record.text(data.text_key, "data.text_key")
 
     @abstractmethod
-    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Examples":
+    def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Examples:
         """The examples of `records`; see `make_examples`, whose `seed`, `train` and `names` are those of `read`."""
 
     def frame(self, read: "Reader") -> Frame:
@@ -80,7 +80,7 @@ class Objective(ABC):
         """The ids that end a text of a model trained so, besides the end of text."""
         return ()
 
-    def unlike(self, found: "Examples", held_out: "Examples") -> str:
+    def unlike(self, found: Examples, held_out: Examples) -> str:
         """What the held-out last part of the data lacks and the rest has, if that is no chance; empty otherwise."""
         return ""
 
@@ -148,7 +148,7 @@ def find_objective(name: str) -> Objective:
 
 def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", data: DataConfig, *, vocab: int | None = None,
                   seed: int = 0, train: bool = True, names: Sequence[str] | None = None, segments: bool = True
-                  ) -> "Examples":
+                  ) -> Examples:
     """The examples of `records` for an objective. If `data` says so, those to train on are packed, or batches come without padding.
 
     `vocab` is the size of the model's vocabulary (an id outside it is refused by file and line). `names` are the labels' names, by

@@ -7,34 +7,21 @@ lengths alone: an epoch changes their order, and not what lies beside what.
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .collate import Batch
+from .examples import Examples, Packable
 from .ragged import Ragged
 
 WINDOW = 1 << 20  # sequences that are packed at a time: two seconds, and a bound on the memory
 FULL = 0.99  # of the bins: what is wanted
 
 
-class Packable(Protocol):
-    """Examples that may stand side by side; `size` is the most tokens that one may have."""
-
-    size: int
-    lengths: NDArray[np.int64]
-
-    def __len__(self) -> int: ...
-
-    def at(self, epoch: int, index: int) -> Any: ...
-
-    def collate(self, examples: list[Any]) -> Batch: ...
-
-    def pack(self, examples: list[Any]) -> Batch: ...
-
-
-class Unpadded:
+class Unpadded(Examples):
     """The same examples, their batches without padding."""
 
     def __init__(self, examples: Packable) -> None:
@@ -46,12 +33,15 @@ class Unpadded:
     def at(self, epoch: int, index: int) -> Any:
         return self.examples.at(epoch, index)
 
+    def several(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        return self.examples.several(places)
+
     def collate(self, examples: list[Any]) -> Batch:
         """One row (1, total) of the examples, as their `pack` says."""
         return self.examples.pack(examples)
 
 
-class Packed:
+class Packed(Examples):
     """Bins of examples that have at most `examples.size` tokens together."""
 
     def __init__(self, examples: Packable) -> None:
@@ -68,7 +58,12 @@ class Packed:
 
     def at(self, epoch: int, index: int) -> list[Any]:
         """The examples of a bin."""
-        return [self.examples.at(epoch, k) for k in self.bins[index].tolist()]
+        return self.several([(epoch, index)])[0]
+
+    def several(self, places: Sequence[tuple[int, int]]) -> list[list[Any]]:
+        bins = [[(epoch, k) for k in self.bins[index].tolist()] for epoch, index in places]
+        found = iter(self.examples.several([place for bin in bins for place in bin]))
+        return [list(islice(found, len(bin))) for bin in bins]
 
     def collate(self, examples: list[list[Any]]) -> Batch:
         """One row (1, total) of the examples of all these bins, as their `pack` says."""

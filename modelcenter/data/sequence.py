@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..errors import refuse
 from .collate import Batch, pack, pad
 from .config import DataConfig
+from .examples import Packable
 from .indexed import Tokens
 from .objective import Frame
 from .ragged import Ids, Ragged
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
 Lengths = NDArray[np.int64]
 
 
-class Sequences(ABC):
+class Sequences(Packable, ABC):
     """Examples that are (ids, labels) of one sequence, or of a source and its target."""
 
-    lengths: Lengths
-    size: int  # tokens of the longest at most
     fill: int
 
     def __len__(self) -> int:

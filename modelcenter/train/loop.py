@@ -72,10 +72,10 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     """Train as `recipe` (a packaged name, a file, or a `Recipe`) says, on `machine` (a profile, its name, or a file).
 
     `overrides` change keys of a recipe that is given by name or file: {"model": "gpt2", "optimizer.lr": 1e-4}, or
-    ["optimizer.lr=1e-4"]. The first SIGTERM or Ctrl-C ends the run after the current step, or within an evaluation, and saves.
-    Calling `train` again resumes from there, with that evaluation, or after a kill from the newest valid state, with the same bits
-    as an uninterrupted run. If the machine has several ranks and no launcher has started them, they are started here, and this
-    process waits for them.
+    ["optimizer.lr=1e-4"]. The first SIGTERM or Ctrl-C ends the run after the current step (of several GPUs after the next,
+    perhaps), or within an evaluation, and saves. Calling `train` again resumes from there, with that evaluation, or after a kill
+    from the newest valid state, with the same bits as an uninterrupted run. If the machine has several ranks and no launcher has
+    started them, they are started here, and this process waits for them.
 
     Errors: `InputError` for what a user can correct, which includes a run whose gradients stay non-finite.
     """

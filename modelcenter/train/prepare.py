@@ -23,8 +23,9 @@ from ..checkpoint.config import read_labels
 from ..checkpoint.files import read_config
 from ..checkpoint.match import LoadReport
 from ..create import build, load
+from ..data.examples import Examples
 from ..data.indexed import Tokens
-from ..data.loader import Budget, Chain, Examples, Loader
+from ..data.loader import Budget, Chain, Loader
 from ..data.objective import find_objective, make_examples, texts_of
 from ..data.order import Blended, Grouped, Order
 from ..data.read import held_of_one, read_split

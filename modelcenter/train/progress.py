@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import Any, SupportsFloat, TextIO
@@ -80,16 +80,16 @@ class Progress:
         text = "\n".join(map(printable, text.split("\n")))
         self.print(f"\r\x1b[K{text}\n" if self.live else f"{text}\n")
 
-    def show(self, row: Row, stays: bool) -> None:
-        """Show the state of the run after the step `row["step"]`. If nothing can be redrawn it is printed only if it `stays` or is
-        the first: nobody should wait for a log's first number longer than a step takes."""
+    def show(self, row: Callable[[], Row], stays: bool) -> None:
+        """Show the state of the run after a step, for which `row` is then asked. If nothing can be redrawn it is printed only if it
+        `stays` or is the first: nobody should wait for a log's first number longer than a step takes."""
         self.pace.step()
         self.steps += 1
         if not self.live:
             if stays or self.steps == 1:
-                self.say(self.line(row))
+                self.say(self.line(row()))
         elif stays or time.perf_counter() - self.drawn > OFTEN:
-            self.draw(self.line(row, self.width() - 1))  # a line that wraps cannot be redrawn in place
+            self.draw(self.line(row(), self.width() - 1))  # a line that wraps cannot be redrawn in place
 
     def forward(self, number: int, of: int, loss: SupportsFloat) -> None:
         """A step has done `number` `of` so many forwards and backwards, the last with that loss. The very first gets a line, if it

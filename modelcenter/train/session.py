@@ -34,6 +34,8 @@ from .setup import Setup, write_model
 from .state import Position, save
 from .step import Ready, accumulate, autocast, ready, soon, update
 
+AT_ONCE = ("cpu",)  # devices whose work is done when its call returns
+
 
 @dataclass
 class Step:
@@ -44,6 +46,18 @@ class Step:
     norm: float  # NaN: there was no update
     overflow: bool  # of fp16, whose scale has fallen
     leap: float | None  # how many times the usual the loss is, if it leaps
+
+
+@dataclass
+class Coming:
+    """The batch of a step: this rank's micro-batches, the position after it, and how many targets and tokens all ranks have.
+    `asked`: one was asked to stop."""
+
+    after: int
+    batches: Sequence[Ready]
+    targets: int
+    tokens: int
+    asked: bool
 
 
 @dataclass
@@ -64,6 +78,7 @@ class Session:
     graphs: Graphs | None = None  # None: the host calls every kernel by itself
     background: Background | None = None  # None: the run waits while a state is written
     saved: int = field(init=False)
+    coming: "Coming | Exception | None" = None  # of the next step, if it was read ahead; an error is raised there
     seconds: float = 0.0  # since the last row of metrics
     tokens: int = 0  # since then
 
@@ -104,40 +119,53 @@ class Session:
         """Read the next batch and update on it. If a rank was asked to stop, nothing is updated. Errors: `Stop`."""
         at, recipe, ranks, task = self.at, self.recipe, self.ranks, self.recipe.objective
         began, self.memory.at = time.perf_counter(), f"in step {at.step + 1}"
-        after, batches = next(steps)
-        counts = sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
-        targets, read, asked = ranks.sum(*counts, bool(interrupt))
-        if asked:  # one rank, and so all
+        coming, self.coming = self.coming or self.fetch(steps, interrupt), None
+        if isinstance(coming, Exception):
+            raise coming
+        if coming.asked or (ranks.size == 1 and interrupt):  # one rank, and so all
             raise Stop
+        targets = coming.targets
         told = self.progress.forward if not self.progress.steps else None
         # gradients are a mean over the shares, and each one's would be so much larger than in one process, and overflow sooner
         scale = at.scale.value / ranks.shares if recipe.precision == "fp16" else 1.0
-        found, _ = accumulate(self.model, batches, task, self.compute, scale, targets, ranks, told, self.graphs)
+        found, _ = accumulate(self.model, coming.batches, task, self.compute, scale, targets, ranks, told, self.graphs)
         squares, found = ranks.verdict(self.optimizer.squares(ranks.copies), found)
         lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, self.setup.steps)
         known = soon(found)
-        norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, scale, squares)
+        ahead = partial(self.look_ahead, steps, interrupt)
+        norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, scale, squares, ahead)
         loss = known()
         overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
         if self.ema is not None and math.isfinite(norm):
             self.ema.update()
-        leap = at.advance(after, read, loss, targets, math.isfinite(norm), overflow, recipe.on_spike != "off")
-        self.seconds, self.tokens = self.seconds + time.perf_counter() - began, self.tokens + read
+        leap = at.advance(coming.after, coming.tokens, loss, targets, math.isfinite(norm), overflow, recipe.on_spike != "off")
+        self.seconds, self.tokens = self.seconds + time.perf_counter() - began, self.tokens + coming.tokens
         return Step(loss, lr, norm, overflow, leap)
+
+    def fetch(self, steps: Iterator[tuple[int, Sequence[Ready]]], interrupt: Interrupt) -> Coming:
+        """The next batch, on the device, and what all ranks say of it."""
+        after, batches = next(steps)
+        counts = sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
+        return Coming(after, [batch.on(self.device) for batch in batches], *self.ranks.sum(*counts, bool(interrupt)))
+
+    def look_ahead(self, steps: Iterator[tuple[int, Sequence[Ready]]], interrupt: Interrupt) -> None:
+        """While the device is at work: read the batch of the next step, for which it need not wait then. A CPU would win nothing,
+        and its ranks hear of a signal a step sooner."""
+        if self.device.type in AT_ONCE or self.at.step + 1 >= self.setup.steps:
+            return
+        try:
+            self.coming = self.fetch(steps, interrupt)
+        except Exception as error:  # this step is done all the same
+            self.coming = error
 
     def log(self, step: Step) -> None:
         """Print how the step went, and every `logging_steps` write a row."""
         at = self.at
         self.settle(wait=False)
-        row = {"step": at.step, "loss": at.loss(), "lr": step.lr, "grad_norm": step.norm, "tokens": at.tokens,
-               "skipped": at.skipped, "spikes": at.spikes, "rollbacks": at.rollbacks,
-               "tokens_per_second": self.tokens / self.seconds, "memory_gb": peak_memory_gb(self.device.type)}
-        if self.recipe.precision == "fp16":
-            row["loss_scale"] = at.scale.value
         logged = self.due(self.recipe.logging_steps) or self.finished
-        self.progress.show(row, stays=logged)
+        self.progress.show(partial(self.row, step), stays=logged)
         if logged:
-            self.metrics.write(row)
+            self.metrics.write(self.row(step))
             at.window_loss, at.window_targets, self.seconds, self.tokens = 0.0, 0, 0.0, 0
         if step.overflow:
             fall = f"the loss scale falls to {at.scale.value:g}"
@@ -146,6 +174,14 @@ class Session:
             self.progress.say(f"step {at.step}: the gradient is not finite; no update ({at.streak} in a row)")
         if step.leap is not None and at.losses.high == 1:
             self.journal.tell(f"step {at.step}: the loss leaps to {step.loss:.4f}, {step.leap:.1f} times what is usual")
+
+    def row(self, step: Step) -> dict[str, Any]:
+        """What is told of the steps since the last row."""
+        at = self.at
+        scale = {"loss_scale": at.scale.value} if self.recipe.precision == "fp16" else {}
+        return {"step": at.step, "loss": at.loss(), "lr": step.lr, "grad_norm": step.norm, "tokens": at.tokens,
+                "skipped": at.skipped, "spikes": at.spikes, "rollbacks": at.rollbacks,
+                "tokens_per_second": self.tokens / self.seconds, "memory_gb": peak_memory_gb(self.device.type), **scale}
 
     def went_back(self) -> bool:
         """Whether the run is in trouble and has returned to an earlier state. Errors: `InputError` if it cannot continue."""

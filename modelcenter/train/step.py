@@ -79,6 +79,12 @@ class Ready(dict[str, Any]):
     targets: int
     tokens: int
 
+    def on(self, device: torch.device) -> "Ready":
+        """The same on `device`."""
+        there = Ready(on_device(self, device))
+        there.targets, there.tokens = self.targets, self.tokens
+        return there
+
 
 def ready(model: nn.Module, batch: Arguments, task: str, device: torch.device, fill: bool) -> Ready:
     """`batch` of the loader, made ready for a model that trains on `device`; one that is ready stays as it is. No device is
@@ -103,10 +109,10 @@ def number_on(value: float, device: torch.device) -> Tensor | float:
 
 
 def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, lr: float, max_norm: float,
-           scale: float = 1.0, squares: Tensor | None = None) -> float:
+           scale: float = 1.0, squares: Tensor | None = None, meanwhile: Callable[[], object] = lambda: None) -> float:
     """Divide the gradients by `scale`, clip them to `max_norm` (0: never), step at the rate `lr` and drop them; returns their norm
     before clipping. If the norm or the loss is not finite NaN is returned, and no weight or moment has changed. `squares`: the sum
-    of the squared gradients of all ranks, if there are several.
+    of the squared gradients of all ranks, if there are several. `meanwhile`: what else to do while the device is at work.
 
     The device is waited for only at the end, and only until it knows the norm. While it still forms the gradients, what follows is
     prepared; while it updates, the next step may be.
@@ -119,6 +125,7 @@ def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, l
     optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
     # while the device is still at work
     optimizer.zero_grad(set_to_none=True)
+    meanwhile()
     norm = known()
     return norm if math.isfinite(norm) else math.nan
 

@@ -11,6 +11,7 @@ import numpy as np
 from ...errors import nearest, refuse
 from ..collate import IGNORED, Batch, join, nth, pack, shortened, stack, stack_mask, tensor
 from ..config import DataConfig
+from ..examples import Examples, Packable
 from ..objective import Names, Objective, register
 from ..ragged import Ids, Ragged
 from ..record import ClassName, Record, declared
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..encode import Reader
-    from ..loader import Examples
     from ..tokenizer import Tokenizer
 
 CHANCE = 0.01  # below which a class is not absent by chance
@@ -52,7 +52,7 @@ class Classify(Judged):
         config.single_label()
         return {}
 
-    def unlike(self, found: "Examples", held_out: "Examples") -> str:
+    def unlike(self, found: Examples, held_out: Examples) -> str:
         found = getattr(found, "examples", found)  # packed
         if not isinstance(found, Labelled) or not isinstance(held_out, Labelled):
             return ""
@@ -117,7 +117,7 @@ class Multilabel(Judged):
         return Several(records, read, data)
 
 
-class Labelled:
+class Labelled(Packable):
     """One text or two, and a class; `read.names` are the classes in order."""
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:

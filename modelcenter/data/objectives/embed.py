@@ -13,6 +13,7 @@ import numpy as np
 from ...errors import refuse
 from ..collate import Batch, nth, pack, shortened, stack, stack_mask, tensor
 from ..config import DataConfig
+from ..examples import Packable
 from ..objective import Objective, register
 from ..ragged import Ids, Ragged
 from ..record import Record
@@ -76,7 +77,7 @@ class Similarity(Embed):
         return Scored(records, read, data)
 
 
-class Texts:
+class Texts(Packable):
     """Rows of two texts or more, of `seq_len` tokens each at most. The length of a row is that of its texts together."""
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ...errors import refuse
 from ..collate import IGNORED
 from ..config import DataConfig
+from ..draws import keys_of, uniform
 from ..indexed import Tokens
 from ..objective import Frame, Objective, register
 from ..ragged import Ids, Ragged
@@ -56,8 +57,8 @@ class Masked(Sequences):
             refuse(tokenizer.name, "objective", "mlm with a tokenizer that has no mask token", wanted)
         self.mask, self.fill = tokenizer.mask_id, filler(tokenizer)
         self.seed, self.probability = read.seed, data.mlm_probability
-        self.head = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
-        self.tail = read.sep
+        self.head = np.array([] if tokenizer.cls_id is None else [tokenizer.cls_id], np.int32)
+        self.tail = np.array(read.sep, np.int32)
         room = data.seq_len - len(self.head) - len(self.tail)
         if room < 1:
             refuse(None, "data.seq_len", str(data.seq_len), "room for a token between [CLS] and [SEP]")
@@ -69,25 +70,42 @@ class Masked(Sequences):
         self.inside = continuing(tokenizer) if data.whole_words else None
         self.tokens, self.size = tokens, data.seq_len
         bounds = tokens.bounds if data.packing else np.array([0, tokens.total])
-        self.starts, self.stops = pieces(bounds, room, drop=behind(tokens, int(bounds[1]), self.tail))
+        self.starts, self.stops = pieces(bounds, room, drop=behind(tokens, int(bounds[1]), read.sep))
         self.lengths = self.stops - self.starts + len(self.head) + len(self.tail)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
         """(ids, labels): at least one token is to be predicted wherever one is not special."""
-        block = self.tokens.flat(int(self.starts[index]), int(self.stops[index]))
-        ids = np.concatenate([self.head, block, self.tail]).astype(np.int32)
-        random = np.random.default_rng((self.seed, epoch, index, 2))
-        open_ = self.open.take(ids, mode="clip")  # np.isin would be a fifth to nearly half of a row's time
+        return self.several([(epoch, index)])[0]
+
+    def several(self, places: Sequence[tuple[int, int]]) -> list[tuple[Ids, Ids]]:
+        """Their tokens are drawn for all at once, end to end."""
+        epochs, index = np.array(places).T
+        blocks = map(self.tokens.flat, self.starts[index].tolist(), self.stops[index].tolist())
+        ids = np.concatenate([part for block in blocks for part in (self.head, block, self.tail)], dtype=np.int32)
+        lengths = self.lengths[index]
+        ends = lengths.cumsum()
+        firsts = ends - lengths
+        keys, place = keys_of(self.seed, epochs, index, 2), np.arange(len(ids)) - firsts.repeat(lengths)
+
+        def drawn(which: int) -> NDArray[np.float64]:
+            """A number for each token, of three."""
+            return uniform(keys.repeat(lengths), 3 * place + which)
+
+        open_ = self.open.take(ids, mode="clip")  # np.isin would be a fifth to nearly half of the time
         begins = np.ones(len(ids), np.bool_) if self.inside is None else ~self.inside[ids] | ~open_
-        begins[0] = True  # without [CLS] a block may begin within a word
-        word = np.cumsum(begins) - 1
-        chosen = open_ & (random.random(word[-1] + 1) < self.probability)[word]
-        if not chosen.any() and open_.any():
-            chosen = open_ & (word == word[random.choice(np.flatnonzero(open_))])
-        fate = random.random(len(ids))
-        other = random.choice(self.ordinary, len(ids)) if len(self.ordinary) else ids
-        seen = np.where(chosen & (fate < 0.8), self.mask, np.where(chosen & (fate >= 0.9), other, ids))
-        return seen.astype(np.int32), np.where(chosen, ids, IGNORED).astype(np.int32)
+        begins[firsts] = True  # without [CLS] a block may begin within a word
+        word = begins.cumsum() - 1
+        chosen = open_ & (drawn(0)[begins] < self.probability)[word]
+        for k in np.flatnonzero(np.logical_or.reduceat(open_, firsts) & ~np.logical_or.reduceat(chosen, firsts)).tolist():
+            row = slice(firsts[k], ends[k])
+            could = word[row][open_[row]]
+            (one,) = uniform(keys[k : k + 1], 3 * lengths[k : k + 1])  # behind those of its tokens
+            chosen[row] = open_[row] & (word[row] == could[int(one * len(could))])
+        fate = drawn(1)
+        other = self.ordinary[(drawn(2) * len(self.ordinary)).astype(np.int64)] if len(self.ordinary) else ids
+        seen = np.where(chosen & (fate < 0.8), self.mask, np.where(chosen & (fate >= 0.9), other, ids)).astype(np.int32)
+        labels = np.where(chosen, ids, np.int32(IGNORED))
+        return [(seen[a:b], labels[a:b]) for a, b in zip(firsts.tolist(), ends.tolist(), strict=True)]
 
 
 def continuing(tokenizer: "Tokenizer") -> NDArray[np.bool_]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..collate import Batch, nth, runs, stack, stack_mask, tensor
 from ..config import DataConfig
+from ..examples import Examples
 from ..objective import Asked, Objective, register
 from ..ragged import Ids, Ragged
 from ..record import Record
@@ -58,7 +59,7 @@ class Question(NamedTuple):
     start: int  # of the first answer, in characters; -1: there is none
 
 
-class Questions(Asked):
+class Questions(Asked, Examples):
     """Windows of seq_len tokens: the question first, then as much of the context as fits. The next window goes back by `stride`.
 
     A label is the (first, last) token of the answer; both are the first token of the window if the answer is not whole in it.

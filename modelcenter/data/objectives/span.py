@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from ...errors import refuse
 from ..config import DataConfig
+from ..draws import Keys, keys_of, uniform
 from ..indexed import Tokens
 from ..objective import Frame, Objective, register
 from ..ragged import Ids, Ragged
@@ -64,11 +65,20 @@ class Spans(Sequences):
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
         """(source ids, target ids)."""
-        ids = self.tokens.flat(int(self.starts[index]), int(self.stops[index]))
-        noise = span_mask(len(ids), self.density, self.mean, np.random.default_rng((self.seed, epoch, index, 3)))
-        source, target = corrupt(ids, noise, self.sentinels)
-        end = np.array([self.eos], np.int32)
-        return np.concatenate([source, end]), np.concatenate([target, end])
+        return self.several([(epoch, index)])[0]
+
+    def several(self, places: Sequence[tuple[int, int]]) -> list[tuple[Ids, Ids]]:
+        """Those of one length at once: all, but the last of the stream."""
+        epochs, index = np.array(places).T
+        starts, lengths = self.starts[index], self.stops[index] - self.starts[index]
+        keys, found = keys_of(self.seed, epochs, index, 3), dict[int, tuple[Ids, Ids]]()
+        for n in np.unique(lengths).tolist():
+            here = np.flatnonzero(lengths == n)
+            ids = np.stack([self.tokens.flat(start, start + n) for start in starts[here].tolist()])
+            both = corrupt(ids, span_masks(n, self.density, self.mean, keys[here]), self.sentinels)
+            ended = (np.pad(side, ((0, 0), (0, 1)), constant_values=self.eos) for side in both)
+            found.update(zip(here.tolist(), zip(*ended, strict=True), strict=True))
+        return [found[k] for k in range(len(places))]
 
 
 def spans_of(n: int, density: float, mean: float) -> tuple[int, int]:
@@ -85,31 +95,33 @@ def longest(size: int, density: float, mean: float) -> int:
     return n
 
 
-def span_mask(n: int, density: float, mean: float, random: np.random.Generator) -> NDArray[np.bool_]:
-    """Which of n tokens are dropped: kept and dropped spans take turns, a kept one first; all ways to cut are equally likely."""
+def span_masks(n: int, density: float, mean: float, keys: Keys) -> NDArray[np.bool_]:
+    """(rows, n): which tokens are dropped, of a row for each of `keys`. Kept and dropped spans take turns, a kept one first; all
+    ways to cut are equally likely."""
     noise, k = spans_of(n, density, mean)
 
-    def parts(total: int) -> NDArray[np.int64]:
-        """`total` as a sum of k numbers from 1 on."""
-        cuts = np.sort(random.choice(total - 1, k - 1, replace=False)) + 1
-        return np.diff(np.concatenate([[0], cuts, [total]]))
+    def parts(total: int, first: int) -> NDArray[np.int64]:
+        """(rows, k): `total` as a sum of k numbers from 1 on, by the numbers drawn from the `first` on."""
+        drawn = uniform(keys[:, None], np.arange(first, first + total - 1))
+        cuts = np.sort(drawn.argsort(1)[:, : k - 1], 1) + 1  # the places of the least: each set of so many is as likely
+        return np.diff(cuts, axis=1, prepend=0, append=total)
 
-    lengths = np.stack([parts(n - noise), parts(noise)], 1).flatten()
-    mask: NDArray[np.bool_] = np.repeat(np.arange(2 * k) % 2 == 1, lengths)
-    return mask
+    lengths = np.stack([parts(n - noise, 0), parts(noise, n)], 2)  # (rows, k, 2)
+    turns = np.tile([False, True], lengths.size // 2)
+    return turns.repeat(lengths.reshape(-1)).reshape(len(keys), n)
 
 
 def corrupt(ids: Ids, noise: NDArray[np.bool_], marks: Sequence[int]) -> tuple[Ids, Ids]:
-    """(source, target): in the source each dropped span is a sentinel of its own, in the target each kept one; both count their
-    sentinels from the first on."""
+    """(sources, targets) of rows (rows, n) that drop as many tokens in as many spans: in a source each dropped span is a sentinel
+    of its own, in a target each kept one; both count their sentinels from the first on."""
     return masked(ids, noise, marks), masked(ids, ~noise, marks)
 
 
 def masked(ids: Ids, hidden: NDArray[np.bool_], marks: Sequence[int]) -> Ids:
-    first = hidden & ~np.concatenate([[False], hidden[:-1]])
-    named = np.where(first, np.array(marks, np.int32)[np.maximum(first.cumsum() - 1, 0)], ids)
-    out: Ids = named[~hidden | first].astype(np.int32)
-    return out
+    first = hidden.copy()
+    first[:, 1:] &= ~hidden[:, :-1]
+    named = np.where(first, np.array(marks, np.int32)[np.maximum(first.cumsum(1) - 1, 0)], ids)
+    return named[~hidden | first].reshape(len(ids), -1)
 
 
 def sentinels(tokenizer: "Tokenizer", count: int, vocab: int | None) -> list[int]:

@@ -1,0 +1,35 @@
+"""What a loader draws from, and what of it may stand in one row."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .collate import Batch
+
+
+class Examples(Protocol):
+    """Examples by number; one depends on (epoch, index) alone."""
+
+    lengths: NDArray[np.int64]  # tokens of every example
+
+    def __len__(self) -> int: ...
+
+    def at(self, epoch: int, index: int) -> Any: ...
+
+    def several(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        """The examples at some (epoch, index): one by one, or at once where that is quicker."""
+        return [self.at(*place) for place in places]
+
+    def collate(self, examples: list[Any]) -> Batch:
+        """One batch of some examples."""
+
+
+class Packable(Examples, Protocol):
+    """Examples that may stand side by side; `size` is the most tokens that one may have."""
+
+    size: int
+
+    def pack(self, examples: list[Any]) -> Batch:
+        """One row of some examples, as `collate.pack` says."""
