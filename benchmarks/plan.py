@@ -232,6 +232,17 @@ WANTED: list[tuple[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]]] = [
         (Job("cpm-ant-10b", "lm", 16, 512, {"layers": 6}), [(8, COPIES), (8, zero(3))]),
         (Job("gpt2-medium", "lm", 32, 512, more=optimizer(name="muon")), [(16, COPIES)]),
     ]),
+    (4, [  # likewise, and copies of what tensor parallelism has cut
+        (Job("gpt2", "lm", 32, 1024), [(8, {"replicate": 4})]),
+        (Job("bert-base-uncased", "mlm", 128, 128), [(32, {"replicate": 4}), (32, {"fsdp": 4})]),
+        (Job("gpt2-medium", "lm", 64, 1024), [(16, {"replicate": 4}), (32, tp(2, replicate=2)), (16, {"fsdp": 4})]),
+        (Job("gpt2-large", "lm", 32, 1024), [(8, {"replicate": 4}), (32, tp(4))]),
+        (Job("t5-base", "seq2seq", 128, 512, more=target(64)), [(32, {"replicate": 4})]),
+        (Job("llama-3.2-1b", "lm", 32, 2048), [(8, {"replicate": 4}), (16, tp(2, replicate=2)), (8, {"replicate": 2, "fsdp": 2})]),
+        (Job("llama-3.2-3b", "lm", 16, 2048), [(8, tp(2, replicate=2, **FULL)), (16, tp(4))]),
+        (Job("bloom-560m", "lm", 64, 512, more=PACKED), [(16, {"replicate": 4})]),
+        (Job("cpm-ant-10b", "lm", 32, 512, {"layers": 6}), [(8, {"replicate": 4}), (16, tp(2, replicate=2))]),
+    ]),
 ]  # fmt: skip
 SMALL = {"layers": 4, "dim": 128, "heads": 4, "vocab": 2000}
 WIDE = {**SMALL, "hidden": 512}

@@ -685,6 +685,16 @@ def test_what_a_run_leaves(whole: Path) -> None:
     assert (resolved.precision, resolved.task, resolved.micro_batch) == ("fp32", "lm", 2)
 
 
+@pytest.mark.parametrize(("device", "dim", "rows"), [("cuda", 768, 16), ("cuda", 1600, 16), ("cuda", 256, 48), ("cpu", 256, 2)])
+def test_a_narrow_model_has_wide_forwards_on_a_gpu(device: str, dim: int, rows: int, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """8,192 tokens of 768 hidden states are as large as 24,576 of 256."""
+    monkeypatch.setattr("modelcenter.train.resolve.device_of", lambda machine: torch.device(device))
+    config = {**TINY, "dim": dim, "positions": 512}
+    recipe = recipe_of(tmp_path, batch=96, micro_batch=None, config=config, **{"data.seq_len": 512})
+    assert resolve(recipe, Machine(device=device))[0].micro_batch == rows
+
+
 def test_the_model_opens_in_transformers(whole: Path) -> None:
     theirs = transformers.GPT2LMHeadModel.from_pretrained(whole / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")

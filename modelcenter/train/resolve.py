@@ -18,7 +18,8 @@ from ..registry import presets
 from .launch import check_ranks
 from .recipe import Recipe
 
-FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
+FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch, of a model of
+BASE = 768  # hidden states or more; of a narrower one as many more, for one that is busy with so few waits for the host
 WIDE = 256  # of hidden states, from which on bf16 is what a CPU with units for it computes in
 FORWARD_CPU = 1024  # on a CPU, which is no faster with more: GPT-2 takes 5 s for these on two cores
 
@@ -37,7 +38,7 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     precision = recipe.precision
     if precision == "auto":
         precision = automatic_precision(device, sizes.get("dim"))
-    most, micro = most_of(recipe, device), recipe.micro_batch
+    most, micro = most_of(recipe, device, sizes.get("dim")), recipe.micro_batch
     if micro is None and recipe.batch_tokens is None:
         together = find_objective(recipe.objective).together
         micro = recipe.batch if together else max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
@@ -76,11 +77,13 @@ def automatic_precision(device: torch.device, width: int | None = None) -> Liter
     return "bf16" if able() else "fp32"
 
 
-def forward_tokens(device: torch.device) -> int:
-    """The most tokens of a forward, if a recipe does not say how many sequences it has."""
-    return FORWARD_CPU if device.type == "cpu" else FORWARD
+def forward_tokens(device: torch.device, width: int | None = None) -> int:
+    """The most tokens of a forward of a model of that width, if a recipe does not say how many sequences it has."""
+    if device.type == "cpu":
+        return FORWARD_CPU
+    return FORWARD if width is None else int(FORWARD * max(1.0, BASE / width))
 
 
-def most_of(recipe: Recipe, device: torch.device) -> int:
+def most_of(recipe: Recipe, device: torch.device, width: int | None = None) -> int:
     """How many sequences of the greatest length a forward may have."""
-    return max(1, forward_tokens(device) // recipe.data.seq_len)
+    return max(1, forward_tokens(device, width) // recipe.data.seq_len)
