@@ -300,6 +300,34 @@ def test_where_copies_do_not_fit_shards_may() -> None:
         assert list(fit.better(costs, now)) == ways
 
 
+def test_where_copies_fit_and_are_quicker_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path)
+    settings = "machine.fsdp=1 machine.replicate=8"
+
+    def asked_of(seconds: float, fits: bool = True, **degrees: int) -> Any:
+        """What is said of shards that take a second, where copies take so many."""
+        def exact(machine: Machine, rows: int) -> Any:
+            assert (machine.fsdp, machine.replicate, rows) == (1, 8, 4)
+            return SimpleNamespace(fits=fits, seconds=seconds)
+
+        now: Any = SimpleNamespace(machine=Machine(device="cpu", **degrees), rows=4, seconds=1.0)
+        costs: Any = SimpleNamespace(exact=exact)
+        return fit.quicker(costs, now, recipe)
+
+    settings_of, copies = asked_of(0.8, fsdp=8)
+    assert settings_of == settings == asked_of(0.8, fsdp=4, replicate=2)[0] and copies.seconds == 0.8
+    assert asked_of(0.9, fsdp=8) is asked_of(0.8, fsdp=8, fits=False) is asked_of(0.8, replicate=8) is None
+    found, _ = asked(recipe)
+    told = str(replace(found, quicker=(settings, copies)))
+    assert found.quicker is None and told.count(f"; {settings} fits as well and takes about 0.8 s") == 1
+
+    def refused(recipe: Any, machine: Machine) -> None:
+        raise InputError("machine.replicate: not of these")
+
+    monkeypatch.setattr(fit, "check_ranks", refused)
+    assert asked_of(0.8, fsdp=8) is None
+
+
 def test_only_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path)
     lasting = asked(recipe)[0].plan.lasting

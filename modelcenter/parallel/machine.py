@@ -120,6 +120,13 @@ def in_shards(machine: Machine) -> tuple[str, Machine] | None:
     return f"machine.fsdp={machine.replicate} machine.replicate=1", replace(machine, fsdp=machine.replicate, replicate=1)
 
 
+def in_copies(machine: Machine) -> tuple[str, Machine] | None:
+    """If ranks share a model, the settings with which each would have a copy, and that machine."""
+    if machine.fsdp == 1:
+        return None
+    return f"machine.fsdp=1 machine.replicate={machine.shares}", replace(machine, fsdp=1, replicate=machine.shares)
+
+
 def load_machine(name: str | Path) -> Machine:
     """The packaged profile with that name, or the file at that path."""
     file, values = read_machine(name)

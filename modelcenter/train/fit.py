@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapter.attach import choose, insert
-from ..errors import printable, refuse, size
+from ..errors import InputError, printable, refuse, size
 from ..model import Model
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
@@ -19,18 +19,20 @@ from ..parallel.costs import Costs
 from ..parallel.device import memory_of
 from ..parallel.estimate import Estimate, Job
 from ..parallel.layout import RECOMPUTES
-from ..parallel.machine import Machine, in_shards
+from ..parallel.machine import Machine, in_copies, in_shards
 from ..parallel.plan import Plan
 from ..parallel.rehearse import Conditions
 from ..registry import families
 from ..skeleton import skeleton
 from .calibrate import NOTHING, Learned, learn
 from .evaluate import count_targets
+from .launch import check_ranks
 from .recipe import Recipe
 from .resolve import most_of
 from .setup import Setup
 
 Compute = Callable[[], AbstractContextManager[Any]]
+CLEARLY = 1.15  # times as long; a prediction may be as far off
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Verdict:
     learned: Learned = NOTHING  # from runs on such a device, of which the time takes account
     chip: str = ""
     precision: str = ""
+    quicker: tuple[str, Estimate] | None = None  # settings that fit too, and what they take
 
     def __str__(self) -> str:
         advice = " or ".join(f"{setting} ({size(need)})" for setting, need in self.ways)
@@ -53,7 +56,11 @@ class Verdict:
         memory = f"memory{each}: {self.plan} (batches of {self.batch})" + (f"; set {advice}" if advice else "")
         if self.estimate is None:
             return memory
-        return f"{memory}\nspeed: {speed(self.estimate)}" + (f"; {self.learned}" if self.learned.runs else "")
+        told = [speed(self.estimate)]
+        if self.quicker is not None:
+            settings, other = self.quicker
+            told.append(f"{settings} fits as well and takes about {other.seconds:.3g} s")
+        return f"{memory}\nspeed: {'; '.join([*told, *([str(self.learned)] if self.learned.runs else [])])}"
 
     @property
     def foreseen(self) -> dict[str, Any] | None:
@@ -104,6 +111,7 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         found = costs.exact(machine, min(now, ceil(job.rows / machine.shares)))
         plan = Plan(found.parts, min(free, total), total)
         ways = [] if plan.fits or plan.hopeless else list(better(costs, found))
+        copies = quicker(costs, found, recipe)
     except Exception as error:  # what cannot be rehearsed can be run
         return f"memory: not estimated: {type(error).__name__}: {printable(' '.join(str(error).split()))[:100]}"
     if plan.hopeless and refuses:
@@ -112,7 +120,7 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
     batch = f"{found.rows} x {recipe.data.seq_len} tokens"
     if chip is None:
         return Verdict(plan, batch, tuple(ways), None, machine.ranks)
-    return Verdict(plan, batch, tuple(ways), found, machine.ranks, learned, chip.name, recipe.precision)
+    return Verdict(plan, batch, tuple(ways), found, machine.ranks, learned, chip.name, recipe.precision, copies)
 
 
 FEWER = "an adapter (adapter.name=lora), optimizer.moments=bf16, optimizer.name=adafactor or a smaller model"
@@ -133,6 +141,18 @@ def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
         found = costs.exact(shared[1], now.rows)
         if found.fits:
             yield shared[0], found.need
+
+
+def quicker(costs: Costs, now: Estimate, recipe: Recipe) -> tuple[str, Estimate] | None:
+    """Copies in place of shards, if there is room and they take clearly less time: profiles of a node are made for large models."""
+    if (whole := in_copies(now.machine)) is None:
+        return None
+    try:
+        check_ranks(recipe, whole[1])
+    except InputError:
+        return None
+    found = costs.exact(whole[1], now.rows)
+    return (whole[0], found) if found.fits and found.seconds < now.seconds / CLEARLY else None
 
 
 def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute, machine: Machine, gpu: bool = False) -> Job:
