@@ -424,7 +424,7 @@ def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(ranks.share)  # ranks that share layers have one batch, and as many labels in it
     forwards = -(-recipe.batch // (point.rows * machine.shares))
     batches = [batch_of(recipe, point.rows, int(model.config.vocab)) for _ in range(forwards)]
-    prepared = partial(ready, model, task=recipe.objective, device=device, fill=graphs is not None)
+    prepared = partial(ready, model, task=recipe.objective, device=device, fill=graphs is not None and graphs.fills)
     ahead = prefetch([prepared(batch) for batch in some] for some in repeat(batches))
     compute, scale, norms = partial(autocast, recipe.precision, device), 1024.0 if recipe.precision == "fp16" else 1.0, []
 

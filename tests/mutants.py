@@ -399,7 +399,7 @@ MUTANTS = (
            "test_graphs.py::test_bits_are_those_of_the_calls[gpt packed-cpu]"),
     Mutant("other-shapes-as-late-as-the-first", "train/graphs.py", "(AGAIN if self.gradients else WARM)", "WARM",
            "test_graphs.py::test_records_of_other_shapes_are_made_sooner"),
-    Mutant("batches-of-graphs-alone-filled", "train/step.py", "task, device, graphs is not None)",
+    Mutant("batches-of-graphs-alone-filled", "train/step.py", "task, device, graphs is not None and graphs.fills)",
            "task, device, graphs is not None and not graphs.ended)",
            "test_graphs.py::test_bits_are_those_of_the_calls[gpt packed-cpu]"),
     Mutant("no-places-while-a-model-is-judged", "layers/head.py", "if self.shift:\n            return None\n        known",

@@ -1,5 +1,6 @@
 """Micro-batches filled up to shapes that come again: what is learned from them is the same, for every family and objective."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.layers import Rotary
 from modelcenter.ops.cross_entropy import IGNORE
 from modelcenter.train import shapes
-from modelcenter.train.shapes import filled, up
-from modelcenter.train.step import ready
+from modelcenter.train.graphs import Graphs
+from modelcenter.train.shapes import filled, fills, up
+from modelcenter.train.step import accumulate, ready
 
 TINY = {"layers": 1, "dim": 16, "heads": 2, "vocab": 300}
 
@@ -117,13 +119,22 @@ def test_where_the_length_says_what_positions_mean_it_stays() -> None:
     config = {**TINY, "kv_heads": 2, "head_dim": 8, "hidden": 16}
     model = mc.build("llama-3.2-1b", config=config).train()
     batch = pad([[5] * 9, [5] * 3], [[5] * 9, [5] * 3], 0)
-    assert filled(model, batch)["input_ids"].shape == (2, 16)
+
+    def computed() -> torch.Size:
+        """The shape of what a run's graphs see of the batch."""
+        graphs, seen = Graphs(model, SimpleNamespace()), []  # type: ignore[arg-type]  # nothing is recorded
+        graphs.run = lambda work, given, *rest: seen.append(given["input_ids"].shape) or torch.zeros(())  # type: ignore[assignment]
+        graphs.attempt = lambda step: step()  # type: ignore[method-assign]
+        accumulate(model, [batch], "lm", graphs=graphs)
+        return seen[0]
+
+    assert fills(model) and computed() == (2, 16)
     for module in model.modules():
         if isinstance(module, Rotary):
             from modelcenter.layers.rope import Dynamic
 
             module.frequencies = Dynamic(factor=2.0, positions=4)
-    assert filled(model, batch) is batch
+    assert not fills(model) and computed() == (2, 9)
 
 
 def test_a_bound_below_the_longest_is_refused() -> None:

@@ -32,6 +32,7 @@ from ..errors import printable
 from ..ops._graph import recorded
 from ..parallel.averaging import last
 from ..parallel.machine import ROOM, Machine
+from .shapes import fills
 
 WARM = 3  # micro-batches of the same shapes before the first are recorded: libraries are there then, and have chosen their kernels
 AGAIN = 1  # of other shapes
@@ -130,6 +131,7 @@ class Graphs:
     def __init__(self, model: nn.Module, recorder: Recorder, tell: Callable[[str], object] = lambda line: None,
                  repeats: bool = True) -> None:
         self.model, self.recorder, self.tell, self.repeats = model, recorder, tell, repeats
+        self.fills = fills(model)  # whether micro-batches are filled up, so that shapes recur
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.all = [*model.parameters(), *model.buffers()]
         self.shapes: OrderedDict[tuple[Any, ...], Shapes] = OrderedDict()  # the last used at the end

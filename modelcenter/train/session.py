@@ -111,7 +111,8 @@ class Session:
     def batches(self) -> Iterator[tuple[int, list[Ready]]]:
         """From where the run stands: (position after, micro-batches) of each step. The host's work on them is done; no device is
         involved."""
-        made = partial(ready, self.model, task=self.recipe.objective, device=self.device, fill=self.graphs is not None)
+        fill = self.graphs is not None and self.graphs.fills
+        made = partial(ready, self.model, task=self.recipe.objective, device=self.device, fill=fill)
         for after, batches in self.setup.loader.steps(self.at.sample, micro_batch=self.recipe.micro_batch):
             yield after, [made(batch) for batch in batches]
 

@@ -32,11 +32,17 @@ def up(n: int, least: int, parts: int) -> int:
     return -(-n // step) * step
 
 
-def filled(model: nn.Module, batch: Arguments) -> Arguments:
-    """`batch`, on the host, as the model is to compute it: with the same loss and gradients, except for rounding and dropout."""
-    head: Any = getattr(model, "head", None)
-    if not isinstance(head, Head) or any(isinstance(m, Rotary) and m.frequencies.by_length for m in model.modules()):
-        return batch  # the longest sequence, filled up or not, says what positions mean
+def fills(model: nn.Module) -> bool:
+    """Whether a model's micro-batches may be filled up: not where the longest sequence, filled up or not, says what positions
+    mean."""
+    by_length = any(isinstance(m, Rotary) and m.frequencies.by_length for m in model.modules())
+    return isinstance(getattr(model, "head", None), Head) and not by_length
+
+
+def filled(model: Any, batch: Arguments) -> Arguments:
+    """`batch`, on the host, as the model, of which `fills` is true, is to compute it: with the same loss and gradients, except for
+    rounding and dropout."""
+    head = model.head
     return packed(model, batch) if "cu_seq_lens_q" in batch else padded(model, batch, head.by_token)
 
 

@@ -41,7 +41,7 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     to shapes that recur. A batch that is not `ready` is made so.
     """
     device = next(model.parameters()).device
-    ours = [ready(model, batch, task, device, graphs is not None) for batch in batches]
+    ours = [ready(model, batch, task, device, graphs is not None and graphs.fills) for batch in batches]
     targets = sum(batch.targets for batch in ours) if targets is None else targets
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
     items, factor = number_on(each, device), None if scale == 1 else number_on(scale, device)
