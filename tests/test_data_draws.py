@@ -50,7 +50,7 @@ def spanned() -> Tokenizer:
 ])  # fmt: skip
 def test_together_as_alone(name: str, how: str) -> None:
     """An example depends on (epoch, index) alone, whatever is made beside it; of a blend of sources too."""
-    data = DataConfig(path="x", seq_len=24, **{how: True for how in [how] if how})
+    data = DataConfig(path="x", seq_len=64 if name == "span" else 24, **{how: True for how in [how] if how})
     sources = [[Record({"text": text}, "f", 1) for text in some] for some in (TEXTS, TEXTS[::-1], TEXTS[:1])]
     for records in (sources[0], Mixture(sources)):
         examples = make_examples(name, records, spanned(), data)
@@ -61,4 +61,8 @@ def test_together_as_alone(name: str, how: str) -> None:
         for one, other in zip(alone, together, strict=True):
             assert one.keys() == other.keys()
             assert all(np.array_equal(one[key], other[key]) for key in one)
-        assert len({str(batch["input_ids"].tolist()) for batch in alone}) > 5
+        assert len({str(batch["input_ids"].tolist()) for batch in alone}) > 5  # of so few texts
+        if name in ("mlm", "span"):  # is drawn anew in each epoch
+            assert len({str(examples.collate([examples.at(epoch, 0)])["input_ids"].tolist()) for epoch in range(5)}) > 2
+        if name == "span":
+            assert len(set(examples.lengths.tolist())) > 1  # the last is shorter

@@ -273,22 +273,34 @@ def test_batches_read_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert seen == [*range(1, 12), *range(6, 21)]  # it went back
     seen.clear()
     calls = itertools.count(1)
-    log = session.Session.log
+    log, asked = session.Session.log, []
 
     def stopped(self: Any, step: Any) -> None:
         log(self, step)
         if len(seen) == 18:
+            asked.append(self.at.step)
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(session, "AT_ONCE", ())
     with monkeypatch.context() as patch:
         patch.setattr(session.Session, "log", stopped)
         half = train(recipes[1], MACHINE)
-    assert half.stopped and seen[0] == seen[1] == 1 and half.step == seen[-1]  # the first is read in its step, the others before it
+    assert half.stopped and asked == [half.step] and seen[:2] == [1, 1]  # the first is read in its step, others in the one before
     train(recipes[1], MACHINE)
+    assert seen[-1] == 19  # nothing is read behind the last
     assert rows(tmp_path / "now" / "out") == rows(tmp_path / "ahead" / "out")
     weights = [(tmp_path / name / "out" / "model" / "model.safetensors").read_bytes() for name in ("now", "ahead")]
     assert weights[0] == weights[1]
+
+
+def test_the_next_batch_is_there_before_a_step_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fetch = session.Session.fetch
+    monkeypatch.setattr(session, "AT_ONCE", ())
+    monkeypatch.setattr(session.Session, "fetch", lambda *args: calls.append("batch") or fetch(*args))
+    monkeypatch.setattr(stepping, "soon", lambda number: lambda: calls.append("norm") or float(number))
+    train(recipe_of(tmp_path, max_steps=3, save_steps=None, eval_steps=None), MACHINE)
+    assert calls == ["batch", *["batch", "norm"] * 2, "norm"]
 
 
 def test_an_error_of_a_batch_read_ahead_is_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
