@@ -308,7 +308,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("chip", [HOPPER, AMPERE])
+@pytest.mark.parametrize("chip", [HOPPER, pytest.param(AMPERE, marks=slow)])
 def test_the_distance_from_which_a_bias_is_one_number(attention: Path, chip: int) -> None:
     done = python(made(attention), "-c", REACH, chip=chip)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
