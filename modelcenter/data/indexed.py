@@ -122,17 +122,17 @@ class Tokens(Part):
     def flat(self, start: int, stop: int) -> Ids:
         """The ids [start, stop); one that the model lacks is refused by its place."""
         start, stop, found = start + self.first, stop + self.first, [np.zeros(0, np.int32)]
-        for file, end in zip(self.files, self.ends.tolist(), strict=True):
+        first, last = np.searchsorted(self.ends, (start, stop - 1), "right").tolist()  # there may be thousands of files
+        for file, end in zip(self.files[first : last + 1], self.ends[first : last + 1].tolist(), strict=True):
             begin = end - file.total
-            if start < end and stop > begin:
-                a, b = max(start - begin, 0), min(stop - begin, file.total)
-                ids = file.flat(a, b)
-                odd = np.flatnonzero((ids < 0) | (ids >= (2**31 if self.vocab is None else self.vocab)))
-                if len(odd):
-                    place = f"byte {(a + int(odd[0])) * file.dtype.itemsize}"
-                    refuse(file.file, place, f"token {a + odd[0]} has id {ids[odd[0]]}, the model {self.vocab} tokens",
-                           "the tokenizer of this model")  # fmt: skip
-                found.append(ids.astype(np.int32))
+            a, b = max(start - begin, 0), min(stop - begin, file.total)
+            ids = file.flat(a, b)
+            odd = np.flatnonzero((ids < 0) | (ids >= (2**31 if self.vocab is None else self.vocab)))
+            if len(odd):
+                place = f"byte {(a + int(odd[0])) * file.dtype.itemsize}"
+                refuse(file.file, place, f"token {a + odd[0]} has id {ids[odd[0]]}, the model {self.vocab} tokens",
+                       "the tokenizer of this model")  # fmt: skip
+            found.append(ids.astype(np.int32))
         return np.concatenate(found)
 
     def split(self, fraction: float) -> "tuple[Tokens, Tokens]":
