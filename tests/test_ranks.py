@@ -33,6 +33,7 @@ from modelcenter.data.collate import pack, pad
 from modelcenter.data.examples import Examples
 from modelcenter.data.loader import Loader
 from modelcenter.data.order import Grouped
+from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
@@ -436,6 +437,35 @@ def test_one_ranks_trouble_is_everybodys(tmp_path: Path, at_once: tuple[str, ...
     logged = [row for row in told(tmp_path / "out") if "loss" in row]
     assert [row["step"] for row in logged if row["grad_norm"] is None] == [2, 3] and logged[-1]["skipped"] == 2
     assert sorted(path.name for path in (tmp_path / "out").glob("*step-*")) == ["step-6"]
+
+
+def broken(rank: int, recipe: Any, at_once: tuple[str, ...]) -> None:
+    """Rank 1 alone, in the batch behind the evaluation."""
+    loop.plot_loss, session.AT_ONCE = lambda folder: "not drawn", at_once
+    real = session.Session.batches
+
+    def batches(self: Any) -> Any:
+        for number, found in enumerate(real(self), 1):
+            if rank == 1 and number == 5:
+                raise InputError("data.jsonl: gone")
+            yield found
+
+    session.Session.batches = batches  # type: ignore[method-assign]
+    train(recipe, machine_of((2, 1)))
+
+
+@pytest.mark.parametrize("at_once", [("cpu",), ()], ids=["each batch in its step", "read ahead, as with a GPU"])
+def test_a_batch_that_one_rank_cannot_read_ends_all(tmp_path: Path, at_once: tuple[str, ...]) -> None:
+    """In its step: what ranks do together before, as an evaluation, is as it would have been."""
+    for name in ("broken", "whole"):
+        (tmp_path / name).mkdir()
+    changes = {"logging_steps": 1, "save_steps": 4, "eval_steps": 4, "max_steps": 8}
+    with pytest.raises(AssertionError, match=r"rank 1:(?s:.*)InputError: data\.jsonl: gone"):
+        spawn(2, broken, run_of(tmp_path / "broken", **changes), at_once)
+    spawn(2, runs, (2, 1), run_of(tmp_path / "whole", **changes))
+    rows = told(tmp_path / "broken" / "out")
+    assert rows[-1]["step"] == 4 and "eval_loss" in rows[-1] and (tmp_path / "broken" / "out" / "step-4").is_dir()
+    assert rows == told(tmp_path / "whole" / "out")[: len(rows)]
 
 
 def asked(rank: int, recipe: Any) -> None:

@@ -50,14 +50,15 @@ class Step:
 
 @dataclass
 class Coming:
-    """The batch of a step: this rank's micro-batches, the position after it, and how many targets and tokens all ranks have.
-    `asked`: one was asked to stop."""
+    """The batch of a step: this rank's micro-batches, or why there are none, the position after it, how many targets and tokens all
+    ranks have, and how many ranks were asked to stop."""
 
     after: int
     batches: Sequence[Ready]
+    wrong: Exception | None
     targets: int
     tokens: int
-    asked: bool
+    asked: int
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Session:
     graphs: Graphs | None = None  # None: the host calls every kernel by itself
     background: Background | None = None  # None: the run waits while a state is written
     saved: int = field(init=False)
-    coming: "Coming | Exception | None" = None  # of the next step, if it was read ahead; an error is raised there
+    coming: Coming | None = None  # of the next step, if it was read ahead
     seconds: float = 0.0  # since the last row of metrics
     tokens: int = 0  # since then
 
@@ -121,8 +122,8 @@ class Session:
         at, recipe, ranks, task = self.at, self.recipe, self.ranks, self.recipe.objective
         began, self.memory.at = time.perf_counter(), f"in step {at.step + 1}"
         coming, self.coming = self.coming or self.fetch(steps, interrupt), None
-        if isinstance(coming, Exception):
-            raise coming
+        if coming.wrong is not None:
+            raise coming.wrong
         if coming.asked or (ranks.size == 1 and interrupt):  # one rank, and so all
             raise Stop
         targets = coming.targets
@@ -144,20 +145,22 @@ class Session:
         return Step(loss, lr, norm, overflow, leap)
 
     def fetch(self, steps: Iterator[tuple[int, Sequence[Ready]]], interrupt: Interrupt) -> Coming:
-        """The next batch, on the device, and what all ranks say of it."""
-        after, batches = next(steps)
+        """The next batch, on the device, and what all ranks say of it. An error is kept for the batch's step: before that there may
+        be other things that ranks do together."""
+        after, batches, wrong = 0, [], None
+        try:
+            after, read = next(steps)
+            batches = [batch.on(self.device) for batch in read]
+        except Exception as error:
+            wrong = error
         counts = sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
-        return Coming(after, [batch.on(self.device) for batch in batches], *self.ranks.sum(*counts, bool(interrupt)))
+        return Coming(after, batches, wrong, *self.ranks.sum(*counts, bool(interrupt)))
 
     def look_ahead(self, steps: Iterator[tuple[int, Sequence[Ready]]], interrupt: Interrupt) -> None:
         """While the device is at work: read the batch of the next step, for which it need not wait then. A CPU would win nothing,
         and its ranks hear of a signal a step sooner."""
-        if self.device.type in AT_ONCE or self.at.step + 1 >= self.setup.steps:
-            return
-        try:
+        if self.device.type not in AT_ONCE and self.at.step + 1 < self.setup.steps:
             self.coming = self.fetch(steps, interrupt)
-        except Exception as error:  # this step is done all the same
-            self.coming = error
 
     def log(self, step: Step) -> None:
         """Print how the step went, and every `logging_steps` write a row."""
