@@ -55,11 +55,11 @@ class Adafactor(Clipped):
     def shape(self, p: Tensor) -> Shape:
         return self.shapes.get(p, tuple(p.shape))
 
-    def mine(self, p: Tensor, x: Tensor | None) -> Tensor:
-        """Of `x`, which is cut as `p` is, what this rank has, without such rows; to be changed in place."""
-        assert x is not None
-        part, ends = local(x), tuple(r.stop - r.start for r in self.region(p))
-        return part if part.shape == ends else part[tuple(slice(0, n) for n in ends)]
+    def mine(self, one: Tensor, each: Sequence[Tensor]) -> list[Tensor]:
+        """Of `each`, which are of the shape of the parameter `one` and cut as it is, what this rank has, without such rows; to be
+        changed in place."""
+        parts, ends = [local(x) for x in each], tuple(r.stop - r.start for r in self.region(one))
+        return parts if parts[0].shape == ends else [part[tuple(slice(0, n) for n in ends)] for part in parts]
 
     @property
     def scratch(self) -> int:
@@ -69,16 +69,16 @@ class Adafactor(Clipped):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
         loss = evaluated(closure)
-        if clip is not None and not scaled(self.param_groups, clip):
-            return loss
         each = [(some, group) for group in self.param_groups for some in self.stacks(group["params"])]
+        if clip is not None and not scaled(self.param_groups, clip):  # here the device is waited for
+            return loss
         ones = [some[0] for some, _ in each]
         sums = self.ranks.added([self.sums(some) for some, _ in each], ones)
         roots = [self.moved(some, total) for (some, _), total in zip(each, sums, strict=True)]
         lengths = [norms(self.update(some, by)).square() for (some, _), by in zip(each, roots, strict=True)]
         lengths = self.ranks.added(lengths, ones)
         for (some, group), total, by, length in zip(each, sums, roots, lengths, strict=True):
-            one, weights = some[0], [self.mine(p, p) for p in some]
+            one, weights = some[0], self.mine(some[0], some)
             many = max(1, torch.Size(self.shape(one)).numel())
             size, long = ((squares / many).sqrt() for squares in (total[:, 0], length))
             rate = -min(group["lr"], float(self.state[one]["step"]) ** -0.5) * size.clamp(min=LEAST) / long.clamp(min=1)
@@ -106,14 +106,14 @@ class Adafactor(Clipped):
 
     def gradients(self, some: Sequence[Tensor]) -> Tensor:
         """This rank's part of those of parameters of one shape (k ...); not to be changed."""
-        grads = [self.mine(p, p.grad) for p in some]
+        grads = self.mine(some[0], [p.grad for p in some if p.grad is not None])
         return (torch.stack(grads) if len(grads) > 1 else grads[0][None]).to(torch.promote_types(some[0].dtype, torch.float32))
 
     def sums(self, some: Sequence[Tensor]) -> Tensor:
         """What these parts (k ...) add to the sum of the squares of each parameter and, of a matrix, to those of its gradient by
         row and by column."""
         one, kind = some[0], torch.promote_types(some[0].dtype, torch.float32)
-        out = [torch.stack(torch._foreach_norm([self.mine(p, p) for p in some], dtype=kind)).square()[:, None]]
+        out = [torch.stack(torch._foreach_norm(self.mine(one, some), dtype=kind)).square()[:, None]]
         if one.dim() > 1:
             region, shape, squares = self.region(one), self.shape(one), self.gradients(some).square()
             for at, dim in ((region[:-1], -1), ((*region[:-2], region[-1]), -2)):
@@ -128,7 +128,7 @@ class Adafactor(Clipped):
         torch._foreach_add_([state["step"] for state in states], 1)
         new = float(states[0]["step"]) ** DECAY
         if one.dim() < 2:
-            kept = [self.mine(p, state["variance"]) for p, state in zip(some, states, strict=True)]
+            kept = self.mine(one, [state["variance"] for state in states])
             torch._foreach_lerp_(kept, (self.gradients(some).square() + TINY).unbind(), new)
             return [torch.stack(kept).rsqrt()]
         found, region, shape = [], self.region(one), self.shape(one)
