@@ -69,9 +69,9 @@ class Adafactor(Clipped):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
         loss = evaluated(closure)
-        each = [(some, group) for group in self.param_groups for some in self.stacks(group["params"])]
-        if clip is not None and not scaled(self.param_groups, clip):  # here the device is waited for
+        if clip is not None and not scaled(self.param_groups, clip):
             return loss
+        each = [(some, group) for group in self.param_groups for some in self.stacks(group["params"])]
         ones = [some[0] for some, _ in each]
         sums = self.ranks.added([self.sums(some) for some, _ in each], ones)
         roots = [self.moved(some, total) for (some, _), total in zip(each, sums, strict=True)]
