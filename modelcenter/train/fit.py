@@ -111,7 +111,7 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         found = costs.exact(machine, min(now, ceil(job.rows / machine.shares)))
         plan = Plan(found.parts, min(free, total), total)
         ways = [] if plan.fits or plan.hopeless else list(better(costs, found))
-        copies = quicker(costs, found, recipe)
+        copies = quicker(costs, found, recipe) if chip is not None else None
     except Exception as error:  # what cannot be rehearsed can be run
         return f"memory: not estimated: {type(error).__name__}: {printable(' '.join(str(error).split()))[:100]}"
     if plan.hopeless and refuses:

@@ -18,8 +18,8 @@ from ..registry import presets
 from .launch import check_ranks
 from .recipe import Recipe
 
-FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch, of a model of
-BASE = 768  # hidden states or more; of a narrower one as many more, for one that is busy with so few waits for the host
+FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
+BASE = 768  # width of a model below which a forward has more, of as many numbers: with so few a GPU would wait for the host
 WIDE = 256  # of hidden states, from which on bf16 is what a CPU with units for it computes in
 FORWARD_CPU = 1024  # on a CPU, which is no faster with more: GPT-2 takes 5 s for these on two cores
 

@@ -73,8 +73,8 @@ def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContext
 
 
 class Ready(dict[str, Any]):
-    """A batch on which the host's work is done: the arguments of a forward, still on the host, and how many tokens of the loader's
-    batch count as `targets` and as `tokens`."""
+    """A batch on which the host's work is done: the arguments of a forward, and how many tokens of the loader's batch count as
+    `targets` and as `tokens`."""
 
     targets: int
     tokens: int
