@@ -440,7 +440,7 @@ def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
         loss, _ = accumulate(model, some, recipe.objective, compute, scale, targets, ranks, graphs=graphs)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         known = soon(loss)
-        norms.append(update(model, optimizer, loss, 1e-5, recipe.max_grad_norm, scale, squares, fetch))
+        norms.append(update(model, optimizer, loss, 1e-5, recipe.max_grad_norm, scale, squares, fetch, graphs))
         known()
         if ema is not None:
             ema.update()

@@ -22,7 +22,7 @@ from modelcenter.parallel.apply import join
 from modelcenter.parallel.averaging import buckets_of
 from modelcenter.parallel.gather import Gather
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.ranks import ALONE
+from modelcenter.parallel.ranks import ALONE, Ranks
 from modelcenter.train import graphs as graphs_module
 from modelcenter.train import step as stepping
 from modelcenter.train.graphs import WARM, Graphs, graphs_of
@@ -238,19 +238,21 @@ def test_a_loop_of_ones_own_has_means_too() -> None:
 class Silent(Played):
     """As a GPU's: what is recorded sends nothing until it is done."""
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, work: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(averaging, "send", lambda gradients, group: lambda: None)
+            patch.setattr(Ranks, "exchanged", lambda self, parts, sizes: [parts[0].new_zeros(n) for n in sizes])
             return super().__call__(work)
 
 
-def steps(machine: Machine | None, lengths: tuple[int, ...], parts: int, recorder: Any) -> tuple[list[float], list[Tensor], Any]:
+def steps(machine: Machine | None, lengths: tuple[int, ...], parts: int, recorder: Any, name: str = "adamw"
+          ) -> tuple[list[float], list[Tensor], Any]:
     """Losses of twelve steps of this rank's part of the batches, and the weights after them."""
     ranks = join(machine) if machine is not None else ALONE
     torch.manual_seed(0)
     model = mc.build("gpt2", config=TINY | {"positions": 64, **STILL}, machine=machine, dtype="fp64")
-    graphs = Graphs(model.train(), recorder(model), repeats=False) if recorder is not None else None
-    optimizer: Any = build_optimizer(model, OptimizerConfig(), ranks)
+    optimizer: Any = build_optimizer(model, OptimizerConfig(name=name), ranks)
+    graphs = Graphs(model.train(), recorder(model, optimizer), repeats=False) if recorder is not None else None
     losses = []
     for number in range(12):
         generator = torch.Generator().manual_seed(number)
@@ -259,15 +261,16 @@ def steps(machine: Machine | None, lengths: tuple[int, ...], parts: int, recorde
         (targets,) = ranks.sum(sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in mine))
         loss, _ = accumulate(model, mine, "lm", targets=targets, ranks=ranks, graphs=graphs)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
-        update(model, optimizer, loss, 1e-2, 1.0, squares=squares)
+        update(model, optimizer, loss, 1e-2, 1.0, squares=squares, graphs=graphs)
         losses.append(float(loss))
     return losses, [full(p.detach()) for p in model.parameters()], graphs
 
 
-def records(rank: int, machine: Machine, lengths: tuple[int, ...], parts: int) -> None:
+def records(rank: int, machine: Machine, lengths: tuple[int, ...], parts: int, name: str = "adamw") -> None:
     stepping.number_on = lambda value, device: torch.full((), value, device=device)  # as on a device
-    wanted, weights, _ = steps(None, lengths, parts, None)
-    losses, found, graphs = steps(machine, lengths, parts, Silent)
+    wanted, weights, _ = steps(None, lengths, parts, None, name)
+    losses, found, graphs = steps(machine, lengths, parts, Silent, name)
+    assert (graphs.recorder.updates > 0) == (name != "adamw")
     assert graphs.recorder.played > 0 and not graphs.ended
     kinds, averages = {kind for shapes in graphs.shapes.values() for kind in shapes.records}, machine.replicate > 1
     one = 2 * parts == machine.shares
@@ -294,6 +297,11 @@ def test_records_of_copies_train_as_one_process(lengths: tuple[int, ...], parts:
 ])  # fmt: skip
 def test_records_of_tensor_parallel_ranks_train_as_one_process(machine: Machine, parts: int) -> None:
     spawn(machine.ranks, records, machine, (24, 20) if machine.replicate == 1 else (24,), parts)
+
+
+def test_records_of_updates_that_send_train_as_one_process() -> None:
+    """Copies that make matrices orthogonal in turn; one may replay what the other still calls."""
+    spawn(2, records, COPIES, (24, 20, 16), 1, "muon")
 
 
 def test_a_loss_that_needs_other_ranks_texts_is_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,12 @@ Batch = dict[str, Any]
 
 
 class Played:
-    """Nothing is done while it is recorded; memory then holds no numbers, and gradients are in no parameter's hands."""
+    """Nothing is done while it is recorded; memory then holds no numbers, and gradients are in no parameter's hands. `updates` are
+    those that were played of `optimizer`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self.model, self.memory, self.little, self.made, self.played, self.closed = model, True, False, 0, 0, 0
+        self.optimizer, self.updates = optimizer, 0
 
     def room(self) -> bool:
         return self.memory
@@ -63,7 +65,27 @@ class Played:
     def close(self) -> None:
         self.closed += 1
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def update(self, work: Callable[[], None]) -> tuple[Callable[[], object], None]:
+        self.made += 1
+        kept = [*self.model.parameters(), *(g for p in self.model.parameters() if (g := p.grad) is not None)]
+        kept += [value for state in self.optimizer.state.values() for value in state.values()]
+        values = [value.detach().clone() for value in kept]
+        with blind():
+            work()
+        with torch.no_grad():
+            for value, old in zip(kept, values, strict=True):
+                value.copy_(old)
+
+        def play() -> None:
+            self.updates += 1
+            with blind():
+                work()
+
+        return play, None
+
+    def __call__(self, work: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        if not torch.is_grad_enabled():
+            return self.update(work)
         before = {p: p.grad for p in self.model.parameters()}
         values, drawn = {p: g.clone() for p, g in before.items() if g is not None}, torch.get_rng_state()
         try:
@@ -106,8 +128,8 @@ def blind() -> Iterator[None]:
         yield
 
 
-def recorder_of(model: nn.Module, device: torch.device) -> Any:
-    return Played(model) if device.type == "cpu" else GPU(device)
+def recorder_of(model: nn.Module, device: torch.device, optimizer: Any = None) -> Any:
+    return Played(model, optimizer) if device.type == "cpu" else GPU(device)
 
 
 @pytest.fixture(autouse=True)
@@ -164,10 +186,11 @@ def batch_of(task: str, rows: int, length: int, generator: torch.Generator) -> B
 
 PACKED = {"packed": True, "precision": "bf16"}  # a GPU has kernels for them in low precision alone
 SELECTIVE, FULL = ({"recompute": how, "precision": "bf16"} for how in ("selective", "full"))
+OVERFLOWS = {"precision": "bf16", "scales": (1024.0,) * 9 + (3e38,) + (512.0,) * 10}
 CASES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "gpt": (gpt, "lm", {}), "gpt in thirds": (gpt, "lm", {"parts": 3}), "gpt of three lengths": (gpt, "lm", {"short": (0, 8, 16)}),
     "gpt in thirds of two lengths": (gpt, "lm", {"parts": 3, "short": (0, 8)}), "gpt bf16": (gpt, "lm", {"precision": "bf16"}),
-    "gpt overflows": (gpt, "lm", {"precision": "bf16", "scales": (1024.0,) * 9 + (3e38,) + (512.0,) * 10}),
+    "gpt overflows": (gpt, "lm", OVERFLOWS),
     "t5": (t5, "seq2seq", {"parts": 2}), "bert": (partial(bert, "classify"), "classify", {}),
     "bert of words": (partial(bert, "mlm"), "mlm", {}), "lora": (lora, "lm", {"precision": "bf16"}),
     "gpt packed": (gpt, "lm", PACKED), "gpt packed in thirds": (gpt, "lm", {"parts": 3} | PACKED),
@@ -177,6 +200,9 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "gpt packed selective": (gpt, "lm", PACKED | SELECTIVE), "gpt full": (gpt, "lm", FULL), "t5 full": (t5, "seq2seq", FULL),
     "gpt in thirds full": (gpt, "lm", FULL | {"parts": 3}), "gpt full fp32": (gpt, "lm", FULL | {"precision": "fp32"}),
     "gpt packed full": (gpt, "lm", PACKED | FULL), "lora full": (lora, "lm", FULL),
+    **{f"t5 {name}": (t5, "seq2seq", {"optimizer": name, "parts": 2}) for name in ("adafactor", "lion", "muon")},
+    "gpt adafactor of two lengths": (gpt, "lm", {"optimizer": "adafactor", "short": (0, 8)}),
+    "gpt muon overflows": (gpt, "lm", OVERFLOWS | {"optimizer": "muon"}),
     "lora packed": (lora, "lm", PACKED), "bert of all lengths": (partial(bert, "classify"), "classify", {"short": range(8)}),
 }  # fmt: skip
 
@@ -191,9 +217,9 @@ class Run:
         torch.manual_seed(0)
         self.model = make(folder).to(device).train()
         recompute(self.model, options.get("recompute", "none"))
-        self.optimizer = build_optimizer(self.model, OptimizerConfig())
+        self.optimizer = build_optimizer(self.model, OptimizerConfig(name=options.get("optimizer", "adamw")))
         self.said: list[str] = []
-        self.recorder = recorder_of(self.model, device)
+        self.recorder = recorder_of(self.model, device, self.optimizer)
         self.graphs = Graphs(self.model, self.recorder, self.said.append)
         self.packed = options.get("packed", False)
         if not graphed:
@@ -207,7 +233,8 @@ class Run:
                 batch_of(self.task, 3, 24 - self.short[(number + k) % len(self.short)], generator) for k in range(self.parts)]
         scale = self.scales[number % len(self.scales)]
         loss, _ = accumulate(self.model, some, self.task, self.compute, scale, graphs=self.graphs)
-        norm = update(self.model, self.optimizer, loss, 0.0 if self.still else 1e-2, 1.0, scale)
+        rate = 0.0 if self.still else 1e-2 / (1 + number)
+        norm = update(self.model, self.optimizer, loss, rate, 1.0, scale, graphs=self.graphs)
         self.losses += [float(loss), norm]
 
     def through(self, *numbers: int) -> "Run":
@@ -247,6 +274,7 @@ def test_bits_are_those_of_the_calls(tmp_path: Path, case: str, device: str) -> 
     shapes = len(found.graphs.shapes) if device == "cpu" else 1  # a GPU is told of labels, too
     assert found.records >= shapes * min(2, found.parts)
     assert len(found.said) == 1 and "CUDA graph from here on" in found.said[0]
+    assert (found.graphs.updates.launch is not None) == ("optimizer" in options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -305,6 +333,43 @@ def test_gradients_that_are_not_the_records_are_added_to_by_calls(tmp_path: Path
         torch.manual_seed(8)
         run.through(8, 12)
     assert runs[0] == runs[1] and runs[1].recorder.played == 3 + 4
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_an_update_is_a_record_where_gradients_are(tmp_path: Path, name: str) -> None:
+    """Not the first of them, in which something may be called that never was, nor one of gradients or of a state that are
+    elsewhere. It is made once more for a state that was loaded."""
+    runs = []
+    for graphed in (False, True):
+        run = Run(tmp_path, f"t5 {name}", graphed, torch.device("cpu"))
+        runs.append(run)
+        for number, updates, made in ((0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 2), (4, 1, 3), (5, 2, 3)):
+            run.step(number)
+            assert not graphed or (run.recorder.updates, run.recorder.made) == (updates, made)
+        run.short = (4,)
+        run.step(6)  # the first of its shapes
+        run.short = (0,)
+        run.step(7)
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+        run.through(8, 11)
+    assert (runs[1].recorder.updates, runs[1].recorder.made) == (3 + 3, 4) and runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("why", ["fails", "there is little memory"])
+def test_updates_that_cannot_be_recorded_run_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def fails(work: Callable[[], None]) -> Any:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    wanted = Run(tmp_path, "t5 adafactor", False, torch.device("cpu")).through(12)
+    run = Run(tmp_path, "t5 adafactor", True, torch.device("cpu")).through(WARM + 1)
+    if why == "fails":
+        monkeypatch.setattr(run.recorder, "update", fails)
+    else:
+        run.recorder.memory = False
+    assert run.through(WARM + 1, 12) == wanted
+    assert run.recorder.updates == 0 and run.records == 2 and run.recorder.closed == (why == "fails")
+    said = "updates cannot be a CUDA graph and run without" if why == "fails" else "there is too little memory for a CUDA graph"
+    assert len(run.said) == 2 and run.said[1].startswith(said)
 
 
 def test_packed_batches_whose_longest_is_not_said_are_never_recorded(tmp_path: Path) -> None:

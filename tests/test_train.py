@@ -35,6 +35,7 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, objectives
 from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
+from modelcenter.optim.clipped import Clipped
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
@@ -293,14 +294,18 @@ def test_batches_read_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert weights[0] == weights[1]
 
 
-def test_the_next_batch_is_there_before_a_step_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_the_next_batch_is_there_before_a_step_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Adafactor waits before it updates."""
     calls: list[str] = []
-    fetch = session.Session.fetch
+    fetch, step = session.Session.fetch, Clipped.step
+    monkeypatch.setattr(Clipped, "step", lambda *args, **options: calls.append("waits") or step(*args, **options))
     monkeypatch.setattr(session, "AT_ONCE", ())
     monkeypatch.setattr(session.Session, "fetch", lambda *args: calls.append("batch") or fetch(*args))
     monkeypatch.setattr(stepping, "soon", lambda number: lambda: calls.append("norm") or float(number))
-    train(recipe_of(tmp_path, max_steps=3, save_steps=None, eval_steps=None), MACHINE)
-    assert calls == ["batch", *["batch", "norm"] * 2, "norm"]
+    train(recipe_of(tmp_path, max_steps=3, save_steps=None, eval_steps=None, **{"optimizer.name": name}), MACHINE)
+    waits = ["waits"] * (name == "adafactor")
+    assert calls == ["batch", *["batch", *waits, "norm"] * 2, *waits, "norm"]
 
 
 def test_an_error_of_a_batch_read_ahead_is_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ them is summed over the ranks, once a step for all parameters, and so are the si
 updated together. No number is waited for: the sizes are of the device, which alone needs them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from torch import Tensor
 from ..checkpoint.load import local as part_of
 from ..names import Region, Shape
 from ..parallel.ranks import ALONE, Ranks
-from .adamw import evaluated, gradient, local
-from .clipped import Clipped, scaled
-from .stacks import scratch, stacks
+from .adamw import local
+from .clipped import Clipped, Some, shifted, wide
+from .stacks import stacks
 
 DECAY, LEAST = -0.8, 1e-3  # the exponent of t, and the size of a weight that counts as this at least
 TINY = 1e-30  # is added to squares: of rows without a gradient too there is a root to divide by
@@ -61,42 +61,31 @@ class Adafactor(Clipped):
         parts, ends = [local(x) for x in each], tuple(r.stop - r.start for r in self.region(one))
         return parts if parts[0].shape == ends else [part[tuple(slice(0, n) for n in ends)] for part in parts]
 
-    @property
-    def scratch(self) -> int:
-        """Bytes that a step takes beside state and gradients, unless a parameter alone needs more."""
-        return scratch(self.param_groups[0]["params"][0])
+    def stacks(self, some: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+        return stacks(some, self.ranks, self.shape)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
-        loss = evaluated(closure)
-        if clip is not None and not scaled(self.param_groups, clip):
-            return loss
-        each = [(some, group) for group in self.param_groups for some in self.stacks(group["params"])]
-        ones = [some[0] for some, _ in each]
+    def numbers(self, some: list[Tensor], group: dict[str, Any]) -> list[float]:
+        steps = [float(self.state[p]["step"]) + 1 for p in some]
+        return [1 - group["lr"] * group["weight_decay"], *(t**DECAY for t in steps), *(-min(group["lr"], t**-0.5) for t in steps)]
+
+    def work(self, each: list[Some], numbers: list[Tensor]) -> None:
+        ones, mine = [some[0] for some, _ in each], [(n[0], *n[1:].chunk(2)) for n in numbers]
         sums = self.ranks.added([self.sums(some) for some, _ in each], ones)
-        roots = [self.moved(some, total) for (some, _), total in zip(each, sums, strict=True)]
+        roots = [self.moved(some, total, new) for (some, _), total, (_, new, _) in zip(each, sums, mine, strict=True)]
         lengths = [norms(self.update(some, by)).square() for (some, _), by in zip(each, roots, strict=True)]
         lengths = self.ranks.added(lengths, ones)
-        for (some, group), total, by, length in zip(each, sums, roots, lengths, strict=True):
+        for (some, group), total, by, length, (decay, _, rates) in zip(each, sums, roots, lengths, mine, strict=True):
             one, weights = some[0], self.mine(some[0], some)
             many = max(1, torch.Size(self.shape(one)).numel())
             size, long = ((squares / many).sqrt() for squares in (total[:, 0], length))
-            rate = -min(group["lr"], float(self.state[one]["step"]) ** -0.5) * size.clamp(min=LEAST) / long.clamp(min=1)
-            by[0].mul_(rate.view(-1, *(1,) * one.dim()))
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, self.update(some, by).to(one.dtype).unbind())
-        return loss
+            by[0].mul_(upright(rates.to(size.dtype) * size.clamp(min=LEAST) / long.clamp(min=1), one))
+            shifted(weights, self.update(some, by).unbind(), group, decay.to(size.dtype))
 
-    def stacks(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Parameters of one shape that have stepped as often, in the order of their groups; for new ones there is a state then."""
-        some = [p for p in params if gradient(p) is not None]
-        for p in some:
-            if not self.state[p]:
-                self.prepare(p)
-        return list(stacks(some, self.ranks, lambda p: (self.shape(p), float(self.state[p]["step"]))))
+    def stepped(self, some: list[Tensor]) -> None:
+        torch._foreach_add_([self.state[p]["step"] for p in some], 1)
 
-    def prepare(self, p: Tensor) -> None:
-        state, shape, kind = self.state[p], self.shape(p), torch.promote_types(p.dtype, torch.float32)
+    def make(self, p: Tensor) -> None:
+        state, shape, kind = self.state[p], self.shape(p), wide(p)
         state["step"] = torch.zeros(())
         if p.dim() > 1:
             state["row_var"] = torch.zeros((*shape[:-1], 1), dtype=kind, device=p.device)
@@ -107,13 +96,13 @@ class Adafactor(Clipped):
     def gradients(self, some: Sequence[Tensor]) -> Tensor:
         """This rank's part of those of parameters of one shape (k ...); not to be changed."""
         grads = self.mine(some[0], [p.grad for p in some if p.grad is not None])
-        return (torch.stack(grads) if len(grads) > 1 else grads[0][None]).to(torch.promote_types(some[0].dtype, torch.float32))
+        return (torch.stack(grads) if len(grads) > 1 else grads[0][None]).to(wide(some[0]))
 
     def sums(self, some: Sequence[Tensor]) -> Tensor:
         """What these parts (k ...) add to the sum of the squares of each parameter and, of a matrix, to those of its gradient by
         row and by column."""
-        one, kind = some[0], torch.promote_types(some[0].dtype, torch.float32)
-        out = [torch.stack(torch._foreach_norm(self.mine(one, some), dtype=kind)).square()[:, None]]
+        one = some[0]
+        out = [torch.stack(torch._foreach_norm(self.mine(one, some), dtype=wide(one))).square()[:, None]]
         if one.dim() > 1:
             region, shape, squares = self.region(one), self.shape(one), self.gradients(some).square()
             for at, dim in ((region[:-1], -1), ((*region[:-2], region[-1]), -2)):
@@ -122,21 +111,18 @@ class Adafactor(Clipped):
                 out.append(total.flatten(1))
         return torch.cat(out, 1)
 
-    def moved(self, some: Sequence[Tensor], sums: Tensor) -> list[Tensor]:
-        """Take the squares into the moments: what the gradients (k ...) are to be multiplied by, one factor after the other."""
+    def moved(self, some: Sequence[Tensor], sums: Tensor, new: Tensor) -> list[Tensor]:
+        """Take the squares into the moments, of which they are a share of `new` (k) then: what the gradients (k ...) are to be
+        multiplied by, one factor after the other."""
         one, states = some[0], [self.state[p] for p in some]
-        torch._foreach_add_([state["step"] for state in states], 1)
-        new = float(states[0]["step"]) ** DECAY
         if one.dim() < 2:
             kept = self.mine(one, [state["variance"] for state in states])
-            torch._foreach_lerp_(kept, (self.gradients(some).square() + TINY).unbind(), new)
-            return [torch.stack(kept).rsqrt()]
+            return [taken(kept, self.gradients(some).square() + TINY, new).rsqrt()]
         found, region, shape = [], self.region(one), self.shape(one)
         rows, columns = sums[:, 1:].split([states[0][name].numel() for name in self.whole], 1)
         for name, total, many in (("row_var", rows, shape[-1]), ("col_var", columns, shape[-2])):
             kept = [state[name] for state in states]
-            torch._foreach_lerp_(kept, (total.view(-1, *kept[0].shape) / many + TINY).unbind(), new)
-            found.append(torch.stack(kept))
+            found.append(taken(kept, total.view(-1, *kept[0].shape) / many + TINY, new))
         row, col = found
         share = row[:, *region[:-1]] / row.mean(-2, keepdim=True)[:, *region[:-2]]
         return [share.rsqrt(), col[:, *region[:-2], :, region[-1]].rsqrt()]  # a root of each: fp32 may lack their product
@@ -147,6 +133,19 @@ class Adafactor(Clipped):
         for more in by[1:]:
             out.mul_(more)
         return out
+
+
+def upright(x: Tensor, one: Tensor) -> Tensor:
+    """A number each (k) for a stack (k ...) of tensors like `one`."""
+    return x.view(-1, *(1,) * one.dim())
+
+
+def taken(kept: list[Tensor], come: Tensor, share: Tensor) -> Tensor:
+    """Means (k ...) that go on in `kept`: a `share` (k) of each is of what has come (k ...)."""
+    found = torch.stack(kept)
+    found.lerp_(come, upright(share.to(found.dtype), kept[0]))
+    torch._foreach_copy_(kept, list(found.unbind()))
+    return found
 
 
 def norms(x: Tensor) -> Tensor:

@@ -1,36 +1,125 @@
-"""Optimizers other than AdamW with the same interface: `clip` returns norm and factor on the device, and `step(clip=)` applies
-them."""
+"""Optimizers other than AdamW, with the same interface: `clip` returns norm and factor on the device, and `step(clip=)` applies
+them.
 
-from collections.abc import Callable
+A step has two parts. The host's comes first, while the device still forms the gradients: which parameters there are and the
+numbers of this step, rates and decays. Then it waits for the norm, without which there is no step. The device's part is `work`, of
+some hundred calls. It takes the numbers from the device's memory and changes nothing but gradients, parameters and state, so that
+it may be recorded once and replayed (train/graphs.py): the device need not wait for calls of which each is short.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..parallel.ranks import ALONE
 from .adamw import AdamW, Plain, evaluated, gradient, local
+from .stacks import scratch, stacks
+
+Some = tuple[list[Tensor], dict[str, Any]]  # parameters of one shape, updated together, and their group
+Work = Callable[..., None]
+Run = Callable[[Work, Sequence[Tensor], Iterable[dict[str, Any]]], None]
+
+
+def at_once(work: Work, given: Sequence[Tensor], state: Iterable[dict[str, Any]]) -> None:
+    """Do `work`, which reads the tensors `given` and changes those of `state`, beside gradients and parameters."""
+    work(*given)
 
 
 class Clipped(Plain):
-    """Scales the gradients by what `clip` returned and steps. If the norm was not finite, nothing changes."""
+    """If the norm was not finite, nothing changes. A subclass says how many numbers a step of parameters has and what is done with
+    them; `ranks`: those that the parameters are spread over."""
 
     squares: Any = AdamW.squares  # which ask for nothing but groups
     clip: Any = AdamW.clip
+    ranks = ALONE
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that a step takes beside state and gradients, unless a parameter alone needs more."""
+        return scratch(self.param_groups[0]["params"][0])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
-        if clip is not None and not scaled(self.param_groups, clip):
-            return None
-        return super().step(closure)
+    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None, run: Run = at_once) -> Any:
+        """Update every parameter that has a gradient. `clip` is what the method of that name gave. `run` does the device's part."""
+        loss = evaluated(closure)
+        each = [(some, group) for group in self.groups() for some in self.together(group["params"])]
+        if not each:
+            return loss
+        rows = [self.numbers(some, group) for some, group in each]
+        given = [numbers_on([n for row in rows for n in row], each[0][0][0].device)]
+        if clip is not None:
+            if bool(clip[1].isnan()):  # a rehearsal, whose conditions are all false, goes on
+                return loss
+            given.append(clip[1].to(given[0].device))
+        run(partial(self.apply, each, [len(row) for row in rows]), given, self.state.values())
+        for some, _ in each:
+            self.stepped(some)
+        return loss
+
+    def groups(self) -> list[dict[str, Any]]:
+        return self.param_groups
+
+    def together(self, params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+        """Parameters of one shape; for new ones there is a state then."""
+        some = [p for p in params if gradient(p) is not None]
+        for p in some:
+            if not self.state[p]:
+                self.make(p)
+        return self.stacks(some)
+
+    def stacks(self, some: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+        """Those that are updated together."""
+        return stacks(some, self.ranks)
+
+    def apply(self, each: list[Some], lengths: list[int], numbers: Tensor, factor: Tensor | None = None) -> None:
+        """The device's part: gradients are multiplied by `factor`, and parameters updated by the numbers that are theirs."""
+        if factor is not None:
+            torch._foreach_mul_([grad for some, _ in each for grad in gradients(some)], factor)
+        self.work(each, list(numbers.split(lengths)))
+
+    def make(self, p: Tensor) -> None:
+        """Make the state of a parameter."""
+        raise NotImplementedError
+
+    def numbers(self, some: list[Tensor], group: dict[str, Any]) -> list[float]:
+        """Those of this step that `work` needs, on the host."""
+        raise NotImplementedError
+
+    def work(self, each: list[Some], numbers: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def stepped(self, some: list[Tensor]) -> None:
+        """Note on the host that these have been updated."""
 
 
-def scaled(groups: list[dict[str, Any]], clip: Tensor) -> bool:
-    """Multiply the gradients by what `clip` returned. If that is NaN, do nothing and return False."""
-    if bool(clip[1].isnan()):  # a rehearsal, whose conditions are all false, goes on
-        return False
-    grads = [local(g) for group in groups for p in group["params"] if (g := gradient(p)) is not None]
-    if grads:
-        torch._foreach_mul_(grads, clip[1].to(grads[0].device))
-    return True
+def numbers_on(numbers: list[float], device: torch.device) -> Tensor:
+    """Numbers (n, float64) in a device's memory, for which nobody waits."""
+    found = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return found.to(device, non_blocking=True)
+
+
+def gradients(some: Iterable[Tensor]) -> list[Tensor]:
+    """This process's parts of those of parameters that have one."""
+    return [local(p.grad) for p in some if p.grad is not None]
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """That in which an update computes: of fp32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def shifted(weights: list[Tensor], steps: Sequence[Tensor], group: dict[str, Any], decay: Tensor) -> None:
+    """Add to weights their steps, which are of fp32 at least, after they have decayed if those of their group do; those of fewer
+    bits are rounded once."""
+    new = [w.to(steps[0].dtype) for w in weights]
+    if group["weight_decay"]:
+        torch._foreach_mul_(new, decay)
+    torch._foreach_add_(new, list(steps))
+    if new[0] is not weights[0]:
+        torch._foreach_copy_(weights, new)
 
 
 class Lion(Clipped):
@@ -43,23 +132,19 @@ class Lion(Clipped):
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
-        loss = evaluated(closure)
-        if clip is not None and not scaled(self.param_groups, clip):
-            return loss
-        for group in self.param_groups:
-            params = [p for p in group["params"] if gradient(p) is not None]
-            if not params:
-                continue
-            for p in params:
-                if "exp_avg" not in self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-            weights, moments = [local(p) for p in params], [local(self.state[p]["exp_avg"]) for p in params]
-            grads, (beta1, beta2) = [local(p.grad).to(p.dtype) for p in params], group["betas"]
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            directions = torch._foreach_lerp(moments, grads, 1 - beta1)
-            torch._foreach_sign_(directions)
-            torch._foreach_add_(weights, directions, alpha=-group["lr"])
+    def make(self, p: Tensor) -> None:
+        self.state[p]["exp_avg"] = torch.zeros_like(p)
+
+    def numbers(self, some: list[Tensor], group: dict[str, Any]) -> list[float]:
+        return [1 - group["lr"] * group["weight_decay"], -group["lr"]]
+
+    def work(self, each: list[Some], numbers: list[Tensor]) -> None:
+        for (some, group), mine in zip(each, numbers, strict=True):
+            weights, moments = [local(p) for p in some], [local(self.state[p]["exp_avg"]) for p in some]
+            grads, (beta1, beta2) = [g.to(weights[0].dtype) for g in gradients(some)], group["betas"]
+            decay, rate = mine.to(wide(weights[0])).unbind()
+            steps = [x.to(rate.dtype) for x in torch._foreach_lerp(moments, grads, 1 - beta1)]
+            torch._foreach_sign_(steps)
+            torch._foreach_mul_(steps, rate)
+            shifted(weights, steps, group, decay)
             torch._foreach_lerp_(moments, grads, 1 - beta2)
-        return loss

@@ -10,7 +10,7 @@ each matrix is made orthogonal on one of them: its parts are sent there in bf16,
 of the result are sent back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 from ..checkpoint.load import local as part_of
 from ..names import Region
 from ..parallel.ranks import ALONE, Ranks
-from .adamw import AdamW, evaluated, gradient, local
-from .clipped import scaled
-from .stacks import scratch, stacks
+from .adamw import AdamW, evaluated, local
+from .clipped import Clipped, Run, Some, at_once, gradients, shifted, wide
+from .stacks import stacks
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at zero, and no singular value ends far from one
 ITERATIONS = 5
@@ -40,51 +40,54 @@ def orthogonal(x: Tensor) -> Tensor:
     return y.mT if tall else y
 
 
-class Muon(AdamW):
+class Muon(Clipped, AdamW):
     """Momentum made orthogonal for groups that say `muon`, AdamW for the others."""
 
     def __init__(self, params: Any, *, momentum: float = 0.95, ranks: Ranks = ALONE, **options: Any):
-        super().__init__(params, **options)
+        AdamW.__init__(self, params, **options)
         self.ranks = ranks
         self.held: dict[Tensor, list[tuple[Region, bool]]] = {}
         for group in self.param_groups:
             if group["muon"]:
                 group["momentum"] = momentum
 
-    @property
-    def scratch(self) -> int:
-        """Bytes that a step takes beside state and gradients, unless a parameter alone needs more."""
-        return scratch(self.param_groups[0]["params"][0])
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
-        loss = evaluated(closure)
-        both = self.param_groups  # of this moment: a state dict that is loaded makes them anew
-        mine = [group for group in both if group["muon"]]
-        if clip is not None and not scaled(mine, clip):
-            return loss
+    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None, run: Run = at_once) -> Any:
+        loss, both = evaluated(closure), self.param_groups  # of this moment: a state dict that is loaded makes them anew
         try:
             self.param_groups = [group for group in both if not group["muon"]]
-            super().step(clip=clip)
+            AdamW.step(self, clip=clip)
         finally:
             self.param_groups = both
-        for group in mine:
-            for some in stacks([p for p in group["params"] if gradient(p) is not None], self.ranks, dealt=self.ranks.size > 1):
-                found = self.moved(some, group["momentum"])
-                found = self.exchanged(some, found) if self.ranks.size > 1 else orthogonal(found)
-                weights = [local(p) for p in some]
-                found = found.to(weights[0].dtype, memory_format=torch.contiguous_format)
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(weights, found.unbind(), alpha=-group["lr"] * 0.2 * max(some[0].shape) ** 0.5)
+        super().step(clip=clip, run=run)
         return loss
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["muon"]]
+
+    def stacks(self, some: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+        return stacks(some, self.ranks, dealt=self.ranks.size > 1)
+
+    def make(self, p: Tensor) -> None:
+        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+    def numbers(self, some: list[Tensor], group: dict[str, Any]) -> list[float]:
+        return [1 - group["lr"] * group["weight_decay"], -group["lr"] * 0.2 * max(some[0].shape) ** 0.5]
+
+    def work(self, each: list[Some], numbers: list[Tensor]) -> None:
+        for (some, group), mine in zip(each, numbers, strict=True):
+            self.turned(some, group, *mine.to(wide(some[0])).unbind())
+
+    def turned(self, some: list[Tensor], group: dict[str, Any], decay: Tensor, rate: Tensor) -> None:
+        """Update matrices of one shape."""
+        found = self.moved(some, group["momentum"])
+        found = self.exchanged(some, found) if self.ranks.size > 1 else orthogonal(found)
+        steps = found.to(rate.dtype, memory_format=torch.contiguous_format).mul_(rate)
+        shifted([local(p) for p in some], steps.unbind(), group, decay)
 
     def moved(self, some: Sequence[Tensor], momentum: float) -> Tensor:
         """Nesterov's momentum (k m n, bf16) of this rank's parts of parameters of one shape, the gradients taken in."""
-        for p in some:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        # ignored: those without a gradient are left out before
-        grads = [local(p.grad).to(p.dtype) for p in some]  # type: ignore[arg-type]
+        grads = [g.to(some[0].dtype) for g in gradients(some)]
         moments = [local(self.state[p]["momentum_buffer"]) for p in some]
         torch._foreach_lerp_(moments, grads, 1 - momentum)
         out = grads[0].new_empty((len(some), *grads[0].shape), dtype=torch.bfloat16)

@@ -30,6 +30,6 @@ def stacks(params: Iterable[Tensor], ranks: Ranks, alike: Callable[[Tensor], Has
     for some in lists.values():
         one = some[0]
         most = max(1, scratch(one) // (EACH * max(1, one.numel())))
-        if dealt or ranks.cuts(one):  # a part of each is here, or of the work on them
+        if dealt or (ranks.size > 1 and ranks.cuts(one)):  # a part of each is here, or of the work on them
             most = max(ranks.size, most * ranks.size // ranks.copies(one))
         yield from (some[i : i + most] for i in range(0, len(some), most))

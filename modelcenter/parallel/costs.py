@@ -127,6 +127,7 @@ class Costs:
         one["host"] += self.called(host.cut(self.parts, machine) + host.recomputed(self.parts, machine), machine.compile)
         if graphed:
             one["host"] *= GRAPHED
+            spent["host"] *= GRAPHED  # of the update too: AdamW makes few calls, what others make is recorded
         for what, seconds in one.items():
             spent[what] += forwards * seconds
         spent["host"] += self.called(host.updated(self.parts, machine))

@@ -15,13 +15,16 @@ Several GPUs. A record holds what they send each other: the sums of tensor paral
 backward of a step's last micro-batch (parallel/averaging.py), which is a record of its own. Each rank records when its own shapes
 recur: to the others a replay sends what the calls would have sent.
 
+The update of optimizers that wait for the norm and then make some hundred calls (optim/clipped.py) is a record too, of gradients
+that are where the records have them.
+
 shapes.py fills micro-batches up to shapes that recur. What cannot be recorded runs by calls as before: packed sequences in fp32,
 which the host cuts apart; what waits for the device or brings something from the host; what there is no memory for. If a run then
 lacks memory, it gives the records up and repeats its step.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -54,7 +57,7 @@ class Recorder(Protocol):
     def room(self) -> bool:
         """Whether there is memory for a record."""
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         """The calls of `work`, none of which is done: a function that does them, and where the result will be."""
 
     def drawn(self) -> Tensor:
@@ -93,7 +96,7 @@ class GPU:
         free, total = torch.cuda.mem_get_info(self.device)
         return free < total / 2
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         return recorded(work, self.device, self.pool, watched=True)
 
     def close(self) -> None:
@@ -123,6 +126,17 @@ class Shapes:
     records: dict[Kind, Record] = field(default_factory=dict)
 
 
+@dataclass
+class Updates:
+    """What is known about updates: how many were `seen` of which the gradients were the records'. Of the record, if there could be
+    one, what it reads, and the places of what it changes."""
+
+    seen: int = 0
+    launch: Callable[[], object] | None = None
+    given: list[Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+
 class Graphs:
     """The records of one model's micro-batches, valid while its parameters stay where they are. `tell` is called with a line about
     the first one, and about what could not be recorded. `repeats`: whether a step may be done again, for which no other rank
@@ -136,6 +150,7 @@ class Graphs:
         self.all = [*model.parameters(), *model.buffers()]
         self.shapes: OrderedDict[tuple[Any, ...], Shapes] = OrderedDict()  # the last used at the end
         self.gradients: dict[Tensor, Tensor] = {}  # the memory of all records' gradients; empty without a record
+        self.updates = Updates()
         self.places: list[int] = []  # of parameters and buffers, as the records know them
         self.ended = self.told = self.short = False  # `told`, `short`: it has been said that there is a record, or no room for one
         self.failures = 0
@@ -165,6 +180,35 @@ class Graphs:
             p.grad = gradient
         return record.loss.clone()
 
+    def update(self, work: Callable[..., None], given: Sequence[Tensor], state: Iterable[Mapping[str, Any]]) -> None:
+        """Do `work`, an update that reads the tensors `given` and changes those of `state`, beside gradients and parameters."""
+        if not self.ended and self.held():
+            self.updates.seen += 1
+            here = places_of(value for each in state for value in each.values() if isinstance(value, Tensor))
+            launch = self.updates.launch if self.updates.places == here else self.record_update(work, given, here)
+            if launch is not None:
+                for read, value in zip(self.updates.given, given, strict=True):
+                    read.copy_(value)
+                launch()
+                return
+        work(*given)
+
+    def record_update(self, work: Callable[..., None], given: Sequence[Tensor], places: list[int]) -> Callable[[], object] | None:
+        """Record `work`. If it cannot be, return None and leave everything as it was."""
+        if self.updates.seen <= AGAIN:
+            return None
+        read = [value.clone() for value in given]
+        self.updates = Updates(self.updates.seen, None, read, places)
+        if not self.recorder.room():
+            self.tell("there is too little memory for a CUDA graph of updates")
+            return None
+        try:
+            self.updates.launch, _ = self.recorder(lambda: work(*read))
+        except Exception as error:
+            self.failed(error, "updates")
+            self.updates.places = places  # so that it is not tried again
+        return self.updates.launch
+
     def attempt(self, step: Callable[[], T]) -> T:
         """The result of `step`. If that lacks the memory that records hold, they are given up and it is tried again."""
         if self.ended or not self.repeats or any(p.grad is not None for p in self.trained):
@@ -188,7 +232,7 @@ class Graphs:
         return bool(self.gradients) and all(p.grad is self.gradients.get(p) for p in self.trained)
 
     def here(self) -> list[int]:
-        return [getattr(p, "_local_tensor", p).data_ptr() for p in self.all]  # a DTensor's own is 0
+        return places_of(self.all)
 
     def known(self, key: tuple[Any, ...]) -> Shapes:
         """What is known about the shapes `key`, which become the last used. Shapes that were unused for longest and have no record
@@ -235,7 +279,7 @@ class Graphs:
                 raise ValueError("it has gradients of other parameters")
         except Exception as error:
             shapes.refused = True
-            self.failed(error, arguments)
+            self.failed(error, said(arguments))
             return None
         finally:
             for hook in hooks:
@@ -256,20 +300,21 @@ class Graphs:
         if p.grad is not None and p in self.gradients:
             p.grad = self.gradients[p].copy_(p.grad)
 
-    def failed(self, error: Exception, arguments: Arguments) -> None:
-        """Note that shapes could not be recorded. All records are given up, because the generator that they use may be broken."""
+    def failed(self, error: Exception, what: str) -> None:
+        """Note that `what` could not be recorded. All records are given up, because the generator that they use may be broken."""
         self.drop()
         self.recorder.close()
         self.failures += 1
         self.ended = self.failures >= FAILURES
         why = printable(" ".join(str(error).split()))[:160]
-        self.tell(f"{said(arguments)} cannot be a CUDA graph and run without: {type(error).__name__}: {why}")
+        self.tell(f"{what} cannot be a CUDA graph and run without: {type(error).__name__}: {why}")
 
     def drop(self) -> None:
         """Give up all records and their memory."""
         for shapes in self.shapes.values():
             shapes.records, shapes.inputs, shapes.scale = {}, {}, None
         self.gradients, self.places = {}, []
+        self.updates = Updates()
 
     def make_room(self) -> None:
         """Before work of another kind, whose memory was not measured: give up the records if little memory is left."""
@@ -280,6 +325,11 @@ class Graphs:
         """Record nothing any more."""
         self.drop()
         self.ended = True
+
+
+def places_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Where tensors stand in this process's memory."""
+    return [getattr(x, "_local_tensor", x).data_ptr() for x in tensors]  # a DTensor's own is 0
 
 
 def key_of(model: nn.Module, arguments: Arguments, scale: Scale) -> tuple[Any, ...] | None:

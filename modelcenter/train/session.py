@@ -135,7 +135,7 @@ class Session:
         lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, self.setup.steps)
         known = soon(found)
         ahead = partial(self.look_ahead, steps, interrupt)
-        norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, scale, squares, ahead)
+        norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, scale, squares, ahead, self.graphs)
         loss = known()
         overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
         if self.ema is not None and math.isfinite(norm):

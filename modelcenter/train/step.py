@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layers import Head
 from ..optim.adamw import AdamW
-from ..optim.clipped import Clipped
+from ..optim.clipped import Clipped, at_once
 from ..optim.optimizers import set_lr
 from ..parallel.device import LOW
 from ..parallel.ranks import ALONE, Ranks
@@ -109,23 +109,28 @@ def number_on(value: float, device: torch.device) -> Tensor | float:
 
 
 def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, lr: float, max_norm: float,
-           scale: float = 1.0, squares: Tensor | None = None, meanwhile: Callable[[], object] = lambda: None) -> float:
+           scale: float = 1.0, squares: Tensor | None = None, meanwhile: Callable[[], object] = lambda: None,
+           graphs: Graphs | None = None) -> float:
     """Divide the gradients by `scale`, clip them to `max_norm` (0: never), step at the rate `lr` and drop them; returns their norm
     before clipping. If the norm or the loss is not finite NaN is returned, and no weight or moment has changed. `squares`: the sum
     of the squared gradients of all ranks, if there are several. `meanwhile`: what else to do while the device is at work.
+    `graphs`: the model's, which may record the update too.
 
-    The device is waited for only at the end, and only until it knows the norm. While it still forms the gradients, what follows is
-    prepared; while it updates, the next step may be.
+    The device is waited for only at the end, and only until it knows the norm; while it updates, the next step may be prepared.
+    Optimizers other than AdamW wait for the norm before they update: until then.
     """
     set_lr(optimizer, lr)
     unscale = None if scale == 1 else torch.tensor(1 / scale, device=next(model.parameters()).device)
     squares = optimizer.squares() if squares is None else squares
     clip = optimizer.clip(max_norm, unscale, squares + 0 * torch.as_tensor(loss, device=squares.device))  # 0 x NaN, 0 x inf: NaN
     known = soon(clip[0])
-    optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
-    # while the device is still at work
+    if isinstance(optimizer, Clipped):
+        meanwhile()
+        optimizer.step(clip=clip, run=at_once if graphs is None else graphs.update)
+    else:
+        optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
+        meanwhile()
     optimizer.zero_grad(set_to_none=True)
-    meanwhile()
     norm = known()
     return norm if math.isfinite(norm) else math.nan
 
