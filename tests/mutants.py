@@ -957,6 +957,8 @@ MUTANTS = (
            "test_layout.py::test_a_graph_keeps_what_attention_drew[full]"),
     Mutant("a-graph-is-planned-like-calls", "parallel/costs.py", 'if graphed and machine.recompute != "none":', "if False:",
            "test_layout.py::test_a_graph_keeps_what_attention_drew[selective]"),
+    Mutant("an-update-is-planned-like-calls", "parallel/costs.py", '            spent["host"] *= GRAPHED  #', "            #",
+           "test_layout.py::test_a_graph_leaves_little_to_the_host[adafactor]"),
     Mutant("padding-counts-in-a-mean", "optim/adafactor.py", "return self.shapes.get(p, tuple(p.shape))", "return tuple(p.shape)",
            "test_optim_ranks.py::test_five_steps_equal_one_process[tp2]"),
     Mutant("orthogonal-in-parts", "optim/muon.py", "self.exchanged(some, found) if self.ranks.size > 1 else orthogonal(found)", "orthogonal(found)",
