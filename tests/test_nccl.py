@@ -25,7 +25,7 @@ DEVICE = os.environ.get("MODELCENTER_TEST_DEVICE", "cuda")
 LIMIT = 240 if DEVICE == "cuda" else 1200  # seconds for all that two ranks do
 EQUAL = {  # what two ranks can show, by the file that asks for it on CPUs
     "test_pairs": "every_pair",
-    "test_averaging": "records_of_copies or updates_that_send",
+    "test_averaging": "records_of_copies or updates_of_copies",
     "test_apply": "(steps_equal and 2 and not 4) or (low_precision and bf16)",
     "test_exchange": "load_as_one_process",
     "test_parallel": "(one_process and (tp2 or fsdp2 or copies2) and not fsdp2xtp2 and not copies2xtp2) or vocabulary_that",

@@ -164,7 +164,10 @@ def test_every_recipe_has_its_data() -> None:
 def test_recipe_runs(name: str, zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps are recorded, as a GPU's are (test_graphs.py), from the second of their shapes on: few, as they are filled up."""
     found: list[Graphs] = []
-    monkeypatch.setattr(loop, "graphs_of", lambda model, *_: found.append(Graphs(model, Played(model))) or found[0])
+    built: list[Any] = []
+    build = loop.build_optimizer
+    monkeypatch.setattr(loop, "build_optimizer", lambda *args: built.append(build(*args)) or built[0])
+    monkeypatch.setattr(loop, "graphs_of", lambda model, *_: found.append(Graphs(model, Played(model, built[0]))) or found[0])
     monkeypatch.setattr(graphs, "WARM", 1)
     monkeypatch.setattr(stepping, "number_on", lambda value, device: torch.full((), value, device=device))
     recipe = load_recipe(name, files(tmp_path))

@@ -35,7 +35,7 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, objectives
 from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
-from modelcenter.optim.clipped import Clipped
+from modelcenter.optim.adafactor import Adafactor
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
@@ -298,8 +298,8 @@ def test_batches_read_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_the_next_batch_is_there_before_a_step_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Adafactor waits before it updates."""
     calls: list[str] = []
-    fetch, step = session.Session.fetch, Clipped.step
-    monkeypatch.setattr(Clipped, "step", lambda *args, **options: calls.append("waits") or step(*args, **options))
+    fetch, step = session.Session.fetch, Adafactor.step
+    monkeypatch.setattr(Adafactor, "step", lambda *args, **options: calls.append("waits") or step(*args, **options))
     monkeypatch.setattr(session, "AT_ONCE", ())
     monkeypatch.setattr(session.Session, "fetch", lambda *args: calls.append("batch") or fetch(*args))
     monkeypatch.setattr(stepping, "soon", lambda number: lambda: calls.append("norm") or float(number))

@@ -68,6 +68,9 @@ class Muon(Clipped, AdamW):
     def stacks(self, some: Sequence[Tensor]) -> Iterable[list[Tensor]]:
         return stacks(some, self.ranks, dealt=self.ranks.size > 1)
 
+    def sends(self, some: list[Tensor]) -> bool:
+        return self.ranks.size > 1
+
     def make(self, p: Tensor) -> None:
         self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
