@@ -435,6 +435,23 @@ def test_a_graph_leaves_little_to_the_host(name: str) -> None:
     assert not Costs(on_cpu(job), CHIPS["h200"]).graphed(Machine(), 2, parts)
 
 
+@pytest.mark.parametrize(("name", "degrees", "recorded"), [
+    ("adafactor", {"replicate": 2}, True), ("muon", {}, True), ("muon", {"replicate": 2}, False),
+    ("adafactor", {"tensor_parallel": 2}, False),
+])  # fmt: skip
+def test_an_update_that_runs_by_calls_is_foreseen_so(name: str, degrees: dict[str, int], recorded: bool) -> None:
+    """As optim/clipped.py and train/graphs.py have it."""
+    job = job_of(gpt(), 4)
+    job = replace(job, how=replace(job.how, build=lambda model: (build_optimizer(model, OptimizerConfig(name=name)), None)))
+    costs, machine = Costs(job, CHIPS["h200"]), Machine(**degrees)
+    rows, tp = 4 // machine.shares, machine.tensor_parallel
+    step = costs.rehearsed(tp, "none", rows, 1, False)
+    once = GRAPHED * (costs.timed(step, tp)["host"] + costs.called(host.cut(costs.parts, machine)))
+    least = costs.called(host.updated(costs.parts, machine)) + once
+    update = costs.timed(step, tp, update=True)["host"]
+    assert costs.exact(machine, rows).host == pytest.approx(least + update * (GRAPHED if recorded else 1), rel=1e-6)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_a_graph_keeps_what_attention_drew(recompute: Any) -> None:
     """torch's attention draws its dropout by itself, and a generator that is recorded cannot be put back: a GPT-2 large of 48 x

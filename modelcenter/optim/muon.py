@@ -43,6 +43,8 @@ def orthogonal(x: Tensor) -> Tensor:
 class Muon(Clipped, AdamW):
     """Momentum made orthogonal for groups that say `muon`, AdamW for the others."""
 
+    exchanges = True  # copies of a matrix too are made orthogonal on one rank
+
     def __init__(self, params: Any, *, momentum: float = 0.95, ranks: Ranks = ALONE, **options: Any):
         AdamW.__init__(self, params, **options)
         self.ranks = ranks

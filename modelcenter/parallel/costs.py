@@ -127,7 +127,8 @@ class Costs:
         one["host"] += self.called(host.cut(self.parts, machine) + host.recomputed(self.parts, machine), machine.compile)
         if graphed:
             one["host"] *= GRAPHED
-            spent["host"] *= GRAPHED  # of the update too: AdamW makes few calls, what others make is recorded
+        if graphed and tp == 1 and not (machine.ranks > 1 and step.parts[0][1].exchanges):
+            spent["host"] *= GRAPHED  # AdamW makes few calls, what others make is recorded
         for what, seconds in one.items():
             spent[what] += forwards * seconds
         spent["host"] += self.called(host.updated(self.parts, machine))

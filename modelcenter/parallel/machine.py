@@ -54,8 +54,8 @@ class Machine:
     )
     compile: bool = field(default=False, metadata=says("torch.compile each block"))
     cuda_graphs: bool = field(
-        default=True, metadata=says("on GPUs, without fsdp and compile: record forward and backward as CUDA graphs, padding "
-                                    "batches to recurring shapes, where memory allows")
+        default=True, metadata=says("on GPUs, without fsdp and compile: record forward, backward and updates as CUDA graphs, "
+                                    "padding batches to recurring shapes, where memory allows")
     )  # fmt: skip
     deterministic: bool = field(
         default=False, metadata=says("on a GPU: the same bits from run to run; what has no deterministic kernel is refused")

@@ -16,7 +16,7 @@ backward of a step's last micro-batch (parallel/averaging.py), which is a record
 recur: to the others a replay sends what the calls would have sent.
 
 The update of optimizers that wait for the norm and then make some hundred calls (optim/clipped.py) is a record too, of gradients
-that are where the records have them.
+that are where the records have them: not under tensor parallelism, where those of norms are sums that the update makes elsewhere.
 
 shapes.py fills micro-batches up to shapes that recur. What cannot be recorded runs by calls as before: packed sequences in fp32,
 which the host cuts apart; what waits for the device or brings something from the host; what there is no memory for. If a run then
@@ -150,7 +150,7 @@ class Graphs:
         self.all = [*model.parameters(), *model.buffers()]
         self.shapes: OrderedDict[tuple[Any, ...], Shapes] = OrderedDict()  # the last used at the end
         self.gradients: dict[Tensor, Tensor] = {}  # the memory of all records' gradients; empty without a record
-        self.updates = Updates()
+        self.updates = Updates()  # with these gradients
         self.places: list[int] = []  # of parameters and buffers, as the records know them
         self.ended = self.told = self.short = False  # `told`, `short`: it has been said that there is a record, or no room for one
         self.failures = 0
