@@ -102,6 +102,23 @@ def test_interfaces_as_nccl_reads_them(value: str, told: Any) -> None:
     connect.check_interfaces()
 
 
+def test_what_a_graph_sends_is_registered_where_that_is_wanted_and_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL is told not to by default, and what is known to stand still is refused."""
+    for name in ("NCCL_GRAPH_REGISTER", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    connect.check_registration()
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == "0"
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    wanted = "NCCL_GRAPH_REGISTER: '1' beside expandable_segments:True; 0, or PYTORCH_ALLOC_CONF=expandable_segments:False"
+    with pytest.raises(mc.InputError, match=wanted):
+        connect.check_registration()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")  # the newer name has the last word
+    connect.check_registration()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "1"
+
+
 def test_a_port_that_another_program_has(told: Any) -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))

@@ -432,11 +432,26 @@ def test_a_node_leaves_for_good_and_another_comes(tmp_path: Path) -> None:
     (2, {"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
 ])  # fmt: skip
 def test_memory_of_several_ranks_grows_where_nobody_said_how(ranks: int, told: dict[str, str], wanted: str, tmp_path: Path,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+                                                            capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in launch.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     words = [sys.executable, "-c", "import os; print(os.environ.get('PYTORCH_ALLOC_CONF'))"]
     assert launch.start(words, 0, range(ranks), ranks, tmp_path, True).wait(250) == 0
-    assert (tmp_path / "0.out").read_text() == f"{wanted}\n"
+    assert capfd.readouterr().err == f"{wanted}\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_libraries_print_is_no_part_of_an_answer(rank: int, tmp_path: Path, capfd: Any,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL prints to standard output if NCCL_DEBUG says so, until the process ends. It is shown as whatever else the rank says."""
+    noise = "import atexit; print('NCCL INFO begins'); atexit.register(print, 'NCCL INFO ends')\n"
+    (tmp_path / "sitecustomize.py").write_text(noise)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    words = [sys.executable, "-m", "modelcenter", "list", "machines", "--json"]
+    assert launch.start(words, rank, range(2), 2, tmp_path, True).wait(250) == 0
+    assert "node8" in str(json.loads((tmp_path / f"{rank}.json").read_text()))
+    told = capfd.readouterr()
+    said = told.err if rank == 0 else (tmp_path / "1.err").read_text()
+    assert said.split("\n") == ["NCCL INFO begins", "NCCL INFO ends", ""] and told.out == ""

@@ -436,7 +436,7 @@ def test_a_graph_leaves_little_to_the_host(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "degrees", "recorded"), [
-    ("adafactor", {"replicate": 2}, True), ("muon", {}, True), ("muon", {"replicate": 2}, False),
+    ("adafactor", {"replicate": 2}, True), ("muon", {}, True), ("muon", {"replicate": 2}, True),
     ("adafactor", {"tensor_parallel": 2}, False),
 ])  # fmt: skip
 def test_an_update_that_runs_by_calls_is_foreseen_so(name: str, degrees: dict[str, int], recorded: bool) -> None:

@@ -198,24 +198,6 @@ def test_blocks_of_8_bit_moments_are_those_of_one_process(mesh: str) -> None:
     spawn(MESHES[mesh][0] * MESHES[mesh][1], bits, MESHES[mesh])
 
 
-def sent(rank: int, name: str, degrees: dict[str, int], recorded: bool) -> None:
-    machine = mc.Machine(device="cpu", threads=1, **degrees)
-    model = mc.build("gpt2", config=SMALL, machine=machine, seed=3)
-    optimizer: Any = build_optimizer(model, OptimizerConfig(name=name), join(machine))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    given: list[Any] = []
-    optimizer.step(run=lambda *work: given.append(work))
-    assert bool(given) == recorded
-
-
-@pytest.mark.parametrize(("name", "degrees", "recorded"), [
-    ("adafactor", {"replicate": 2}, True), ("adafactor", {"tensor_parallel": 2}, False), ("muon", {"replicate": 2}, False),
-])  # fmt: skip
-def test_what_ranks_send_each_other_is_no_part_of_a_record(name: str, degrees: dict[str, int], recorded: bool) -> None:
-    spawn(2, sent, name, degrees, recorded)
-
-
 def refused(rank: int) -> None:
     machine = machine_of((1, 2))
     model = mc.build("gpt2", config={**SMALL, "dim": 128}, machine=machine, seed=3)

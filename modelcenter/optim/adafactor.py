@@ -64,9 +64,6 @@ class Adafactor(Clipped):
     def stacks(self, some: Sequence[Tensor]) -> Iterable[list[Tensor]]:
         return stacks(some, self.ranks, self.shape)
 
-    def sends(self, some: list[Tensor]) -> bool:
-        return bool(self.ranks.cuts(some[0]))
-
     def numbers(self, some: list[Tensor], group: dict[str, Any]) -> list[float]:
         steps = [float(self.state[p]["step"]) + 1 for p in some]
         return [1 - group["lr"] * group["weight_decay"], *(t**DECAY for t in steps), *(-min(group["lr"], t**-0.5) for t in steps)]

@@ -54,8 +54,6 @@ class Clipped(Plain):
             if bool(clip[1].isnan()):  # a rehearsal, whose conditions are all false, goes on
                 return loss
             given.append(clip[1].to(given[0].device))
-        if any(self.sends(some) for some, _ in each):
-            run = at_once
         run(partial(self.apply, each, [len(row) for row in rows]), given, self.state.values())
         for some, _ in each:
             self.stepped(some)
@@ -92,11 +90,6 @@ class Clipped(Plain):
 
     def work(self, each: list[Some], numbers: list[Tensor]) -> None:
         raise NotImplementedError
-
-    def sends(self, some: list[Tensor]) -> bool:
-        """Whether `work` on these sends something to other ranks. It is not recorded then: two H200s with GPT-2 base and Muon stood
-        still for ever, where a smaller model did not."""
-        return False
 
     def stepped(self, some: list[Tensor]) -> None:
         """Note on the host that these have been updated."""

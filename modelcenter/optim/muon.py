@@ -43,8 +43,6 @@ def orthogonal(x: Tensor) -> Tensor:
 class Muon(Clipped, AdamW):
     """Momentum made orthogonal for groups that say `muon`, AdamW for the others."""
 
-    exchanges = True  # copies of a matrix too are made orthogonal on one rank
-
     def __init__(self, params: Any, *, momentum: float = 0.95, ranks: Ranks = ALONE, **options: Any):
         AdamW.__init__(self, params, **options)
         self.ranks = ranks
@@ -69,9 +67,6 @@ class Muon(Clipped, AdamW):
 
     def stacks(self, some: Sequence[Tensor]) -> Iterable[list[Tensor]]:
         return stacks(some, self.ranks, dealt=self.ranks.size > 1)
-
-    def sends(self, some: list[Tensor]) -> bool:
-        return self.ranks.size > 1
 
     def make(self, p: Tensor) -> None:
         self.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -26,7 +26,7 @@ from ..errors import InputError, LateError, message, refuse, tell
 from .machine import Machine
 from .ranks import named
 from .rollcall import RollCall, limited
-from .variable import check_world, variable
+from .variable import ALLOCATOR, GROWING, check_world, variable
 from .watch import AGAIN, FIRST
 
 stores: Any = dist  # whose annotations do not name them
@@ -46,6 +46,8 @@ def connected(device: torch.device, machine: Machine) -> Iterator[None]:
     variable("LOCAL_RANK", 0, variable("LOCAL_WORLD_SIZE", 1, 2**20, default=2**20) - 1, default=0)
     check_world(machine.ranks)
     check_interfaces()
+    if device.type == "cuda":
+        check_registration()
     with limited(machine.timeout + LOCKED):
         store = meet(rank, size, machine.timeout, device.type)
     both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
@@ -67,6 +69,16 @@ def check_interfaces() -> None:
     exact, names = wanted.startswith("="), wanted.removeprefix("=").split(",")
     if wanted and wanted[0] != "^" and not any(name == n if exact else n.startswith(name) for name in names for n in there):
         refuse("environment", "NCCL_SOCKET_IFNAME", repr(wanted), f"an interface of this machine: {', '.join(there)}")
+
+
+def check_registration() -> None:
+    """NCCL would make what a CUDA graph sends known to the other ranks, taking each buffer for part of one piece of memory. Where
+    segments grow it may lie in two, and ranks then wait for each other for ever (pytorch/pytorch#165419). It is told not to, unless
+    the environment wants it, which is refused there."""
+    name = "NCCL_GRAPH_REGISTER"
+    found, memory = os.environ.setdefault(name, "0"), next(filter(None, map(os.environ.get, ALLOCATOR)), "")
+    if found != "0" and GROWING in memory:
+        refuse("environment", name, f"{found!r} beside {GROWING}", f"0, or {ALLOCATOR[0]}={GROWING.replace('True', 'False')}")
 
 
 def meet(rank: int, size: int, seconds: float, device: str) -> Any:

@@ -127,7 +127,7 @@ class Costs:
         one["host"] += self.called(host.cut(self.parts, machine) + host.recomputed(self.parts, machine), machine.compile)
         if graphed:
             one["host"] *= GRAPHED
-        if graphed and tp == 1 and not (machine.ranks > 1 and step.parts[0][1].exchanges):
+        if graphed and tp == 1:
             spent["host"] *= GRAPHED  # AdamW makes few calls, what others make is recorded
         for what, seconds in one.items():
             spent[what] += forwards * seconds

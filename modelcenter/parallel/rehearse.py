@@ -52,7 +52,6 @@ class Rehearsal:
     calls: int = 0  # that the host makes for a micro-batch
     update_calls: int = 0
     scratch: float = math.inf  # bytes that an update takes at most beside its state, but for a parameter that needs more alone
-    exchanges: bool = False  # whether several ranks send each other parts of an update, though each has all of it
 
 
 def sum_up(model: nn.Module, tally: Tally) -> None:
@@ -174,7 +173,7 @@ def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: i
                 other(**here, num_items_in_batch=1)
         if dtype is None:
             del kept
-    return Rehearsal(tally.moments, work, update, calls, update_calls, scratch, getattr(optimizer, "exchanges", False))
+    return Rehearsal(tally.moments, work, update, calls, update_calls, scratch)
 
 
 @compiler_left_out()

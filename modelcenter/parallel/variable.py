@@ -5,6 +5,9 @@ import re
 
 from ..errors import counted, refuse
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # by which torch is told how to manage a GPU's memory; the newer first
+GROWING = "expandable_segments:True"  # said there, segments grow, as more pieces of memory are added at the next address
+
 
 def variable(name: str, low: int, high: int, default: int | None = None) -> int:
     """A number that the launcher put into the environment."""

@@ -30,15 +30,15 @@ from ..errors import LIMIT, printable, refuse, tell
 from ..parallel.check import check
 from ..parallel.machine import Machine
 from ..parallel.ranks import named
-from ..parallel.variable import variable
-from ..parallel.watch import LOST, PARENT, STALLED
+from ..parallel.variable import ALLOCATOR, GROWING, variable
+from ..parallel.watch import ANSWER, LOST, PARENT, STALLED
 from .interrupt import SIGNALS, heeded
 from .recipe import Recipe
 
 STORE = "MODELCENTER_STORE"  # where ranks find each other
 PLACE = "modelcenter-ranks"  # what the folder for that is called, between what makes it hidden and its own
+STDERR = 2  # this process's standard error, by its number
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # by which torch is told how to manage a GPU's memory; the newer first
 BAD_INPUT = 2  # the exit status of a rank that found what a user has to mend
 GRACE = 1.0  # seconds in which the rank that failed first may end after those that miss it
 HEARD = 4.0  # seconds in which all end of what one has found to be mended: the first, which has the terminal, may have said it
@@ -133,7 +133,7 @@ def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]
             stalled(stacks, mine, machine.timeout, before)
         if (first := culprit(status)) is not None:
             fail(mine[first], status[first] or 0, place / f"{mine[first]}.err")
-        answer: dict[str, Any] = json.loads((place / f"{mine[0]}.out").read_text(encoding="utf-8"))
+        answer: dict[str, Any] = json.loads((place / f"{mine[0]}.json").read_text(encoding="utf-8"))
         return answer
 
 
@@ -144,14 +144,14 @@ def start(command: Sequence[str], rank: int, mine: range, ranks: int, place: Pat
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     usual = {**known, "OMP_NUM_THREADS": str(max(1, cores // len(mine)))}
     if ranks > 1 and not any(name in os.environ for name in ALLOCATOR):
-        usual[ALLOCATOR[0]] = "expandable_segments:True"  # 10 to 22 GiB less are kept for no use of 13B's on an H200
+        usual[ALLOCATOR[0]] = GROWING  # 10 to 22 GiB less are kept for no use of 13B's on an H200
     local = rank - mine[0]
     told = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": len(mine), PARENT: os.getpid(),
-            **({STORE: place / "store"} if alone else {})}  # fmt: skip
+            ANSWER: place / f"{rank}.json", **({STORE: place / "store"} if alone else {})}  # fmt: skip
     environment = {**usual, **os.environ, **{key: str(value) for key, value in told.items()}}
-    with (place / f"{rank}.out").open("wb") as out, (place / f"{rank}.err" if local else Path(os.devnull)).open("wb") as err:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err if local else None,
-                                start_new_session=True)
+    with (place / f"{rank}.err" if local else Path(os.devnull)).open("wb") as said:
+        out = said if local else STDERR
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
 
 
 def wait(ranks: "Sequence[subprocess.Popen[bytes]]") -> list[int | None]:
