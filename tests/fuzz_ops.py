@@ -177,8 +177,9 @@ def of_embedding(rng: random.Random, device: str) -> tuple[Any, ...]:
 def of_rotary(rng: random.Random, device: str) -> tuple[Any, ...]:
     b, s, h, d = (rng.choice(SIZES[:n]) for n in (7, 19, 9, 23))
     pairs = rng.randint(0, d // 2)
+    x = numbers(rng, device, rng.choice(DTYPES), b, s, h, d)  # first, as it may be too large
     angle = torch.rand(rng.choice((1, b)), s, 1, pairs, device=device) * 6
-    return numbers(rng, device, rng.choice(DTYPES), b, s, h, d), angle.cos(), angle.sin(), rng.random() < 0.5
+    return x, angle.cos(), angle.sin(), rng.random() < 0.5
 
 
 def of_attention(rng: random.Random, device: str) -> tuple[Any, ...]:

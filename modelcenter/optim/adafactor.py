@@ -16,6 +16,7 @@ updated together. No number is waited for: the sizes are of the device, which al
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -69,17 +70,37 @@ class Adafactor(Clipped):
         return [1 - group["lr"] * group["weight_decay"], *(t**DECAY for t in steps), *(-min(group["lr"], t**-0.5) for t in steps)]
 
     def work(self, each: list[Some], numbers: list[Tensor]) -> None:
-        ones, mine = [some[0] for some, _ in each], [(n[0], *n[1:].chunk(2)) for n in numbers]
-        sums = self.ranks.added([self.sums(some) for some, _ in each], ones)
-        roots = [self.moved(some, total, new) for (some, _), total, (_, new, _) in zip(each, sums, mine, strict=True)]
-        lengths = [norms(self.update(some, by)).square() for (some, _), by in zip(each, roots, strict=True)]
+        cut = [bool(self.ranks.cuts(some[0])) for some, _ in each]
+        for one, its, parts in zip(each, numbers, cut, strict=True):
+            if not parts:
+                self.updated([one], [its])
+        if any(cut):  # what ranks have parts of, whose sums are sent once for all
+            self.updated(list(compress(each, cut)), list(compress(numbers, cut)))
+
+    def updated(self, each: list[Some], numbers: list[Tensor]) -> None:
+        """Update these stacks. Of one alone the gradients are gathered once, and become the steps; of several, which would take
+        as much memory as there are gradients, each time they are needed."""
+        ones, alone, mine = [some[0] for some, _ in each], len(each) == 1, [(n[0], *n[1:].chunk(2)) for n in numbers]
+        kept = [self.gradients(some) for some, _ in each if alone]
+
+        def grads(some: Sequence[Tensor]) -> Tensor:
+            return kept[0] if alone else self.gradients(some)
+
+        sums = self.ranks.added([self.sums(some, grads(some)) for some, _ in each], ones)
+        roots = [self.moved(some, grads(some), total, new)
+                 for (some, _), total, (_, new, _) in zip(each, sums, mine, strict=True)]  # fmt: skip
+        lengths = []
+        for (some, _), by in zip(each, roots, strict=True):
+            steps = product(grads(some), by)
+            lengths.append(norms(steps).square())
         lengths = self.ranks.added(lengths, ones)
         for (some, group), total, by, length, (decay, _, rates) in zip(each, sums, roots, lengths, mine, strict=True):
             one, weights = some[0], self.mine(some[0], some)
             many = max(1, torch.Size(self.shape(one)).numel())
             size, long = ((squares / many).sqrt() for squares in (total[:, 0], length))
-            by[0].mul_(upright(rates.to(size.dtype) * size.clamp(min=LEAST) / long.clamp(min=1), one))
-            shifted(weights, self.update(some, by).unbind(), group, decay.to(size.dtype))
+            scale = upright(rates.to(size.dtype) * size.clamp(min=LEAST) / long.clamp(min=1), one)
+            steps = steps.mul_(scale) if alone else product(grads(some), [by[0] * scale, *by[1:]])
+            shifted(weights, steps.unbind(), group, decay.to(size.dtype))
 
     def stepped(self, some: list[Tensor]) -> None:
         torch._foreach_add_([self.state[p]["step"] for p in some], 1)
@@ -98,26 +119,26 @@ class Adafactor(Clipped):
         grads = self.mine(some[0], [p.grad for p in some if p.grad is not None])
         return (torch.stack(grads) if len(grads) > 1 else grads[0][None]).to(wide(some[0]))
 
-    def sums(self, some: Sequence[Tensor]) -> Tensor:
+    def sums(self, some: Sequence[Tensor], grads: Tensor) -> Tensor:
         """What these parts (k ...) add to the sum of the squares of each parameter and, of a matrix, to those of its gradient by
         row and by column."""
         one = some[0]
         out = [torch.stack(torch._foreach_norm(self.mine(one, some), dtype=wide(one))).square()[:, None]]
         if one.dim() > 1:
-            region, shape, squares = self.region(one), self.shape(one), self.gradients(some).square()
+            region, shape = self.region(one), self.shape(one)
             for at, dim in ((region[:-1], -1), ((*region[:-2], region[-1]), -2)):
-                total = squares.new_zeros((len(some), *(shape[:-1] if dim == -1 else (*shape[:-2], shape[-1]))))
-                total[:, *at] = squares.sum(dim)
+                total = grads.new_zeros((len(some), *(shape[:-1] if dim == -1 else (*shape[:-2], shape[-1]))))
+                total[:, *at] = torch.linalg.vector_norm(grads, dim=dim).square()
                 out.append(total.flatten(1))
         return torch.cat(out, 1)
 
-    def moved(self, some: Sequence[Tensor], sums: Tensor, new: Tensor) -> list[Tensor]:
+    def moved(self, some: Sequence[Tensor], grads: Tensor, sums: Tensor, new: Tensor) -> list[Tensor]:
         """Take the squares into the moments, of which they are a share of `new` (k) then: what the gradients (k ...) are to be
         multiplied by, one factor after the other."""
         one, states = some[0], [self.state[p] for p in some]
         if one.dim() < 2:
             kept = self.mine(one, [state["variance"] for state in states])
-            return [taken(kept, self.gradients(some).square() + TINY, new).rsqrt()]
+            return [taken(kept, grads.square() + TINY, new).rsqrt()]
         found, region, shape = [], self.region(one), self.shape(one)
         rows, columns = sums[:, 1:].split([states[0][name].numel() for name in self.whole], 1)
         for name, total, many in (("row_var", rows, shape[-1]), ("col_var", columns, shape[-2])):
@@ -126,13 +147,6 @@ class Adafactor(Clipped):
         row, col = found
         share = row[:, *region[:-1]] / row.mean(-2, keepdim=True)[:, *region[:-2]]
         return [share.rsqrt(), col[:, *region[:-2], :, region[-1]].rsqrt()]  # a root of each: fp32 may lack their product
-
-    def update(self, some: Sequence[Tensor], by: Sequence[Tensor]) -> Tensor:
-        """The gradients (k ...) times all of `by`."""
-        out = self.gradients(some) * by[0]
-        for more in by[1:]:
-            out.mul_(more)
-        return out
 
 
 def upright(x: Tensor, one: Tensor) -> Tensor:
@@ -146,6 +160,14 @@ def taken(kept: list[Tensor], come: Tensor, share: Tensor) -> Tensor:
     found.lerp_(come, upright(share.to(found.dtype), kept[0]))
     torch._foreach_copy_(kept, list(found.unbind()))
     return found
+
+
+def product(grads: Tensor, by: Sequence[Tensor]) -> Tensor:
+    """Gradients (k ...) times all of `by`."""
+    out = grads * by[0]
+    for more in by[1:]:
+        out.mul_(more)
+    return out
 
 
 def norms(x: Tensor) -> Tensor:
