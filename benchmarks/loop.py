@@ -5,7 +5,8 @@
 
 RECIPE and keys are those of `modelcenter train`; nothing is evaluated or saved, and the run's folder is thrown away. The other
 drivers give a step batches that are there: this one sees what happens between two steps. A clock is read at the beginning of each;
-the figure is the median from step 30 on. `--traced`: of the last so many steps, the share in which a kernel runs.
+the figure is the median from step 30 on. `--traced`: for how long kernels run in each of
+the last so many steps, which tracing makes longer, but not them.
 """
 
 import argparse
@@ -38,7 +39,8 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     began: list[float] = []
     step, first = Session.step, os.environ.get("RANK", "0") == "0"
-    tracer = profile(activities=[ProfilerActivity.CUDA])
+    cuda = torch.cuda.is_available()
+    tracer = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
 
     def timed(self: Session, *rest: Any) -> Any:
         if first and options.traced and len(began) == options.steps - options.traced:
@@ -46,7 +48,8 @@ def main() -> None:
         began.append(time.perf_counter())
         done = step(self, *rest)
         if first and options.traced and len(began) == options.steps:
-            torch.cuda.synchronize()
+            if cuda:
+                torch.cuda.synchronize()
             tracer.stop()
         return done
 
@@ -61,10 +64,10 @@ def main() -> None:
     kept = began[min(WARM, options.steps // 2) : options.steps - options.traced]
     each = [1e3 * (b - a) for a, b in pairwise(kept)]
     low, median, high = statistics.quantiles(each, n=4)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    device = torch.cuda.get_device_name() if cuda else "CPU"
     print(f"{device}: {median:.2f} ms a step (a half within {low:.2f} and {high:.2f}), {len(each)} of {run.step} steps")
     if options.traced:
-        print(f"a kernel runs in {busy(tracer):.1%} of the last {options.traced} steps")
+        print(f"kernels run for {busy(tracer)[0] / 1e3 / options.traced:.2f} ms of each of the last {options.traced} steps")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from typing import Any
 
 import psutil
 import torch
-from plan import Job, batch_of, noisy
+from plan import noisy
 from torch.profiler import ProfilerActivity, profile
+from train import batch_of
 
 import modelcenter as mc
 from modelcenter.optim.config import OptimizerConfig
@@ -33,13 +34,13 @@ from modelcenter.train.state import Position, save
 from modelcenter.train.step import accumulate, autocast, update
 
 
-def busy(found: Any) -> float:
-    """The share of the traced time in which a kernel runs."""
+def busy(found: Any) -> tuple[float, float]:
+    """Of a trace the microseconds in which a kernel runs, and those from the first to the last."""
     spans = sorted((e.time_range.start, e.time_range.end) for e in found.events() if "CUDA" in str(e.device_type))
     total = end = 0.0
     for a, b in spans:
         total, end = total + max(0.0, b - max(a, end)), max(end, b)
-    return total / (end - spans[0][0]) if spans else 0.0
+    return total, end - spans[0][0] if spans else 0.0
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
     machine = mc.Machine(device=options.device, fsdp=size)
     ranks, model = join(machine), noisy(plain, machine, "bf16", device)
     optimizer: Any = build_optimizer(model, OptimizerConfig())
-    batch = batch_of(Job(options.preset, "lm", options.batch, options.length), options.batch, int(model.config.vocab), str(device))
+    batch = batch_of("lm", options.batch, options.length, int(model.config.vocab), str(device))
     compute = partial(autocast, "bf16", device)
 
     def step() -> float:
@@ -106,9 +107,10 @@ def main() -> None:
     if ranks.first:
         options.out.mkdir(parents=True, exist_ok=True)
         found.export_chrome_trace(str(options.out / "trace.json"))
+        computes, span = busy(found)
         said = {"ranks": size, "gb": held / 1e9, "first": first, "stall": stall, "alone": statistics.median(alone),
                 "beside": statistics.median(beside), "steps": len(beside), "written": written, "took": background.took,
-                "traced while writing": traced, "busy": busy(found), "handed to the disk, B/s": rate}  # fmt: skip
+                "traced while writing": traced, "busy": computes / max(span, 1), "handed to the disk, B/s": rate}  # fmt: skip
         (options.out / "save.json").write_text(json.dumps(said))
         end = f"written in {background.took:.1f} s" if written else f"not yet written after {time.perf_counter() - began:.0f} s"
         print("| ranks | GB a rank | first copy, pinning | stall | GB/s a rank | step alone | step beside | the GPU computes | |")

@@ -967,6 +967,8 @@ MUTANTS = (
            "test_connect.py::test_what_a_graph_sends_is_registered_where_that_is_wanted_and_safe", "Failed"),
     Mutant("an-answer-among-what-libraries-print", "__main__.py", "if place := os.environ.get(ANSWER):", "if place := None:",
            "test_launch.py::test_what_libraries_print_is_no_part_of_an_answer[0]", "FileNotFoundError"),
+    Mutant("adafactors-gradients-overwritten", "optim/adafactor.py", "out = grads * by[0]", "out = grads.mul_(by[0])",
+           "test_optim_ranks.py::test_five_steps_equal_one_process[tp2]"),
     Mutant("padding-counts-in-a-mean", "optim/adafactor.py", "return self.shapes.get(p, tuple(p.shape))", "return tuple(p.shape)",
            "test_optim_ranks.py::test_five_steps_equal_one_process[tp2]"),
     Mutant("orthogonal-in-parts", "optim/muon.py", "self.exchanged(some, found) if self.ranks.size > 1 else orthogonal(found)", "orthogonal(found)",
