@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import workers
 from test_data_indexed import write
 
 from modelcenter.__main__ import main
@@ -362,27 +363,14 @@ def test_ctrl_c_waits_for_no_hash(asked: Tokenization, monkeypatch: pytest.Monke
 
 def test_workers_do_not_hear_ctrl_c(asked: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays pending in each, for ever."""
-    monkeypatch.setattr(module, "encode", pressed)
+    monkeypatch.setattr(module, "encode", workers.pressed)
     assert tokenize(asked)["documents"] == 1
 
 
-def pressed(records: Any) -> tuple[bytes, bytes]:
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert signal.SIGINT in signal.sigpending()
-    except KeyboardInterrupt:
-        raise AssertionError("heard") from None
-    return bytes(2), bytes([1, 0, 0, 0])
-
-
 def test_a_worker_that_dies_is_one_line(asked: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "encode", die)
+    monkeypatch.setattr(module, "encode", workers.die)
     with pytest.raises(InputError, match="processes: one of 1 died"):
         tokenize(asked)
-
-
-def die(records: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_command(asked: Tokenization, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import MACHINE, bytes_of, recipe_of, rows
+from test_train import MACHINE, TINY, bytes_of, recipe_of, rows
 
 from modelcenter.errors import InputError
 from modelcenter.train import evaluate, loop, session
 from modelcenter.train.loop import train
 from modelcenter.train.state import Position, restore
 
-BASE = {"eval_steps": None, "logging_steps": 1, "data.eval_fraction": 0.0}
+# Micro-batches and layers say nothing here: one of each.
+BASE = {"eval_steps": None, "logging_steps": 1, "data.eval_fraction": 0.0, "micro_batch": 4, "config": {**TINY, "layers": 1}}
 
 
 def key(batches: Iterable[Any]) -> tuple[Any, ...]:
@@ -29,7 +30,7 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
     """What is read at each of the first 90 steps."""
     setup, _ = loop.resolve(recipe_of(folder := tmp_path_factory.mktemp("order"), **BASE), MACHINE)
     assert folder.is_dir()
-    steps = loop.prepare(setup, MACHINE, loop.torch.device("cpu")).loader.steps(micro_batch=2)
+    steps = loop.prepare(setup, MACHINE, loop.torch.device("cpu")).loader.steps(micro_batch=4)
     return [key(next(steps)[1]) for _ in range(90)]
 
 
@@ -61,8 +62,9 @@ def test_five_bad_steps_go_back_and_on_past_their_data(tmp_path: Path, order: li
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     """The state of step 10 was written after the update that may be to blame, so the one of 5 it is. From there on all is as in a
     run that resumes from that state at the later place of the data."""
-    read = change(monkeypatch, at_steps(order, gradient=(11, 12, 14), loss=(13, 15)))
-    run = train(recipe_of(tmp_path, **BASE), MACHINE)
+    with monkeypatch.context() as patch:
+        read = change(patch, at_steps(order, gradient=(11, 12, 14), loss=(13, 15)))
+        run = train(recipe_of(tmp_path, **BASE), MACHINE)
     assert run.step == 20 and read == order[: 15 + 15]
     said = capsys.readouterr().err
     assert "step 15: back to step 5; what was read since, samples 20 to 59, is left out\n" in said
@@ -73,7 +75,6 @@ def test_five_bad_steps_go_back_and_on_past_their_data(tmp_path: Path, order: li
 
     other = tmp_path / "other"
     other.mkdir()
-    monkeypatch.undo()
     monkeypatch.setattr(loop, "restore", lambda *a: replace(restore(*a), sample=60))
     recipe = replace(recipe_of(other, **BASE), data=recipe_of(tmp_path, **BASE).data, resume=str(tmp_path / "out" / "step-5"))
     train(recipe, MACHINE)
@@ -149,16 +150,24 @@ def test_a_broken_state_is_passed_over(tmp_path: Path, order: list[Any], monkeyp
     assert not list((tmp_path / "out").glob("broken-*"))  # it is one of those that are removed
 
 
+@pytest.fixture(scope="module")
+def whole(order: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The recipe of a run that goes back behind step 15, and that nobody ends."""
+    recipe = recipe_of(tmp_path_factory.mktemp("whole"), **BASE)
+    with pytest.MonkeyPatch.context() as patch:  # the last two as conftest.py has them for tests
+        change(patch, at_steps(order, gradient=range(11, 16)))
+        patch.setattr(loop, "verdict", lambda *rest, **options: "memory: not asked")
+        patch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+        train(recipe, MACHINE)
+    return recipe
+
+
 @pytest.mark.parametrize("stops", [[3], [12], [13, 14], [5, 10, 15]])
-def test_a_run_that_goes_back_is_interrupted_without_a_trace(stops: list[int], tmp_path: Path, order: list[Any],
+def test_a_run_that_goes_back_is_interrupted_without_a_trace(stops: list[int], tmp_path: Path, order: list[Any], whole: Any,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped before the trouble, in it, when it goes back and afterwards: the last state is the same to the bit."""
     change(monkeypatch, at_steps(order, gradient=range(11, 16)))
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    whole = recipe_of(tmp_path / "a", **BASE)
-    train(whole, MACHINE)
-    recipe, real = replace(recipe_of(tmp_path / "b", **BASE), data=whole.data), session.update
+    recipe, real, wanted = replace(recipe_of(tmp_path, **BASE), data=whole.data), session.update, Path(whole.output_dir)
     left = list(stops)
 
     def update(*rest: Any) -> float:
@@ -174,24 +183,20 @@ def test_a_run_that_goes_back_is_interrupted_without_a_trace(stops: list[int], t
     while train(recipe, MACHINE).stopped:
         runs += 1
     assert runs == len(stops) + 1 and not left
-    assert bytes_of(tmp_path / "a" / "out" / "step-20") == bytes_of(tmp_path / "b" / "out" / "step-20")
-    there = [{int(path.name[5:]) for path in (tmp_path / name / "out").glob("step-*")} for name in ("a", "b")]
+    assert bytes_of(wanted / "step-20") == bytes_of(tmp_path / "out" / "step-20")
+    there = [{int(path.name[5:]) for path in folder.glob("step-*")} for folder in (wanted, tmp_path / "out")]
     assert there[1] == there[0] | {step for step in stops if step <= 5}  # none of those that were gone back past
-    assert rows(tmp_path / "a" / "out")[1:] == rows(tmp_path / "b" / "out")[1:]
+    assert rows(wanted)[1:] == rows(tmp_path / "out")[1:]
 
 
 @pytest.mark.parametrize("kills", [[16], [16, 32], [18, 21, 42]])
 def test_a_run_that_is_killed_behind_its_way_back_goes_it_again(
-    kills: list[int], tmp_path: Path, order: list[Any], monkeypatch: pytest.MonkeyPatch
+    kills: list[int], tmp_path: Path, order: list[Any], whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What only the killed process knew, that it had gone back and behind which data, the next finds out as that had: from the
     state to which it returned all goes the same way, to the bit. So a kill costs the way back once more."""
     change(monkeypatch, at_steps(order, gradient=range(11, 16)))
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    whole = recipe_of(tmp_path / "a", **BASE)
-    train(whole, MACHINE)
-    recipe, real = replace(recipe_of(tmp_path / "b", **BASE), data=whole.data), session.update
+    recipe, real, wanted = replace(recipe_of(tmp_path, **BASE), data=whole.data), session.update, Path(whole.output_dir)
     left, calls = list(kills), list[int]()
 
     def update(*rest: Any) -> float:
@@ -206,9 +211,9 @@ def test_a_run_that_is_killed_behind_its_way_back_goes_it_again(
         with pytest.raises(RuntimeError, match="killed"):
             train(recipe, MACHINE)
     assert train(recipe, MACHINE).step == 20 and not left
-    for path in (tmp_path / "a" / "out").glob("step-*"):
-        assert bytes_of(path) == bytes_of(tmp_path / "b" / "out" / path.name)
-    assert rows(tmp_path / "a" / "out")[1:] == rows(tmp_path / "b" / "out")[1:]
+    for path in wanted.glob("step-*"):
+        assert bytes_of(path) == bytes_of(tmp_path / "out" / path.name)
+    assert rows(wanted)[1:] == rows(tmp_path / "out")[1:]
 
 
 LONG = {**BASE, "max_steps": 60, "save_steps": 20, "save_total_limit": 2}
@@ -264,7 +269,8 @@ def test_a_real_run_raises_no_alarm(tmp_path: Path) -> None:
     """The library's own source by characters: a loss that falls from 4.6 to below 3 at once, then slowly."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = "\n".join((folder / name).read_text("utf-8") for name in ("argparse.py", "ast.py", "typing.py"))
-    recipe = recipe_of(tmp_path, **{**BASE, "max_steps": 300, "save_steps": None, "batch": 8, "micro_batch": 8})
+    recipe = recipe_of(tmp_path, **{**BASE, "max_steps": 300, "save_steps": None, "batch": 8, "micro_batch": 8,
+                                   "config": TINY})
     (tmp_path / "text.txt").write_text(text[:200_000])
     run = train(recipe, MACHINE)
     losses = [row["loss"] for row in rows(tmp_path / "out")[1:]]

@@ -64,6 +64,23 @@ def job_of(model: Any, rows: int, precision: str = "bf16", length: int = LENGTH)
     return Job(model, partial(batch, length=length), Conditions(adamw, compute, CPU, gpu=True), precision, rows, length)
 
 
+@cache
+def built_by(name: str) -> Any:
+    """What builds an optimizer of that name; the same each time, as `costs_of` asks."""
+    return lambda model: (build_optimizer(model, OptimizerConfig(name=name)), None)
+
+
+REHEARSED: dict[Any, dict[Any, Deep]] = {}
+
+
+def costs_of(job: Job, chip: Chip = CHIPS["h200"], limit: float | None = None) -> Costs:
+    """Costs with what others have rehearsed already of the same model under the same conditions: chips, limits and the rows of a
+    step are no part of a rehearsal, which takes most of the time here."""
+    costs = Costs(job, chip, limit)
+    costs.known = REHEARSED.setdefault((job.model, job.precision, job.tokens, job.how.build, job.how.gpu), {})
+    return costs
+
+
 def on_cpu(job: Job) -> Job:
     """The same, on a CPU that stands for nothing else."""
     return replace(job, how=replace(job.how, gpu=False))
@@ -91,7 +108,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 DEEP: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt": ("gpt2", GPT, {}), "llama, full": ("llama-3.2-1b", {"layers": 6, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 128,
                                                                "vocab": 512}, {"recompute": "full"}),
-    "t5, two stacks": ("t5-small", {"layers": 5, "decoder_layers": 7, "dim": 64, "heads": 4, "head_dim": 16, "hidden": 128,
+    "t5, two stacks": ("t5-small", {"layers": 4, "decoder_layers": 5, "dim": 64, "heads": 4, "head_dim": 16, "hidden": 128,
                                     "vocab": 512}, {}),
     "gpt of another rank": ("gpt2", GPT, {"dtype": torch.bfloat16, "ranks": 2}),
 }  # fmt: skip
@@ -143,7 +160,8 @@ def test_a_bias_by_distance_has_a_gpus_kernel_where_one_is_meant(name: str) -> N
 def test_one_of_two_tensor_parallel_ranks_has_its_own_heads_biases(family: str, padded: bool) -> None:
     """Also where torch's attention is asked, as for few queries. BLOOM's slopes are neither parameters nor buffers."""
     preset, task, config = FAMILIES[family]
-    model = mc.build(preset, task=task, config=config, device="meta")
+    few = {key: min(2, size) if key.endswith("layers") else size for key, size in config.items()}  # more are as the second is
+    model = mc.build(preset, task=task, config=few, device="meta")
     some = batch(3, 16) | ({"attention_mask": torch.ones(3, 16, dtype=torch.long)} if padded else {})
     for precision, gpu in (("fp32", False), ("bf16", False), ("bf16", True)):
         conditions = Conditions(adamw, partial(autocast, precision, CPU), CPU, evaluates=True, gpu=gpu)
@@ -151,7 +169,7 @@ def test_one_of_two_tensor_parallel_ranks_has_its_own_heads_biases(family: str, 
 
 
 def test_what_a_caching_allocator_keeps_for_no_use() -> None:
-    costs = Costs(job_of(gpt(), 8), CHIPS["h200"])
+    costs = costs_of(job_of(gpt(), 8))
     for machine, part in ((Machine(), 0.1), (Machine(fsdp=2), 0.05), (Machine(tensor_parallel=2), 0.05)):
         e = costs.exact(machine, 4)
         assert e.parts["fragments"] == pytest.approx(part * (e.need - e.parts["fragments"]), abs=1)
@@ -240,7 +258,7 @@ def test_attention_and_products_in_fp32_take_what_was_measured() -> None:
 def test_zero_3_holds_sixteen_bytes_a_parameter_shared_out(ranks: int) -> None:
     """Rajbhandari et al., 2020: 4 for weights, 4 for gradients and 8 for moments, in fp32, over the ranks."""
     count = sum(p.numel() for p in gpt().parameters())
-    costs = Costs(job_of(gpt(), 4 * ranks), CHIPS["h200"])
+    costs = costs_of(job_of(gpt(), 4 * ranks))
     parts = costs.exact(Machine(fsdp=ranks), 1).parts
     assert sum(parts[kind] for kind in ("weights", "gradients", "optimizer")) * ranks == pytest.approx(16 * count, rel=0.002)
     less = costs.exact(Machine(fsdp=ranks, zero=1), 1).parts
@@ -359,7 +377,7 @@ def test_a_few_tokens_have_a_target_too() -> None:
 
 def test_an_update_moves_28_bytes_a_parameter() -> None:
     count = sum(p.numel() for p in gpt().parameters())
-    work = Costs(job_of(gpt(), 4), CHIPS["h200"]).update_of(1).work(update=True)
+    work = costs_of(job_of(gpt(), 4)).update_of(1).work(update=True)
     moved = max(work, key=lambda w: w.bytes * work[w]).bytes  # AdamW's pass; that of the norm reads 4 more
     whole = sum(w.bytes * n for w, n in work.items())
     assert moved and whole == pytest.approx((28 + 4) * count, rel=0.05)
@@ -391,7 +409,7 @@ def test_an_average_reads_weights_and_itself_and_is_written() -> None:
     both = replace(job, how=replace(job.how, build=lambda model: (adamw(model)[0], EMA(model, 0.9))))
     count, moved = sum(p.numel() for p in gpt().parameters()), list[int]()
     for one in (job, both):
-        costs = Costs(one, CHIPS["h200"])
+        costs = costs_of(one)
         for deep in (costs.update_of(1), costs.rehearsed(1, "none", 4, 1, False)):
             moved.append(sum(w.bytes * n for w, n in deep.work(update=True).items()))
     assert moved[0] == moved[1] and moved[2] == moved[3]
@@ -418,8 +436,8 @@ def test_one_process_has_its_update_from_the_rehearsal_of_its_step(change: dict[
 def test_a_graph_leaves_little_to_the_host(name: str) -> None:
     """Of forward, backward and the calls of the update. Packed sequences in fp32, a CPU and several ranks have no graphs."""
     job = job_of(gpt(), 4)
-    job = replace(job, how=replace(job.how, build=lambda model: (build_optimizer(model, OptimizerConfig(name=name)), None)))
-    costs = Costs(job, CHIPS["h200"])
+    job = replace(job, how=replace(job.how, build=built_by(name)))
+    costs = costs_of(job)
     calls, graph = (costs.exact(Machine(cuda_graphs=graphs), 2) for graphs in (False, True))
     step = costs.rehearsed(1, "none", 2, 2, False)
     least = GRAPHED * costs.timed(step, 1, update=True)["host"] + costs.called(host.updated(costs.parts, Machine()))
@@ -442,8 +460,8 @@ def test_a_graph_leaves_little_to_the_host(name: str) -> None:
 def test_an_update_that_runs_by_calls_is_foreseen_so(name: str, degrees: dict[str, int], recorded: bool) -> None:
     """As optim/clipped.py and train/graphs.py have it."""
     job = job_of(gpt(), 4)
-    job = replace(job, how=replace(job.how, build=lambda model: (build_optimizer(model, OptimizerConfig(name=name)), None)))
-    costs, machine = Costs(job, CHIPS["h200"]), Machine(**degrees)
+    job = replace(job, how=replace(job.how, build=built_by(name)))
+    costs, machine = costs_of(job), Machine(**degrees)
     rows, tp = 4 // machine.shares, machine.tensor_parallel
     step = costs.rehearsed(tp, "none", rows, 1, False)
     once = GRAPHED * (costs.timed(step, tp)["host"] + costs.called(host.cut(costs.parts, machine)))
@@ -457,7 +475,7 @@ def test_a_graph_keeps_what_attention_drew(recompute: Any) -> None:
     """torch's attention draws its dropout by itself, and a generator that is recorded cannot be put back: a GPT-2 large of 48 x
     1024 tokens, recomputed in full, took 4.8 GB more than without (one H200, 2026-11-23). Without dropout nothing is kept."""
     for p in (0.1, 0.0):
-        costs = Costs(job_of(gpt(attn_dropout=p), 8), CHIPS["h200"])
+        costs = costs_of(job_of(gpt(attn_dropout=p), 8))
         steps = [costs.rehearsed(1, recompute, 8, 1, False, records) for records in (True, False)]
         kept = [sum(times * max(m[3] for m in part.moments["head"]) for times, part in step.parts) for step in steps]
         work = [sum(w.flops * n for w, n in step.work().items() if w.kind == "attention") for step in steps]
@@ -472,15 +490,15 @@ def test_a_graph_keeps_what_attention_drew(recompute: Any) -> None:
 def test_a_graph_whose_memory_is_not_there_is_not_foreseen() -> None:
     """As train/graphs.py asks: a quarter more than a micro-batch takes beside weights and optimizer."""
     job = job_of(gpt(), 2)
-    parts = Costs(job, CHIPS["h200"]).exact(Machine(), 2).parts
+    parts = costs_of(job).exact(Machine(), 2).parts
     need = sum(size for kind, size in parts.items() if kind != "fragments")
     lasts = parts["weights"] + parts["optimizer"]
     seconds = {}
     for room in (1.2, 1.3):
-        found = Costs(job, CHIPS["h200"], lasts + room * (need - lasts)).exact(Machine(), 2)
+        found = costs_of(job, limit=lasts + room * (need - lasts)).exact(Machine(), 2)
         assert found.parts == parts
         seconds[room] = found.host
-    assert seconds[1.2] == pytest.approx(Costs(job, CHIPS["h200"]).exact(Machine(cuda_graphs=False), 2).host)
+    assert seconds[1.2] == pytest.approx(costs_of(job).exact(Machine(cuda_graphs=False), 2).host)
     assert seconds[1.3] < 0.5 * seconds[1.2]
 
 
@@ -488,9 +506,7 @@ def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
     """FSDP's hooks and DTensor's dispatch are the host's: of a small model on a fast device they are the step, of a slow device
     nothing of them is seen; on a host that computes itself they come on top."""
     fast, slow = CHIPS["h200"], replace(CHIPS["h200"], bf16=1e9, fp32=1e9)
-    costs = [Costs(job_of(gpt(), 8), chip) for chip in (fast, slow, replace(slow, apart=False))]
-    for one in costs[1:]:
-        one.known = costs[0].known
+    costs = [costs_of(job_of(gpt(), 8), chip) for chip in (fast, slow, replace(slow, apart=False))]
     plain = costs[0].exact(Machine(cuda_graphs=False), 8)
     for machine in (Machine(fsdp=2), Machine(tensor_parallel=2, cuda_graphs=False)):
         quick, late, alone = (one.exact(machine, 8 // machine.shares) for one in costs)
@@ -512,7 +528,7 @@ def test_a_host_and_a_device_with_as_much_to_do_are_in_each_others_way() -> None
 
 def test_what_a_step_waits_for_is_no_straight_line_over_its_rows() -> None:
     """Its device's work and its host's are."""
-    costs = Costs(job_of(gpt(), 4096), CHIPS["h200"])
+    costs = costs_of(job_of(gpt(), 4096))
     plain, tokens = costs.exact(Machine(fsdp=2), 1, 1), POINT // LENGTH
 
     def exact(machine: Machine, rows: int, forwards: int | None = None) -> Any:
@@ -527,7 +543,7 @@ def test_what_a_step_waits_for_is_no_straight_line_over_its_rows() -> None:
 
 def test_a_device_that_is_slower_than_said_leaves_its_host_as_it_is() -> None:
     job, machine = job_of(gpt(), 8), Machine(fsdp=2)
-    said, late = (Costs(job, replace(CHIPS["h200"], slower=times)).exact(machine, 4) for times in (1.0, 1e4))
+    said, late = (costs_of(job, replace(CHIPS["h200"], slower=times)).exact(machine, 4) for times in (1.0, 1e4))
     assert said.bottleneck == "host" and said.host == pytest.approx(said.seconds, rel=1e-3)
     assert said.host == pytest.approx(late.host)
     for what in ("compute", "memory", "link"):
@@ -548,7 +564,7 @@ def test_collectives_are_what_rings_take() -> None:
 
 
 def test_more_ranks_never_need_more() -> None:
-    costs = Costs(job_of(gpt(), 1024), CHIPS["2080ti"])
+    costs = costs_of(job_of(gpt(), 1024), CHIPS["2080ti"])
     for zero in (1, 2, 3):
         needs = [costs.exact(Machine(fsdp=n, zero=zero), 1).need for n in (2, 4, 16, 64, 256, 1024)]
         assert needs == sorted(needs, reverse=True) and len(set(needs)) == len(needs)
@@ -603,14 +619,17 @@ def test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth()
 def test_what_is_slower_than_it_seemed_is_not_the_choice() -> None:
     """An estimate that a rehearsal of just that micro-batch does not keep: another layout is faster."""
     job = job_of(gpt(heads=2), 64)
-    first = survey(Costs(job, CHIPS["h200"]), 2, Machine()).choice
+    costs = costs_of(job)
+    first = survey(costs, 2, Machine()).choice
 
     class Surprised(Costs):
         def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Any:
             e = super().exact(machine, rows, forwards)
             return replace(e, seconds=100 * e.seconds) if forwards is None and machine == first.machine else e
 
-    found = survey(Surprised(job, CHIPS["h200"]), 2, Machine())
+    surprised = Surprised(job, CHIPS["h200"])
+    surprised.known = costs.known
+    found = survey(surprised, 2, Machine())
     assert found.choice.machine != first.machine and found.choice.seconds == min(e.seconds for e in found.estimates if e.fits)
     assert found.choice.seconds < 100 * first.seconds
 
@@ -780,7 +799,8 @@ def exchange(rank: int, degrees: list[dict[str, Any]], families: Sequence[str]) 
     """The collectives of steps of one and of two micro-batches are those of `host.exchanges`."""
     for family, machine in product(families, [Machine(device="cpu", threads=1, **some) for some in degrees]):
         ranks, (preset, task, config) = join(machine), FAMILIES[family]
-        model = mc.build(preset, task=task, config=config, machine=machine, precision="bf16").train()
+        few = {key: min(3, size) if key.endswith("layers") else size for key, size in config.items()}  # first, last, between
+        model = mc.build(preset, task=task, config=few, machine=machine, precision="bf16").train()
         inner, parts = len(blocks(model)), len(units(model)) + 1
         for forwards in (1, 2):
             for _ in range(2):  # the first step also prepares

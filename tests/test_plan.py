@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,9 @@ from modelcenter.ops._kernels import available
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel import chips
 from modelcenter.parallel.blocks import recompute as recompute_blocks
+from modelcenter.parallel.costs import Costs
 from modelcenter.parallel.deep import Deep
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.plan import Plan
@@ -196,6 +198,28 @@ def test_moments_are_what_arithmetic_says() -> None:
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
 TINY = {"layers": 2, "dim": 32, "heads": 2, "positions": 64}
+PROBED = cache(chips.probe)
+
+
+@pytest.fixture(autouse=True)
+def probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a second for each verdict, and no verdict here depends on how fast this CPU is."""
+    monkeypatch.setattr(chips, "probe", PROBED)
+
+
+@pytest.fixture
+def rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts on one recipe share their rehearsals: what they are told of the memory there is, is no part of them."""
+    known: dict[Any, Deep] = {}
+
+    class Shared(Costs):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.known = known
+
+    monkeypatch.setattr(fit, "Costs", Shared)
+
+
 TINY_T5 = {"dim": 32, "hidden": 64, "heads": 2, "head_dim": 16, "layers": 2, "decoder_layers": 2}
 ROWS = {
     "lm": {"text": "f of x is y and more of it"}, "mlm": {"text": "f of x is y"}, "classify": {"text": "f(x)", "label": "yes"},
@@ -235,7 +259,9 @@ def asked(recipe: Any, machine: Machine = MACHINE, **options: Any) -> tuple[Any,
 ])  # fmt: skip
 def test_every_objective_has_a_verdict(tmp_path: Path, objective: str, packing: str) -> None:
     """For the largest batch that can come, which the model really takes."""
-    recipe = recipe_of(tmp_path, objective, **({"data.padding_free": True} if packing == "padding_free" else {}))
+    _, config = MODELS.get(objective, ("", TINY))
+    one = {**config, **{key: 1 for key in config if key.endswith("layers")}}
+    recipe = recipe_of(tmp_path, objective, config=one, **({"data.padding_free": True} if packing == "padding_free" else {}))
     found, setup = asked(recipe)
     assert isinstance(found, Verdict) and found.plan.fits and found.batch == "4 x 32 tokens", found
     assert all(p.is_meta for p in setup.model.parameters())
@@ -273,6 +299,7 @@ def resolve_all(recipe: Any) -> tuple[Any, Machine, torch.device]:
     return recipe, MACHINE, device
 
 
+@pytest.mark.usefixtures("rehearsed_once")
 def test_what_does_not_fit_is_told_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ways are rehearsed themselves: each says a setting that fits, and with it the verdict is that it fits. Selective
     recompute is one where there are no kernels, which keep little else than it does."""
@@ -328,6 +355,7 @@ def test_where_copies_fit_and_are_quicker_that_is_said(tmp_path: Path, monkeypat
     assert asked_of(0.8, fsdp=8) is None
 
 
+@pytest.mark.usefixtures("rehearsed_once")
 def test_only_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path)
     lasting = asked(recipe)[0].plan.lasting

@@ -4,8 +4,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import conftest
 import pytest
-import torch
+import torch._dynamo  # imported where a model is sharded, for seconds: here once, and not in each rank
+import torch.distributed.fsdp
 from mesh import spawn
 from safetensors.torch import load_file
 from test_ranks import run_of
@@ -21,6 +23,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 ODD = {"config": {"layers": 2, "dim": 16, "heads": 2, "positions": 16, "vocab": 15, "dropout": 0.0, "embed_dropout": 0.0,
                   "attn_dropout": 0.0}, "ema": 0.8, "max_steps": 6, "save_steps": 3, "eval_steps": 3}  # fmt: skip
 EXACT, CLOSE = (2e-4, 2e-3, 2e-4), (3e-2, 1.0, 2e-2)  # of what is logged, relative; of weights, relative and absolute
+
+
+@pytest.fixture(autouse=True)
+def foreseen(request: pytest.FixtureRequest) -> None:
+    """What a run needs and takes is foreseen by the ranks of one test: those of each would, who are forked from a process that has
+    not."""
+    if "zero2-bf16" in request.node.name:
+        conftest.ASKED.discard(request.module)
+    else:
+        conftest.ASKED.add(request.module)
 
 
 def machine_of(changes: dict[str, Any]) -> mc.Machine:
@@ -56,7 +68,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = {}
     for precision in ("fp32", "bf16", "fp16"):
         folder = tmp_path_factory.mktemp(precision)
-        loop.train(run_of(folder, precision=precision, **ODD), machine_of({}))
+        with pytest.MonkeyPatch.context() as patch:  # as conftest.py has it for tests
+            patch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+            patch.setattr(loop, "verdict", lambda *rest, **options: "memory: not asked")
+            loop.train(run_of(folder, precision=precision, **ODD), machine_of({}))
         out[precision] = folder / "out"
     return out
 
@@ -99,13 +114,13 @@ def test_a_run_on_a_machine(name: str, precision: str, alone: dict[str, Path], t
 
 
 def scaled(rank: int, recipe: Any, changes: dict[str, Any]) -> None:
-    loop.FIRST = 2.0**30  # type: ignore[attr-defined]
+    loop.FIRST = 2.0**24  # type: ignore[attr-defined]
     run(rank, recipe, changes)
 
 
 def test_the_loss_scale_is_that_of_any_number_of_shares(tmp_path: Path) -> None:
     """It falls as often, and the same steps have no update, into however many shares the data is divided."""
-    some = {"precision": "fp16", "batch": 8, "micro_batch": 1, "max_steps": 16, "logging_steps": 1, "eval_steps": None,
+    some = {"precision": "fp16", "batch": 8, "micro_batch": 1, "max_steps": 9, "logging_steps": 1, "eval_steps": None,
             "save_steps": None}  # fmt: skip
     found = {}
     for ranks in (2, 4):
@@ -113,4 +128,4 @@ def test_the_loss_scale_is_that_of_any_number_of_shares(tmp_path: Path) -> None:
         spawn(ranks, scaled, run_of(folder, **some), {"fsdp": ranks})
         found[ranks] = [(row["skipped"], row["loss_scale"]) for row in told(folder / "out") if "loss" in row]
     assert found[2] == found[4]
-    assert 2 < found[2][-1][0] < 15, "some overflow, and not all"
+    assert 2 < found[2][-1][0] < 8, "some overflow, and not all"

@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -375,20 +376,18 @@ def test_five_bad_steps_in_a_row_stop_a_run_without_states(tmp_path: Path, monke
 
 # -------------------------------------------------------------------------------------------------------------- resume
 
-KILLED = """
-import os, signal, sys
-from modelcenter.train import loop, session
-from modelcenter.parallel.machine import Machine
-from modelcenter.train.read import load_recipe
-real, count = session.update, []
-def update(*rest):
-    count.append(1)
-    if len(count) == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*rest)
-session.update = update
-loop.train(load_recipe(sys.argv[1]), Machine(device="cpu", threads=1))
-"""
+
+def killed(recipe: Recipe, step: int) -> None:
+    """A run that is killed in that step; in a process of its own."""
+    real, steps = session.update, itertools.count(1)
+
+    def update(*rest: Any) -> float:
+        if next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*rest)
+
+    session.update = update
+    train(recipe, MACHINE)
 
 
 def same_run(a: Path, b: Path) -> None:
@@ -406,10 +405,11 @@ def write_file(recipe: Recipe, path: Path) -> Path:
 
 def test_resume_after_kill_is_bitwise(tmp_path: Path, whole: Path) -> None:
     """Killed in step 14: the states of 5 and 10 are there and rows up to 12; the window of losses was half full."""
-    recipe = recipe_of(tmp_path)
-    command = [sys.executable, "-c", KILLED, str(write_file(recipe, tmp_path / "r.yaml")), "14"]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=250)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    recipe, context = recipe_of(tmp_path), multiprocessing.get_context("fork")
+    run = context.Process(target=killed, args=(recipe, 14))
+    run.start()
+    run.join(250)
+    assert run.exitcode == -signal.SIGKILL
     out = tmp_path / "out"
     assert sorted(p.name for p in out.glob("step-*")) == ["step-10", "step-5"]
     assert max(row["step"] for row in rows(out)[1:]) == 12
@@ -619,21 +619,20 @@ def test_a_download_is_not_waited_for(number: signal.Signals) -> None:
         assert f"{number.name}: the download ends, what came whole is kept" in run.stderr.read()
 
 
-def test_the_command_line_stops_with_status_0(tmp_path: Path) -> None:
+def test_the_command_line_stops_with_status_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     recipe = recipe_of(tmp_path, max_steps=10**6, logging_steps=10**6, eval_steps=None, save_steps=None)
-    command = [sys.executable, "-m", "modelcenter", "train", str(write_file(recipe, tmp_path / "r.yaml"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as run:
-        assert run.stderr is not None and run.stdout is not None
-        while not (line := run.stderr.readline()).startswith("step 1/"):
-            assert line or run.poll() is None, "it ended before the first step"
-        run.send_signal(signal.SIGTERM)
-        rest = run.stderr.read()
-        assert run.wait(timeout=250) == 0, rest
-        answer = run.stdout.read()
-    (state,) = (tmp_path / "out").glob("step-*")
-    assert f"stopped after step {state.name[5:]} of 1000000; the same command goes on" in rest
-    assert answer == f"{tmp_path / 'out'}: step {state.name[5:]}\n"  # no row of metrics yet, and no comma before nothing
+    real = session.update
+
+    def update(*rest: Any) -> float:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*rest)
+
+    monkeypatch.setattr(session, "update", update)
+    assert main(["train", str(write_file(recipe, tmp_path / "r.yaml")), "--machine", "cpu"]) == 0
+    said = capfd.readouterr()
+    assert [state.name for state in (tmp_path / "out").glob("step-*")] == ["step-1"]
+    assert "stopped after step 1 of 1000000; the same command goes on" in said.err
+    assert said.out == f"{tmp_path / 'out'}: step 1\n"  # no row of metrics yet, and no comma before nothing
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:

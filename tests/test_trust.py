@@ -422,12 +422,11 @@ def test_out_of_memory_names_the_key_and_a_value(place: str, kind: str, here: Pa
         raise OUT[kind]
 
     more = {"data.eval_fraction": "0.2", "save_steps": "1"}
-    monkeypatch.setattr(f"modelcenter.train.{place}", fail)
-    assert main(command(**more)) == 2
+    with monkeypatch.context() as patch:  # and not `undo`, which would undo conftest.py's too
+        patch.setattr(f"modelcenter.train.{place}", fail)
+        assert main(command(**more)) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("modelcenter: error: " + PLACES[place]) and len(line) < 320
-    monkeypatch.undo()
-    os.chdir(here)
     if place.startswith("session"):
         assert main(command(**more, micro_batch="2")) == 0  # the advice can be followed in the same folder
 
@@ -502,9 +501,9 @@ def test_memory_that_really_ends(here: Path) -> None:
 CHECK = "import sys; from modelcenter.__main__ import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
 
 
-def process(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def process(*argv: str, cwd: Path, code: str = CHECK) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([sys.executable, "-c", CHECK, *argv], capture_output=True, text=True, cwd=cwd, env=env)
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=cwd, env=env)
 
 
 @pytest.mark.parametrize("argv", [["convert", "gpt2", "out"], ["generate", "gpt2", "a"], ["train", "finetune", "model=gpt2",
@@ -518,9 +517,17 @@ def test_headers_and_json_are_checked_before_torch(argv: list[str], broken: str,
     assert done.stderr.count("\n") == 1
 
 
+TWO = """
+import sys
+from modelcenter.__main__ import main
+main(["convert", "t5", "out", "dtype=fp16"])
+print("done", file=sys.stderr)
+main(["convert", "gpt2", "other", "--debug"])
+"""
+
+
 def test_debug_shows_the_traceback_and_warnings_are_a_line(here: Path) -> None:
     config(n_head=3)(here)
-    done = process("convert", "gpt2", "out", "--debug", cwd=here)
-    assert "Traceback" in done.stderr and done.stderr.rstrip().endswith("n_embd: 16; a multiple of n_head, which is 3")
-    done = process("convert", "t5", "out", "dtype=fp16", cwd=here)
-    assert done.stderr.startswith("modelcenter: warning: T5 in fp16: ") and done.stderr.count("\n") == 1
+    warned, _, debugged = process(cwd=here, code=TWO).stderr.partition("done\n")
+    assert warned.startswith("modelcenter: warning: T5 in fp16: ") and warned.count("\n") == 1
+    assert "Traceback" in debugged and debugged.rstrip().endswith("n_embd: 16; a multiple of n_head, which is 3")
