@@ -281,10 +281,10 @@ for length, ends in ((330, [0, 130, 200, 330]), (730, [0, 330, 400, 730])):  # t
 
 
 @slow
-def test_attention_over_several_tiles(attention: Path) -> None:
+def test_attention_over_several_tiles(tmp_path: Path) -> None:
     """Of keys, and a block adds up the bias' gradient of several of queries, where those are more than PARTS: random cases are too
     small for either. By warpgroups and by warps; random cases of the latter, which `test_every_kernel` has only of large heads."""
-    kernels = made(attention)
+    kernels = build(tmp_path, CSRC, only=ATTENTION)
     for chip in (HOPPER, AMPERE):
         done = python(kernels, "-c", LONG, chip=chip)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
