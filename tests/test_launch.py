@@ -236,7 +236,7 @@ def test_what_is_being_started_when_the_end_is_asked_for_hears_of_it(tmp_path: P
     told: list[tuple[int, int]] = []
 
     def start(command: Any, rank: int, mine: Any, ranks: int, place: Path, alone: bool) -> Any:
-        (place / f"{rank}.out").write_text("{}")
+        (place / f"{rank}.json").write_text("{}")
         if rank == 0:
             os.kill(os.getpid(), signal.SIGINT)
         return SimpleNamespace(poll=lambda: 0, kill=bool, wait=bool, send_signal=lambda number: told.append((rank, number)))
