@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import conftest
 import kill_run
 import pytest
 import torch._dynamo  # imported where a model is sharded: here once, and not in each rank
@@ -28,16 +27,7 @@ from modelcenter.registry import families
 from modelcenter.train import evaluate, launch, loop
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def foreseen(request: pytest.FixtureRequest) -> None:
-    """What a run needs and takes is foreseen in the lives of one test: each would, forked from a process that has not, and most of
-    a short life would pass with that."""
-    if "swept" in request.node.name:
-        conftest.ASKED.discard(request.module)
-    else:
-        conftest.ASKED.add(request.module)
+FORESEEN = "swept"  # conftest.py: a life of others would pass with it
 
 
 def run(kind: str, count: int, plant: str = "pass", settings: tuple[str, ...] = ()) -> str:

@@ -14,7 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import conftest
 import numpy as np
 import pytest
 import torch
@@ -55,19 +54,10 @@ from modelcenter.train.step import accumulate, update
 
 MESHES = {"fsdp2": (2, 1), "tp2": (1, 2), "fsdp2xtp2": (2, 2), "fsdp4": (4, 1)}
 STEPS = 3  # the last in another epoch
+FORESEEN = "test_a_run_equals_one_process[fsdp2]"  # conftest.py
 
 # torch warns of in-place changes to a model's output under FSDP; nothing here makes any
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def foreseen(request: pytest.FixtureRequest) -> None:
-    """What a run needs and takes is foreseen by the ranks of one test: those of each would, who are forked from a process that has
-    not."""
-    if request.node.name == "test_a_run_equals_one_process[fsdp2]":
-        conftest.ASKED.discard(request.module)
-    else:
-        conftest.ASKED.add(request.module)
 
 
 def machine_of(shape: tuple[int, int]) -> mc.Machine:

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import conftest
 import pytest
 import torch._dynamo  # imported where a model is sharded, for seconds: here once, and not in each rank
 import torch.distributed.fsdp
@@ -20,19 +19,10 @@ from modelcenter.train.metrics import TIMINGS, read_rows
 
 # torch warns of in-place changes to a model's output under FSDP; nothing here makes any
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+FORESEEN = "zero2-bf16"  # conftest.py
 ODD = {"config": {"layers": 2, "dim": 16, "heads": 2, "positions": 16, "vocab": 15, "dropout": 0.0, "embed_dropout": 0.0,
                   "attn_dropout": 0.0}, "ema": 0.8, "max_steps": 6, "save_steps": 3, "eval_steps": 3}  # fmt: skip
 EXACT, CLOSE = (2e-4, 2e-3, 2e-4), (3e-2, 1.0, 2e-2)  # of what is logged, relative; of weights, relative and absolute
-
-
-@pytest.fixture(autouse=True)
-def foreseen(request: pytest.FixtureRequest) -> None:
-    """What a run needs and takes is foreseen by the ranks of one test: those of each would, who are forked from a process that has
-    not."""
-    if "zero2-bf16" in request.node.name:
-        conftest.ASKED.discard(request.module)
-    else:
-        conftest.ASKED.add(request.module)
 
 
 def machine_of(changes: dict[str, Any]) -> mc.Machine:

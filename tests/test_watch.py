@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import conftest
 import pytest
 import torch._dynamo  # imported where a model is sharded: here once, and not in each rank
 import torch.distributed.fsdp  # noqa: F401
@@ -33,17 +32,13 @@ from modelcenter.train.loop import train
 
 TIMEOUT = 2.0 if DEVICE == "cpu" else 3.0  # seconds without progress
 LATE = 90.0  # seconds in which everybody is gone after that, however busy this machine is: a first step alone may take 60
+FORESEEN = "test_the_others_of_a_stopped_rank_end"  # conftest.py
 
 
 @pytest.fixture(autouse=True)
-def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy this machine is, the ranks come to their first step; what they need and take is foreseen by those of one test
-    alone: those of each would, who are forked from a process that has not."""
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is, the ranks come to their first step."""
     monkeypatch.setattr(watch, "FIRST", 30)
-    if request.node.name == "test_the_others_of_a_stopped_rank_end":
-        conftest.ASKED.discard(request.module)
-    else:
-        conftest.ASKED.add(request.module)
 
 
 def ends_of(ranks: int, folder: Path, work: Any, *args: Any, stopped: int | None = None) -> list[int | None]:
