@@ -108,7 +108,8 @@ def sdpa(backend: str) -> Callable[..., Tensor]:
         heads = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(getattr(SDPBackend, backend)):
             causal = shape.causal and mask is None
-            return F.scaled_dot_product_attention(*heads, mask, is_causal=causal, scale=scale(shape)).transpose(1, 2)  # type: ignore[call-arg]
+            a, b, c = heads
+            return F.scaled_dot_product_attention(a, b, c, mask, is_causal=causal, scale=scale(shape)).transpose(1, 2)
 
     return attend
 

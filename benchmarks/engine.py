@@ -111,7 +111,7 @@ def waits(step: Step) -> tuple[float, float]:
         torch.cuda.synchronize()
     streams: dict[int, list[tuple[int, int]]] = {}
     for e in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]  # it has been
-        if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation():  # type: ignore[attr-defined]
+        if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation():  # type: ignore[attr-defined]  # torch.autograd has it
             streams.setdefault(e.device_resource_id(), []).append((e.start_ns(), e.start_ns() + e.duration_ns()))
     most = max(streams.values(), key=lambda spans: covered(spans))
     every = [span for spans in streams.values() for span in spans]

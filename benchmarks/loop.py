@@ -3,10 +3,10 @@
     python benchmarks/loop.py pretrain-t5 data.path=corpus.txt data.eval_fraction=0 [key=value ...] [--steps 150] [--traced 10]
     torchrun --nproc-per-node 2 benchmarks/loop.py pretrain data.path=corpus.txt machine.replicate=2 ...
 
-RECIPE and keys are those of `modelcenter train`; nothing is evaluated or saved, and the run's folder is thrown away. The other
-drivers give a step batches that are there: this one sees what happens between two steps. A clock is read at the beginning of each;
-the figure is the median from step 30 on. `--traced`: for how long kernels run in each of
-the last so many steps, which tracing makes longer, but not them.
+RECIPE and keys are those of `modelcenter train`; nothing is evaluated or saved before the end, and the run's folder is thrown away.
+The other drivers give a step batches that are there: this one sees what happens between two steps. A clock is read at the
+beginning of each; the figure is the median from step 30 on. `--traced`: for how long kernels run in each of the last so many steps,
+which tracing makes longer, but not them.
 """
 
 import argparse
@@ -53,8 +53,9 @@ def main() -> None:
             tracer.stop()
         return done
 
-    Session.step = timed  # type: ignore[method-assign]
-    folder = f"{tempfile.gettempdir()}/modelcenter-loop-{os.environ.get('MASTER_PORT', os.getpid())}"  # the same for all ranks
+    Session.step = timed  # type: ignore[method-assign]  # the clock
+    job = os.getppid() if "RANK" in os.environ else os.getpid()  # torchrun's, the same for all ranks
+    folder = f"{tempfile.gettempdir()}/modelcenter-loop-{job}"
     usual = [f"max_steps={options.steps}", f"logging_steps={options.steps}", "eval_steps=null", "save_steps=null",
              f"output_dir={folder}"]  # fmt: skip
     run = train(*run_of(Arguments([options.recipe], [*usual, *options.settings])))

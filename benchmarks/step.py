@@ -210,7 +210,7 @@ KINDS = {"attention": "fmha|flash|sdpa|cudnn|of_keys|of_queries", "products": "n
 
 def profile(step: Step, steps: int = 3) -> str:
     """The kernels that a step spends its time in, and where the GPU has none."""
-    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch.autograd has it, and does not say so
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
