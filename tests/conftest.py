@@ -59,9 +59,9 @@ def denormals() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def unrehearsed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a second before each of some hundred runs: it is asked once in each file, where it must have an answer.
-    Processes that were forked forget that it was: where runs are theirs, `FORESEEN` is in the name of the one test that asks."""
-    if only := getattr(request.module, "FORESEEN", ""):
-        (ASKED.discard if only in request.node.name else ASKED.add)(request.module)
+    Processes that were forked forget that it was: where runs are theirs, the file's `foreseen` names the one test that asks."""
+    if only := request.node.get_closest_marker("foreseen"):
+        (ASKED.discard if only.args[0] in request.node.name else ASKED.add)(request.module)
     if "modelcenter.train.loop" not in sys.modules or request.module.__name__ == "test_plan":
         return
     from modelcenter.train.loop import verdict

@@ -27,7 +27,7 @@ from modelcenter.registry import families
 from modelcenter.train import evaluate, launch, loop
 
 ROOT = Path(__file__).parents[1]
-FORESEEN = "swept"  # conftest.py: a life of others would pass with it
+pytestmark = pytest.mark.foreseen("swept")  # a life of others would pass with it
 
 
 def run(kind: str, count: int, plant: str = "pass", settings: tuple[str, ...] = ()) -> str:

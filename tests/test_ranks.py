@@ -54,10 +54,12 @@ from modelcenter.train.step import accumulate, update
 
 MESHES = {"fsdp2": (2, 1), "tp2": (1, 2), "fsdp2xtp2": (2, 2), "fsdp4": (4, 1)}
 STEPS = 3  # the last in another epoch
-FORESEEN = "test_a_run_equals_one_process[fsdp2]"  # conftest.py
 
 # torch warns of in-place changes to a model's output under FSDP; nothing here makes any
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning"),
+    pytest.mark.foreseen("test_a_run_equals_one_process[fsdp2]"),
+]
 
 
 def machine_of(shape: tuple[int, int]) -> mc.Machine:

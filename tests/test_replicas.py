@@ -16,9 +16,11 @@ from modelcenter.train import loop
 from modelcenter.train.loop import train
 
 MESHES = {"tp2": {"tensor_parallel": 2}, "hsdp": {"replicate": 2, "fsdp": 2}, "fsdp2xtp2": {"fsdp": 2, "tensor_parallel": 2}}
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning"),
+    pytest.mark.foreseen("what_is_wrong[False]"),
+]
 
-FORESEEN = "what_is_wrong[False]"  # conftest.py
 
 
 def machine_of(mesh: str, **more: Any) -> mc.Machine:

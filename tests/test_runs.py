@@ -18,8 +18,10 @@ from modelcenter.train import loop
 from modelcenter.train.metrics import TIMINGS, read_rows
 
 # torch warns of in-place changes to a model's output under FSDP; nothing here makes any
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
-FORESEEN = "zero2-bf16"  # conftest.py
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning"),
+    pytest.mark.foreseen("zero2-bf16"),
+]
 ODD = {"config": {"layers": 2, "dim": 16, "heads": 2, "positions": 16, "vocab": 15, "dropout": 0.0, "embed_dropout": 0.0,
                   "attn_dropout": 0.0}, "ema": 0.8, "max_steps": 6, "save_steps": 3, "eval_steps": 3}  # fmt: skip
 EXACT, CLOSE = (2e-4, 2e-3, 2e-4), (3e-2, 1.0, 2e-2)  # of what is logged, relative; of weights, relative and absolute

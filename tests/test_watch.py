@@ -32,7 +32,7 @@ from modelcenter.train.loop import train
 
 TIMEOUT = 2.0 if DEVICE == "cpu" else 3.0  # seconds without progress
 LATE = 90.0  # seconds in which everybody is gone after that, however busy this machine is: a first step alone may take 60
-FORESEEN = "test_the_others_of_a_stopped_rank_end"  # conftest.py
+pytestmark = pytest.mark.foreseen("test_the_others_of_a_stopped_rank_end")
 
 
 @pytest.fixture(autouse=True)
