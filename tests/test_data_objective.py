@@ -22,10 +22,8 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.encode import Reader
 from modelcenter.data.loader import Loader
 from modelcenter.data.objective import find_objective, make_examples, texts_of
-from modelcenter.data.objectives.classify import label_names, set_names
 from modelcenter.data.objectives.lm import Blocks, fit
 from modelcenter.data.objectives.mlm import Masked
-from modelcenter.data.objectives.tag import tag_names
 from modelcenter.data.packing import Packed
 from modelcenter.data.read import read_records
 from modelcenter.data.record import Record
@@ -302,7 +300,7 @@ def test_classes_by_number_and_by_name(bert: Tokenizer) -> None:
                           (["yes", "no", "yes"], ("no", "yes"))):
         records = rows(*({"text": "a b", "label": v} for v in values))
         examples = make_examples("classify", records, bert, DataConfig())
-        assert examples.names == names == label_names(records, DataConfig())
+        assert examples.names == names == find_objective("classify").names(records, DataConfig())
         wanted = [names.index(v) if v in names else int(v) for v in values]
         batch = examples.collate(all_of(examples))
         assert batch["labels"].tolist() == wanted and batch["labels"].dtype == torch.int64
@@ -315,16 +313,23 @@ def test_labels_that_are_known_need_not_all_occur() -> None:
     for values, names, found in ((["pos", "pos"], known, known), ([2, 2], known, known), ([0, 2], plain_names, plain_names),
                                  (["2", "0"], known, known), ([1, 0], known, known), ([1, 0], (), plain_names[:2]),
                                  (["no", "pos"], known, ("no", "pos")), ([0, 1, 2, 3], known, (*plain_names, "LABEL_3"))):
-        assert label_names(rows(*({"label": v} for v in values)), DataConfig(), names) == found, values
+        assert find_objective("classify").names(rows(*({"label": v} for v in values)), DataConfig(), names) == found, values
     listed = rows({"label": ["pos"]}, {"label": []})
-    assert set_names(listed, DataConfig(), known) == known
+    assert find_objective("multilabel").names(listed, DataConfig(), known) == known
     tagged = rows({"tokens": ["a"], "tags": ["pos"]})
-    assert tag_names(tagged, DataConfig(), known) == known
-    with pytest.raises(InputError, match="only the tag pos"):
-        tag_names(tagged, DataConfig())
-    for values, words in (([2, 2], "numbers from 0 on"), (["pos"], "only the class pos"), ([3], "numbers from 0 on")):
+    assert find_objective("tag").names(tagged, DataConfig(), known) == known
+    with pytest.raises(InputError, match="only the label pos"):
+        find_objective("tag").names(tagged, DataConfig())
+    for values, words in (([2, 2], "numbers from 0 on"), (["pos"], "only the label pos"), ([3], "numbers from 0 on")):
         with pytest.raises(InputError, match=words):
-            label_names(rows(*({"label": v} for v in values)), DataConfig(), known if values == [3] else ())
+            find_objective("classify").names(rows(*({"label": v} for v in values)), DataConfig(), known if values == [3] else ())
+
+
+@pytest.mark.parametrize("objective", ["classify", "multilabel", "tag"])
+def test_no_label_has_a_number_below_0(objective: str) -> None:
+    records = rows(*({"label": str(n), "tokens": ["a"], "tags": [n]} for n in (-1, 0, 1)))
+    with pytest.raises(InputError, match=r"(label|tags): the labels \[-1, 0, 1\]; numbers from 0 on"):
+        find_objective(objective).names(records, DataConfig())
 
 
 def test_classes_that_a_data_set_numbers_keep_their_numbers(bert: Tokenizer, tmp_path: Path) -> None:
@@ -336,17 +341,18 @@ def test_classes_that_a_data_set_numbers_keep_their_numbers(bert: Tokenizer, tmp
     data = {"text": ["a", "b"], "label": [1, 0], "tokens": [["a", "b"], ["a"]], "tags": [[1, 0], [0]]}
     datasets.Dataset.from_dict(data, features=kinds).save_to_disk(tmp_path)
     records = read_records(str(tmp_path))
-    assert label_names(records, DataConfig()) == ("not_equivalent", "equivalent")
+    assert find_objective("classify").names(records, DataConfig()) == ("not_equivalent", "equivalent")
     examples = make_examples("classify", records, bert, DataConfig())
     assert [examples.at(0, k)[2] for k in range(2)] == data["label"]
-    assert tag_names(records, DataConfig()) == ("O", "B-X", "A") == set_names(records, DataConfig(label_key="tags"))
+    for objective, key in (("tag", "tags_key"), ("multilabel", "label_key")):
+        assert find_objective(objective).names(records, DataConfig(**{key: "tags"})) == ("O", "B-X", "A")
     tagged = make_examples("tag", records, bert, DataConfig())
     assert [[n for n in tagged.at(0, k)[1].tolist() if n != IGNORED] for k in range(2)] == data["tags"]
 
 
 def test_true_and_false_are_two_classes(bert: Tokenizer) -> None:
     records = rows({"text": "a", "label": True}, {"text": "b", "label": False})
-    assert label_names(records, DataConfig()) == ("LABEL_0", "LABEL_1")
+    assert find_objective("classify").names(records, DataConfig()) == ("LABEL_0", "LABEL_1")
     examples = make_examples("classify", records, bert, DataConfig())
     assert [examples.at(0, k)[2] for k in range(2)] == [1, 0]
 
@@ -443,11 +449,12 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
     ("seq2seq", {"source": "a"}, {}, "line 1: no field 'target'"),
     ("classify", {"text": "a", "label": None}, {}, "label is None"),
     ("classify", {"text": "a", "label": ""}, {}, "label is ''; the name or the number of a class"),
-    ("classify", {"text": "a", "label": 0}, {}, "only the class LABEL_0"),
+    ("classify", {"text": "a", "label": 0}, {}, "only the label LABEL_0"),
     ("classify", {"text": "a", "label": 3}, {}, r"the labels \[3\]"),
     ("mlmm", {"text": "a"}, {}, "did you mean 'mlm'"),
-    ("multilabel", {"text": "a", "label": ["x"]}, {}, r"only the labels \['x'\]"),
-    ("multilabel", {"text": "a", "label": ["x", 1]}, {}, "1 beside names"),
+    ("multilabel", {"text": "a", "label": ["x"]}, {}, r"only the label x"),
+    ("multilabel", {"text": "a", "label": ["x", 1]}, {}, "line 1: label has 1; a name, as elsewhere"),
+    ("multilabel", {"text": "a", "label": []}, {}, "no label; two labels at least"),
     ("multilabel", {"text": "a", "label": 1.5}, {}, "label is '1.5'; a list of labels"),
 ])
 def test_refusals(bpe: Tokenizer, objective: Any, fields: dict[str, Any], data: dict[str, Any], said: str) -> None:
@@ -474,14 +481,14 @@ def test_more_refusals(bpe: Tokenizer, bert: Tokenizer) -> None:
         make_examples("classify", rows({"text": "a", "label": 0}, {"text": "a", "label": 1}), bert,
                       DataConfig(seq_len=2, pair_key="text"))
     two = DataConfig(text_key="s", label_key="y")
-    with pytest.raises(InputError, match=r"data.jsonl: line 1: y is 'maybe', which is no label that was trained; known: no, yes"):
+    with pytest.raises(InputError, match=r"data.jsonl: line 1: y: 'maybe' is no label that was trained; known: no, yes"):
         make_examples("classify", rows({"s": "a", "y": "maybe"}), bert, two, names=("no", "yes"))
-    with pytest.raises(InputError, match=r"line 1: y is 2, which is no label that was trained; 0 to 1 are known"):
+    with pytest.raises(InputError, match=r"line 1: y: 2 is no label that was trained; 0 to 1 are known"):
         make_examples("classify", rows({"s": "a", "y": 2}), bert, two, names=("LABEL_0", "LABEL_1"))
     for odd in (None, 0.5, 1.0, [1]):
         with pytest.raises(InputError, match=r"line 3: y is .*; the name or the number of a class; objective=regress"):
             make_examples("classify", rows(*({"s": "a", "y": y} for y in (0, 1, odd))), bert, two)
-    with pytest.raises(InputError, match=r"line 2: y is 1"):
+    with pytest.raises(InputError, match=r"line 2: y has 1; a name"):
         make_examples("classify", rows({"s": "a", "y": "no"}, {"s": "a", "y": 1}), bert, two)
     with pytest.raises(InputError, match="line 1: no token in its text"):
         make_examples("classify", rows({"s": "", "y": 0}, {"s": "a", "y": 1}), bpe, two)

@@ -7,7 +7,6 @@ import transformers
 from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, make_examples, texts_of
-from modelcenter.data.objectives.tag import tag_names
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
@@ -25,7 +24,7 @@ def test_the_first_token_of_a_word_has_its_label(spec: str) -> None:
     tokenizer = open_tokenizer(spec, [*texts_of("tag", records(), DATA)] * 3)
     examples = make_examples("tag", records(), tokenizer, DATA)
     names = ("B-LOC", "B-PER", "I-PER", "O")
-    assert tag_names(records(), DATA) == names
+    assert find_objective("tag").names(records(), DATA) == names
     for index, (words, tags) in enumerate(SENTENCES):
         ids, labels = (x.tolist() for x in examples.at(0, index))
         spans = [i for i, label in enumerate(labels) if label != IGNORED]
@@ -55,11 +54,12 @@ def test_words_are_cut_as_transformers_cuts_them(tmp_path: object) -> None:
         assert tokenizer.encode_words(words, 4)[0] == short
 
 
-def test_text_and_numbers_will_do() -> None:
-    some = [Record({"tokens": "a b", "tags": [0, 2]}, "f", 1)]
+@pytest.mark.parametrize("tags", [[0, 2], "0 2"], ids=["list", "text"])
+def test_text_and_numbers_will_do(tags: object) -> None:
+    some = [Record({"tokens": "a b", "tags": tags}, "f", 1)]
     with pytest.warns(UserWarning, match="tags by number: span_f1 takes each for a span of one word"):
-        assert tag_names(some, DATA) == ("LABEL_0", "LABEL_1", "LABEL_2")
-    assert tag_names(some, DATA, ("O", "B-X", "I-X")) == ("O", "B-X", "I-X")  # of a model that says what they are
+        assert find_objective("tag").names(some, DATA) == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert find_objective("tag").names(some, DATA, ("O", "B-X", "I-X")) == ("O", "B-X", "I-X")  # of a model that says what they are
     examples = make_examples("tag", some, open_tokenizer("char", ["ab"]), DATA, names=("O", "B-X", "I-X"))
     assert examples.at(0, 0)[1].tolist() == [0, 2] and torch.is_tensor(examples.collate([examples.at(0, 0)])["labels"])
 
@@ -68,7 +68,7 @@ def test_text_and_numbers_will_do() -> None:
     ("fields", "words"),
     [({"tokens": ["a"], "tags": ["O", "O"]}, "1 words and 2 tags"), ({"tokens": [], "tags": []}, "tokens is"),
      ({"tokens": ["a", 1], "tags": ["O", "O"]}, "the word 1"), ({"tokens": ["a"]}, "no field 'tags'"),
-     ({"tokens": ["a"], "tags": ["B-X"]}, "tags has 'B-X'"),
+     ({"tokens": ["a"], "tags": ["B-X"]}, "tags: 'B-X' is no label"),
      ({"tokens": ["a"], "tags": [["O"]]}, r"tags has \['O'\]; the name or")],
     ids=["lengths", "empty", "number", "absent", "unknown", "list"],
 )  # fmt: skip
@@ -89,11 +89,11 @@ def test_words_that_are_cut_off_are_told_of(train: bool, use: str) -> None:
 @pytest.mark.parametrize("tag", ["O", 0])
 def test_one_tag_alone_teaches_nothing(tag: object) -> None:
     some = [Record({"tokens": ["a", "b"], "tags": [tag, tag]}, "f", 1)]
-    with pytest.raises(InputError, match=r"f: tags: only the tag (O|LABEL_0); two tags at least"):
-        tag_names(some, DATA)
-    assert tag_names(some, DATA, ("O", "LABEL_1")) == ("O", "LABEL_1")  # of a model that knows more
+    with pytest.raises(InputError, match=r"f: tags: only the label (O|LABEL_0); two labels at least"):
+        find_objective("tag").names(some, DATA)
+    assert find_objective("tag").names(some, DATA, ("O", "LABEL_1")) == ("O", "LABEL_1")  # of a model that knows more
 
 
 def test_a_list_is_no_tag() -> None:
     with pytest.raises(InputError, match="f: line 1: tags has"):
-        tag_names([Record({"tokens": ["a"], "tags": [["O"]]}, "f", 1)], DATA)
+        find_objective("tag").names([Record({"tokens": ["a"], "tags": [["O"]]}, "f", 1)], DATA)

@@ -299,7 +299,7 @@ def test_a_classifier_is_judged_where_some_of_its_classes_do_not_occur(
     if names[0] == "neg":  # a class that the model has none of is the row's fault, and no reason for another head
         file.write_text('{"text": "t", "label": "neg"}\n{"text": "t", "label": "bad"}\n')
         assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}"]) == 2
-        found = "file.jsonl: line 2: label is 'bad', which is no label that was trained; known: neg, neu, pos"
+        found = "file.jsonl: line 2: label: 'bad' is no label that was trained; known: neg, neu, pos"
         assert found in capsys.readouterr().err
     file.write_text('{"text": "t", "label": 2}\n' * 4)
     given = [f"model={tmp_path / 'model'}", f"data.path={file}", "data.seq_len=8", f"output_dir={tmp_path / 'out'}"]

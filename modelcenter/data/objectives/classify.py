@@ -3,18 +3,19 @@
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import nearest, refuse
 from ..collate import IGNORED, Batch, join, nth, pack, shortened, stack, stack_mask, tensor
 from ..config import DataConfig
 from ..examples import Examples, Packable
+from ..labels import index_of, label_names
 from ..objective import Names, Objective, register
 from ..ragged import Ids, Ragged
-from ..record import ClassName, Record, declared
+from ..record import ClassName, Record
 from ..sequence import filler
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Classify(Judged):
     of = ("loss", "classes")
 
     def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
-        return label_names(records, data, known)
+        return label_names(records, partial(class_of, key=data.label_key), data.label_key, known, gaps=False)
 
     def settle(self, config: Any) -> Mapping[str, Any]:
         config.single_label()
@@ -97,7 +98,7 @@ class Multilabel(Judged):
     classes = False
 
     def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
-        return set_names(records, data, known)
+        return label_names(records, partial(labels_of, key=data.label_key), data.label_key, known)
 
     def settle(self, config: Any) -> Mapping[str, Any]:
         config.numbers()
@@ -152,21 +153,11 @@ class Labelled(Packable):
 
     def label(self, record: Record, key: str) -> Any:
         """The number of a record's class."""
-        return self.number(record, record.get(key, "data.label_key"), key)
+        return index_of(record, record.get(key, "data.label_key"), self.names, key)
 
     def tensor(self, labels: Sequence[Any]) -> "Tensor":
         """(b): the labels of a batch."""
         return tensor(labels)
-
-    def number(self, record: Record, value: Any, key: str) -> int:
-        """The number of a class that a record names, or numbers."""
-        if value in self.names:
-            return self.names.index(value)
-        number = class_number(value)
-        if number is None or not 0 <= number < len(self.names):
-            known = nearest(value, self.names) if number is None else f"0 to {len(self.names) - 1} are known"
-            record.refuse(f"{key} is {value!r}, which is no label that was trained", known)
-        return number
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -195,7 +186,7 @@ class Several(Labelled):
         return Ragged()
 
     def label(self, record: Record, key: str) -> list[int]:
-        return sorted({self.number(record, value, key) for value in labels_of(record, key)})
+        return sorted({index_of(record, value, self.names, key) for value in labels_of(record, key)})
 
     def tensor(self, labels: Sequence[Any]) -> "Tensor":
         """(b, names), fp32: 1 where a label is there."""
@@ -221,62 +212,13 @@ class Valued(Labelled):
         return number
 
 
-def label_names(records: Sequence[Record], data: DataConfig, known: Names = ()) -> tuple[str, ...]:
-    """The classes of `records`: names in sorted order; or, if the data set numbers its classes, all of them in its order (class 1,
-    which F1 is about, is then the data set's); or LABEL_0 ... for numbers, which must run from 0 on. If all that occur are among
-    those `known`, these are the classes."""
-    values = [record.get(data.label_key, "data.label_key") for record in records]
-    for record, value in zip(records, values, strict=True):
-        if not isinstance(value, str | int) or (isinstance(value, str) and not value.strip()):  # a cell that nobody filled in
-            wanted = "the name or the number of a class; objective=regress is for values, multilabel for lists"
-            record.refuse(f"{data.label_key} is {value!r}", wanted)
-    if among(values, known):
-        return known
-    numbers = {class_number(value) for value in values}
-    if (own := declared(values)) is not None:
-        names = list(own)
-    elif None not in numbers:
-        there = sorted(n for n in numbers if n is not None)
-        if there != list(range(len(there))):
-            found = f"the labels {str(there)[:80]}"
-            refuse(records[0].file, data.label_key, found, "numbers from 0 on without a gap")
-        names = [f"LABEL_{n}" for n in there]
-    else:
-        for record, value in zip(records, values, strict=True):
-            if not isinstance(value, str):
-                record.refuse(f"{data.label_key} is {value!r}", "a name, as elsewhere in the data")
-        names = sorted(set(values))
-    if len(names) < 2:
-        refuse(records[0].file, data.label_key, f"only the class {names[0]}", "two classes at least")
-    return tuple(names)
-
-
-def set_names(records: Sequence[Record], data: DataConfig, known: Names = ()) -> tuple[str, ...]:
-    """The labels that occur: names in sorted order; or, if the data set numbers its labels, all of them in its order; or LABEL_0
-    ... for numbers, up to the highest. If all that occur are among those `known`, these are the labels."""
-    values = {value for record in records for value in labels_of(record, data.label_key)}
-    if among(values, known):
-        return known
-    numbers = {class_number(value) for value in values}
-    if (own := declared(values)) is not None:
-        names = list(own)
-    elif None in numbers:
-        if odd := [value for value in values if not isinstance(value, str)]:
-            refuse(records[0].file, data.label_key, f"{odd[0]!r} beside names", "names, or numbers, throughout")
-        names = sorted(values)
-    else:
-        names = [f"LABEL_{n}" for n in range(max((n for n in numbers if n is not None), default=-1) + 1)]
-    if len(names) < 2:
-        refuse(records[0].file, data.label_key, f"only the labels {names}", "two labels at least")
-    return tuple(names)
-
-
-def among(values: Iterable[Any], known: Names) -> bool:
-    """Whether each label is one of those `known`, by its name, or each by its number, as the data set's own numbers are not."""
-    values = list(values)
-    numbers = [class_number(value) for value in values]
-    by_number = declared(values) is None and all(n is not None and 0 <= n < len(known) for n in numbers)
-    return bool(known) and (all(value in known for value in values) or by_number)
+def class_of(record: Record, key: str) -> list[Any]:
+    """The class of a record, which is one label."""
+    value = record.get(key, "data.label_key")
+    if not isinstance(value, str | int) or (isinstance(value, str) and not value.strip()):  # a cell that nobody filled in
+        wanted = "the name or the number of a class; objective=regress is for values, multilabel for lists"
+        record.refuse(f"{key} is {value!r}", wanted)
+    return [value]
 
 
 def labels_of(record: Record, key: str) -> list[Any]:
@@ -287,11 +229,3 @@ def labels_of(record: Record, key: str) -> list[Any]:
     if not isinstance(value, list | tuple) or not all(isinstance(label, str | int) for label in value):
         record.refuse(f"{key} is {str(value)[:60]!r}", "a list of labels (data.label_key names the field)")
     return list(value)
-
-
-def class_number(value: Any) -> int | None:
-    """A class given by number, which in CSV and TSV is text; false is 0 and true 1."""
-    if isinstance(value, int):
-        return int(value)
-    text = value.removeprefix("-") if isinstance(value, str) else ""
-    return int(value) if text.isascii() and text.isdigit() and len(text) < 10 else None

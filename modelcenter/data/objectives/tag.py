@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import nearest, refuse
+from ...errors import refuse
 from ..collate import IGNORED, Batch, nth, shortened
 from ..config import DataConfig
+from ..labels import index_of, label_names
 from ..objective import Names, Objective, register
 from ..ragged import Ids, Ragged
-from ..record import Record, declared
+from ..record import Record
 from ..sequence import Sequences, filler
-from .classify import among
 
 if TYPE_CHECKING:
     from ..encode import Reader
@@ -32,7 +32,11 @@ class Tag(Objective):
         yield " ".join(sentence(record, data)[0])
 
     def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
-        return tag_names(records, data, known)
+        names = label_names(records, lambda record: sentence(record, data)[1], data.tags_key, known)
+        if names is not known and names[0] == "LABEL_0":
+            said = "tags by number: span_f1 takes each for a span of one word; names (B-PER, I-PER, O) say which words are one"
+            warnings.warn(said, stacklevel=2)
+        return names
 
     def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
         """A token that is trained on stands as [[seen / tag]]."""
@@ -57,7 +61,7 @@ class Tagged(Sequences):
             lost += len(words) - len({*where} - {None})
             if not read.holds(ids):
                 read.refuse(record, ids)
-            numbers = [number(record, tag, read.names, data.tags_key) for tag in tags]
+            numbers = [index_of(record, tag, read.names, data.tags_key) for tag in tags]
             firsts = [w if w is not None and (k == 0 or where[k - 1] != w) else None for k, w in enumerate(where)]
             self.ids.append(ids)
             self.labels.append([IGNORED if w is None else numbers[w] for w in firsts])
@@ -91,33 +95,3 @@ def sentence(record: Record, data: DataConfig) -> tuple[list[str], list[Any]]:
     if odd := [tag for tag in tags if not isinstance(tag, str | int)]:
         record.refuse(f"{data.tags_key} has {repr(odd[0])[:60]}", "the name or the number of a tag")
     return words, tags
-
-
-def number(record: Record, tag: Any, names: Sequence[str], key: str) -> int:
-    if tag in names:
-        return names.index(tag)
-    if isinstance(tag, int) and 0 <= tag < len(names):
-        return tag
-    record.refuse(f"{key} has {tag!r}, which is no label that was trained", nearest(tag, names))
-
-
-def tag_names(records: Sequence[Record], data: DataConfig, known: Names = ()) -> tuple[str, ...]:
-    """The tags of `records`: names in sorted order, or all that the data set numbers, in their order; or LABEL_0 ... for numbers,
-    up to the highest. Those `known` are the tags of any that are among them."""
-    tags = {tag for record in records for tag in sentence(record, data)[1]}
-    if among(tags, known):
-        return known
-    if (own := declared(tags)) is not None:
-        return own
-    if numbered := all(isinstance(tag, int) for tag in tags):
-        names = tuple(f"LABEL_{n}" for n in range(max(tags) + 1))
-    elif odd := [tag for tag in tags if not isinstance(tag, str)]:
-        refuse(records[0].file, data.tags_key, f"{odd[0]!r} beside names", "names, or numbers, throughout")
-    else:
-        names = tuple(sorted(tags))
-    if len(names) < 2:
-        refuse(records[0].file, data.tags_key, f"only the tag {names[0]}", "two tags at least")
-    if numbered:
-        said = "tags by number: span_f1 takes each for a span of one word; names (B-PER, I-PER, O) say which words are one"
-        warnings.warn(said, stacklevel=2)
-    return names

@@ -1,0 +1,65 @@
+"""Which labels data has, and the number of each: classes, sets of labels and tags of words alike."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..errors import nearest, refuse
+from .objective import Names
+from .record import Record, declared
+
+
+def label_names(
+    records: Sequence[Record], labels: Callable[[Record], Iterable[Any]], key: str, known: Names = (), *, gaps: bool = True
+) -> tuple[str, ...]:
+    """The names of the labels of `records`, which `labels` finds in one, in the order of their numbers: those `known`, if all that
+    occur are among them; those of a data set that numbers its labels, whether they occur or not, in its order (class 1, which F1 is
+    about, is then the data set's); LABEL_0 ... for numbers, up to the highest, each of which must occur unless there may be `gaps`;
+    else the names that occur, sorted. `key`: the field that holds them, for what is refused: names beside numbers, numbers below 0,
+    fewer than two labels."""
+    values = {label for record in records for label in labels(record)}
+    if among(values, known):
+        return known
+    numbers = {label_number(value) for value in values}
+    if (own := declared(values)) is not None:
+        names = own
+    elif None in numbers:
+        for record in records:
+            if odd := [label for label in labels(record) if not isinstance(label, str)]:
+                record.refuse(f"{key} has {odd[0]!r}", "a name, as elsewhere in the data")
+        names = tuple(sorted(values))
+    else:
+        there = sorted(n for n in numbers if n is not None)
+        if there and (there[0] < 0 or (not gaps and there[-1] >= len(there))):
+            wanted = "numbers from 0 on" if gaps else "numbers from 0 on without a gap"
+            refuse(records[0].file, key, f"the labels {str(there)[:80]}", wanted)
+        names = tuple(f"LABEL_{n}" for n in range(max(there, default=-1) + 1))
+    if len(names) < 2:
+        refuse(records[0].file, key, f"only the label {names[0]}" if names else "no label", "two labels at least")
+    return names
+
+
+def index_of(record: Record, label: Any, names: Sequence[str], key: str) -> int:
+    """The place among `names` of a label that a record names, or numbers."""
+    if label in names:
+        return names.index(label)
+    number = label_number(label)
+    if number is None or not 0 <= number < len(names):
+        known = nearest(label, names) if number is None else f"0 to {len(names) - 1} are known"
+        record.refuse(f"{key}: {label!r} is no label that was trained", known)
+    return number
+
+
+def among(values: Iterable[Any], known: Names) -> bool:
+    """Whether each label is one of those `known`, by its name, or each by its number, as the data set's own numbers are not."""
+    values = list(values)
+    numbers = [label_number(value) for value in values]
+    by_number = declared(values) is None and all(n is not None and 0 <= n < len(known) for n in numbers)
+    return bool(known) and (all(value in known for value in values) or by_number)
+
+
+def label_number(label: Any) -> int | None:
+    """A label given by number, which in CSV and TSV is text; false is 0 and true 1."""
+    if isinstance(label, int):
+        return int(label)
+    text = label.removeprefix("-") if isinstance(label, str) else ""
+    return int(label) if text.isascii() and text.isdigit() and len(text) < 10 else None
