@@ -76,8 +76,13 @@ def counted(count: int, what: str) -> str:
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:
-    """`did you mean X?`, or the list of what is known. Those that begin with the word come before one that looks like it."""
-    names = [str(k) for k in known]
-    begin = str(word) if len(str(word)) > 2 else f"{word}-"
-    close = [name for name in names if name.startswith(begin)][:4] or get_close_matches(str(word), names, n=1, cutoff=0.6)
+    """`did you mean X?`, or the list of what is known. The same word in other letters (`BF16`) comes first, then those that begin
+    with it, then one that looks like it."""
+    names = {str(k): str(k).casefold() for k in known}
+    sought = str(word).casefold()
+    begin = sought if len(sought) > 2 else f"{sought}-"
+    close = [name for name, plain in names.items() if plain == sought]
+    close = close or [name for name, plain in names.items() if plain.startswith(begin)][:4]
+    if not close and (like := get_close_matches(sought, names.values(), n=1, cutoff=0.6)):
+        close = [name for name, plain in names.items() if plain == like[0]]
     return f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(sorted(names))}"

@@ -305,7 +305,7 @@ class Model(Guest):
         else:
             save_model(self, Path(folder), self.table, max_shard_size)
 
-    generate = generate_tokens  # type: ignore[has-type]  # mypy meets the decorated function in an import cycle
+    generate = generate_tokens  # type: ignore[has-type, unused-ignore]  # in an import cycle mypy meets it with or without its type
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As for any module, but a dictionary with transformers' names is refused in one line, where torch would list them all."""

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modelcenter as mc
-from modelcenter.errors import InputError
+from modelcenter.errors import InputError, nearest
 from modelcenter.ops import _kernels
 from modelcenter.optim import stacks
 from modelcenter.optim.config import OptimizerConfig
@@ -34,11 +34,11 @@ from modelcenter.parallel import chips, host
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.blocks import blocks, units
 from modelcenter.parallel.chips import CHIPS, Chip, chip_named, together
-from modelcenter.parallel.costs import GRAPHED, POINT, Costs
+from modelcenter.parallel.costs import FRAGMENTS, GRAPHED, POINT, Costs
 from modelcenter.parallel.deep import Deep, rehearse_deep
 from modelcenter.parallel.estimate import Job
 from modelcenter.parallel.layout import layouts
-from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.machine import ROOM, Machine
 from modelcenter.parallel.rehearse import Conditions, rehearse, rehearse_update
 from modelcenter.parallel.survey import remedies, survey
 from modelcenter.parallel.tally import Tally, Work
@@ -502,6 +502,23 @@ def test_a_graph_whose_memory_is_not_there_is_not_foreseen() -> None:
     assert seconds[1.3] < 0.5 * seconds[1.2]
 
 
+def test_a_step_by_calls_is_rehearsed_where_its_graph_may_lack_room() -> None:
+    """A graph of a step that recomputes keeps more, as above. Where more yet would have room nothing else need be known; where it
+    has none to spare but fits, it is a graph still, if the step by calls has room."""
+    job, machine = job_of(gpt(attn_dropout=0.5), 16), Machine(recompute="full")
+    costs = costs_of(job)
+    sizes = [costs.peak(costs.rehearsed(1, "full", 16, 1, False, records)) for records in (True, False)]
+    lasts = sizes[0]["weights"] + sizes[0]["optimizer"]
+    wants = [lasts + ROOM * (peak.total() - lasts) for peak in sizes]
+    whole = (1 + FRAGMENTS) * sizes[0].total()
+    assert wants[1] < whole < wants[0]
+    for limit, graph, by_calls in ((None, True, False), ((whole + wants[0]) / 2, True, True), (whole - 9, False, True)):
+        costs = Costs(job, CHIPS["h200"], limit)
+        _, parts, graphed = costs.step_of(machine, 16, 1)
+        assert graphed == graph and ((1, "full", 16, False, False, False) in costs.known) == by_calls
+        assert parts["activations"] == sizes[not graph]["activations"]
+
+
 def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
     """FSDP's hooks and DTensor's dispatch are the host's: of a small model on a fast device they are the step, of a slow device
     nothing of them is seen; on a host that computes itself they come on top."""
@@ -664,6 +681,13 @@ def test_chips(tmp_path: Path) -> None:
 def test_first_part_of_a_device_s_name() -> None:
     with pytest.raises(InputError, match="did you mean 'a100-80' or 'a100-40'"):  # and not a v100
         chip_named("a100")
+
+
+def test_a_name_in_other_letters_is_that_name() -> None:
+    with pytest.raises(InputError, match="device=H100: no such device; did you mean 'h100'"):  # and not a v100
+        chip_named("H100")
+    assert nearest("Lion", ("lion8", "LION", "lionel")) == "did you mean 'LION'?"  # as does what begins with it
+    assert nearest("Roberta", ("XLNET", "ROBERTA-LARGE", "BERT")) == "did you mean 'ROBERTA-LARGE'?"
 
 
 def test_a_gpu_is_known_by_its_name_and_its_host_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,17 +111,7 @@ class Costs:
         mine = ceil(job.rows / machine.shares)
         forwards = ceil(mine / rows) if forwards is None else forwards
         shared = machine.fsdp > 1  # copies hold what one process would
-        step = self.rehearsed(tp, machine.recompute, rows, forwards, shared)
-        parts = self.sharded(machine, forwards).memory(step) if shared else self.peak(step).copy()
-        if job.how.gpu or job.how.device.type != "cpu":
-            parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
-        graphed = self.graphed(machine, rows, parts)
-        if graphed and machine.recompute != "none":  # a graph keeps what it cannot draw again
-            recorded = self.rehearsed(tp, machine.recompute, rows, forwards, shared, True)
-            more = self.peak(recorded).copy()
-            more["fragments"] = int(FRAGMENTS * sum(more.values()))
-            graphed = sum(more.values()) <= self.limit
-            step, parts = (recorded, more) if graphed else (step, parts)
+        step, parts, graphed = self.step_of(machine, rows, forwards)
         spent = dict(self.update(machine) if shared else self.timed(step, tp, update=True))  # which was rehearsed with its step
         one = dict(self.timed(step, tp, machine.compile))
         one["host"] += self.called(host.cut(self.parts, machine) + host.recomputed(self.parts, machine), machine.compile)
@@ -145,16 +135,44 @@ class Costs:
         return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
                         job.rows * job.tokens, chip.rate(job.precision))
 
-    def graphed(self, machine: Machine, rows: int, parts: Mapping[Kind, int]) -> bool:
-        """Whether forward and backward are a CUDA graph (train/graphs.py): packed sequences are in low precision only, and what a
-        micro-batch takes at the peak, of which `parts` are, must be free beside what lasts."""
+    def step_of(self, machine: Machine, rows: int, forwards: int) -> tuple[Deep, Counter[Kind], bool]:
+        """A rehearsed step, a rank's memory in it, and whether forward and backward are a CUDA graph. One that recomputes keeps
+        what it cannot draw again, and is a graph if that fits. If it has room the step by calls has, and is not rehearsed."""
+
+        def rehearsed(recompute: Recompute, records: bool = False) -> tuple[Deep, Counter[Kind]]:
+            shared = machine.fsdp > 1  # copies hold what one process would
+            step = self.rehearsed(machine.tensor_parallel, recompute, rows, forwards, shared, records)
+            parts = self.sharded(machine, forwards).memory(step) if shared else self.peak(step).copy()
+            if self.job.how.gpu or self.job.how.device.type != "cpu":
+                parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
+            return step, parts
+
+        again = machine.recompute != "none" and self.records(machine, rows)
+        # the step that recomputes nothing, which takes more, is rehearsed for its arithmetic anyway
+        if again and self.graphed(machine, rows, rehearsed("none")[1]):
+            recorded = rehearsed(machine.recompute, True)
+            if self.graphed(machine, rows, recorded[1]) and sum(recorded[1].values()) <= self.limit:
+                return *recorded, True
+        found = rehearsed(machine.recompute)
+        graphed = self.graphed(machine, rows, found[1])
+        if again and graphed:
+            recorded = rehearsed(machine.recompute, True)
+            graphed = sum(recorded[1].values()) <= self.limit
+            found = recorded if graphed else found
+        return *found, graphed
+
+    def records(self, machine: Machine, rows: int) -> bool:
+        """Whether forward and backward may be a CUDA graph (train/graphs.py): packed sequences are in low precision only."""
         there = self.job.how.gpu or self.job.how.device.type == "cuda"
         packed = any(name.startswith("cu_seq_lens") for name in self.job.batch(rows))
-        if not (machine.graphs and there) or (packed and (self.low is None or getattr(self.job.model, "prefixed", False))):
-            return False
+        alone = self.low is None or getattr(self.job.model, "prefixed", False)
+        return machine.graphs and there and not (packed and alone)
+
+    def graphed(self, machine: Machine, rows: int, parts: Mapping[Kind, int]) -> bool:
+        """Whether they are: what a micro-batch takes at the peak, of which `parts` are, must be free beside what lasts."""
         lasts = parts["weights"] + parts.get("optimizer", 0)
         taken = sum(size for kind, size in parts.items() if kind != "fragments") - lasts
-        return lasts + ROOM * taken <= self.limit
+        return self.records(machine, rows) and lasts + ROOM * taken <= self.limit
 
     def sharded(self, machine: Machine, forwards: int) -> Sharded:
         """The memory of a rank that holds a part of the state."""
