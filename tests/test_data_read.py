@@ -297,7 +297,7 @@ def test_a_dot_goes_into_a_field() -> None:
     assert row.text("translation.de", "o") == "eine Katze" and row.text("a.b", "o") == "whole"
     assert row.text("{translation.en} = {translation.de}", "o") == "a cat = eine Katze"
     for key, said in {
-        "source": r"f: line 3: no field 'source'; known: a.b, a.b, n, translation.de, translation.en \(o names the field\)",
+        "source": r"f: line 3: no field 'source'; known: a.b, n, translation.de, translation.en \(o names the field\)",
         "translation.fr": "no field 'translation.fr'; did you mean 'translation",
         "n.x": "no field 'n.x'; known: ",
         "translation": r"translation is {\"en\".*; text, such as translation.en \(o names the field\)",
