@@ -164,9 +164,9 @@ class Costs:
     def records(self, machine: Machine, rows: int) -> bool:
         """Whether forward and backward may be a CUDA graph (train/graphs.py): packed sequences are in low precision only."""
         there = self.job.how.gpu or self.job.how.device.type == "cuda"
-        packed = any(name.startswith("cu_seq_lens") for name in self.job.batch(rows))
-        alone = self.low is None or getattr(self.job.model, "prefixed", False)
-        return machine.graphs and there and not (packed and alone)
+        without = self.low is None or getattr(self.job.model, "prefixed", False)  # packed sequences
+        packed = without and any(name.startswith("cu_seq_lens") for name in self.job.batch(rows))
+        return machine.graphs and there and not packed
 
     def graphed(self, machine: Machine, rows: int, parts: Mapping[Kind, int]) -> bool:
         """Whether they are: what a micro-batch takes at the peak, of which `parts` are, must be free beside what lasts."""
