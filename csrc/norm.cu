@@ -251,9 +251,11 @@ __global__ void __launch_bounds__(MOST<D, WAY>, BESIDE<WAY, PACKS>) norm_rows(co
 }
 
 // Aligned rows in fp32 without a residual, FOURS times four columns of a thread, 128 apart. All of a row is asked for within the first
-// instructions, and registers are few, so that a multiprocessor has 1536 threads or more: 1 to 7 % faster than norm_rows.
-template <bool CENTRED, int FOURS>
-__global__ void __launch_bounds__(WIDE, FOURS == 2 ? 4 : 3) norm_floats(const Problem p) {
+// instructions, and registers are few, so that a multiprocessor has 1536 threads or more: 1 to 7 % faster than norm_rows. SOON: the
+// weight is asked for with the row, which is kept out of the first cache: half a percent of short rows' time, where all threads have eight
+// columns; of others it costs 4.
+template <bool CENTRED, int FOURS, bool SOON = false>
+__global__ void __launch_bounds__(WIDE, FOURS == 2 && !SOON ? 4 : 3) norm_floats(const Problem p) {
     const int dim = static_cast<int>(p.dim), first = (warp() * FOURS * 32 + lane()) * 4;
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y, at = row * dim + first;
     if (row >= p.rows) return;  // several rows a block only where each has one warp
@@ -263,7 +265,12 @@ __global__ void __launch_bounds__(WIDE, FOURS == 2 ? 4 : 3) norm_floats(const Pr
     };
     uint4 x[FOURS];
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) x[j] = there(j) ? read_passing(four(p.x, at, j)) : make_uint4(0, 0, 0, 0);
+    for (int j = 0; j < FOURS; j++) x[j] = there(j) ? read_passing<SOON>(four(p.x, at, j)) : make_uint4(0, 0, 0, 0);
+    uint4 soon[SOON ? FOURS : 1];
+    if constexpr (SOON)
+#pragma unroll
+        for (int j = 0; j < FOURS; j++)
+            soon[j] = *four(p.weight, first, j);
     const auto each = [&](auto f) {
 #pragma unroll
         for (int j = 0; j < FOURS; j++)
@@ -287,7 +294,8 @@ __global__ void __launch_bounds__(WIDE, FOURS == 2 ? 4 : 3) norm_floats(const Pr
 #pragma unroll
     for (int j = 0; j < FOURS; j++) {
         if (!there(j)) continue;
-        const uint4 w = *four(p.weight, first, j), b = CENTRED && p.bias.data ? *four(p.bias, first, j) : make_uint4(0, 0, 0, 0);
+        const uint4 w = SOON ? soon[SOON ? j : 0] : *four(p.weight, first, j);
+        const uint4 b = CENTRED && p.bias.data ? *four(p.bias, first, j) : make_uint4(0, 0, 0, 0);
         const auto one = [&](uint32_t v, uint32_t w, uint32_t b) {
             return __float_as_uint(fmaf(s.normal(__uint_as_float(v)), __uint_as_float(w), __uint_as_float(b)));
         };
@@ -488,6 +496,7 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
         };
         if (known && dtype == BF16) halves(std::integral_constant<int, BF16>{});
         else if (known && dtype == F16) halves(std::integral_constant<int, F16>{});
+        else if (single && !CENTRED && p.dim <= 2048 && p.dim % 256 == 0) run(norm_floats<CENTRED, 2, !CENTRED>);
         else if (single) run(norm_floats<CENTRED, 2>);
         else if (floats) run(norm_floats<CENTRED, 4>);
         else if (known) run(norm_rows<F32, CENTRED, ADDS>);

