@@ -485,8 +485,8 @@ inline Problem read(Call& call, Array& q) {
     p.seed = call.maybe("seed", I64, Shape{1}).as<int64_t>();
     const double rate = call.real("p");
     if (!(rate >= 0 && rate <= 1)) call.refuse("p: wanted 0 to 1");
-    p.threshold = static_cast<uint32_t>(rate * 65536 + 0.5);
-    p.kept = !p.seed ? 1.0f : p.threshold >= 65536 ? 0.0f : 65536.0f / (65536 - p.threshold);
+    const Rate of(rate);
+    p.threshold = of.threshold, p.kept = p.seed ? of.scale : 1.0f;
     p.span = (p.longest_k + 127) / 128 * 128;
     return p;
 }

@@ -1,5 +1,5 @@
-// Dropout with an optional residual: out = residual + x * mask / (1 - p). The mask is counter-based (philox.h) and never stored;
-// the gradient of x is the same kernel on the gradient, without a residual.
+// Dropout (dropout.h).
+#include "dropout.h"
 #include "random.h"
 
 namespace {
@@ -22,13 +22,7 @@ void drop(const T* x, const R* residual, R* y, int64_t n, uint64_t seed, uint32_
 }  // namespace
 
 MC_KERNEL(dropout) {
-    const Array x = call.in("x", FLOATS);
-    const Array residual = call.maybe("residual", FLOATS, x.shape);
-    const Array seed = call.in("seed", I64, Shape{1});
-    const double p = call.real("p");
-    const Array y = call.out("y", residual ? residual.dtype : x.dtype, x.shape);
-    call.ready();
-    const Rate rate(p);
-    MC_FOR_FLOAT(x.dtype, T, MC_FOR_FLOAT(y.dtype, R,
-        drop(x.as<T>(), residual.as<R>(), y.as<R>(), x.shape.count(), *seed.as<uint64_t>(), rate.threshold, rate.scale)))
+    const Dropout a(call);
+    MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_FLOAT(a.y.dtype, R,
+        drop(a.x.as<T>(), a.residual.as<R>(), a.y.as<R>(), a.x.shape.count(), *a.seed.as<uint64_t>(), a.rate.threshold, a.rate.scale)))
 }

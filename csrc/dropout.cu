@@ -1,7 +1,6 @@
-// Dropout with an optional residual: out = residual + x * mask / (1 - p). The mask is counter-based (philox.h) and never stored;
-// the gradient of x is the same kernel on the gradient, without a residual. A thread takes 8 elements: one counter.
+// Dropout (dropout.h). A thread takes 8 elements: one counter.
 #include "cuda.h"
-#include "philox.h"
+#include "dropout.h"
 
 namespace {
 
@@ -30,20 +29,13 @@ __global__ __launch_bounds__(THREADS) void drop(const T* __restrict__ x, const R
 }  // namespace
 
 MC_KERNEL(dropout) {
-    const Array x = call.in("x", FLOATS);
-    const Array residual = call.maybe("residual", FLOATS, x.shape);
-    const Array seed = call.in("seed", I64, Shape{1});
-    const double p = call.real("p");
-    const Array y = call.out("y", residual ? residual.dtype : x.dtype, x.shape);
-    call.ready();
-    check_present(call, x.dtype);
-    check_present(call, y.dtype);
-    const int64_t n = x.shape.count();
+    const Dropout a(call);
+    check_present(call, a.x.dtype);
+    check_present(call, a.y.dtype);
+    const int64_t n = a.x.shape.count();
     if (!n) return;
-    const uint32_t threshold = static_cast<uint32_t>(p * 65536 + 0.5);
-    const float scale = threshold >= 65536 ? 0.0f : 65536.0f / (65536 - threshold);
     const auto blocks = static_cast<unsigned>((n + THREADS * 8 - 1) / (THREADS * 8));
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(x.dtype, T, MC_FOR_FLOAT(y.dtype, R,
-        drop<T, R><<<blocks, THREADS, 0, stream>>>(x.as<T>(), residual.as<R>(), y.as<R>(), n, seed.as<int64_t>(), threshold, scale)))
+    MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_FLOAT(a.y.dtype, R, drop<T, R><<<blocks, THREADS, 0, stream>>>(
+        a.x.as<T>(), a.residual.as<R>(), a.y.as<R>(), n, a.seed.as<int64_t>(), a.rate.threshold, a.rate.scale)))
 }

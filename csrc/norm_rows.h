@@ -335,9 +335,8 @@ bool alike(const Array& a, const Array& b) {
 }
 
 void set_rate(Problem& p, const Array& seed, double rate) {
-    p.seed = seed.as<int64_t>();
-    p.threshold = static_cast<uint32_t>(rate * 65536 + 0.5);
-    p.scale = p.threshold >= 65536 ? 0.0f : 65536.0f / (65536 - p.threshold);
+    const Rate of(rate);
+    p.seed = seed.as<int64_t>(), p.threshold = of.threshold, p.scale = of.scale;
 }
 
 }  // namespace

@@ -41,7 +41,16 @@ MC_BOTH Words philox(uint64_t counter, uint64_t seed) {
     return {{a, b, c, d}};
 }
 
-// Is element e kept, where `threshold` = round(p * 65536) of its 65536 values are dropped?
+// How many of the 65536 values of an element's bits are dropped, and what those that are kept are multiplied by.
+struct Rate {
+    uint32_t threshold = 0;
+    float scale = 1.0f;
+    Rate() = default;
+    explicit Rate(double p)
+        : threshold(static_cast<uint32_t>(p * 65536 + 0.5)), scale(threshold >= 65536 ? 0.0f : 65536.0f / (65536 - threshold)) {}
+};
+
+// Is element e kept?
 MC_BOTH bool kept(const Words& words, uint64_t e, uint32_t threshold) {
     return ((words.w[e % 8 / 2] >> (e % 2 * 16)) & 0xFFFFu) >= threshold;
 }

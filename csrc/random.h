@@ -7,13 +7,6 @@ namespace {
 
 constexpr int BLOCK = 128;  // elements whose bits are drawn together: 16 counters of 8
 
-struct Rate {
-    uint32_t threshold;  // of 65536
-    float scale;
-    explicit Rate(double p)
-        : threshold(static_cast<uint32_t>(p * 65536 + 0.5)), scale(threshold >= 65536 ? 0.0f : 65536.0f / (65536 - threshold)) {}
-};
-
 // the high and the low words of 16 products of 32 bits
 MC_INLINE void multiply(vu a, uint32_t m, vu& high, vu& low) {
     low = a * m;

@@ -1,7 +1,5 @@
-// Rotary positions: pairs of channels turned by the angles of their token, forth or (`back`: the gradient) back.
-//
-// y is b s h d; cos and sin, (1|b) s 1 r/2, hold an angle for each pair of the first r channels; the others pass. Without an x the
-// rotation is in place: every pair is read before it is written.
+// Rotary positions (rotary.h).
+#include "rotary.h"
 #include "simd.h"
 
 namespace {
@@ -41,27 +39,17 @@ void neighbours(const T* x, T* y, const float* cos, const float* sin, int64_t pa
 }  // namespace
 
 MC_KERNEL(rotary) {
-    const Array y = call.inout("y", FLOATS);
-    if (y.shape.rank != 4) call.refuse("y: %d dimensions; wanted b s h d", y.shape.rank);
-    const int64_t b = y.shape.at[0], s = y.shape.at[1], h = y.shape.at[2], d = y.shape.at[3];
-    const Array x = call.maybe("x", y.dtype, y.shape);
-    const Array cos = call.in("cos", F32);
-    const int64_t pairs = cos.shape.last();
-    if (cos.shape.at[0] != b && cos.shape.at[0] != 1) call.refuse("cos: for another batch than y");
-    if (!(cos.shape == Shape{cos.shape.at[0], s, 1, pairs}) || 2 * pairs > d) call.refuse("cos: wanted (1|b) s 1 r/2, r being at most d");
-    const Array sin = call.in("sin", F32, cos.shape);
-    const bool interleaved = call.flag("interleaved"), back = call.flag("back");
-    call.ready();
-    const float way = back ? -1.0f : 1.0f;
-    const int64_t period = cos.shape.at[0] == 1 ? s : b * s, row = h * d;
-    MC_FOR_FLOAT(y.dtype, T, mc::parallel(b * s, (1 << 15) / (row + 1) + 1, [=](int64_t begin, int64_t end) {
+    const Rotary a(call);
+    const int64_t row = a.heads * a.dim, turned = 2 * a.pairs;
+    MC_FOR_FLOAT(a.y.dtype, T, mc::parallel(a.tokens, (1 << 15) / (row + 1) + 1, [=](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; token++) {
-            const float *c = cos.as<float>() + token % period * pairs, *n = sin.as<float>() + token % period * pairs;
-            for (int64_t head = 0; head < h; head++) {
-                T* to = y.as<T>() + token * row + head * d;
-                const T* from = x ? x.as<T>() + token * row + head * d : to;
-                interleaved ? neighbours(from, to, c, n, pairs, way) : halves(from, to, c, n, pairs, way);
-                if (from != to) memcpy(to + 2 * pairs, from + 2 * pairs, (d - 2 * pairs) * sizeof(T));
+            const int64_t angle = token % a.period * a.pairs;
+            const float *cos = a.cos.as<float>() + angle, *sin = a.sin.as<float>() + angle;
+            for (int64_t head = 0; head < a.heads; head++) {
+                T* to = a.y.as<T>() + token * row + head * a.dim;
+                const T* from = a.x ? a.x.as<T>() + token * row + head * a.dim : to;
+                a.interleaved ? neighbours(from, to, cos, sin, a.pairs, a.way) : halves(from, to, cos, sin, a.pairs, a.way);
+                if (from != to) memcpy(to + turned, from + turned, (a.dim - turned) * sizeof(T));
             }
         }
     }))

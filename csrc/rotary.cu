@@ -1,10 +1,8 @@
-// Rotary positions: pairs of channels turned by the angles of their token, forth or (`back`: the gradient) back.
-//
-// y is b s h d; cos and sin, (1|b) s 1 r/2, hold an angle for each pair of the first r channels; the others pass. Without an x the
-// rotation is in place: every pair is read before it is written, by the thread that writes it. A thread takes the same pairs
-// of several heads of a token, so that it reads their angles once.
+// Rotary positions (rotary.h). A pair is read and written by one thread, which takes the same pairs of several heads of a token, so that
+// it reads their angles once.
 #include "cuda.h"
 #include "ptx.h"
+#include "rotary.h"
 
 namespace {
 
@@ -87,29 +85,19 @@ __global__ __launch_bounds__(THREADS) void rotate(const T* x, T* y, const float*
 }  // namespace
 
 MC_KERNEL(rotary) {
-    const Array y = call.inout("y", FLOATS);
-    if (y.shape.rank != 4) call.refuse("y: %d dimensions; wanted b s h d", y.shape.rank);
-    const int64_t b = y.shape.at[0], s = y.shape.at[1], h = y.shape.at[2], d = y.shape.at[3];
-    const Array x = call.maybe("x", y.dtype, y.shape);
-    const Array cos = call.in("cos", F32);
-    const int64_t pairs = cos.shape.last();
-    if (cos.shape.at[0] != b && cos.shape.at[0] != 1) call.refuse("cos: for another batch than y");
-    if (!(cos.shape == Shape{cos.shape.at[0], s, 1, pairs}) || 2 * pairs > d) call.refuse("cos: wanted (1|b) s 1 r/2, r being at most d");
-    const Array sin = call.in("sin", F32, cos.shape);
-    const bool interleaved = call.flag("interleaved"), back = call.flag("back");
-    call.ready();
-    check_present(call, y.dtype);
-    const Array& from = x ? x : y;
-    const bool vector = from.aligned() && y.aligned() && cos.aligned() && sin.aligned() && d % 8 == 0 && pairs % 8 == 0;
+    const Rotary a(call);
+    check_present(call, a.y.dtype);
+    const Array& from = a.x ? a.x : a.y;
+    const bool packs = from.aligned() && a.y.aligned() && a.cos.aligned() && a.sin.aligned() && a.dim % 8 == 0 && a.pairs % 8 == 0;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(y.dtype, T, MC_FOR_BOOL(interleaved, INTERLEAVED, {
+    MC_FOR_FLOAT(a.y.dtype, T, MC_FOR_BOOL(a.interleaved, INTERLEAVED, {
         const auto parts = [](int64_t whole, int64_t each) { return (whole + each - 1) / each; };
-        const Sizes sizes{b * s, h, d, pairs, cos.shape.at[0] == 1 ? s : b * s, parts(pairs, PAIRS<T, INTERLEAVED>),
-                          x ? parts(d - 2 * pairs, SPAN<T>) : 0, parts(h, HEADS<T, INTERLEAVED>), back ? -1.0f : 1.0f};
+        const Sizes sizes{a.tokens, a.heads, a.dim, a.pairs, a.period, parts(a.pairs, PAIRS<T, INTERLEAVED>),
+                          a.x ? parts(a.dim - 2 * a.pairs, SPAN<T>) : 0, parts(a.heads, HEADS<T, INTERLEAVED>), a.way};
         const int64_t items = sizes.tokens * sizes.groups * (sizes.packs + sizes.rests);
         if (!items) return;
         const auto blocks = static_cast<unsigned>(parts(items, THREADS));
-        MC_FOR_BOOL(vector, VECTOR, rotate<T, INTERLEAVED, VECTOR>
-            <<<blocks, THREADS, 0, stream>>>(from.as<T>(), y.as<T>(), cos.as<float>(), sin.as<float>(), sizes))
+        MC_FOR_BOOL(packs, VECTOR, rotate<T, INTERLEAVED, VECTOR>
+            <<<blocks, THREADS, 0, stream>>>(from.as<T>(), a.y.as<T>(), a.cos.as<float>(), a.sin.as<float>(), sizes))
     }))
 }

@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant("sum-of-earlier-keys-not-rescaled", "attention.cpp", "                total[r] *= less;\n", "", exact("attention")),
     Mutant("a-mask-of-nan-hides", "attention.cpp", "!= all(-INFINITY);  // NaN is", "> all(-INFINITY);  // NaN is",
            "test_kernels.py::test_no_nan_is_lost[torch.float32-attention]"),
-    Mutant("turned-forth-again", "rotary.cpp", "back ? -1.0f : 1.0f", "back ? 1.0f : 1.0f", exact("rotary")),
+    Mutant("turned-forth-again", "rotary.h", "? -1.0f : 1.0f", "? 1.0f : 1.0f", exact("rotary")),
 )
 if torch.cpu._is_avx512_bf16_supported():  # elsewhere these lines do not run
     MUTANTS += (
