@@ -1,6 +1,7 @@
 """Sentence embeddings: losses and gradients as sentence-transformers computes them, packed or not, and Spearman on pairs."""
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,10 @@ def test_a_forward_holds_the_whole_batch(tmp_path: Path, capsys: pytest.CaptureF
         assert any(line.startswith("negatives: ") for line in setup.lines) == (forwards > 1)
         assert f" in {forwards} forward{'s' * (forwards > 1)}, " in setup.lines[2]
         assert "sample:\n  <s>of x</s>\n  near: <s>is x</s>" in setup.lines[3]
+    (tmp_path / "data.jsonl").write_text('{"a": "of", "b": "is"}\n{"a": "of all that is", "b": "is"}\n' * 8)
+    recipe, device = resolve(replace(asked, batch=8, batch_tokens=60), MACHINE)  # padding has no part in it
+    setup = prepare(recipe, MACHINE, device)
+    assert all(len(forwards) == 1 for _, forwards in islice(setup.loader.steps(), 6))
 
 
 def resolve_as(asked: Any, micro: int | None) -> tuple[Any, ...]:

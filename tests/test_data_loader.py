@@ -126,6 +126,19 @@ def test_fewer_samples_than_ranks() -> None:
     assert [type(piece) is Blank for _, (piece,) in steps] == [False] * 4 + [True] * 6 and count_tokens(steps[-1][1][0], "lm") == 0
 
 
+def test_a_step_is_one_forward_where_none_has_a_limit() -> None:
+    """Texts that are told from each other stand in one forward, however unequal: padding counts there alone where a forward has a
+    limit."""
+    numbers: Any = Numbers(40)
+    numbers.lengths = np.array([1, 9] * 20)
+    for world in (1, 2):
+        for limit, forwards in ((None, {1}), (20, {2})):
+            loader = Loader(numbers, together, 8, world=world, shuffle=False, budget=Budget(world * 20, limit))
+            pieces = [pieces for _, pieces in islice(loader.steps(), 4)]
+            assert {len(each) for each in pieces} == forwards
+            assert limit or [len(real(each)) for (each,) in pieces] == [4] * 4
+
+
 def test_steps_behind_the_last_are_not_counted() -> None:
     """A limit of samples that never comes is one, too, where the number of steps has a limit: a recipe may have both."""
     numbers: Any = Numbers(40)

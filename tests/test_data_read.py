@@ -133,6 +133,7 @@ def test_the_last_tenth(tmp_path: Path) -> None:
     assert held[0].start == 1110
     rows = read_records(str(write(tmp_path / "r.jsonl", '{"text": "x"}\n' * 10)))
     assert [len(part) for part in split(rows, 0.3)] == [7, 3]
+    assert [[len(part) for part in split(rows, tenths / 10)] for tenths in (8, 9)] == [[2, 8], [1, 9]]
     with pytest.raises(InputError, match="eval_fraction"):
         split(Records([rows[:1]]), 0.5)
     text = str(write(tmp_path / "t.txt", "abcd"))

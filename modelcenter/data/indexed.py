@@ -11,6 +11,8 @@ of what.
 import json
 import struct
 from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +139,7 @@ class Tokens(Part):
 
     def split(self, fraction: float) -> "tuple[Tokens, Tokens]":
         """The ids without and with their last `fraction`."""
-        cut = self.first + int(self.total * (1 - fraction))
+        cut = self.first + without(self.total, fraction)
         if not self.first < cut < self.last:
             found = f"of {counted(self.total, 'token')} none is left on one side of the split"
             refuse(self.files[0].file, "data.eval_fraction", found, "more data, another fraction, or 0 for no evaluation")
@@ -150,6 +152,12 @@ class Tokens(Part):
                 found = f"made by {file.made_by.get('tokenizer')}, and this is {tokenizer.name}"
                 refuse(file.file, "tokenizer", f"{found}, another vocabulary ({str(made)[:8]})", "one tokenizer for both")
         return Tokens(self.files, self.first, self.last, vocab)
+
+
+def without(count: int, fraction: float) -> int:
+    """How many of `count` are left without their last `fraction`, rounded up: of 10 without 0.9 it is one, though 10 * (1 - 0.9) is
+    less."""
+    return count - ceil(count * Fraction(str(fraction)))
 
 
 def index_head(dtype: np.dtype[Any], sequences: int) -> bytes:

@@ -58,10 +58,11 @@ class Chain(Examples):
 @dataclass(frozen=True)
 class Budget:
     """Batches counted in tokens instead of samples: as many samples as fit into `batch` tokens, with at most `forward` tokens a
-    forward. Padding counts, if samples are `padded`. A single sample may exceed both."""
+    forward. Padding counts in a forward, if samples are `padded`. A single sample may exceed both. Without `forward` a rank's share
+    of a batch is one forward, whatever padding adds."""
 
     batch: int
-    forward: int
+    forward: int | None
     padded: bool = True
 
 
@@ -141,6 +142,8 @@ class Loader:
     def cuts(self, positions: range) -> list[range]:
         """The micro-batches of a share, by the tokens of a forward."""
         assert self.budget is not None
+        if self.budget.forward is None:
+            return [positions] if positions else []
         found, first, longest, total = [], positions.start, 0, 0
         for position in positions:
             length = self.length(position)

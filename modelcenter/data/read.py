@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import counted, refuse, refuse_missing
 from .config import DataConfig, Format
 from .formats import READERS, Csv, Documents, Tsv, refuse_rows
-from .indexed import TokenFile, Tokens
+from .indexed import TokenFile, Tokens, without
 from .record import Few, Mixture, Part, Records
 from .table import PREFIX, is_saved, read_named, read_saved
 
@@ -155,11 +155,11 @@ def split(records: Part, fraction: float) -> tuple[Part, Part]:
         return records.split(fraction)
     parts: tuple[Part, Part]
     if not isinstance(records, Records) or not all(isinstance(part, Documents) for part in records.parts):
-        cut = int(len(records) * (1 - fraction))
+        cut = without(len(records), fraction)
         parts = records[:cut], records[cut:]
     else:
         ends = np.cumsum([len(record.fields["text"]) for record in records])
-        left = min(int(ends[-1] * (1 - fraction)), int(ends[-1]) - 1)
+        left = min(without(int(ends[-1]), fraction), int(ends[-1]) - 1)
         border = int(np.searchsorted(ends, left, "right"))  # the document that holds the first character held out
         text, at = records[border].fields["text"], left - int(ends[border] - len(records[border].fields["text"]))
         here = records[border]
