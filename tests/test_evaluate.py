@@ -225,6 +225,23 @@ def test_generation_that_cannot_be_judged_is_refused_before_the_first_step(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("generation", "most"), [({}, 6), ({"max_length": 3}, 2), ({"max_new_tokens": 4}, 4)],
+                         ids=["targets", "length", "new"])  # fmt: skip
+def test_texts_are_as_long_as_is_said(generation: dict[str, Any], most: int, tmp_path: Path,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = set[int]()
+    generate = mc.T5.generate
+
+    def watched(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+        out: torch.Tensor = generate(self, *args, **options)
+        widths.add(out.size(1) - 1)
+        return out
+
+    monkeypatch.setattr(mc.T5, "generate", watched)
+    train(short(tmp_path, {**generation, "eos_token_id": -1}), MACHINE)
+    assert widths == {most}
+
+
 def test_texts_end_at_a_text(tmp_path: Path) -> None:
     assert train(short(tmp_path, {"stop_strings": "b"}), MACHINE).step == 2
 
@@ -286,25 +303,53 @@ def test_a_classifier_is_judged_where_some_of_its_classes_do_not_occur(
         model.head.out.bias.copy_(torch.tensor([0.0, 0.0, 90.0]))
     model.save_pretrained(tmp_path / "model")
     open_tokenizer("roberta:300", ["some text " * 40]).save(tmp_path / "model")
-    file, asked = tmp_path / "file.jsonl", ["metrics=[mcc,f1]"]
+    file, asked = tmp_path / "file.jsonl", ["metrics=[mcc]"]
     undefined = "mcc: 0, for it is undefined: all 3 labels are"
-    for labels, right, lines in (([names[2]] * 3, 1, [f"{undefined} {names[2]}\n", f"f1: 0, for it is of class {names[1]},"]),
-                                 ([2, 2, 0], 2 / 3, [f"of class {names[1]},"]), ([1, 1, 1], 0, [f"{undefined} {names[1]}\n"]),
-                                 ([0, 1, 1], 0, [])):
+    for labels, right, lines in (([names[2]] * 3, 1, [f"{undefined} {names[2]}\n"]), ([2, 2, 0], 2 / 3, []),
+                                 ([1, 1, 1], 0, [f"{undefined} {names[1]}\n"]), ([0, 1, 1], 0, [])):
         file.write_text("".join(json.dumps({"text": f"t {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
         assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}", *asked]) == 0
         said = capsys.readouterr().out
         assert "examples 3, loss " in said and f"accuracy {right:.6g}" in said and all(line in said for line in lines), said
         assert said.count(": 0, for it is") == len(lines), said
+    assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}", "metrics=[f1]"]) == 2
+    assert "metrics: f1, which is that of class 1, of 3 classes; f1_macro or f1_micro" in capsys.readouterr().err
     if names[0] == "neg":  # a class that the model has none of is the row's fault, and no reason for another head
-        file.write_text('{"text": "t", "label": "neg"}\n{"text": "t", "label": "bad"}\n')
-        assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}"]) == 2
-        found = "file.jsonl: line 2: label: 'bad' is no label that was trained; known: neg, neu, pos"
-        assert found in capsys.readouterr().err
+        for first, line in (("neg", 2), ("bad", 1)):
+            file.write_text(f'{{"text": "t", "label": "{first}"}}\n{{"text": "t", "label": "bad"}}\n')
+            assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}"]) == 2
+            found = f"file.jsonl: line {line}: label: 'bad' is no label that was trained; known: neg, neu, pos"
+            assert found in capsys.readouterr().err
     file.write_text('{"text": "t", "label": 2}\n' * 4)
     given = [f"model={tmp_path / 'model'}", f"data.path={file}", "data.seq_len=8", f"output_dir={tmp_path / 'out'}"]
     assert main(["train", "classify", *given]) == 2
     assert "numbers from 0 on without a gap" in capsys.readouterr().err
+
+
+def test_f1_says_of_which_class_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = mc.build("bert-base-uncased", config={**TINY, "vocab": 300}, task="classify", id2label={0: "no", 1: "yes"})
+    model.save_pretrained(tmp_path / "model")
+    open_tokenizer("roberta:300", ["some text " * 40]).save(tmp_path / "model")
+    (tmp_path / "file.jsonl").write_text('{"text": "t", "label": "no"}\n' * 3)
+    assert main(["evaluate", str(tmp_path / "model"), f"data.path={tmp_path}/file.jsonl", "metrics=[f1]"]) == 0
+    assert "f1: 0, for it is of class yes," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "labels", "objective"), [
+    ("multi_label_classification", 3, "multilabel"), ("regression", 1, "regress"), (None, 1, "regress"), (None, 3, "classify"),
+    ("single_label_classification", 3, "classify")])  # fmt: skip
+def test_a_classifiers_objective_is_what_its_config_says(kind: str | None, labels: int, objective: str, tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    model = mc.build("bert-base-uncased", config={**TINY, "vocab": 300}, task="classify", num_labels=labels)
+    model.save_pretrained(tmp_path / "model")
+    open_tokenizer("roberta:300", ["some text " * 40]).save(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **({"problem_type": kind} if kind else {})}))
+    label = {"multilabel": ["LABEL_0", "LABEL_2"], "regress": 0.5, "classify": "LABEL_1"}[objective]
+    (tmp_path / "file.jsonl").write_text(json.dumps({"text": "t", "label": label}) + "\n")
+    assert main(["evaluate", str(tmp_path / "model"), f"data.path={tmp_path}/file.jsonl", "--json"]) == 0
+    expected = {"multilabel": "f1_micro", "regress": "pearson", "classify": "accuracy"}[objective]
+    assert f"eval_{expected}" in capsys.readouterr().out
 
 
 def test_every_objective_has_its_metrics() -> None:

@@ -451,6 +451,10 @@ def test_options_come_from_the_call_then_the_file_then_the_config(tmp_path: Path
     assert told({"num_beams": 2, "num_return_sequences": 2, "max_length": 13}).shape == (4, 13)
     given = {"max_new_tokens": 2, "num_beams": 2, "num_return_sequences": 2}
     assert told({"max_new_tokens": 9}, generation_config=given).shape == (4, 13)
+    given = {"num_beams": 2, "num_return_sequences": 2, "do_sample": None}  # the rest is the file's, as in transformers
+    assert told({"max_new_tokens": 3}, generation_config=given).shape == (4, 14)
+    assert told({"max_new_tokens": 3}, generation_config={"max_length": 13}).shape == (2, 13)
+    assert told({"max_new_tokens": 3}, generation_config={"max_length": 13}, max_new_tokens=4).shape == (2, 15)
     for values, words in (({"typical_p": 0.9}, rf"{tmp_path}/m/generation_config.json: typical_p: 0.9 is not implemented; "
                            r"take it out of the file, or in Python read none of it: generation_config=\{\}"),
                           ({"num_beams": "2"}, "generation_config.json: num_beams: '2'")):  # fmt: skip
@@ -481,6 +485,7 @@ def test_refusals() -> None:
         ({"num_beams": 0}, "num_beams: 0"), ({"diversity_penalty": 1.0}, "without num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 3}, "num_beam_groups: 3 for 4 beams"), ({"max_length": 11}, "max_length: 11 with"),
         ({"num_return_sequences": 2}, "num_return_sequences: 2 of 1 beams"),
+        ({"num_return_sequences": 3, "num_beams": 2, "do_sample": True}, "num_return_sequences: 3 of 2 beams; at most num_beams$"),
         ({"bad_words_ids": [[1, 128]]}, "bad_words_ids: 128; ids below 128"), ({"suppress_tokens": [-1]}, "suppress_tokens"),
         ({"num_beams": 2, "num_beam_groups": 2, "do_sample": True}, "do_sample: with num_beam_groups"),
         ({"temperature": 0.7}, "temperature: 0.7, which does nothing without do_sample=true"), ({"top_k": 5}, "top_k: 5, which"),

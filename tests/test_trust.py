@@ -388,7 +388,7 @@ def test_a_regression_is_not_trained(here: Path, capfd: pytest.CaptureFixture[st
     (here / "c.csv").write_text("text,label\nthe cat,0\nthe mat,1\n")
     argv = ["train", "classify", "model=gpt2", "data.path=c.csv", "data.seq_len=16", "max_steps=1", "batch=2",
             "output_dir=out", "data.eval_fraction=0"]  # fmt: skip
-    refused(argv, "config.json: problem_type: 'regression'; only single_label", here, capfd)
+    refused(argv, "config.json: problem_type: 'regression'; classes are trained as single_label", here, capfd)
 
 
 def test_t5_in_half_precision_is_warned_of(here: Path) -> None:

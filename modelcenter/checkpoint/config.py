@@ -115,7 +115,8 @@ class Config:
         """Refuse to train a classifier whose loss is not the cross entropy of one label among several."""
         kind = self.file.get("problem_type")
         if kind not in (None, "single_label_classification"):
-            refuse("config.json", "problem_type", repr(kind), "only single_label_classification is trained here")
+            wanted = "classes are trained as single_label_classification; in a recipe objective=multilabel or objective=regress"
+            refuse("config.json", "problem_type", repr(kind), wanted)
         if kind is None and self.num_labels == 1:
             wanted = "labels that are numbers (labels.float()), or num_labels from 2"
             refuse("config.json", "num_labels", "1, which means a regression", wanted)

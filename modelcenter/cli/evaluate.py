@@ -21,6 +21,7 @@ from .computing import Computing
 from .recipe import given, machine_of, run_of
 
 if TYPE_CHECKING:
+    from ..model import Model
     from ..parallel.machine import Machine
     from ..train.recipe import Recipe
 
@@ -173,6 +174,14 @@ def examined(asked: Examination) -> Answer:
     return Answer("\n".join(lines), found)
 
 
+def purpose(model: "Model") -> str:
+    """The objective of a model's head: its task, or for a classifier whose labels are numbers what config.json says of these."""
+    task, config = str(model.task), model.config
+    kind = config.file.get("problem_type") or ("regression" if config.num_labels == 1 else None)
+    numbered = {"regression": "regress", "multi_label_classification": "multilabel"}
+    return numbered.get(kind, task) if task == "classify" and kind is not None else task
+
+
 def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head, and the machine."""
     from ..train.recipe import Recipe
@@ -192,7 +201,7 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
         from ..create import load
         from ..data.objective import objectives
 
-        task = over["objective"] = load(folder, device="meta").task
+        task = over["objective"] = purpose(load(folder, device="meta"))
         if task not in objectives():
             several = " or ".join(name for name, objective in objectives().items() if objective.task == task)
             refuse(folder, "objective", f"missing, of a model with the task {task!r}", f"give objective={several or 'NAME'}")

@@ -90,9 +90,9 @@ class Options:
             refuse(None, "do_sample", "with num_beam_groups", "one of the two")
         if self.diversity_penalty and self.num_beam_groups == 1:
             refuse(None, "diversity_penalty", f"{self.diversity_penalty} without num_beam_groups", "num_beam_groups from 2")
-        if self.num_return_sequences > self.num_beams and not self.do_sample:
-            found = f"{self.num_return_sequences} of {self.num_beams} beams"
-            refuse(None, "num_return_sequences", found, "at most num_beams, or do_sample")
+        if self.num_return_sequences > self.num_beams and not (self.do_sample and self.num_beams == 1):
+            found, wanted = f"{self.num_return_sequences} of {self.num_beams} beams", "at most num_beams"
+            refuse(None, "num_return_sequences", found, wanted if self.do_sample else f"{wanted}, or do_sample")
         if self.max_new_tokens is not None and (self.min_new_tokens or 0) > self.max_new_tokens:
             refuse(None, "min_new_tokens", f"{self.min_new_tokens} with max_new_tokens {self.max_new_tokens}", "at most as many")
         if self.max_new_tokens is None and self.max_length is not None and self.min_length > self.max_length:

@@ -120,17 +120,29 @@ def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: to
 
 
 def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
-    """Every option: from the call, from `given` or the file beside the weights, from config.json, or the default."""
-    given = model._options if given is None else given  # what `generation_config` of the model has been asked for
-    if given is not None and not isinstance(given, dict) and not hasattr(given, "to_dict"):
-        refuse(None, "generation_config", repr(given), "a mapping of options, or transformers' GenerationConfig")
-    values = beside(model) if given is None else given if isinstance(given, dict) else given.to_dict()
-    o = read(values, options, model.config.to_dict(), file_of(model) if given is None else "generation_config")
+    """Every option: from the call, from `given`, from what the model has (the file beside the weights, or what has been made of its
+    `generation_config`), from config.json, or the default. With an empty mapping nothing of the model's own is read."""
+    over, own = mapping(given), mapping(model._options)
+    file = file_of(model) if over is own is None else "generation_config"
+    values = {} if over == {} else beside(model) if own is None else dict(own)
+    if over:
+        values = {**values, **{name: value for name, value in over.items() if value is not None}}
+        if over.get("max_length") is not None and over.get("max_new_tokens") is None:
+            values.pop("max_new_tokens", None)
+    o = read(values, options, model.config.to_dict(), file)
     if o.pad < model.config.vocab:  # the model is given it where a row has ended, though nothing is made of the answer
         return o
     if options.get("pad_token_id") is not None:
         refuse(None, "pad_token_id", str(o.pad), f"an id below {model.config.vocab}, the model's vocabulary")
     return replace(o, pad_token_id=0)
+
+
+def mapping(given: Any) -> dict[str, Any] | None:
+    """Options as a mapping, or as transformers' GenerationConfig has them; None if none are given."""
+    if given is not None and not isinstance(given, dict) and not hasattr(given, "to_dict"):
+        refuse(None, "generation_config", repr(given), "a mapping of options, or transformers' GenerationConfig")
+    found: dict[str, Any] | None = given if given is None or isinstance(given, dict) else given.to_dict()
+    return found
 
 
 def beside(model: "Model") -> dict[str, Any]:

@@ -110,14 +110,15 @@ def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:
 
 
 def find_labels(recipe: Recipe, records: Part, judged: bool) -> Labels:
-    """The names of the classes: those that the weights know, in their order, if all that occur are among them."""
+    """The names of the classes: those that the weights know, in their order, if all that occur are among them, or if the model is
+    judged: a row of another class is at fault then, and not the model's head."""
     objective = find_objective(recipe.objective)
     known = learned_labels(recipe) if objective.named else ()
     learned = () if known == tuple(f"LABEL_{n}" for n in range(len(known))) else known
+    if judged and learned:
+        return Labels(learned, learned)
     names = objective.names(records, recipe.data, known if judged else ())
-    # judged by names that the model knows, a row of another class is at fault, and not the model's head
-    same = names is not None and (set(names) <= set(learned) or (judged and not set(names).isdisjoint(learned)))
-    return Labels(learned if same else names, learned)
+    return Labels(learned if names is not None and set(names) <= set(learned) else names, learned)
 
 
 def learned_labels(recipe: Recipe) -> tuple[str, ...]:
@@ -260,11 +261,14 @@ class Prepared:
             refuse(None, "metrics", "bits_per_byte of packed or prompted text or of token files", "plain text, not packed")
         texts = of_texts(wanted, find_objective(recipe.objective).of)
         references = [r.text(data.target_key, "data.target_key") for r in records] if texts else []
-        generation = {"max_new_tokens": data.target_len or data.seq_len, "seed": recipe.seed, **recipe.generation}
+        length = {} if recipe.generation.get("max_length") is not None else {"max_new_tokens": data.target_len or data.seq_len}
+        generation = {**length, "seed": recipe.seed, **recipe.generation}
         # `settings` refuses here, too, what else generation would refuse at the first evaluation
         if texts and (many := settings(self.model, None, generation).num_return_sequences) > 1:
             refuse(None, "generation.num_return_sequences", str(many), "1: one text for each example is judged")
         tags = self.labels.names or ()
+        if "f1" in wanted and len(tags) > 2:
+            refuse(None, "metrics", f"f1, which is that of class 1, of {len(tags)} classes", "f1_macro or f1_micro")
         return Evaluation(loader, recipe.objective, wanted, size, words, references, generation, tags, self.ranks)
 
 
@@ -285,7 +289,7 @@ def budget_of(recipe: Recipe, device: torch.device) -> Budget | None:
     if recipe.batch_tokens is None:
         return None
     together = find_objective(recipe.objective).together
-    return Budget(recipe.batch_tokens, recipe.batch_tokens if together else forward_tokens(device), padded)
+    return Budget(recipe.batch_tokens, None if together else forward_tokens(device), padded)
 
 
 def end_at(model: Model, tokenizer: Tokenizer, ends: Sequence[int]) -> list[int]:
