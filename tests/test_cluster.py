@@ -269,18 +269,38 @@ def test_a_file_is_written_once_and_submitted_on_request(recipe: str, tmp_path: 
     (["--kubernetes", "image=x"], "claim: missing"),
     (["--kubernetes", "image=x", "claim=y", "time=1"], "time: given; leave it out: it is for --slurm"),
     (["--slurm", "name=My_Run"], "name: 'My_Run'; small letters"),
-    (["--slurm", "time=1 --oversubscribe"], "time: '1 --oversubscribe'; one word"),
+    (["--slurm", "time=1 --oversubscribe"], "time: '1 --oversubscribe'; minutes, hours:minutes:seconds or "),
     (["--slurm", "bach=3"], "bach"),
     (["--slurm", "nodes=0"], "nodes"),
     (["--slurm", "node=2"], "did you mean 'nodes'?"),
     (["--slurm", "data.path=nowhere.jsonl"], "nowhere.jsonl: data.path: no such file"),
     (["--slurm", "data.eval_path=nowhere.jsonl"], "nowhere.jsonl: data.eval_path: no such file"),
     (["--slurm", "init=pretrained", "model=r.yaml"], "r.yaml: model: a file"),
+    (["--slurm", "account=a b"], "account: 'a b'; one word"),
+    (["--slurm", "time=tomorrow"], "time: 'tomorrow'; minutes, hours:minutes:seconds or days-hours:minutes:seconds"),
+    (["--slurm", "memory=lots"], "memory: 'lots'; a number with K, M, G or T"),
+    (["--slurm", "memory=200Gi"], "memory: '200Gi'; a number with K, M, G or T"),
+    (["--kubernetes", "image=foo bar", "claim=y"], "image: 'foo bar'; the reference of an image"),
+    (["--kubernetes", "image=Foo", "claim=y"], "image: 'Foo'"),
+    (["--kubernetes", "image=x", "claim=Not_Valid"], "claim: 'Not_Valid'; the name of a claim: small letters"),
+    (["--kubernetes", "image=x", "claim=y", "memory=lots"], "memory: 'lots'; a number with Ki, Mi, Gi or Ti"),
+    (["--kubernetes", "image=x", "claim=y", "memory=200GB"], "memory: '200GB'; a number with Ki, Mi, Gi or Ti"),
 ])  # fmt: skip
 def test_refusals(words: list[str], text: str, recipe: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["launch", recipe, *words]) == 2
     said = capsys.readouterr().err
     assert text in said and said.count("\n") == 1 and not list(tmp_path.glob("train.*")), said
+
+
+@pytest.mark.parametrize("words", [
+    *(["--slurm", f"time={time}"] for time in ("90", "90:00", "12:00:00", "1-12", "1-12:30", "1-12:00:00", "UNLIMITED")),
+    *(["--slurm", f"memory={memory}"] for memory in ("0", "4096", "200G", "512m", "16GB")),
+    *(["--kubernetes", "image=x", "claim=a.b-1", f"memory={memory}"] for memory in ("200Gi", "1.5Ti", "64G", "1000000k", "4096")),
+    *(["--kubernetes", f"image={image}", "claim=y"] for image in (
+        "modelcenter", "me/model_center:v1.0", "localhost:5000/a/b--c:latest", "Registry.org/a@sha256:" + "0a" * 32)),
+], ids=" ".join)  # fmt: skip
+def test_what_a_cluster_takes_is_taken(words: list[str], recipe: str) -> None:
+    assert main(["launch", recipe, *words]) == 0
 
 
 def test_a_service_begins_with_a_letter(recipe: str, tmp_path: Path, capsys: Any) -> None:

@@ -652,7 +652,7 @@ def test_what_is_slower_than_it_seemed_is_not_the_choice() -> None:
 
 
 def test_parts_of_heads_are_refused() -> None:
-    with pytest.raises(InputError, match="tensor_parallel: 4 heads over 8 ranks; a divisor of the heads"):
+    with pytest.raises(InputError, match=r"^machine\.tensor_parallel: 4 heads over 8 ranks; a divisor of the heads"):
         Costs(job_of(gpt(), 8), CHIPS["h200"]).exact(Machine(tensor_parallel=8), 1)
 
 

@@ -125,7 +125,7 @@ def odd(rank: int) -> None:
 def few_keys(rank: int) -> None:
     """Query heads that divide are not enough where several share a key head."""
     config = {"vocab": 16, "dim": 16, "hidden": 16, "heads": 4, "kv_heads": 1, "layers": 1}
-    with pytest.raises(mc.InputError, match=r"1 heads.*over 2 ranks"):
+    with pytest.raises(mc.InputError, match=r"^machine\.tensor_parallel: 1 heads.*over 2 ranks"):
         mc.build("llama-7b", config=config, machine=mc.Machine(device="cpu", tensor_parallel=2))
 
 

@@ -118,6 +118,7 @@ def test_runs_and_folders_on_the_command_line(tmp_path: Path, capsys: pytest.Cap
     lora = str(tmp_path / "lora")
     mc.add_adapter(mc.load(a), mc.AdapterConfig(name="lora")).save_pretrained(lora)
     for words, said in (([a, lora, "x"], f"{lora}: an adapter; "),
-                        ([a, b], "OUT: missing"), ([a, b, out], "exists"), ([a, b, "x", "dtyp=bf16"], "did you mean 'dtype'")):
+                        ([a, "x"], "command line: MODEL MODEL ... OUT: 2 given; two models, or more, and "),
+                        ([a, b, out], "exists"), ([a, b, "x", "dtyp=bf16"], "did you mean 'dtype'")):
         assert main(["average", *words]) == 2
         assert said in capsys.readouterr().err

@@ -60,6 +60,7 @@ class Folder:
         self.path = Path(path)
         self._slices: dict[str, FileSlice | BinSlice] = {}
         self._open: list[int] = []
+        self.over: dict[str, Any] = {}  # what the caller has put over config.json's sizes, to be named in refusals
         weights = find_weights(self.path)
         try:
             if weights.name.endswith(".safetensors"):

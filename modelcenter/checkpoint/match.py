@@ -135,13 +135,15 @@ def match(
             strange.append(key)
     if strange:
         what = "differs from the tensor it must equal" if strange[0] in aliases else "unexpected"
-        refuse(folder.path, strange[0], others(what, strange), "the model that config.json describes has no such tensor")
+        given, remedy = over(folder)
+        wanted = f"the model that config.json{given} describes has no such tensor{remedy}"
+        refuse(folder.path, strange[0], others(what, strange), wanted)
     return table, report
 
 
 def refuse_absent(folder: Folder, absent: Sequence[Entry], odd: Sequence[str]) -> NoReturn:
     """`odd`: what the folder holds instead, under a wrapper's prefix, say."""
-    wanted = f"the model needs these {len(absent)} tensors"
+    wanted = "".join((f"the model needs these {len(absent)} tensors", *over(folder)))
     if odd:
         wanted += f"; of {len(odd)} others the first is {odd[0]}"
     refuse(folder.path, absent[0].theirs, others("missing", [e.theirs for e in absent]), wanted)
@@ -151,10 +153,20 @@ def refuse_shapes(folder: Folder, wrong: Sequence[tuple[Entry, Shape, Shape]], h
     """`wrong`: entries, each with its tensor's shape in the folder and in the model."""
     entry, there, here = wrong[0]
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    wanted = f"config.json gives {list(here)}"
+    given, remedy = over(folder)
+    wanted = f"config.json{given} gives {list(here)}{remedy}"
     if all(headed.issuperset(e.ours) for e, _, _ in wrong):  # of as many labels as somebody else had
         wanted = f"the labels here need {list(here)}; modelcenter convert FOLDER OUT task=backbone leaves this head out"
     refuse(folder.path, f"{entry.theirs}{more}", f"has shape {list(there)}", wanted)
+
+
+def over(folder: Folder) -> tuple[str, str]:
+    """The sizes that the caller has put over config.json's, and what to do then; empty if there are none."""
+    given = [f"config.{key}={value}" for key, value in folder.over.items()]
+    if not given:
+        return "", ""
+    said = f" with {' '.join(given[:2])}{' ...' if len(given) > 2 else ''}"
+    return said, "; leave that out, or begin anew (init=random, mc.build)"
 
 
 def refuse_codes(folder: Folder, keys: Keys, used: Iterable[str]) -> None:

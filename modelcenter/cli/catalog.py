@@ -10,11 +10,16 @@ from .arguments import Answer, Arguments, take
 
 
 def list_(args: Arguments) -> Answer:
-    """List the models, the recipes, the machine profiles, or the keys of a recipe.
+    """List the models, the recipes, the machine profiles, or the keys that recipes and machine profiles have.
 
     modelcenter list models|recipes|machines|keys
+
+    modelcenter copy RECIPE writes out the keys that one recipe reads, as it sets them.
     """
     kinds = {"models": list_models, "recipes": list_recipes, "machines": list_machines, "keys": list_keys}
+    if args.names[:1] == ["keys"] and len(args.names) > 1:
+        wanted = f"modelcenter list keys, which are any recipe's; modelcenter copy {args.names[1]} writes out those that it reads"
+        refuse(COMMAND_LINE, args.names[1], "not wanted here", wanted)
     (kind,) = take(args, ["models|recipes|machines|keys"])
     if kind not in kinds:
         refuse(COMMAND_LINE, f"list {kind}", "unknown", nearest(kind, kinds))

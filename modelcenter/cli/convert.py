@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ..checkpoint.files import ADAPTER
 from ..checkpoint.manifest import MANIFEST
-from ..config import says
+from ..config import COMMAND_LINE, says
 from ..errors import refuse
-from .arguments import Answer, Arguments, check_model, check_new, settings, take
+from .arguments import Answer, Arguments, check_model, check_new, settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,10 @@ def average(args: Arguments) -> Answer:
     MODEL is a folder of weights, or the folder of a run, whose trained model is taken. Runs may differ in seed, data or settings
     (Wortsman et al., 2022), but must have begun with the same weights: otherwise the mean is useless.
     """
-    *sources, out = args.names if len(args.names) > 2 else take(replace(args, settings=[]), ["MODEL", "MODEL", "OUT"])
+    if len(args.names) < 3:
+        wanted = "two models, or more, and then the folder to write"
+        refuse(COMMAND_LINE, "MODEL MODEL ... OUT", f"{len(args.names)} given", wanted)
+    *sources, out = args.names
     asked = settings(Averaging, replace(args, names=[]), [])
     check_new(Path(out))
     folders = [str(Path(name) / "model") if (Path(name) / "recipe.yaml").is_file() else name for name in sources]

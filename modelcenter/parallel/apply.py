@@ -119,7 +119,8 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False
             for projection in (module.q, module.k):
                 heads = projection.out_features // module.head_dim
                 if heads % ranks:
-                    refuse(None, "tensor_parallel", f"{heads} heads in {name} over {ranks} ranks", "a divisor of the heads")
+                    found = f"{heads} heads in {name} over {ranks} ranks"
+                    refuse(None, "machine.tensor_parallel", found, "a divisor of the heads")
         plan: dict[str, ParallelStyle] = {}
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)

@@ -54,7 +54,7 @@ class Costs:
         """A rehearsed step of `forwards` micro-batches, which are a CUDA graph if it `records`; if `shared`, one micro-batch with
         weights that other ranks send. Errors: `InputError` if tensor parallelism would cut heads in two."""
         if odd := next((heads for heads in self.heads if heads % tp), None):
-            refuse(None, "tensor_parallel", f"{odd} heads over {tp} ranks", "a divisor of the heads")
+            refuse(None, "machine.tensor_parallel", f"{odd} heads over {tp} ranks", "a divisor of the heads")
         key = tp, recompute, rows, shared or forwards > 1, shared, records
         if key not in self.known:
             job = self.job

@@ -6,6 +6,7 @@ a lost node. On Kubernetes an Indexed Job with a headless Service gives each pod
 on any cluster; a PyTorchJob would need an operator there.
 """
 
+import re
 import shlex
 import signal
 from collections.abc import Sequence
@@ -19,6 +20,20 @@ from ..parallel.machine import Machine
 
 STOPPED = 75  # the exit status of a pod whose run was asked to stop, and has saved: it is to go on
 PORT = 29500
+# The forms that are asked of what clusters would refuse only when the job is submitted, or begun, and how each is told.
+ANY_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited", re.ASCII | re.IGNORECASE)
+SLURM = {
+    "time": (ANY_TIME, "minutes, hours:minutes:seconds or days-hours:minutes:seconds, such as 1-12:00:00"),
+    "memory": (re.compile(r"\d+([KMGT]B?)?", re.ASCII | re.IGNORECASE), "a number with K, M, G or T, such as 200G"),
+}
+COMPONENT = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
+REFERENCE = rf"(?:[\w.\[\]:-]+/)?{COMPONENT}(?:/{COMPONENT})*(?::\w[\w.-]{{0,127}})?(?:@[a-z][\w+.-]*:[0-9a-f]{{32,}})?"
+KUBERNETES = {
+    "memory": (re.compile(r"\d+(\.\d+)?(k|[MGTPE]|[KMGTPE]i)?", re.ASCII), "a number with Ki, Mi, Gi or Ti, such as 200Gi"),
+    "image": (re.compile(REFERENCE, re.ASCII), "the reference of an image, such as registry.org/me/modelcenter:1"),
+    "claim": (re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"),
+              "the name of a claim: small letters, digits, and dashes or dots between them"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +83,13 @@ def check(job: Job, machine: Machine) -> None:
         refuse(None, "name", repr(job.name), "small letters, digits and dashes between them")
     if job.kubernetes and job.name[0].isdigit():
         refuse(None, "name", repr(job.name), "one that begins with a letter, as a Service's must")
-    for key in ("time", "partition", "account", "memory"):  # lines of a script's head
+    for key in ("partition", "account"):  # lines of a script's head
         if any(not c.isprintable() or c.isspace() for c in getattr(job, key) or ""):
             refuse(None, key, repr(getattr(job, key)), "one word")
+    for key, (form, wanted) in (SLURM if job.slurm else KUBERNETES).items():
+        value = getattr(job, key)
+        if value is not None and not form.fullmatch(value):
+            refuse(None, key, repr(value), wanted)
 
 
 def awaited(process: str) -> str:
