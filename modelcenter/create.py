@@ -60,6 +60,8 @@ def build(
     The other options are those of `load`. Errors: `InputError` for a name that is no preset, or options that do not fit the family.
     """
     known = presets()
+    if not isinstance(name, str | PathLike):
+        refuse(None, "name", f"a {type(name).__name__}", "a preset, as a text; config= changes its fields, mc.load takes a folder")
     if name not in known:
         refuse(None, "model", repr(name), f"a preset; {nearest(name, known)}")
     family, preset = known[name]

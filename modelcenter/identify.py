@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .adapter.attach import LABELLED
-from .adapter.config import AdapterConfig
+from .adapter.config import AdapterConfig, check_config
 from .adapter.folder import is_adapter
 from .adapter.read import Saved, read_adapter
 from .checkpoint import hub
@@ -55,8 +55,8 @@ def find(name: str | PathLike[str], revision: str | None, local_files_only: bool
         refuse(None, "name", f"a {type(name).__name__}", wanted)
     resolve = partial(hub.resolve, local_files_only=local_files_only, presets=hubs())
     path, saved = resolve(name, revision=revision), None
-    if adapter is not None and not isinstance(adapter, AdapterConfig):
-        refuse(None, "adapter", repr(adapter), "mc.AdapterConfig(name='lora', ...)")
+    if adapter is not None:
+        check_config(adapter)
     if is_adapter(path):
         saved = read_adapter(path)
         if adapter is not None:
@@ -73,7 +73,9 @@ def described(cls: type[Model], folder: Folder, source: Source, task: str, confi
     saved = source.saved
     if task == "auto" and source.preset is not None and source.path != Path(source.name):
         task = source.preset.task or task
-    full = changed(cls.Config.from_dict(folder.config, source.path / "config.json"), config or {})
+    plain = cls.Config.from_dict(folder.config, source.path / "config.json")
+    full = changed(plain, config or {})
+    folder.over = {key: now for key in config or () if isinstance(now := getattr(full, key), int) and now != getattr(plain, key)}
     if saved is not None:
         own = saved.task({t: head.architecture for t, head in cls.tasks.items()})
         task = (own or task) if task == "auto" else task
@@ -157,10 +159,9 @@ def untie(family: type[Model], config: Any, folder: Folder, task: str) -> tuple[
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype of a name: ours (bf16), or torch's with or without its prefix (torch.bfloat16)."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found = DTYPES.get(dtype) or getattr(torch, str(dtype).removeprefix("torch."), None)
+    """The torch dtype of a name: ours (bf16), or torch's with or without its prefix (torch.bfloat16). Weights have no other than
+    one of real numbers."""
+    found = DTYPES.get(str(dtype)) or getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         refuse(None, "dtype", repr(dtype), nearest(dtype, ["auto", *DTYPES, "float32", "bfloat16", "float16"]))
     return found

@@ -297,6 +297,8 @@ class Model(Guest):
         """Write a folder that transformers and `from_pretrained` open: safetensors files of at most `max_shard_size` each (bytes,
         or a text such as "5GB"), config.json, and the tokenizer that the model came with. If the model has an adapter, only the
         adapter is written, in peft's format. The folder appears complete or not at all. Errors: `InputError`."""
+        if not isinstance(folder, str | PathLike):
+            refuse(None, "folder", f"a {type(folder).__name__}", "the name of the folder to write")
         settle(self)
         self.settle_options()
         self.check_tied()

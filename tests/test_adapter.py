@@ -690,6 +690,18 @@ def test_refused(changes: dict[str, Any], found: str) -> None:
         mc.load(zoo.reference(GPT)[1], adapter=lora(**changes))
 
 
+def test_what_is_no_config_and_a_model_without_an_adapter_are_refused() -> None:
+    model = mc.load(zoo.reference(GPT)[1])
+    model.freeze("embed.*")
+    with pytest.raises(mc.InputError, match=r"^adapter: {'rank': 4}; mc\.AdapterConfig\("):
+        mc.add_adapter(model, {"rank": 4})  # type: ignore[arg-type]  # what is refused
+    with pytest.raises(mc.InputError, match=r"^adapter\.name: none, which is no adapter; lora or dora"):
+        mc.add_adapter(model, mc.AdapterConfig())
+    with pytest.raises(mc.InputError, match=r"^adapter: the model has none; "):
+        mc.merge_adapter(model)
+    assert not model.merged and not model.embed.tokens.weight.requires_grad
+
+
 def change_config(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         said = json.loads((folder / CONFIG).read_text())

@@ -167,6 +167,14 @@ def test_segments() -> None:
     close(ours(**vectors).logits, theirs(**vectors).logits, 1e-10, "vectors")
 
 
+@pytest.mark.parametrize(("argument", "count"), [("position_ids", 64), ("token_type_ids", 3)])
+def test_an_id_that_the_model_does_not_have_is_refused_by_its_argument(argument: str, count: int) -> None:
+    _, ours = zoo.pair(Case("bert", "default", "mlm"))
+    for wrong in (count, -1):
+        with pytest.raises(InputError, match=f"^{argument}: {wrong}; 0 to {count - 1}: "):
+            ours(input_ids=ids(), **{argument: torch.zeros_like(ids()).index_fill(1, torch.tensor([2]), wrong)})
+
+
 def test_a_head_without_its_own_dropout_takes_the_hidden_one() -> None:
     for own, wanted in ((None, 0.3), (0.0, 0.0), (0.25, 0.25)):
         for task in ("classify", "tag"):

@@ -445,6 +445,18 @@ def test_broken_companions(tmp_path: Path, file: str, content: str, said: str) -
         load_tokenizer(tmp_path)
 
 
+def test_what_is_no_text_and_what_are_not_the_ids_of_one_are_refused() -> None:
+    plain = train_tokenizer(TEXTS, 260)
+    for ours in (plain, CharTokenizer.train(TEXTS), ForeignTokenizer(plain.raw, "theirs")):
+        for text in (3, None, ["a"]):
+            with pytest.raises(InputError, match=f"^text: a {type(text).__name__}; one text, as a str"):
+                ours.encode(text)  # type: ignore[arg-type]  # what is refused
+        for ids, found in (([[1, 2]], r"\[\[1, 2\]\]"), (3, "3"), (["a"], r"\['a'\]"), ([1, -100], "-100")):
+            with pytest.raises(InputError, match=f"^ids: {found}; "):
+                ours.decode(ids)  # type: ignore[arg-type]  # what is refused
+    assert plain.decode([]) == ""
+
+
 def test_a_tokenizer_without_unknown(tmp_path: Path) -> None:
     """A word-level vocabulary that lacks a word is found at the text, not at the load."""
     tokenizers.Tokenizer(models.WordLevel({"hello": 0, "there": 1})).save(str(tmp_path / "tokenizer.json"))

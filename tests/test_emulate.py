@@ -84,7 +84,7 @@ MUTANTS = (
            "(at + GAP < dim ? 0xF0 : 0)", "(at < dim ? 0xF0 : 0)", "layer_norm", f"{BOUNDS}|{WRONG}"),
     Mutant("a-four-copied-from-beyond-the-row", "norm_ring.h", "GAP == 4 || first(j) + GAP < dim", "true", "rms_norm", BOUNDS),
     Mutant("the-neighbour's-random-bits", "norm_rows.h", "odd ? other >> 4 | (mine & 0xF0u)", "odd ? other >> 4 | (other & 0xF0u)",
-           "add_layer_norm", WRONG),
+           "add_layer_norm", WRONG, 4000),
     Mutant("eight-columns-in-a-row", "norm_rows.h", "first + k + (k < 4 ? 0 : GAP - 4)", "first + k", "rms_norm",
            f"{ORDER}|{WRONG}"),
     Mutant("a-result-beyond-its-gradient's-end", "activation.cu",

@@ -302,6 +302,7 @@ def test_none_is_no_argument() -> None:
 
 
 def test_functions_refuse(tmp_path: Path) -> None:
+    gpt().save_pretrained(tmp_path / "saved")
     with pytest.raises(mc.InputError, match=r"^load\(torch_dtype\): no such argument; dtype$"):
         mc.GPT.from_pretrained("gpt2", torch_dtype=torch.bfloat16)
     with pytest.raises(mc.InputError, match=r"^load: 2 arguments without a name; name alone, and the others by name$"):
@@ -312,6 +313,14 @@ def test_functions_refuse(tmp_path: Path) -> None:
         mc.load("gpt2", strict=False)  # type: ignore[call-arg]  # what is refused
     with pytest.raises(mc.InputError, match=r"^load\(num_label\): no such argument; did you mean 'num_labels'\?$"):
         mc.load("gpt2", num_label=3)  # type: ignore[call-arg]  # what is refused
+    with pytest.raises(mc.InputError, match=r"^name: a dict; a preset, as a text; config= changes its fields"):
+        mc.build({"layers": 2})  # type: ignore[arg-type]  # what is refused
+    for dtype in (torch.int8, torch.complex64, "int8"):
+        for make in (mc.build, mc.load, mc.GPT.from_pretrained):
+            with pytest.raises(mc.InputError, match=rf"^dtype: '?{dtype}'?; known: auto, bf16, "):
+                make("gpt2" if make is mc.build else tmp_path / "saved", dtype=dtype)
+    with pytest.raises(mc.InputError, match=r"^folder: a NoneType; the name of the folder"):
+        gpt().save_pretrained(None)  # type: ignore[arg-type]  # what is refused
     for asked in ({"safe_serialization": False}, {"is_main_process": False}, {"state_dict": {}}):
         with pytest.raises(mc.InputError, match=rf"^save_pretrained\({min(asked)}\): no such argument; leave it out"):
             gpt().save_pretrained(tmp_path / "out", **asked)  # type: ignore[arg-type]  # what is refused

@@ -551,6 +551,17 @@ def test_a_config_that_asks_for_less_than_the_file_holds_is_refused(kind: str, f
         mc.load(tmp_path, task=case.task)
 
 
+@pytest.mark.parametrize(("config", "said"), [
+    ({"layers": 1, "dropout": 0.0}, r"unexpected.*; the model that config\.json with config\.layers=1 describes has no .*; "),
+    ({"layers": 9}, r"missing.*; the model needs these \d+ tensors with config\.layers=9; "),
+    ({"vocab": 7}, r"has shape \[\d+, \d+\]; config\.json with config\.vocab=7 gives \[7, \d+\]; "),
+], ids=["fewer", "more", "narrower"])  # fmt: skip
+def test_what_the_caller_puts_over_a_config_is_not_blamed_on_its_file(config: dict[str, Any], said: str) -> None:
+    case = next(c for c in FIRST if c.kind == "gpt2")
+    with pytest.raises(mc.InputError, match=said + r"leave that out, or begin anew \(init=random, mc\.build\)$"):
+        mc.load(zoo.reference(case)[1], task=case.task, config=config)
+
+
 def test_a_dtype_stays_what_it_is_in_the_file(tmp_path: Path) -> None:
     for name in ("bf16", "fp16", "fp32", "fp64"):
         ours = mc.load(zoo.reference(FIRST[0])[1], dtype=name)
@@ -692,7 +703,7 @@ def test_a_head_of_other_labels_is_refused_with_the_way_around_it(tmp_path: Path
 def test_labels_that_do_not_fit_the_head_are_refused(tmp_path: Path) -> None:
     case = next(c for c in CASES if str(c) == "bert-default-classify")
     ids = inputs(case)["input_ids"]
-    for problem, labels, words in (("regression", torch.tensor([1, 0]), "only single_label"),
+    for problem, labels, words in (("regression", torch.tensor([1, 0]), "classes are trained as single_label"),
                                    ("regression", torch.rand(2, 3), "'regression' with 3 labels"),
                                    ("single_label_classification", torch.rand(2, 3), "'single_label_class.* with 3")):  # fmt: skip
         ours = mc.load(zoo.reference(case)[1])

@@ -23,7 +23,7 @@ from ..layers.linear import Linear
 from ..layers.quantized import Int8Linear, NF4Linear, QuantizedLinear
 from ..names import Lazy, Shape, Split
 from ..ops._mode import PLAIN
-from .config import ALL, AdapterConfig
+from .config import ALL, AdapterConfig, check_config
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -57,9 +57,12 @@ class Place:
 def add_adapter(model: "Model", config: AdapterConfig, *, seed: int = 0) -> "Model":
     """Freeze `model`, put a new adapter on it in place, and return it. A new adapter changes no output.
 
-    Its weights are drawn from `seed` and their names. Errors: `InputError` for targets that match no layer, and for a model that is
-    already sharded, because every process would draw another adapter.
+    Its weights are drawn from `seed` and their names. Errors: `InputError` for what is no `AdapterConfig`, for targets that match
+    no layer, and for a model that is already sharded, because every process would draw another adapter.
     """
+    check_config(config)
+    if config.name == "none":
+        refuse(None, "adapter.name", "none, which is no adapter", "lora or dora")
     if any(type(p) not in PLAIN for p in model.parameters()):
         refuse(None, "adapter", "the model is sharded already", "add_adapter before parallelize, or load(..., machine=, adapter=)")
     insert(model, config, choose(model, config))
@@ -213,7 +216,9 @@ def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], grou
 
 def merge_adapter(model: "Model") -> "Model":
     """Add every adapter to the weights beneath it, in place and in their dtype, and return `model`. Quantised layers become plain
-    ones first. Errors: `InputError` for a model that is sharded."""
+    ones first. Errors: `InputError` for a model that has no adapter, or is sharded."""
+    if model.adapter is None:
+        refuse(None, "adapter", "the model has none", "a model with one: mc.load of the adapter's folder")
     if any(type(p) not in PLAIN for p in model.parameters()):
         refuse(None, "adapter", "merged where the model is sharded", "merge in one process")
     for name, layer in adapted(model).items():

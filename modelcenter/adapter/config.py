@@ -49,3 +49,9 @@ class AdapterConfig:
     def alpha_of(self, scale: float, rank: int) -> float:
         """The alpha that gives a layer of this rank this scale."""
         return scale * (rank**0.5 if self.rslora else rank)
+
+
+def check_config(adapter: object) -> None:
+    """Refuse what is no config where a new adapter is asked for."""
+    if not isinstance(adapter, AdapterConfig):
+        refuse(None, "adapter", repr(adapter), "mc.AdapterConfig(name='lora', ...)")

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+from ..config.document import short
 from ..errors import InputError, message, refuse
 from ..theirs import TOKENIZER
 
@@ -108,7 +109,9 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of `text`; `special` adds what the tokenizer's own template adds ([CLS] ... [SEP], <s>, </s>)."""
+        """The ids of `text`; `special` adds what the tokenizer's own template adds ([CLS] ... [SEP], <s>, </s>). Errors:
+        `InputError` for what is no text."""
+        check_text(text)
         ids: list[int] = self.raw.encode(text, add_special_tokens=special).ids
         return ids
 
@@ -203,8 +206,9 @@ class Tokenizer:
         return int(self.raw.encode(text, add_special_tokens=False).offsets[token][0])
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of `ids`; special tokens are left out unless `special`."""
-        text: str = self.raw.decode([int(i) for i in ids], skip_special_tokens=not special)
+        """The text of `ids`; special tokens are left out unless `special`. Errors: `InputError` for what is not the ids of
+        one text."""
+        text: str = self.raw.decode(numbers(ids), skip_special_tokens=not special)
         return text
 
     @property
@@ -226,6 +230,22 @@ class Tokenizer:
         config |= {} if self.chat_template is None else {"chat_template": self.chat_template}
         (folder / "tokenizer.json").write_text(self.raw.to_str(pretty=True), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def check_text(text: object) -> None:
+    if not isinstance(text, str):
+        refuse(None, "text", f"a {type(text).__name__}", "one text, as a str; encode_all takes several")
+
+
+def numbers(ids: Iterable[int]) -> list[int]:
+    """`ids` as whole numbers; refused where they are those of several texts, or -100 among them."""
+    try:
+        found = [int(i) for i in ids]
+    except (TypeError, ValueError):
+        refuse(None, "ids", short(ids), "whole numbers, those of one text: decode each of several by itself")
+    if (least := min(found, default=0)) < 0:
+        refuse(None, "ids", str(least), "0 or more: leave out what stands for no token")
+    return found
 
 
 def unspaced(step: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -268,6 +288,7 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of `text`, by a table: the library takes 2 s and 500 MB for a megabyte of characters."""
+        check_text(text)
         try:
             return [self.table[c] for c in text]
         except KeyError as e:
@@ -330,6 +351,7 @@ class ForeignTokenizer(Tokenizer):
         return found
 
     def encode(self, text: str, special: bool = True) -> list[int]:
+        check_text(text)
         ids: list[int] = self.foreign(text, add_special_tokens=special)["input_ids"]
         return ids
 
@@ -355,7 +377,7 @@ class ForeignTokenizer(Tokenizer):
         return len(self.foreign.decode(self.encode(text, special=False)[:token]))
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        text: str = self.foreign.decode([int(i) for i in ids], skip_special_tokens=not special)
+        text: str = self.foreign.decode(numbers(ids), skip_special_tokens=not special)
         return text
 
     def save(self, folder: str | os.PathLike[str], segments: bool = True) -> None:

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from .. import ops
+from ..errors import refuse
 from ..ops._mode import autocast_dtype
 from ..ops._op import wide
 from ..ops.embedding import untrained
@@ -41,10 +42,10 @@ class Embedding(nn.Module):
         x = read(self.tokens, x, self.pad) if x.dim() == 2 else x
         if self.positions is not None:
             assert positions is not None
-            x = x + read(self.positions, positions)
+            x = x + named("position_ids", self.positions, positions)
         if self.segments is not None:
             assert segments is not None
-            x = x + read(self.segments, segments)
+            x = x + named("token_type_ids", self.segments, segments)
         low = stream(x)
         if self.norm is not None:
             x = normed(self.norm, x, low)
@@ -52,6 +53,17 @@ class Embedding(nn.Module):
             x = x.to(low)
         out: Tensor = self.dropout(x)
         return out
+
+
+def named(argument: str, table: nn.Embedding, ids: Tensor) -> Tensor:
+    """`read`, where an id that the table does not have is refused as the `argument` of a forward that gave it."""
+    try:
+        return read(table, ids)
+    except (ValueError, IndexError):
+        wrong = ids[(ids < 0) | (ids >= table.num_embeddings)]
+        if not len(wrong):
+            raise
+        refuse(None, argument, str(int(wrong[0])), f"0 to {table.num_embeddings - 1}: the model has no others")
 
 
 def read(table: nn.Embedding, ids: Tensor, pad: int | None = None) -> Tensor:
