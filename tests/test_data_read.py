@@ -244,6 +244,9 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(MissingError) as missing:
         find_files("data/none.txt")
     assert str(missing.value).startswith(f"data/none.txt: data.path: no such file, seen from {tmp_path}; ")
+    (tmp_path / "none.bin").touch()
+    with pytest.raises(MissingError, match=r"no such file, .*; none\.bin$"):  # the name that `modelcenter tokenize` was given
+        find_files("none")
     with pytest.raises(InputError, match=r"data\.path: ''; a file, a folder or a glob"):  # of a shell's variable that is not set
         find_files("")
     with pytest.raises(MissingError, match=r"data\.path: absent"):

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from test_train import MACHINE, TINY, recipe_of, rows
 
 import modelcenter as mc
 from modelcenter.__main__ import main
+from modelcenter.cli.evaluate import check_objective
 from modelcenter.data.objective import objectives
 from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
@@ -276,9 +278,10 @@ def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixt
     ("changes", "words"),
     [({"metrics": ["acuracy"]}, "metrics: 'acuracy'; did you mean 'accuracy'"), ({"metrics": ["bleu"]}, "bleu with objective lm"),
      ({"best": "mcc"}, "best: mcc with objective lm"), ({"generation": {"num_beam": 2}}, "generation.num_beam: unknown key"),
+     ({"generation": {"num_beams": 2}}, "generation.num_beams: 2 with objective lm, which writes no text; leave it out"),
      ({"patience": 2, "data.eval_fraction": 0.0}, "data.eval_path: missing, and patience 2 asks for an evaluation"),
      ({"data.packing": True, "metrics": ["bits_per_byte"]}, "bits_per_byte of packed")],
-    ids=["unknown", "of texts", "best", "generation", "nothing to wait for", "packed"],
+    ids=["unknown", "of texts", "best", "generation", "no texts", "nothing to wait for", "packed"],
 )  # fmt: skip
 def test_refusals(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
@@ -350,6 +353,14 @@ def test_a_classifiers_objective_is_what_its_config_says(kind: str | None, label
     assert main(["evaluate", str(tmp_path / "model"), f"data.path={tmp_path}/file.jsonl", "--json"]) == 0
     expected = {"multilabel": "f1_micro", "regress": "pearson", "classify": "accuracy"}[objective]
     assert f"eval_{expected}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("asked", "trained", "fits"), [
+    ("classify", "classify", True), ("multilabel", "classify", False), ("regress", "multilabel", False), ("seq2seq", "span", True),
+    ("choice", "classify", True), ("tag", "classify", False), ("chat", "lm", True)])  # fmt: skip
+def test_a_run_is_judged_by_an_objective_of_its_head(asked: str, trained: str, fits: bool) -> None:
+    with nullcontext() if fits else pytest.raises(InputError, match=f"objective: {asked}, where the run has trained for {trained}"):
+        check_objective(asked, trained)
 
 
 def test_every_objective_has_its_metrics() -> None:

@@ -319,6 +319,8 @@ def test_functions_refuse(tmp_path: Path) -> None:
         for make in (mc.build, mc.load, mc.GPT.from_pretrained):
             with pytest.raises(mc.InputError, match=rf"^dtype: '?{dtype}'?; known: auto, bf16, "):
                 make("gpt2" if make is mc.build else tmp_path / "saved", dtype=dtype)
+    with pytest.raises(mc.InputError, match=r"^name: a NoneType; a folder, a preset or a hub id"):
+        mc.load_tokenizer(None)  # type: ignore[arg-type]  # what is refused
     with pytest.raises(mc.InputError, match=r"^folder: a NoneType; the name of the folder"):
         gpt().save_pretrained(None)  # type: ignore[arg-type]  # what is refused
     for asked in ({"safe_serialization": False}, {"is_main_process": False}, {"state_dict": {}}):

@@ -85,11 +85,23 @@ def evaluate(args: Arguments) -> Answer:
 
 def of_run(run: Path, model: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe of the run in a folder, for the model that it has trained, and the machine."""
-    recipe, machine = run_of(replace(args, names=[str(run / "recipe.yaml"), *args.names[1:]]))
+    whole = [str(run / "recipe.yaml"), *args.names[1:]]
+    recipe, machine = run_of(replace(args, names=whole))
     if own := {"model", "init", "config", "adapter", "tokenizer"} & given(args).keys():
         wanted = "leave it out, or name the other model's folder in place of the run's"
         refuse(None, min(own), f"given, where the model of {run} is judged as it is", wanted)
+    if "objective" in given(args):
+        check_objective(recipe.objective, run_of(replace(args, names=whole, settings=[]))[0].objective)
     return replace(recipe, model=str(model), tokenizer=None, init="pretrained", config={}, adapter=AdapterConfig()), machine
+
+
+def check_objective(asked: str, trained: str) -> None:
+    """Refuse an objective by which the head of a run says nothing: another head's, or labels of another kind."""
+    from ..data.objective import find_objective
+
+    one, other = (find_objective(name) for name in (asked, trained))
+    if one.task != other.task or {"sets", "values"} & set(one.of) != {"sets", "values"} & set(other.of):
+        refuse(None, "objective", f"{asked}, where the run has trained for {trained}", "leave it out")
 
 
 def trained(recipe: "Recipe", args: Arguments) -> "Recipe":

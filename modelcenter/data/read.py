@@ -49,7 +49,9 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
             refuse_missing(path, key, "no such file", f"of several files a list: {key}=[{path}]")
         absent = "no such file" if here.is_absolute() else f"no such file, seen from {os.getcwd()}"
         what = absent if not here.exists() else "no data file in it" if here.is_dir() else "not a regular file"
-        refuse_missing(path, key, what, "a file, a folder or a glob; datasets:NAME is one of the hub")
+        tokens = f"{path}.bin"  # `modelcenter tokenize` was given the name without it
+        wanted = tokens if Path(tokens).is_file() else "a file, a folder or a glob; datasets:NAME is one of the hub"
+        refuse_missing(path, key, what, wanted)
     return sorted(found)
 
 

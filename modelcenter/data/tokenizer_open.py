@@ -63,6 +63,8 @@ def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | Non
     `presets`: names that stand for hub ids; absent, those of the families. Errors: `InputError` for a name that is neither, and for
     a tokenizer whose files are missing, broken or of an unknown kind. Of an adapter without one it is its base's.
     """
+    if not isinstance(name, str | os.PathLike):
+        refuse(None, "name", f"a {type(name).__name__}", "a folder, a preset or a hub id")
     folder = Path(name).expanduser()  # which wins over a preset of its name, as for the weights
     if not folder.is_dir():
         folder = _fetch(str(name), presets)

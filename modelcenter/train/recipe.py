@@ -124,6 +124,9 @@ class Recipe:
         if self.best is not None:
             check(self.best, self.objective, objective.of, "best")
         bind(Options, self.generation, section="generation.")
+        if self.generation and "texts" not in objective.of:
+            name, value = next(iter(self.generation.items()))
+            refuse(None, f"generation.{name}", f"{value} with objective {self.objective}, which writes no text", "leave it out")
         if not objective.packs and (self.data.packing or self.data.padding_free):
             key = "data.packing" if self.data.packing else "data.padding_free"
             refuse(None, key, f"true with objective {self.objective}", "false")
