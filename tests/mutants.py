@@ -1715,6 +1715,8 @@ MUTANTS = (
     Mutant("texts-row-by-row", "data/objectives/embed.py", "[texts[k] for k in range(self.many) for texts, _ in examples]",
            "[texts[k] for texts, _ in examples for k in range(self.many)]",
            "test_data_embed.py::test_losses_and_gradients_of_the_published_formulas[similarity]"),
+    Mutant("a-step-of-pairs-foreseen-as-any-forward", "train/resolve.py", "if recipe.batch_tokens is not None and find_objective",
+           "if False and find_objective", "test_data_embed.py::test_a_forward_holds_the_whole_batch"),
     Mutant("pairs-of-a-budget-cut", "train/prepare.py", "None if together else", "recipe.batch_tokens if together else",
            "test_data_embed.py::test_a_forward_holds_the_whole_batch"),
     Mutant("pairs-cut-into-micro-batches", "train/resolve.py", "micro = recipe.batch if together else", "micro =",

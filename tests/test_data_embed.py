@@ -22,7 +22,7 @@ from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 from modelcenter.train.evaluate import count_targets, evaluate
 from modelcenter.train.prepare import prepare
-from modelcenter.train.resolve import resolve
+from modelcenter.train.resolve import most_of, resolve
 from modelcenter.train.step import accumulate
 
 CASE = zoo.Case("bert", "default", "embed")
@@ -155,6 +155,7 @@ def test_a_forward_holds_the_whole_batch(tmp_path: Path, capsys: pytest.CaptureF
         assert "sample:\n  <s>of x</s>\n  near: <s>is x</s>" in setup.lines[3]
     (tmp_path / "data.jsonl").write_text('{"a": "of", "b": "is"}\n{"a": "of all that is", "b": "is"}\n' * 8)
     recipe, device = resolve(replace(asked, batch=8, batch_tokens=60), MACHINE)  # padding has no part in it
+    assert most_of(recipe, device) == 2
     setup = prepare(recipe, MACHINE, device)
     assert all(len(forwards) == 1 for _, forwards in islice(setup.loader.steps(), 6))
 

@@ -85,5 +85,7 @@ def forward_tokens(device: torch.device, width: int | None = None) -> int:
 
 
 def most_of(recipe: Recipe, device: torch.device, width: int | None = None) -> int:
-    """How many sequences of the greatest length a forward may have."""
+    """How many sequences of the greatest length a forward may have: one of a whole step, its tokens'."""
+    if recipe.batch_tokens is not None and find_objective(recipe.objective).together:
+        return -(-recipe.batch_tokens // recipe.data.seq_len)
     return max(1, forward_tokens(device, width) // recipe.data.seq_len)
