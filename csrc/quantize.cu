@@ -174,7 +174,7 @@ __global__ void quantize8(const T* x, int8_t* codes, float* scales, int64_t rows
 }
 
 // A thread has the same columns of two rows, whose codes are under way together. So many blocks, and not a chip full that goes on from row
-// to row, take 0.94 of the time. `strips`: the blocks of a row.
+// to row, take 0.95 of the time. `strips`: the blocks of a row.
 template <class T, bool VECTOR>
 __global__ void __launch_bounds__(THREADS)
 dequantize8(const int8_t* __restrict__ codes, const float* __restrict__ scales, T* __restrict__ y, int64_t rows, int64_t cols,
