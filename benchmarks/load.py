@@ -55,7 +55,8 @@ def write_folder(folder: Path, family: str, gb: float, shard: str) -> int:
     layers = max(1, round((gb * 1e9 - 2 * (2 * size_of(one) - size_of(two))) / (2 * (size_of(two) - size_of(one)))))
     model = built(preset, {**config, "layers": layers})
     # ignored: names stand where tensors would
-    shapes = {name: (theirs, shape) for theirs, shape, name in model.table.save({n: n for n in model.shapes}, model.shapes)}  # type: ignore[arg-type]
+    named: Any = {n: n for n in model.shapes}  # in place of tensors: which one of ours each of theirs is
+    shapes = {name: (theirs, shape) for theirs, shape, name in model.table.save(named, model.shapes)}
     noise = torch.randn(2**20).mul_(0.02).bfloat16()
 
     def draw(shape: tuple[int, ...]) -> torch.Tensor:

@@ -344,7 +344,7 @@ def predict(point: Point, name: str, chip: Chip, out: Path) -> None:
     """What is foreseen on the device here, or on that of that name."""
     here, device = name == HERE, device_of(name)
     # ignored: degrees are numbers, by the names of Machine
-    recipe, machine = recipe_of(point), Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
+    recipe, machine = recipe_of(point), Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]  # whole numbers
     model = made(point, recipe)
     if recipe.adapter.name != "none":
         insert(model, recipe.adapter, choose(model, recipe.adapter))
@@ -414,7 +414,7 @@ def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
     """Bytes at the peak of the fullest rank, seconds of a step."""
     cuda = device.type == "cuda"
     # ignored: degrees are numbers, by the names of Machine
-    recipe, machine = recipe_of(point), Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]
+    recipe, machine = recipe_of(point), Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]  # whole numbers
     ranks = join(machine)
     model = noisy(made(point, recipe), machine, recipe.precision, device, recipe.adapter)
     optimizer: Any = build_optimizer(model, recipe.optimizer, ranks)
