@@ -47,6 +47,8 @@ MUTANTS = (
            "wait(p.stages - 2);", "wait(p.stages - 1);", "rms_norm", f"{ORDER}|{WRONG}"),
     Mutant("a-barrier-for-one-lane", "cross_entropy.cu", "    if (t % 32 == 0) parts[t / 32] = row;\n    __syncthreads();",
            "    if (t % 32 == 0) {\n        parts[t / 32] = row;\n        __syncthreads();\n    }", "cross_entropy", "in vain: "),
+    Mutant("a-label-written-before-its-row", "cross_entropy.cu", "share);\n            __syncthreads();\n            if (known &&",
+           "share);\n            if (known &&", "linear_cross_entropy", f"{ORDER}|{WRONG}"),
     Mutant("wrong-lane", "norm.cu", "s.mean = from_lane(found, 1);", "s.mean = from_lane(found, 2);", "layer_norm", WRONG),
     Mutant("a-column-too-many", "embedding.cu",
            "packs[u], some<N>(column + u * 32 * N, dim));", "packs[u], some<N>(column + u * 32 * N, dim + 1));",
