@@ -6,7 +6,7 @@ What the caller says comes first, then the preset, an adapter's folder, config.j
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import partial, reduce
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -173,12 +173,12 @@ def asked_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def dtype_of(folder: Folder, ignored: Sequence[str]) -> torch.dtype:
-    """The widest dtype of the folder's floating-point tensors. Tensors whose names match `ignored` do not count: masks and
-    frequencies may be stored wider than the weights."""
+    """The dtype that holds each of the folder's floating-point tensors as it is: of fp16 and bf16 that is fp32. Tensors whose names
+    match `ignored` do not count: masks and frequencies may be stored wider than the weights."""
     keys = [key for key in folder.keys() if not any(fnmatchcase(key, pattern) for pattern in ignored)]  # noqa: SIM118  # no dict
     kinds = {folder.dtype(key) for key in keys}
     floating = [k for k in kinds if k.is_floating_point and k.itemsize > 1]
-    return max(floating, key=lambda k: (k.itemsize, k == torch.bfloat16), default=torch.float32)
+    return reduce(torch.promote_types, floating) if floating else torch.float32
 
 
 def check_labels(family: type[Model], task: str, count: int | None, names: Mapping[int, str] | None) -> None:

@@ -363,6 +363,12 @@ def test_a_run_is_judged_by_an_objective_of_its_head(asked: str, trained: str, f
         check_objective(asked, trained)
 
 
+@pytest.mark.parametrize("setting", ["optimizer.lr=1e-3", "save_steps=5", "num_epochs=2"])
+def test_what_only_training_reads_is_refused(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(tmp_path), "data.path=x.jsonl", setting]) == 2
+    assert f"{setting.split('=')[0].split('.')[0]}: given, where nothing is trained; leave it out" in capsys.readouterr().err
+
+
 def test_every_objective_has_its_metrics() -> None:
     known = objectives()
     assert list(known) == list(get_args(Recipe.__dataclass_fields__["objective"].type))

@@ -219,6 +219,7 @@ JSONS = {
     "overflow": (b'{"a": 1e999}', "the number 1e999"),
     "digits": (b'{"a": ' + b"9" * 5000 + b"}", "an integer of thousands of digits"),
     "duplicate": (b'{"a": {"b": 1, "c": 2, "b": 1}}', "b: a duplicate key"),
+    "duplicate behind many": (b'{"a": {%s"0": 1}}' % b"".join(b'"%d":1,' % i for i in range(400_000)), "0: a duplicate key"),
     "not UTF-8": (b'{"a": "\xe9"}', "byte 7: 0xe9, not UTF-8"),
     "mark": (b"\xef\xbb\xbf{}", "byte-order mark"),
     "cut": (b'{"a": [1,\n 2', "line 2 column 3: Expecting ',' delimiter"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from zoo import Case
 
@@ -147,6 +147,43 @@ def test_token_types_are_words(tmp_path: Path) -> None:
     assert (ours(**args).logits - theirs(**args).logits).abs().max() < 1e-10
     args["inputs_embeds"] = ours.get_input_embeddings()(args.pop("input_ids")) * 2
     assert (ours(**args).logits - theirs(**args).logits).abs().max() < 1e-10
+    with pytest.raises(mc.InputError, match=r"^token_type_ids: 128; 0 to 127: "):
+        ours(**args | {"token_type_ids": torch.full((2, 11), 128)})
+
+
+def test_many_labels_are_read_as_few() -> None:
+    """In time that does not grow with their square: these took a quarter of an hour."""
+    names = {str(i): f"n{i}" for i in reversed(range(60_000))}
+    assert mc.GPT.Config.from_dict({"id2label": names}).labels == tuple(f"n{i}" for i in range(60_000))
+
+
+def test_of_two_halves_each_value_is_kept(tmp_path: Path) -> None:
+    """fp32 holds what fp16 and bf16 do; bf16 would round the fp16 weights."""
+    folder = zoo.rewritten(CASE, tmp_path)
+    whole = load_file(folder / "model.safetensors")
+    table = {name: t.to(torch.bfloat16 if "ln_f" in name else torch.float16) for name, t in whole.items()}
+    save_file(table, folder / "model.safetensors", {"format": "pt"})
+    model = mc.load(folder)
+    model.save_pretrained(tmp_path / "out")
+    saved = load_file(tmp_path / "out/model.safetensors")
+    assert model.dtype == torch.float32 and all(torch.equal(t, table[name].float()) for name, t in saved.items())
+
+
+def test_every_key_that_names_the_dtype_is_written(tmp_path: Path) -> None:
+    folder = zoo.rewritten(CASE, tmp_path, dtype="float32", torch_dtype="float32")
+    mc.load(folder, dtype="bf16").save_pretrained(tmp_path / "out")
+    said = json.loads((tmp_path / "out/config.json").read_text())
+    assert said["dtype"] == said["torch_dtype"] == "bfloat16"
+
+
+def test_a_tokenizer_that_is_a_link_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    """Or what it leads to would be copied to wherever the model goes."""
+    folder = zoo.rewritten(CASE, tmp_path)
+    (tmp_path.parent / "secret").write_text("{}")
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    (folder / "tokenizer.json").symlink_to(tmp_path.parent / "secret")
+    with pytest.raises(mc.InputError, match=r"tokenizer.json: a link out of its folder, to .*/secret; a file inside it"):
+        mc.load(folder)
 
 
 def test_freezing(tmp_path: Path) -> None:

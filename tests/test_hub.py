@@ -20,6 +20,7 @@ import pytest
 
 import modelcenter
 from modelcenter.checkpoint import download, hub
+from modelcenter.checkpoint.regular import check_inside
 from modelcenter.errors import LIMIT, InputError, MissingError
 
 CANARY = "hf_canaryCANARYcanary0123456789"
@@ -195,11 +196,20 @@ def test_preset_to_folder(server: Hub, capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_what_is_said_of_vectors_comes_too(server: Hub) -> None:
     """sentence-transformers' files, by which a model is loaded that forms its vectors otherwise (checkpoint/sentence.py)."""
-    repo = server.repos["someone/tiny"] = single(modules__json=b"[]")
-    repo.files |= {"2_Dense/config.json": b"{}", "2_Dense/model.safetensors": b"dense"}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": place} for kind, place in
+               (("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "dense-1"), ("Pooling", "../out"), ("LayerNorm", "norm"))]
+    repo = server.repos["someone/tiny"] = single(modules__json=json.dumps(modules).encode())
+    repo.files |= dict.fromkeys((f"{place}/config.json" for place in ("dense-1", "norm", "other")), b"{}")
+    repo.files["dense-1/model.safetensors"] = b"dense"
     folder = resolve("tiny")
-    assert (folder / "modules.json").read_bytes() == b"[]" and (folder / "1_Pooling" / "config.json").read_bytes() == b"pool"
-    assert {"2_Dense/config.json", "2_Dense/model.safetensors"} <= set(server.fetched)
+    assert json.loads((folder / "modules.json").read_text()) == modules
+    assert (folder / "1_Pooling" / "config.json").read_bytes() == b"pool"
+    fetched = {file for file in server.fetched if "/" in file}
+    assert fetched == {"1_Pooling/config.json", "dense-1/config.json", "dense-1/model.safetensors"}
+    check_inside(folder / "dense-1" / "model.safetensors")  # a link into the cache, as those of the folder above
+    repo.files["modules.json"] = b"{}"  # no list: refused where it is read
+    repo.commit = COMMIT[::-1]
+    assert (resolve("tiny") / "modules.json").read_bytes() == b"{}"
 
 
 def test_figures(server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
@@ -302,8 +312,12 @@ def test_a_download_moves_a_run_and_is_known_to_be_one(server: Hub, monkeypatch:
     server.repos["someone/big"].commit = COMMIT[::-1]
     server.repos["someone/big"].files[ONE] = b"other" * 50
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    refused("someone/big")
-    assert not download.downloading()
+    for offline in (False, True):  # an update that broke off leaves the copy before it the one to take
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        assert resolve("someone/big").name == COMMIT and not download.downloading()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    server.repos["someone/big"].cut = ""
+    assert resolve("someone/big").name == COMMIT[::-1]
 
 
 def test_what_killed_downloads_left_is_said(server: Hub, capfd: pytest.CaptureFixture[str]) -> None:

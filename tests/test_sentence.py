@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import modelcenter as mc
 from modelcenter.checkpoint.sentence import read_modules
 from modelcenter.errors import InputError
+from modelcenter.layers.pick import POOLINGS
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 
@@ -143,7 +144,8 @@ def test_dense_layers_are_read_trained_and_written_back(kind: str, mode: str, su
     ({"activation_function": "torch.nn.modules.activation.Thanh"}, r"2_Dense/config.json: activation_function: torch.nn.*Tanh"),
     ({"activation_function": "mine.Tanh"}, r"activation_function: mine.Tanh; .* of torch.nn"),
     ({"in_features": 5}, r"2_Dense/config.json: in_features: 5; \d+, as wide as what it is given"),
-    ({"out_features": "a"}, r"2_Dense/config.json: out_features: 'a'; a number of features"),
+    ({"out_features": "a"}, r"2_Dense/config.json: out_features: 'a' \(str\); a whole number"),
+    ({"out_features": 2**62}, r"2_Dense/config.json: out_features: 4611686018427387904; a size from 1 to 2147483647"),
     ({"bias": "no"}, r"2_Dense/config.json: bias: 'no'; true or false"),
     ({"bias": True}, r"2_Dense: linear.bias: no such tensor"),
     ({"out_features": 11}, r"2_Dense: linear.weight: has shape \[12, \d+\]; config.json gives \[11, \d+\]"),
@@ -154,6 +156,47 @@ def test_a_dense_layer_that_is_not_as_said_is_refused(change: dict[str, Any], sa
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(InputError, match=said):
         mc.load(folder, task="embed")
+
+
+def test_modules_are_folders_inside(tmp_path: Path) -> None:
+    """Any plain name will do, as sentence-transformers takes them all; what is elsewhere is not read."""
+    folder = written(tmp_path / "m", "bert", ["Transformer", "Pooling"], "cls_token")
+    rows = json.loads((folder / "modules.json").read_text())
+
+    def placed(place: str) -> None:
+        (folder / "modules.json").write_text(json.dumps([rows[0], {**rows[1], "path": place}]))
+
+    (folder / "1_Pooling").rename(folder / "pool.ing")
+    placed("pool.ing")
+    model = mc.load(folder)
+    model.save_pretrained(tmp_path / "out")
+    assert model.head.pick is mc.load(tmp_path / "out").head.pick is POOLINGS["cls"]
+
+    (tmp_path / "outside").mkdir()
+    (folder / "pool.ing" / "config.json").rename(tmp_path / "outside" / "config.json")
+    with pytest.raises(InputError, match=r"pool.ing/config.json: no such file"):  # the mean, it would be otherwise
+        mc.load(folder)
+    (folder / "link").symlink_to(tmp_path / "outside")
+    placed("link")
+    with pytest.raises(InputError, match=r"link/config.json: a link out of its folder, to .*outside/config.json"):
+        mc.load(folder)
+    for place in ("../outside", str(tmp_path / "outside"), "..", ""):
+        placed(place)
+        with pytest.raises(InputError, match=rf"modules.json: path: '{place}'; the plain name of a folder"):
+            mc.load(folder)
+
+
+def test_a_dense_layer_s_weights_are_no_codes(tmp_path: Path) -> None:
+    folder, products = with_dense(tmp_path / "m", "bert", "mean_tokens")
+    save_file({"linear.weight": products[0].weight.detach().to(torch.int8)}, folder / "2_Dense/model.safetensors")
+    with pytest.raises(InputError, match=r"2_Dense/model.safetensors: linear.weight: int8; weights in fp16, bf16, fp32 or fp64"):
+        mc.load(folder, task="embed")
+
+
+def test_a_classifier_over_a_model_of_vectors_is_a_classifier(tmp_path: Path) -> None:
+    folder, _ = with_dense(tmp_path / "m", "bert", "mean_tokens")
+    mc.load(folder, task="classify", num_labels=3).save_pretrained(folder)
+    assert mc.load(folder).task == "classify" and not (folder / "modules.json").exists()
 
 
 def test_a_tensor_that_a_dense_layer_has_no_place_for_is_refused(tmp_path: Path) -> None:

@@ -215,6 +215,14 @@ def test_the_start_token_may_be_zero_and_travels(tmp_path: Path) -> None:
     assert T5Config(start=0).to_dict()["decoder_start_token_id"] == 0
 
 
+def test_a_null_scale_is_none(tmp_path: Path) -> None:
+    """As in transformers, where it is false; only a file without the key asks what is tied."""
+    folder = zoo.rewritten(PLAIN, tmp_path)
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, "scale_decoder_outputs": None, "tie_word_embeddings": True}))
+    assert not agrees(folder).config.scale
+
+
 def test_t5_reads_mt5_and_knows_its_head_is_never_scaled(tmp_path: Path) -> None:
     _, folder = zoo.reference(Case("mt5", "default", "seq2seq"))
     assert type(T5.from_pretrained(folder)) is mc.MT5 and not T5.from_pretrained(folder).config.scale

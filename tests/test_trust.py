@@ -108,6 +108,7 @@ def cast(kind: torch.dtype) -> Callable[[Path], None]:
 # ---------------------------------------------------------------------------------------------------- folders of models
 
 LN = "transformer.ln_f.weight"
+WTE = "transformer.wte.weight"
 FOLDERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {  # case: family, how it is made, what is said
     "header of 7 bytes": ("gpt2", file("gpt2/model.safetensors", b"\1" * 7), "byte 0: a file of 7 bytes"),
     "git-lfs pointer": ("gpt2", file("gpt2/model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "git-lfs"),
@@ -148,6 +149,13 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {  # case: family, 
     "dropout above 1": ("gpt2", config(resid_pdrop=1.5), "resid_pdrop: 1.5; a rate from 0 to 1"),
     "id2label is text": ("gpt2", config(id2label="no, yes"), "id2label: 'no, yes'; a name for each number"),
     "id2label with a gap": ("gpt2", config(id2label={"0": "a", "2": "b"}), "id2label: keys ['0', '2']; a name for each of"),
+    "number beyond a float": ("gpt2", config(layer_norm_epsilon=10**400), "layer_norm_epsilon: 1000"),
+    "tied scalars": (
+        "gpt2", weights(lambda t: t.update({name: torch.ones(()) for name in ("lm_head.weight", WTE)})), f"{WTE}: has shape []",
+    ),
+    "start outside the vocabulary": (
+        "t5", config("t5", decoder_start_token_id=5000), "config.json: decoder_start_token_id: 5000; an id below",
+    ),
     "token id is text": ("gpt2", config(pad_token_id="<pad>"), "pad_token_id: '<pad>'; the id of a token"),
     "token id below -1": ("gpt2", config(eos_token_id=[3, -2]), "eos_token_id: -2; the id of a token"),
     "initializer_range negative": ("gpt2", config(initializer_range=-1), "initializer_range: -1; a finite number"),

@@ -149,6 +149,30 @@ def test_modes_follow_the_umask(tmp_path):
     assert {p.stat().st_mode & 0o777 for p in [*(tmp_path / "out").iterdir(), tmp_path / "x.json"]} == {0o640}
 
 
+def test_an_empty_folder_keeps_its_mode(tmp_path):
+    (tmp_path / "out").mkdir(mode=0o700)
+    save(tmp_path / "out", {"w": torch.ones(2)})
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    """It could be swapped for a new one, and the old one then not be removed."""
+    save(tmp_path / "out", {"w": torch.ones(2)})
+    before = content(tmp_path / "out")
+    monkeypatch.setattr("os.access", lambda path, mode: os.fspath(path) != str(tmp_path / "out"))
+    with pytest.raises(InputError, match=r"out: a folder that may not be written; another folder, or chmod u\+w$"):
+        save(tmp_path / "out", {"w": torch.zeros(2)})
+    assert content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("name", ["模" * 84, "m" * 255])
+def test_a_name_as_long_as_names_may_be(tmp_path, name):
+    for _ in range(2):
+        save(tmp_path / name, {"w": torch.ones(2)})
+    atomic_write(tmp_path / name / name, b"x")
+    assert os.listdir(tmp_path) == [name] and (tmp_path / name / name).read_bytes() == b"x"
+
+
 SIZES = {5: 5, "5": 5, "5B": 5, "5KB": 5000, "2.5 MB": 2_500_000, "5gb": 5 * 10**9, " 1TB ": 10**12, "1GiB": 2**30}
 
 

@@ -109,6 +109,8 @@ def commit_folder(temp: str | os.PathLike[str], final: str | os.PathLike[str]) -
     """Flush everything under `temp`, then rename it to `final`, which must be absent or an empty folder."""
     temp, final = Path(temp), Path(final).resolve()
     with disk_errors(final):
+        if final.is_dir():
+            shutil.copymode(final, temp)
         sync_tree(temp)
         os.rename(temp, final)  # replaces an empty folder; a folder with anything in it is ENOTEMPTY
         sync(final.parent)
@@ -188,7 +190,12 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def hidden(final: Path) -> Path:
     """A name beside `final` that nobody has, for what is not whole yet or about to go."""
-    return final.with_name(f".tmp-{final.name[:200]}-{secrets.token_hex(4)}")
+    return final.with_name(f".tmp-{short(final.name)}-{secrets.token_hex(4)}")
+
+
+def short(name: str) -> str:
+    """As much of a name as leaves room in the 255 bytes that a file system has for one."""
+    return os.fsdecode(os.fsencode(name)[:200])
 
 
 def _locked_folder(final: Path) -> tuple[Path, int]:
@@ -225,7 +232,7 @@ def _lock(folder: Path) -> int | None:
 
 def sweep(folder: str | os.PathLike[str], name: str | None = None) -> None:
     """Remove the hidden folders that dead processes left in `folder`, or only those for `name`; a living maker holds a lock."""
-    pattern = HIDDEN if name is None else re.compile(re.escape(f".tmp-{name[:200]}-") + r"[0-9a-f]{8}")
+    pattern = HIDDEN if name is None else re.compile(re.escape(f".tmp-{short(name)}-") + r"[0-9a-f]{8}")
     for path in Path(folder).iterdir():
         if pattern.fullmatch(path.name) and not path.is_symlink() and path.is_dir():
             with suppress(OSError):

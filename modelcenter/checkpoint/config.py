@@ -3,8 +3,8 @@
 What a family does not model is carried and written back as it came; what it cannot honour is refused by name.
 """
 
-import math
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -257,7 +257,8 @@ def read_labels(values: Mapping[str, Any], file: Any) -> tuple[str, ...]:
         wanted = {str(i) for i in range(len(names))}
         if {str(k) for k in names} != wanted or not all(isinstance(v, str) for v in names.values()):
             refuse(file, "id2label", f"keys {list(names)[:5]}", f"a name for each of 0 to {len(names) - 1}")
-        return tuple({int(k): v for k, v in names.items()}[i] for i in range(len(names)))
+        by_number = {int(k): v for k, v in names.items()}
+        return tuple(by_number[i] for i in range(len(names)))
     count = check(values.get("num_labels", 2), int, file, "num_labels", "labels")
     return tuple(f"LABEL_{i}" for i in range(count))
 
@@ -276,7 +277,7 @@ def check(value: Any, hint: Any, file: Any, key: str, field: str = "") -> Any:
             refuse(file, key, str(value), f"a size from 1 to {most}")
         return value
     if float in options and type(value) in (int, float):
-        if not (math.isfinite(value) and value >= 0):
+        if not 0 <= value <= sys.float_info.max:  # which a whole number may pass, and is no float then
             refuse(file, key, str(value), "a finite number, not negative")
         if field.endswith("dropout") and value > 1:
             refuse(file, key, str(value), "a rate from 0 to 1")

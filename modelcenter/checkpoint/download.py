@@ -18,13 +18,15 @@ from typing import Any
 from ..errors import refuse, refuse_missing, tell
 from ..errors import size as in_words
 from ..parallel.watch import beat
+from .atomic import atomic_write
+from .files import PLACE
 from .strict_json import read_json
 
 COMPANIONS = re.compile(
     r"(tokenizer|vocab|special_tokens|added_tokens|generation_config|chat_template|merges|sentencepiece)"
     r"[\w.-]*\.(json|txt|model|jinja|vocab)|spiece\.model|source\.spm|target\.spm|bpe\.codes")
-MODULE = re.compile(  # with modules.json: checkpoint/sentence.py
-    r"\d{1,3}_(Pooling|Dense)/config\.json|\d{1,3}_Dense/(model\.safetensors|pytorch_model\.bin)", re.ASCII)
+# The files of those modules that checkpoint/sentence.py reads.
+MODULES = {"Pooling": ("config.json",), "Dense": ("config.json", "model.safetensors", "pytorch_model.bin")}
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PATIENCE = 10.0  # seconds to wait for the hub's first answer
 STALE = 3600.0  # seconds after which nobody writes a file of a download any more
@@ -62,15 +64,26 @@ def download(name: str, repo: str, revision: str | None) -> Path:
     from huggingface_hub import constants
 
     listing = look_up(name, repo, revision)
-    todo = listing.todo
-    if not todo:
+    if todo := listing.todo:
+        announce(listing, todo)
+        with under_way():
+            for file in todo:
+                bring(listing, file)
+    else:
         say(f"{listing}, already complete in {constants.HF_HUB_CACHE}")
-        return listing.folder
-    announce(listing, todo)
-    with under_way():
-        for file in todo:
-            bring(listing, file)
+    remember(listing)
     return listing.folder
+
+
+def remember(listing: Listing) -> None:
+    """Tell the cache which commit the branch is, so that a run without the hub finds it: only now that all of it is there, because
+    until then the copy before it is the one to take."""
+    revision = listing.revision or "main"
+    if revision != listing.folder.name:
+        file = listing.folder.parent.parent / "refs" / revision
+        if not file.is_file() or file.read_text() != listing.folder.name:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(file, listing.folder.name.encode())
 
 
 def look_up(name: str, repo: str, revision: str | None) -> Listing:
@@ -81,16 +94,16 @@ def look_up(name: str, repo: str, revision: str | None) -> Listing:
     info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=PATIENCE)
     if not any(s.rfilename == "config.json" for s in info.siblings or ()):
         refuse_missing(name, "config.json", f"{repo} has none", "a transformers model repository")
-    # Asked for by branch, so that the cache learns which commit the branch is and an offline run finds it.
-    folder = Path(hf_hub_download(repo, "config.json", revision=revision)).parent
+    folder = Path(hf_hub_download(repo, "config.json", revision=info.sha)).parent  # of this commit, wherever the branch is by now
     commit = folder.name
-    if info.sha != commit:  # the branch moved between the two answers
-        info = HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=PATIENCE)
     hashes = {s.rfilename: s.lfs.sha256 for s in info.siblings or () if s.lfs is not None}
     sizes: dict[str, int | None] = {s.rfilename: s.size for s in info.siblings or ()
-                                    if re.fullmatch(r"[\w-][\w.-]*", s.rfilename, re.ASCII) or MODULE.fullmatch(s.rfilename)}
+                                    if re.fullmatch(rf"({PLACE.pattern}/)?[\w-][\w.-]*", s.rfilename, re.ASCII)}
 
-    weights = pick_weights(sizes, lambda file: read_json(Path(hf_hub_download(repo, file, revision=commit))))
+    def read(file: str) -> Any:
+        return read_json(Path(hf_hub_download(repo, file, revision=commit)))
+
+    weights = pick_weights(sizes, read)
     if not weights:
         seen = [f for f in sizes if f.endswith((".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".bin", ".safetensors"))]
         refuse_missing(name, None, f"{repo} has no weights that we read{' but ' + ', '.join(seen) if seen else ''}",
@@ -98,10 +111,17 @@ def look_up(name: str, repo: str, revision: str | None) -> Listing:
     lacking = [f for f in weights if f not in sizes]
     if lacking:
         refuse_missing(name, weights[0], f"it lists {lacking[0]!r}, which {repo} lacks", "another revision")
-    vectors = ("modules.json", *filter(MODULE.fullmatch, sizes)) if "modules.json" in sizes else ()
+    vectors = {"modules.json", *(sizes.keys() & of_modules(read("modules.json")))} if "modules.json" in sizes else set()
     companions = sorted({*vectors, *filter(COMPANIONS.fullmatch, sizes)})
     total = getattr(getattr(info, "safetensors", None), "total", None)
     return Listing(name, repo, revision, folder, sizes, hashes, weights, companions, total)
+
+
+def of_modules(content: Any) -> set[str]:
+    """The files that the modules in modules.json may have; none for what is no list of modules, which loading refuses."""
+    rows = [row for row in content if isinstance(row, dict)] if isinstance(content, list) else []
+    found = [(str(row.get("type")).rpartition(".")[2], str(row.get("path"))) for row in rows]
+    return {f"{place}/{file}" for kind, place in found for file in MODULES.get(kind, ())}
 
 
 def announce(listing: Listing, todo: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from .strict_json import read_json
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+PLACE = re.compile(r"[\w-][\w.-]{0,63}", re.ASCII)  # the folder of a module of sentence-transformers'
 
 FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 

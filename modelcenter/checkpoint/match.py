@@ -69,6 +69,8 @@ def same(a: Lazy, b: Lazy) -> bool:
     """Whether two tensors hold equal values; read a few rows at a time."""
     if a.shape != b.shape:
         return False
+    if not a.shape:
+        return torch.equal(a[...], b[...])
     if isinstance(a, BinSlice) and isinstance(b, BinSlice) and (a.place, a.dtype) == (b.place, b.dtype):
         return True  # one storage under two names, as torch.save keeps tied weights: the next gigabyte need not be read
     rest = everything(a.shape)[1:]
@@ -172,9 +174,13 @@ def over(folder: Folder) -> tuple[str, str]:
 def refuse_codes(folder: Folder, keys: Keys, used: Iterable[str]) -> None:
     """Refuse weights that are quantised although config.json does not say so."""
     for key in used:
-        kind = folder.dtype(keys.real[key])
-        if not kind.is_floating_point or kind.itemsize == 1:
-            refuse(folder.file(keys.real[key]), key, str(kind).removeprefix("torch."), "weights in fp16, bf16, fp32 or fp64")
+        refuse_code(folder, keys.real[key])
+
+
+def refuse_code(folder: Folder, key: str) -> None:
+    kind = folder.dtype(key)
+    if not kind.is_floating_point or kind.itemsize == 1:
+        refuse(folder.file(key), key, str(kind).removeprefix("torch."), "weights in fp16, bf16, fp32 or fp64")
 
 
 def plain_name(key: str, names: Names, plain: bool) -> str:

@@ -8,13 +8,14 @@ from typing import BinaryIO
 from ..errors import refuse, refuse_missing
 
 
-def check_inside(path: str | os.PathLike[str]) -> None:
-    """Refuse what is missing, is no regular file, or is a link out of its folder.
+def check_inside(path: str | os.PathLike[str], folder: Path | None = None) -> None:
+    """Refuse what is missing, is no regular file, or leads out of `folder`, by default its own, by a link.
 
-    The hub cache's own layout is fine: snapshots/<revision>/<file> is a link to ../../blobs/<hash>.
+    The hub cache's own layout is fine: snapshots/<revision>/<file>, or a file in a folder there, is a link into blobs, beside
+    snapshots.
     """
     path = Path(path)
-    here = path.parent.resolve()
+    here = (folder or path.parent).resolve()
     try:
         real = path.resolve(strict=True)
         mode = real.stat().st_mode
@@ -24,7 +25,7 @@ def check_inside(path: str | os.PathLike[str]) -> None:
         refuse(path, None, getattr(error, "strerror", None) or "a loop of links", "a readable file")
     if not stat.S_ISREG(mode):
         refuse(path, None, kind_of(mode), "a regular file")
-    cache = here.parent.name == "snapshots" and real.parent == here.parent.parent / "blobs"
+    cache = any(top.parent.name == "snapshots" and real.parent == top.parent.parent / "blobs" for top in (here, here.parent))
     if not real.is_relative_to(here) and not cache:
         refuse(path, None, f"a link out of its folder, to {real}", "a file inside it")
 

@@ -19,6 +19,7 @@ from .config import write as keys_of
 from .exchange import Slot, write
 from .group import Group
 from .load import local, whole
+from .regular import check_inside
 from .sentence import files_of
 from .write import Item, arranged, layout, save_folder
 
@@ -38,7 +39,10 @@ PATIENCE = 30.0  # seconds after which a process that waits for the others says 
 def companions(folder: Path, base: Path | None = None) -> dict[str, bytes]:
     """The tokenizer and generation files of a folder, which travel with the weights. What an adapter's folder lacks is its base's:
     the options of generation, and the tokenizer, whose files are taken from one folder alone."""
-    own = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+    own = {}
+    for file in (folder / name for name in COMPANIONS if (folder / name).is_file()):
+        check_inside(file)  # or what a link leads to would be copied to wherever the model goes
+        own[file.name] = file.read_bytes()
     under = companions(base) if base is not None else {}
     return {name: data for name, data in under.items() if name == GENERATION or own.keys() <= {GENERATION}} | own
 
@@ -136,5 +140,6 @@ def config_json(model: "Model", kind: torch.dtype) -> bytes:
     values["architectures"] = [model.tasks[model.task].architecture]
     if type(model).encoder_decoder and (not model.config.file or values.get("is_encoder_decoder", True) != model.encoder_decoder):
         values["is_encoder_decoder"] = model.encoder_decoder  # generate of transformers asks for it
-    values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(kind).removeprefix("torch.")
+    for key in {"dtype", "torch_dtype"} & values.keys() or {"dtype"}:
+        values[key] = str(kind).removeprefix("torch.")
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

@@ -7,7 +7,6 @@ A model that was trained from a folder without these files gets its own, or sent
 """
 
 import json
-import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,16 @@ from torch import Tensor, nn
 from ..errors import nearest, refuse
 from ..layers.pick import POOLINGS
 from ..layers.sentence import ACTIVATIONS, Dense, EmbedHead
+from .config import check
+from .files import PLACE
 from .folder import Folder
 from .load import whole
+from .match import refuse_code
+from .regular import check_inside
 from .strict_json import read_json
 from .write import Item, shard_chunks
 
 PREFIX, NAMES = "pooling_mode_", {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}
-PLACE = re.compile(r"\d{1,3}_\w{1,32}", re.ASCII)  # the folder of a module
 BESIDE = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
@@ -51,10 +53,12 @@ def read_modules(folder: Path) -> Said:
     kept = list(BESIDE)
     for module in modules:
         kind, place = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
+        if kind in ("Pooling", "Dense") and not PLACE.fullmatch(place):
+            refuse(folder / BESIDE[0], "path", repr(place), "the plain name of a folder")
         if kind == "Pooling":
             behind = True
             pooled(folder, f"{place}/config.json", said)
-        elif kind == "Dense" and behind and not (scaled or said.unread) and PLACE.fullmatch(place):
+        elif kind == "Dense" and behind and not (scaled or said.unread):
             said.dense.append(place)
         elif kind == "Normalize":  # a vector's length is no matter of cosines, but to a bias or a tanh behind it
             scaled = behind
@@ -63,13 +67,15 @@ def read_modules(folder: Path) -> Said:
         if PLACE.fullmatch(place):
             kept.append(f"{place}/config.json")
     if not said.unread:
-        said.files = {name: (folder / name).read_bytes() for name in kept if (folder / name).is_file()}
+        for name in (name for name in kept if (folder / name).is_file()):
+            check_inside(folder / name, folder)
+            said.files[name] = (folder / name).read_bytes()
     return said
 
 
 def pooled(folder: Path, file: str, said: Said) -> None:
     """Add what the file of a pooling says."""
-    found = object_of(folder / file) if (folder / file).is_file() else {}
+    found = object_of(folder, file)
     used = [key.removeprefix(PREFIX) for key, value in found.items() if key.startswith(PREFIX) and value is True]
     if found.get("pooling_mode") is not None:  # which wins over the others
         used = [str(found["pooling_mode"])]
@@ -80,10 +86,11 @@ def pooled(folder: Path, file: str, said: Said) -> None:
         said.unread.append(f"{file} says {' and '.join(used)}, which is not there: {', '.join(POOLINGS)} of the tokens' are")
 
 
-def object_of(file: Path) -> dict[str, Any]:
-    found = read_json(file)
+def object_of(folder: Path, file: str) -> dict[str, Any]:
+    check_inside(folder / file, folder)
+    found = read_json(folder / file)
     if not isinstance(found, dict):
-        refuse(file, None, f"a JSON {type(found).__name__}", "an object")
+        refuse(folder / file, None, f"a JSON {type(found).__name__}", "an object")
     return found
 
 
@@ -96,7 +103,8 @@ def settle(folder: Path, said: Said, head: EmbedHead, width: int, dtype: torch.d
     layers, values = [], dict[str, Tensor]()
     for number, place in enumerate(said.dense):
         file = folder / place / "config.json"
-        config = {"bias": True, "activation_function": "torch.nn.modules.activation.Tanh", **object_of(file)}
+        usual = {"bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
+        config = usual | object_of(folder, f"{place}/config.json")
         act = str(config["activation_function"])
         kind = act.rpartition(".")[2]
         if kind not in ACTIVATIONS or not act.startswith("torch.nn."):
@@ -105,13 +113,12 @@ def settle(folder: Path, said: Said, head: EmbedHead, width: int, dtype: torch.d
             refuse(file, "bias", repr(config["bias"]), "true or false")
         if config.get("in_features") != width:
             refuse(file, "in_features", repr(config.get("in_features")), f"{width}, as wide as what it is given")
-        width = config.get("out_features", 0)
-        if type(width) is not int or width < 1:
-            refuse(file, "out_features", repr(width), "a number of features")
+        width = check(config.get("out_features"), int, file, "out_features")
         with torch.device("meta"):
             layers.append(Dense(config["in_features"], width, config["bias"], kind).to(dtype))
         with Folder(folder / place) as weights:
             for name, p in layers[-1].named_parameters():
+                refuse_code(weights, name)
                 if weights.shape(name) != tuple(p.shape):
                     refuse(folder / place, name, f"has shape {list(weights.shape(name))}", f"config.json gives {list(p.shape)}")
                 values[f"head.dense.{number}.{name}"] = weights.slice(name)[...].clone()

@@ -63,11 +63,11 @@ def parse(path: str | os.PathLike[str], data: bytes) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            seen: list[str] = []
+            seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:
                     refuse(path, key, "a duplicate key", "each key once")
-                seen.append(key)
+                seen.add(key)
         return found
 
     def fraction(text: str) -> float:

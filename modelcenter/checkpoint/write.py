@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import refuse
 from .atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
+from .files import PLACE
 from .folder import DTYPES, raw
 from .header import BITS, RANK_LIMIT, TENSOR_LIMIT, check_name
 
@@ -28,6 +29,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DTYPE_ORDER = {name: i for i, name in enumerate(BITS)}
 FORMAT = {"format": "pt"}  # what transformers looks for in a file's metadata
 INDEX = "model.safetensors.index.json"
+MODULES = "modules.json"  # says that a model gives vectors of texts: one that goes in its place and does not has none
 STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -99,7 +101,7 @@ def save_folder(
                 write_new(temp / file, [data])
             _check_target(target)  # again: a save takes minutes, and the name may have become somebody else's
             if target.is_dir() and any(target.iterdir()):
-                replace_folder(temp, target, drop=lambda name: STALE.fullmatch(name) is not None)
+                replace_folder(temp, target, drop=lambda name: name == MODULES or STALE.fullmatch(name) is not None)
             else:
                 commit_folder(temp, target)
 
@@ -222,12 +224,14 @@ def _check_target(target: Path) -> None:
         refuse(target, None, "a file", "a folder, or a name that is free")
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
         refuse(target, None, "a folder with other files and no config.json", "an empty folder, a model's or a new name")
+    if target.is_dir() and not os.access(target, os.W_OK):  # though it could be swapped for another
+        refuse(target, None, "a folder that may not be written", "another folder, or chmod u+w")
     if target == Path.cwd() or target == Path(target.anchor) or target.is_mount():
         refuse(target, None, "the current folder, or a mount point", "a folder inside it, which can be swapped whole")
 
 
 def _check_extras(target: Path, extras: Mapping[str, bytes]) -> None:
     for name in extras:
-        plain = re.fullmatch(r"(?:\d{1,3}_\w{1,32}/)?([^/\\\x00-\x1f]{1,255})", name, re.ASCII)
+        plain = re.fullmatch(rf"(?:{PLACE.pattern}/)?([^/\\\x00-\x1f]{{1,255}})", name, re.ASCII)
         if plain is None or plain[1] in (".", "..") or STALE.fullmatch(name):
-            refuse(target, repr(name), "the name of an extra file", "a plain file name that is no weight file's, or N_MODULE/FILE")
+            refuse(target, repr(name), "the name of an extra file", "a plain file name that is no weight file's, or MODULE/FILE")

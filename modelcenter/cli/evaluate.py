@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from ..train.recipe import Recipe
 
 
+# Keys of a recipe that an evaluation does not read; output_dir and max_steps, which a recipe must have, may be given all the same.
+TRAINING = {
+    "optimizer", "schedule", "freeze", "ema", "num_epochs", "max_grad_norm", "on_spike", "logging_steps", "eval_steps", "best", "patience",
+    "save_steps", "save_total_limit", "report_to", "resume",
+}  # fmt: skip
+
+
 def evaluate(args: Arguments) -> Answer:
     """Evaluate a model with the metrics that its task is usually judged by.
 
@@ -58,6 +65,8 @@ def evaluate(args: Arguments) -> Answer:
         return Answer(f"{suite[0]} {found['score']:.1f}{lack}: {', '.join(lines)}", found)
     if not args.names:
         refuse(COMMAND_LINE, "RUN", "missing", "a run's output_dir, a model's folder, or a recipe")
+    if unread := TRAINING & given(args).keys():
+        refuse(COMMAND_LINE, min(unread), "given, where nothing is trained", "leave it out")
     folder = Path(args.names[0])
     if (folder / MANIFEST).is_file():
         from ..train.export import export

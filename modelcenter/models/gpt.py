@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..checkpoint.config import Config, Table, choice
 from ..layers import FFN, Attention, Batch, Embedding, EmbedHead, LayerNorm, PreNorm, Stack, last_token
+from ..layers.embedding import named
 from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead
 from ..model import Model, Preset, Task, register
 from ..names import Row, Shape, T
@@ -79,7 +80,7 @@ class GPT(Model):
     def body(self, batch: Batch) -> Tensor:
         x = batch.x
         if batch.segments is not None:
-            x = (self.embed.tokens(x) if x.dim() == 2 else x) + self.embed.tokens(batch.segments)
+            x = (self.embed.tokens(x) if x.dim() == 2 else x) + named("token_type_ids", self.embed.tokens, batch.segments)
         out: Tensor = self.decoder(self.embed(x, batch.at), batch.view(causal=True), wanted=batch.wanted)
         return out
 

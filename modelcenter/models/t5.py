@@ -7,11 +7,13 @@ fp16 the feed-forward layer of the published weights overflows: use bf16 or fp32
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from .. import ops
 from ..checkpoint.config import Config, Key, Table, choice, token
+from ..errors import refuse
 from ..layers import FFN, Attention, Batch, Dropout, Embedding, EmbedHead, GatedFFN, LMHead, PreNorm, RelativeBias, RMSNorm, Stack
 from ..layers.pick import mean_token
 from ..model import Model, Preset, Task, register
@@ -27,6 +29,12 @@ V1_1 = {  # FLAN has the same sizes
     "xl": (2_849_757_184, dict(dim=2048, hidden=5120, heads=32, layers=24)),
     "xxl": (11_135_332_352, dict(dim=4096, hidden=10240, heads=64, layers=24)),
 }
+
+
+def scales(said: Any, file: Mapping[str, Any]) -> bool:
+    """Whether the head scales what it reads: a null does not, and of a file without the key tie_word_embeddings says it."""
+    tied = "scale_decoder_outputs" not in file and file.get("tie_word_embeddings") is not False
+    return {True: True, False: False, None: tied}[said]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +66,7 @@ class T5Config(Config):
                      dense_act_fn={"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"},
                      is_gated_act={"relu": False, "gated-gelu": True, "gated-silu": True}),
             # before transformers 5 `tie_word_embeddings` said whether to scale; the tensors say what is tied
-            "scale_decoder_outputs": Key(
-                "scale", lambda v, c: c.get("tie_word_embeddings") is not False if v is None else {True: True, False: False}[v],
-                lambda v: {"scale_decoder_outputs": v}, always=True),
+            "scale_decoder_outputs": Key("scale", scales, lambda v: {"scale_decoder_outputs": v}, always=True),
             "tie_word_embeddings": Key("tie", lambda v, c: True, lambda v: {"tie_word_embeddings": v}, always=True),
         },
         fixed={"is_decoder": False},
@@ -68,6 +74,8 @@ class T5Config(Config):
 
     def verify(self) -> None:
         self.agreed("dim", "head_dim", "heads", "layers")
+        if self.start >= self.vocab:
+            refuse(None, "decoder_start_token_id", str(self.start), f"an id below {self.vocab}, the vocabulary")
 
 
 @register
