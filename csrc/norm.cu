@@ -303,7 +303,8 @@ __global__ void __launch_bounds__(WIDE, FOURS == 2 && !SOON ? 4 : 3) norm_floats
     }
 }
 
-__global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
+template <int N>
+__global__ void __launch_bounds__(HALF_OF_ALL, 2) norm_any_rows(const Problem p) {
     __shared__ Board<1, false> board;
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
     const float scale = p.seed ? p.scale : 1.0f, all = static_cast<float>(p.dim);
@@ -312,15 +313,21 @@ __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const int64_t at = row * p.dim;
         if (p.residual.data)
-            columns((p.dim + 7) / 8, [&](int64_t i) {
-                const uint32_t keep = p.seed ? kept8(at + i * 8, key, p.threshold) : 0xFFu;
-                for (int k = 0; k < 8 && i * 8 + k < p.dim; k++) {
-                    const int64_t e = at + i * 8 + k;
-                    p.total.put(e, (keep >> k & 1 ? p.x.one(e) * scale : 0.0f) + p.residual.one(e));
-                }
+            columns<N>(p.dim, [&](int64_t c) {
+                const uint32_t keep = p.seed ? kept_few<N>(at + c, key, p.threshold) : 0xFFu;
+                const Few<N> x = few<N>(p.x, at + c);
+                Few<N> sum = few<N>(p.residual, at + c);
+#pragma unroll
+                for (int k = 0; k < N; k++) sum.at[k] += keep >> k & 1 ? x.at[k] * scale : 0.0f;
+                put(p.total, at + c, sum);
             });
-        __syncthreads();
-        const auto each = [&](auto f) { columns(p.dim, [&](int64_t c) { f(h.one(at + c)); }); };
+        const auto each = [&](auto f) {  // the columns of a thread, which has written them itself
+            columns<N>(p.dim, [&](int64_t c) {
+                const Few<N> v = few<N>(h, at + c);
+#pragma unroll
+                for (int k = 0; k < N; k++) f(v.at[k]);
+            });
+        };
         float sum[1] = {}, about[2] = {};
         if (p.centred) each([&](float v) { sum[0] += v; });
         const float mean = p.centred ? group_sums(sum, board, turn) / all : 0.0f;
@@ -333,8 +340,13 @@ __global__ void __launch_bounds__(1024) norm_any_rows(const Problem p) {
         const Stats s{mean, rstd, -left * rstd};
         if (p.centred) s.put<true>(p, row);
         else s.put<false>(p, row);
-        columns(p.dim, [&](int64_t c) {
-            p.out.put(at + c, fmaf(s.normal(h.one(at + c)), p.weight.one(c), p.bias.data ? p.bias.one(c) : 0.0f));
+        columns<N>(p.dim, [&](int64_t c) {
+            const Few<N> v = few<N>(h, at + c), w = few<N>(p.weight, c);
+            Few<N> y{};
+            if (p.bias.data) y = few<N>(p.bias, c);
+#pragma unroll
+            for (int k = 0; k < N; k++) y.at[k] = fmaf(s.normal(v.at[k]), w.at[k], y.at[k]);
+            put(p.out, at + c, y);
         });
     }
 }
@@ -506,8 +518,12 @@ bool launch_forward(const Problem& p, bool shift, int slots, cudaStream_t stream
 
 void forward(const Problem& p, bool shift, cudaStream_t stream) {
     if (launch_forward(p, shift, slots_of(p.x) + slots_of(p.residual), stream)) return;
-    const int threads = threads_for(p.dim);
-    norm_any_rows<<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
+    const auto run = [&](auto n) {
+        const int threads = threads_for(p.dim, n.value);
+        norm_any_rows<n.value><<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
+    };
+    if (!shift) run(std::integral_constant<int, 8>{});
+    else run(std::integral_constant<int, 1>{});
 }
 
 }  // namespace

@@ -161,64 +161,82 @@ __global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
             }
 }
 
-// The gradient of element `at` of the norm.
-__device__ __forceinline__ float given(const Problem& p, int64_t at) {
-    return p.also.data ? p.x.one(at) + p.also.one(at) : p.x.one(at);
+// The gradient of the norm for N columns from element `at` on.
+template <int N>
+__device__ __forceinline__ Few<N> given(const Problem& p, int64_t at) {
+    Few<N> g = few<N>(p.x, at);
+    if (!p.also.data) return g;
+    const Few<N> second = few<N>(p.also, at);
+#pragma unroll
+    for (int k = 0; k < N; k++) g.at[k] += second.at[k];
+    return g;
 }
 
-// Rows of any length and alignment: a block each; the sums for weight and bias are another kernel's.
-__global__ void __launch_bounds__(1024) norm_any_rows_backward(const Problem p) {
+// Rows too long for a ring, or of odd dtypes and alignments: a block each; the sums for weight and bias are another kernel's.
+template <int N>
+__global__ void __launch_bounds__(HALF_OF_ALL, 2) norm_any_rows_backward(const Problem p) {
     __shared__ Board<1, false> board;
     const uint64_t key = p.seed ? static_cast<uint64_t>(*p.seed) : 0;
     int turn = 0;
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const int64_t at = row * p.dim;
         const auto s = Stats::of(p, row);
-        const auto weighted = [&](int64_t c) { return given(p, at + c) * p.weight.one(c); };
-        const auto normal = [&](int64_t c) { return s.normal(p.normed.one(at + c)); };
         float sums[2] = {};
-        columns(p.dim, [&](int64_t c) {
-            const float g = weighted(c);
-            sums[0] += g;
-            sums[1] = fmaf(g, normal(c), sums[1]);
+        columns<N>(p.dim, [&](int64_t c) {
+            const Few<N> g = given<N>(p, at + c), w = few<N>(p.weight, c), x = few<N>(p.normed, at + c);
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                const float weighted = g.at[k] * w.at[k];
+                sums[0] += weighted;
+                sums[1] = fmaf(weighted, s.normal(x.at[k]), sums[1]);
+            }
         });
         const float found = group_sums(sums, board, turn) / static_cast<float>(p.dim);
         const float level = p.centred ? from_lane(found, 0) : 0.0f, skewed = from_lane(found, 1), tilt = s.rstd * skewed;
-        const auto gradient = [&](int64_t c) {
-            const float g = given(p, at + c), w = p.weight.one(c), x = p.normed.one(at + c);
-            const float d = p.centred ? fmaf(-s.normal(x), skewed, fmaf(g, w, -level)) : fmaf(g, w, -(x * tilt));
-            return p.residual.data ? fmaf(d, s.rstd, p.residual.one(at + c)) : d * s.rstd;
-        };
-        columns(p.dim, [&](int64_t c) { p.total.put(at + c, gradient(c)); });
-        if (!p.out.data) continue;
-        columns((p.dim + 7) / 8, [&](int64_t i) {
-            const uint32_t keep = p.seed ? kept8(at + i * 8, key, p.threshold) : 0xFFu;
-            for (int64_t c = i * 8; c < i * 8 + 8 && c < p.dim; c++)  // from what they were made of again: the stream's are rounded
-                p.out.put(at + c, keep >> c % 8 & 1 ? gradient(c) * (p.seed ? p.scale : 1.0f) : 0.0f);
+        columns<N>(p.dim, [&](int64_t c) {
+            const Few<N> g = given<N>(p, at + c), w = few<N>(p.weight, c), x = few<N>(p.normed, at + c);
+            Few<N> more{}, d;
+            if (p.residual.data) more = few<N>(p.residual, at + c);
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                const float slope = p.centred ? fmaf(-s.normal(x.at[k]), skewed, fmaf(g.at[k], w.at[k], -level))
+                                              : fmaf(g.at[k], w.at[k], -(x.at[k] * tilt));
+                d.at[k] = fmaf(slope, s.rstd, more.at[k]);
+            }
+            put(p.total, at + c, d);
+            if (!p.out.data) return;
+            const uint32_t keep = p.seed ? kept_few<N>(at + c, key, p.threshold) : 0xFFu;
+#pragma unroll
+            for (int k = 0; k < N; k++) d.at[k] = keep >> k & 1 ? d.at[k] * (p.seed ? p.scale : 1.0f) : 0.0f;
+            put(p.out, at + c, d);
         });
     }
 }
 
-// partial[y]: sums over the rows y, y + gridDim.y ..., for 32 columns a block
+// partial[y]: sums over the rows y, y + gridDim.y ..., for 32 times N columns a block
+template <int N>
 __global__ void __launch_bounds__(256) norm_columns(const Problem p) {
-    __shared__ float weights[8][33], biases[8][33];
-    const int64_t c = int64_t{blockIdx.x} * 32 + threadIdx.x;
-    float dw = 0.0f, db = 0.0f;
-    const int64_t step = int64_t{gridDim.y} * blockDim.y;
+    __shared__ float weights[8][32 * N + 1], biases[8][32 * N + 1];
+    const int64_t first = int64_t{blockIdx.x} * 32 * N, c = first + threadIdx.x * N, step = int64_t{gridDim.y} * blockDim.y;
+    Few<N> dw{}, db{};
     if (c < p.dim)
         for (int64_t row = int64_t{blockIdx.y} + int64_t{gridDim.y} * threadIdx.y; row < p.rows; row += step) {
             const auto s = Stats::of(p, row);
-            const float d = given(p, row * p.dim + c);
-            dw = fmaf(d, s.normal(p.normed.one(row * p.dim + c)), dw);
-            db += d;
+            const Few<N> g = given<N>(p, row * p.dim + c), x = few<N>(p.normed, row * p.dim + c);
+#pragma unroll
+            for (int k = 0; k < N; k++) dw.at[k] = fmaf(g.at[k], s.normal(x.at[k]), dw.at[k]), db.at[k] += g.at[k];
         }
-    weights[threadIdx.y][threadIdx.x] = dw, biases[threadIdx.y][threadIdx.x] = db;
+#pragma unroll
+    for (int k = 0; k < N; k++)
+        weights[threadIdx.y][threadIdx.x * N + k] = dw.at[k], biases[threadIdx.y][threadIdx.x * N + k] = db.at[k];
     __syncthreads();
-    if (threadIdx.y || c >= p.dim) return;
-    for (int y = 1; y < 8; y++) dw += weights[y][threadIdx.x], db += biases[y][threadIdx.x];
     float* line = p.partial + int64_t{blockIdx.y} * (p.centred ? 2 : 1) * p.dim;
-    line[c] = dw;
-    if (p.centred) line[p.dim + c] = db;
+    for (auto i = static_cast<int>(threadIdx.y * 32 + threadIdx.x); i < 32 * N && first + i < p.dim; i += 256) {
+        float weight = 0.0f, bias = 0.0f;
+        for (int y = 0; y < 8; y++) weight += weights[y][i], bias += biases[y][i];
+        line[first + i] = weight;
+        if (p.centred) line[p.dim + first + i] = bias;
+    }
 }
 
 // The lines of `partial`, added in their order by 16 threads a column and those in theirs.
@@ -264,12 +282,18 @@ bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cu
 }
 
 // How many lines of `partial` there are.
-int64_t backward(const Problem& p, int64_t lines, bool shift, cudaStream_t stream) {
+int64_t backward(const Problem& p, int64_t lines, bool shift, bool whole, cudaStream_t stream) {
     const int slots = slots_of(p.x) + slots_of(p.also) + slots_of(p.normed) + slots_of(p.residual);
     if (p.alike && launch_backward(p, shift, slots, lines, stream)) return lines;
-    const int threads = threads_for(p.dim);
-    norm_any_rows_backward<<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
-    norm_columns<<<dim3(static_cast<unsigned>((p.dim + 31) / 32), static_cast<unsigned>(lines)), dim3(32, 8), 0, stream>>>(p);
+    const auto run = [&](auto n) {
+        constexpr int N = n.value;
+        const int threads = threads_for(p.dim, N);
+        norm_any_rows_backward<N><<<grid(p.rows, 1, 4096 / threads), threads, 0, stream>>>(p);
+        const dim3 blocks(static_cast<unsigned>((p.dim + 32 * N - 1) / (32 * N)), static_cast<unsigned>(lines));
+        norm_columns<N><<<blocks, dim3(32, 8), 0, stream>>>(p);
+    };
+    if (whole) run(std::integral_constant<int, 8>{});
+    else run(std::integral_constant<int, 1>{});
     return lines;
 }
 
@@ -289,7 +313,7 @@ MC_KERNEL(norm_backward) {
     set_rate(p, a.seed, a.rate);
     const auto on = static_cast<cudaStream_t>(call.stream);
     const bool shift = !packed(p.dim, a.grad, a.also, a.total, a.more, a.stream, a.branch);
-    const int64_t used = p.rows ? backward(p, a.lines, shift, on) : 0;
+    const int64_t used = p.rows ? backward(p, a.lines, shift, !shift && a.weight.aligned(), on) : 0;
     MC_FOR_FLOAT(a.weight.dtype, W, norm_add_partial<W><<<static_cast<unsigned>((a.width + 31) / 32), dim3(32, 16), 0, on>>>(
         p.partial, used, p.dim, a.width, a.dweight.as<W>(), a.dbias.as<W>()))
 }

@@ -306,19 +306,46 @@ struct Window {
     }
 };
 
-// f(column) for all columns of a row, neighbours by neighbouring threads: rows of any length and alignment, read from the first
-// cache as often as there are sums
-template <class F>
+// ---- rows of any length, of any of the dtypes and, where N is 1, of any alignment: read from the caches as often as there are sums
+
+// N columns of a row: eight where rows are aligned.
+template <int N>
+struct Few {
+    float at[N];
+};
+template <int N>
+__device__ __forceinline__ Few<N> few(const Tensor& from, int64_t at) {
+    Few<N> to{};
+    MC_FOR_FLOAT(from.dtype, T, spread(load<(N > 1), N>(static_cast<const T*>(from.data) + at), to.at))
+    return to;
+}
+template <int N>
+__device__ __forceinline__ void put(const Tensor& to, int64_t at, const Few<N>& from) {
+    MC_FOR_FLOAT(to.dtype, T, store<(N > 1)>(static_cast<T*>(to.data) + at, rounded<T>(from.at)))
+}
+
+// Bit k: is element e + k kept? e is a multiple of N.
+template <int N>
+__device__ __forceinline__ uint32_t kept_few(int64_t e, uint64_t key, uint32_t threshold) {
+    if constexpr (N == 8) return bits8(static_cast<uint64_t>(e) / 8, key, threshold);
+    return kept(philox(static_cast<uint64_t>(e) / 8, key), static_cast<int>(e % 8), threshold);
+}
+
+// f(the first of N columns) for all columns of a row, neighbours by neighbouring threads
+template <int N = 1, class F>
 __device__ __forceinline__ void columns(int64_t dim, F f) {
-    for (int64_t c = threadIdx.x; c < dim; c += blockDim.x) f(c);
+    for (int64_t c = int64_t{threadIdx.x} * N; c < dim; c += int64_t{blockDim.x} * N) f(c);
 }
 
 // ---- launching
 
 int slots_of(const Tensor& tensor) { return tensor.data ? tensor.size() / 2 : 0; }
-int threads_for(int64_t dim) {
-    const int64_t wanted = (dim + 127) / 128 * 32;
-    return static_cast<int>(wanted < 1024 ? wanted : 1024);
+// Of a block for rows of any length, whose threads have equally much to do: at most half of a multiprocessor's that have 64 registers,
+// so that another row is under way meanwhile.
+constexpr int HALF_OF_ALL = 512;
+int threads_for(int64_t dim, int each) {
+    const int64_t packs = (dim + each - 1) / each, rounds = (packs + HALF_OF_ALL - 1) / HALF_OF_ALL;
+    return static_cast<int>((packs + 32 * rounds - 1) / (32 * rounds) * 32);
 }
 
 Tensor tensor(const Array& array) { return {array.data, array.dtype}; }

@@ -236,7 +236,7 @@ MUTANTS = (
     Mutant("segments-ignored", "models/bert.py", "torch.zeros_like(batch.at) if batch.segments is None else batch.segments",
            "torch.zeros_like(batch.at)", "test_bert.py::test_segments"),
     Mutant("the-stream's-gradient-lost", "ops/_norm.py", "backward(grad, more, x, weight,", "backward(grad, None, x, weight,",
-           "test_norm.py::test_both_gradients[both-torch.float32-cpu-LayerNorm]"),
+           "test_norm.py::test_both_gradients[24-both-torch.float32-cpu-LayerNorm]"),
     Mutant("second-gradient-of-a-norm-lost", "ops/_norm.py", "norm_backward(grad, also, total,", "norm_backward(grad, None, total,",
            "test_norm.py::test_two_read_a_norm[both-0.0-torch.float32-cpu-LayerNorm]"),
     Mutant("alone-the-second-gradient-is-no-first", "ops/_norm.py", "grad, also = also, None", "pass",
