@@ -103,6 +103,12 @@ class Config:
             keys = {now: key.split("|")[0] for key, now in rows(self)}
             refuse(None, keys[field], str(a), f"a multiple of {keys[by]}, which is {b}")
 
+    def known(self, token: str, vocab: str) -> None:
+        """Refuse the id of a token that the vocabulary does not have."""
+        if (found := getattr(self, token)) >= (most := getattr(self, vocab)):
+            key = {now: key for key, now in rows(self)}[token]
+            refuse(None, key, str(found), f"an id below {most}, the vocabulary")
+
     def agreed(self, *names: str) -> None:
         """Refuse a file that has both spellings of a field's key, with different values."""
         for spelled, now in rows(self):

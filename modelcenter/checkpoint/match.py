@@ -70,7 +70,7 @@ def same(a: Lazy, b: Lazy) -> bool:
     if a.shape != b.shape:
         return False
     if not a.shape:
-        return torch.equal(a[...], b[...])
+        return torch.equal(a[()], b[()])
     if isinstance(a, BinSlice) and isinstance(b, BinSlice) and (a.place, a.dtype) == (b.place, b.dtype):
         return True  # one storage under two names, as torch.save keeps tied weights: the next gigabyte need not be read
     rest = everything(a.shape)[1:]

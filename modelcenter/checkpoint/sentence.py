@@ -103,7 +103,7 @@ def settle(folder: Path, said: Said, head: EmbedHead, width: int, dtype: torch.d
     layers, values = [], dict[str, Tensor]()
     for number, place in enumerate(said.dense):
         file = folder / place / "config.json"
-        usual = {"bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
+        usual: dict[str, Any] = {"bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
         config = usual | object_of(folder, f"{place}/config.json")
         act = str(config["activation_function"])
         kind = act.rpartition(".")[2]

@@ -1,19 +1,16 @@
 """T5: an encoder-decoder with relative position biases and unscaled attention. Raffel et al., 2019.
 
-v1.1 and FLAN (Shazeer, 2020; Chung et al., 2022) gate the feed-forward layer and give the head a matrix of its own. In
-fp16 the feed-forward layer of the published weights overflows: use bf16 or fp32.
-"""
+v1.1 and FLAN (Shazeer, 2020; Chung et al., 2022) gate the feed-forward layer and give the head a matrix of its own. In fp16 the
+feed-forward layer of the published weights overflows: use bf16 or fp32."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from .. import ops
 from ..checkpoint.config import Config, Key, Table, choice, token
-from ..errors import refuse
 from ..layers import FFN, Attention, Batch, Dropout, Embedding, EmbedHead, GatedFFN, LMHead, PreNorm, RelativeBias, RMSNorm, Stack
 from ..layers.pick import mean_token
 from ..model import Model, Preset, Task, register
@@ -21,6 +18,7 @@ from ..names import Row, Shape
 from ..ops import Op
 
 ACTS = {"relu": ops.relu, "gated-gelu": ops.geglu_tanh, "gated-silu": ops.swiglu}
+SCALE = "scale_decoder_outputs"  # null: it does not; before transformers 5 `tie_word_embeddings` said it
 WIDE, GATED = dict(dim=1024, head_dim=128, layers=24), dict(act=ops.geglu_tanh, scale=False, tie=False)
 V1_1 = {  # FLAN has the same sizes
     "small": (76_961_152, dict(hidden=1024, heads=6, layers=8)),
@@ -29,12 +27,6 @@ V1_1 = {  # FLAN has the same sizes
     "xl": (2_849_757_184, dict(dim=2048, hidden=5120, heads=32, layers=24)),
     "xxl": (11_135_332_352, dict(dim=4096, hidden=10240, heads=64, layers=24)),
 }
-
-
-def scales(said: Any, file: Mapping[str, Any]) -> bool:
-    """Whether the head scales what it reads: a null does not, and of a file without the key tie_word_embeddings says it."""
-    tied = "scale_decoder_outputs" not in file and file.get("tie_word_embeddings") is not False
-    return {True: True, False: False, None: tied}[said]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +57,9 @@ class T5Config(Config):
             **choice("feed_forward_proj", "act", ACTS,  # `gated-gelu` has always meant the tanh one
                      dense_act_fn={"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"},
                      is_gated_act={"relu": False, "gated-gelu": True, "gated-silu": True}),
-            # before transformers 5 `tie_word_embeddings` said whether to scale; the tensors say what is tied
-            "scale_decoder_outputs": Key("scale", scales, lambda v: {"scale_decoder_outputs": v}, always=True),
+            SCALE: Key(
+                "scale", lambda v, c: {True: True, False: False, None: SCALE not in c and c.get("tie_word_embeddings") is not False}[v],
+                lambda v: {SCALE: v}, always=True),
             "tie_word_embeddings": Key("tie", lambda v, c: True, lambda v: {"tie_word_embeddings": v}, always=True),
         },
         fixed={"is_decoder": False},
@@ -74,8 +67,7 @@ class T5Config(Config):
 
     def verify(self) -> None:
         self.agreed("dim", "head_dim", "heads", "layers")
-        if self.start >= self.vocab:
-            refuse(None, "decoder_start_token_id", str(self.start), f"an id below {self.vocab}, the vocabulary")
+        self.known("start", "vocab")
 
 
 @register
