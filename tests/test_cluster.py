@@ -16,14 +16,16 @@ from test_ranks import run_of
 
 from modelcenter.__main__ import main
 from modelcenter.config import describe, dump_yaml, to_dict
-from modelcenter.errors import InputError
+from modelcenter.errors import InputError, LateError
 from modelcenter.parallel.machine import Machine
-from modelcenter.train.cluster import POD, STOPPED, Job, check, kubernetes, slurm
+from modelcenter.parallel.watch import LOST, STALLED
+from modelcenter.train import cluster
+from modelcenter.train.cluster import POD, STOPPED, Job, check, kubernetes, seconds, slurm
 from modelcenter.train.read import ALIASES, PARTIAL
 from modelcenter.train.recipe import Recipe
 
 MACHINE = Machine(fsdp=8, tensor_parallel=2)
-ODD = ["train", "it's", "data.path=a b/$HOME `x`.txt"]
+ODD = ["train", "it's", "data.path=a b/$HOME $$ $(NNODES) `x`.txt"]
 
 
 def pod_of(text: str) -> dict[str, Any]:
@@ -42,15 +44,19 @@ trap 'kill -KILL "$!"' TERM
 trap 'kill -USR1 "$!"' USR1
 until wait "$!"; status=$?; ! kill -0 "$!" 2> /dev/null; do :; done
 wait "$!"  # as it ended, whenever a trap has ended the wait
+status=$?; exit $((status > ${OTHER:-0} ? status : OTHER))
 """
+
+
+SHOW = "touch shown; sleep ${SLOW:-0}; echo host-a; echo host-b"
 
 
 def scheduler(folder: Path, **more: str) -> dict[str, str]:
     """An environment in which srun runs its command once, as node 0, hands USR1 on to it and at a TERM kills it, as Slurm's does;
-    and scontrol writes down what it is asked."""
+    it ends with the highest status of its nodes, of which another has that in OTHER. scontrol writes down what it is asked."""
     for name, text in {
         "srun": SRUN,
-        "scontrol": f'if [ "$1" = show ]; then echo host-a; echo host-b; else echo "$@" >> {folder}/asked; fi',
+        "scontrol": f'if [ "$1" = show ]; then {SHOW}; else echo "$@" >> {folder}/asked; fi',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
@@ -102,6 +108,29 @@ def test_what_failed_is_queued_again_a_few_times(status: int, before: int, again
     assert len(lines) == before + 1 and lines[-1].endswith(f": status {status} on host-[a,b]")
 
 
+@pytest.mark.parametrize(("words", "again"), [(["train", "nowhere"], False), (["doctor", "--help"], True)])
+def test_a_mistake_is_not_hidden_by_nodes_that_lost_it(words: list[str], again: bool, tmp_path: Path) -> None:
+    """srun ends with the highest status of its nodes, and knows no mistake."""
+    command = [sys.executable, "-m", "modelcenter.train.cluster", *words]
+    job = submitted(tmp_path, command, OTHER="137", PYTHONPATH=str(Path(cluster.__file__).parents[2]))
+    job.communicate(timeout=250)
+    assert job.returncode == (137 if again else 2) and (tmp_path / "asked").exists() == again
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_job_that_is_told_before_its_run_has_begun_counts(before: int, tmp_path: Path) -> None:
+    """Else one whose time is too short for anything would be queued again for ever."""
+    (tmp_path / "train-70007.failures").write_text("Sun: status 1 on host-[a,b]\n" * before)
+    job = submitted(tmp_path, ["touch", "begun"], SLOW="1")
+    while not (tmp_path / "shown").exists():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    job.communicate(timeout=250)
+    assert job.returncode == 128 + signal.SIGUSR1 and not (tmp_path / "begun").exists()
+    assert (tmp_path / "asked").exists() == (before < 2)
+    assert (tmp_path / "train-70007.failures").read_text().count("\n") == before + 1
+
+
 HEARS = """\
 import os, time
 from modelcenter.train.interrupt import Interrupt
@@ -128,6 +157,16 @@ def test_when_its_time_is_up_a_run_saves_and_is_queued_again(tmp_path: Path) -> 
     job.send_signal(signal.SIGUSR1)
     assert job.communicate(timeout=250)[0] == "saved\n" and job.returncode == 0
     assert (tmp_path / "asked").read_text() == "requeue 70007\n" and not list(tmp_path.glob("*.failures"))
+
+
+def test_a_job_that_has_not_saved_when_its_time_was_up_counts(tmp_path: Path) -> None:
+    (tmp_path / "train-70007.failures").write_text("Sun: status 1 on host-[a,b]\n" * 2)
+    job = submitted(tmp_path, ["bash", "-c", "trap 'exit 138' USR1; echo; while true; do sleep 0.05; done"])
+    assert job.stdout is not None
+    job.stdout.readline()
+    job.send_signal(signal.SIGUSR1)
+    job.communicate(timeout=250)
+    assert job.returncode == 138 and not (tmp_path / "asked").exists()
 
 
 def test_a_job_that_is_cancelled_has_time_to_save(tmp_path: Path) -> None:
@@ -162,6 +201,12 @@ def manifest(**changes: Any) -> str:
     return kubernetes(job, MACHINE, ["python", *ODD])
 
 
+def expanded(word: str) -> str:
+    """A word of a command as the kubelet hands it to a container of `manifest`."""
+    known = {"NNODES": "2", "MASTER_PORT": "29500"}
+    return re.sub(r"\$(\$|\(([^)]*)\))", lambda m: "$" if m[1] == "$" else known.get(m[2], m[0]), word)
+
+
 def test_a_manifest_fits_together() -> None:
     service, job = yaml.safe_load_all(manifest(memory="200Gi", cpus=16))
     spec, pod = job["spec"], pod_of(manifest(memory="200Gi", cpus=16))
@@ -172,7 +217,7 @@ def test_a_manifest_fits_together() -> None:
     assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == spec["template"]["metadata"]["labels"] and service["spec"]["publishNotReadyAddresses"]
     assert container["resources"]["limits"] == {"cpu": "16", "memory": "200Gi", "nvidia.com/gpu": "8"}
-    assert container["command"][3:] == ["train", "python", *ODD, "--json"]
+    assert [expanded(word) for word in container["command"]] == ["sh", "-c", POD, "train", "python", *ODD, "--json"]
     rules = {rule["action"] + str(rule.get("onExitCodes", {}).get("values", "")) for rule in spec["podFailurePolicy"]["rules"]}
     assert rules == {"FailJob[2]", f"Ignore[{STOPPED}, 143]", "Ignore"} and pod["restartPolicy"] == "Never"
     assert {v["name"] for v in pod["volumes"]} == {m["name"] for m in container["volumeMounts"]}
@@ -199,12 +244,18 @@ def pod(command: str, shell: list[str], **more: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize(("command", "status"), [
     ("""echo '{"step": 3, "stopped": true}'""", STOPPED), ("""echo '{"stopped": false}'""", 0), ("exit 2", 2), ("exit 137", 137),
+    ("exit 75", 75),
 ])  # fmt: skip
 @SHELLS
 def test_how_a_pod_ends(shell: list[str], command: str, status: int) -> None:
     job = pod(command, shell)
     job.communicate(timeout=250)
     assert job.returncode == status
+
+
+def test_what_stopped_has_a_status_of_its_own() -> None:
+    """Pods that end so are replaced without a limit: ranks that never reach each other would be, too."""
+    assert STOPPED not in {0, 1, 2, LateError.status, LOST, STALLED, *range(128, 256)}
 
 
 @SHELLS
@@ -249,7 +300,7 @@ def test_a_file_is_written_once_and_submitted_on_request(recipe: str, tmp_path: 
     assert main(words) == 0
     assert capsys.readouterr().out == "train.sbatch: now sbatch train.sbatch\n"
     text = (tmp_path / "train.sbatch").read_text()
-    assert f"{sys.executable} -m modelcenter train r.yaml machine.fsdp=4 machine.device=cpu batch=12 &\n" in text
+    assert f"{sys.executable} -m modelcenter.train.cluster train r.yaml machine.fsdp=4 machine.device=cpu batch=12 &\n" in text
     assert main(words) == 2 and "train.sbatch: exists" in capsys.readouterr().err
     (tmp_path / "sbatch").write_text("#!/bin/bash\necho Submitted batch job 7: $1\n")
     (tmp_path / "sbatch").chmod(0o755)
@@ -285,6 +336,17 @@ def test_a_file_is_written_once_and_submitted_on_request(recipe: str, tmp_path: 
     (["--kubernetes", "image=x", "claim=Not_Valid"], "claim: 'Not_Valid'; the name of a claim: small letters"),
     (["--kubernetes", "image=x", "claim=y", "memory=lots"], "memory: 'lots'; a number with Ki, Mi, Gi or Ti"),
     (["--kubernetes", "image=x", "claim=y", "memory=200GB"], "memory: '200GB'; a number with Ki, Mi, Gi or Ti"),
+    (["--kubernetes", "image=x", "claim=y", "mount=rel"], "mount: 'rel'; an absolute path without a colon"),
+    (["--kubernetes", "image=x", "claim=y", "mount=/a:b"], "mount: '/a:b'; an absolute path without a colon"),
+    (["--slurm", "resume=never"], "resume: never, which is refused when the job is queued again"),
+    (["--slurm", "resume=out/step-4"], "resume: out/step-4, which is refused when the job is queued again"),
+    (["--kubernetes", "image=x", "claim=y", "resume=never"], "resume: never, which is refused"),
+    (["--slurm", "time=4"], "time: '4', 240 s, of which grace takes 300"),
+    (["--slurm", "time=6:59"], "time: '6:59', 419 s, of which grace takes 300; 7 minutes at least, or a smaller grace"),
+    (["--slurm", "machine.fsdp=16"], "batch: 6 sequences for 16 ranks"),
+    (["--slurm", "machine.zero=1"], "machine.zero: 1 with fsdp=1"),
+    (["--slurm", "machine.sequence_parallel=true"], "machine.sequence_parallel: true with tensor_parallel=1"),
+    (["--slurm", "machine.tensor_parallel=2", "machine.compile=true", "machine.recompute=full"], "machine.recompute: full, with"),
 ])  # fmt: skip
 def test_refusals(words: list[str], text: str, recipe: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["launch", recipe, *words]) == 2
@@ -293,7 +355,7 @@ def test_refusals(words: list[str], text: str, recipe: str, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("words", [
-    *(["--slurm", f"time={time}"] for time in ("90", "90:00", "12:00:00", "1-12", "1-12:30", "1-12:00:00", "UNLIMITED")),
+    *(["--slurm", f"time={time}"] for time in ("90", "90:00", "12:00:00", "1-12", "1-12:30", "1-12:00:00", "UNLIMITED", "7:00")),
     *(["--slurm", f"memory={memory}"] for memory in ("0", "4096", "200G", "512m", "16GB")),
     *(["--kubernetes", "image=x", "claim=a.b-1", f"memory={memory}"] for memory in ("200Gi", "1.5Ti", "64G", "1000000k", "4096")),
     *(["--kubernetes", f"image={image}", "claim=y"] for image in (
@@ -301,6 +363,14 @@ def test_refusals(words: list[str], text: str, recipe: str, tmp_path: Path, caps
 ], ids=" ".join)  # fmt: skip
 def test_what_a_cluster_takes_is_taken(words: list[str], recipe: str) -> None:
     assert main(["launch", recipe, *words]) == 0
+
+
+@pytest.mark.parametrize(("time", "wanted"), [
+    ("0", 0), ("unlimited", 0), ("INFINITE", 0), ("90", 5400), ("90:01", 5401), ("1:02:03", 3723), ("2-1", 176400),
+    ("0-1:30", 5400), ("1-00:00:07", 86407),
+])  # fmt: skip
+def test_a_time_is_read_as_slurm_does(time: str, wanted: int) -> None:
+    assert seconds(time) == wanted
 
 
 def test_a_service_begins_with_a_letter(recipe: str, tmp_path: Path, capsys: Any) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_connect import free_port
 from test_ranks import run_of
 from torch.distributed import DistStoreError
@@ -22,6 +23,7 @@ from modelcenter.cli.arguments import Arguments
 from modelcenter.cli.recipe import machine_of
 from modelcenter.config import dump_yaml, to_dict
 from modelcenter.errors import InputError
+from modelcenter.parallel.device import device_of
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.watch import LOST
 from modelcenter.train import launch
@@ -158,6 +160,26 @@ def test_how_often_a_run_is_started(status: int, asked: bool, runs: int, tmp_pat
     assert seen == ["never", "auto", "auto"][:runs] and launch.to_launch(Machine(restarts=1))
 
 
+@pytest.mark.parametrize(("given", "saves", "then"), [
+    ("PATH", False, "PATH"), ("PATH", True, "auto"), ("never", False, "auto"), ("auto", False, "auto"),
+])  # fmt: skip
+def test_a_given_state_counts_until_there_is_another(given: str, saves: bool, then: str, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one of its own yet a resumed run would begin anew, with random weights."""
+    seen: list[str] = []
+
+    def once(recipe: Any, *rest: Any) -> Any:
+        seen.append(recipe.resume)
+        if saves:
+            (Path(recipe.output_dir) / "step-4").mkdir(parents=True, exist_ok=True)
+        raise launch.RankError("ended", 137)
+
+    monkeypatch.setattr(launch, "once", once)
+    with pytest.raises(launch.RankError):
+        launch.launch(run_of(tmp_path, resume=given), Machine(restarts=1))
+    assert seen == [given, then]
+
+
 @pytest.mark.slow
 def test_two_launchers_make_one_run(tmp_path: Path) -> None:
     """As on two machines: each starts its half of the ranks, which meet at an address; a killed one brings both back."""
@@ -180,15 +202,41 @@ def test_two_launchers_make_one_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("environment", "text"), [
     ({"NNODES": "3", "NODE_RANK": "0"}, "environment: NNODES: 3, for a machine of 2 ranks"),
-    ({"NNODES": "2"}, "environment: NODE_RANK: missing"),
+    ({"NNODES": "0"}, "environment: NNODES: '0'; a number from 1 to 1048576; how many machines there are\n"),
+    ({"NNODES": "2"}, "environment: NODE_RANK: missing; a number from 0 to 1; which of the NNODES machines this is"),
     ({"NNODES": "2", "NODE_RANK": "2"}, "environment: NODE_RANK: '2'; a number from 0 to 1"),
+    ({"NNODES": "2", "NODE_RANK": "0"}, "environment: MASTER_ADDR: missing; the first machine's name or address, on every one\n"),
+    ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"}, "environment: MASTER_PORT: missing; a number from 1 to 65535; "),
 ])  # fmt: skip
 def test_nodes_that_cannot_be(environment: dict[str, str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                               capfd: Any) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main(command(tmp_path)) == 2
     assert text in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("degrees", "environment", "text"), [
+    ({"fsdp": 2}, {"LOCAL_RANK": "1"}, "machine.fsdp: 2 ranks on a host with 1 GPU; fewer ranks, or more hosts (NNODES)"),
+    ({"fsdp": 2, "tensor_parallel": 4}, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, "machine.tensor_parallel: 8 ranks on a host"),
+    ({}, {"LOCAL_RANK": "1"}, "environment: LOCAL_RANK: '1'; a number from 0 to 0; start with torchrun, one process a rank"),
+    ({"fsdp": 8}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}, ""),  # whoever starts it shows each rank a GPU of its own
+])  # fmt: skip
+def test_more_ranks_than_gpus(degrees: dict[str, int], environment: dict[str, str], text: str,
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    said = ""
+    try:
+        assert device_of(Machine(**degrees)) == torch.device("cuda", 0)  # type: ignore[arg-type]  # all of them are degrees
+    except InputError as error:
+        said = str(error)
+    assert said.startswith(text) and bool(said) == bool(text)
 
 
 @pytest.mark.slow  # tests/test_ranks.py holds evaluations of ranks to one process; here they are started by the command

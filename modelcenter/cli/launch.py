@@ -26,14 +26,22 @@ def launch(args: Arguments) -> Answer:
     Takes what train takes, and checks it now. Relative paths are seen from here, on Kubernetes from where the claim is mounted.
     Other options of a cluster are lines that you add to the file. These are for launch alone:
     """
+    from ..train.launch import check_ranks
+
     job, args = take_own(Job, args)
     recipe, machine = run_of(args)
     check(job, machine)
+    check_ranks(recipe, machine)
+    if recipe.resume != "auto":
+        found = f"{recipe.resume}, which is refused when the job is queued again and finds its own run in output_dir"
+        refuse(None, "resume", found, "resume=auto, which also goes on with what modelcenter train has begun there")
     if job.slurm:
         look(recipe)
-    where = ["--machine", args.machine] if args.machine is not None else []
-    words = ["-m", "modelcenter", "train", args.names[0], *where, *args.settings]
-    text = slurm(job, machine, [sys.executable, *words], os.getcwd()) if job.slurm else kubernetes(job, machine, ["python", *words])
+    words = ["train", args.names[0], *(["--machine", args.machine] if args.machine is not None else []), *args.settings]
+    if job.slurm:
+        text = slurm(job, machine, [sys.executable, "-m", "modelcenter.train.cluster", *words], os.getcwd())
+    else:
+        text = kubernetes(job, machine, ["python", "-m", "modelcenter", *words])
     file = Path(job.out or f"{job.name}.{'sbatch' if job.slurm else 'yaml'}")
     if file.exists():
         refuse(file, None, "exists", "move it away, or out=ANOTHER")

@@ -1,11 +1,12 @@
 """Where a rank computes, and in which precision."""
 
 import os
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 
-from ..errors import refuse
+from ..errors import counted, refuse
 from .machine import Machine
 from .variable import variable
 
@@ -20,7 +21,12 @@ def device_of(machine: Machine) -> torch.device:
     if found is None or machine.device not in ("auto", found.type):
         absent = f"{machine.device}, which torch does not find here"
         refuse(None, "machine.device", absent, "machine.device=auto or machine.device=cpu")
-    return torch.device(found.type, variable("LOCAL_RANK", 0, torch.accelerator.device_count() - 1, default=0))
+    count = torch.accelerator.device_count()
+    if machine.ranks > 1 and (local := variable("LOCAL_RANK", 0, 2**20, default=0)) >= count:
+        key = max(("fsdp", "tensor_parallel", "replicate"), key=partial(getattr, machine))
+        ranks = counted(max(local + 1, variable("LOCAL_WORLD_SIZE", 1, 2**20, default=1)), "rank")
+        refuse(None, f"machine.{key}", f"{ranks} on a host with {counted(count, 'GPU')}", "fewer ranks, or more hosts (NNODES)")
+    return torch.device(found.type, variable("LOCAL_RANK", 0, count - 1, default=0))
 
 
 def check_device(device: str | torch.device) -> None:

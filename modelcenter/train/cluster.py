@@ -9,8 +9,11 @@ on any cluster; a PyTorchJob would need an operator there.
 import re
 import shlex
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from runpy import run_module
+from textwrap import indent
 
 import yaml
 
@@ -18,7 +21,9 @@ from ..config import says
 from ..errors import refuse
 from ..parallel.machine import Machine
 
-STOPPED = 75  # the exit status of a pod whose run was asked to stop, and has saved: it is to go on
+STOPPED = 77  # the exit status of a pod whose run was asked to stop, and has saved: it is to go on. No status of a rank is that
+MISTAKE = 255  # that of a node of a Slurm job in place of 2: the highest there is
+MARGIN = 120  # seconds that a time limit has beyond `grace`: Slurm may signal a minute sooner than asked, and a run has to begin
 PORT = 29500
 # The forms that are asked of what clusters would refuse only when the job is submitted, or begun, and how each is told.
 ANY_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited", re.ASCII | re.IGNORECASE)
@@ -33,6 +38,7 @@ KUBERNETES = {
     "image": (re.compile(REFERENCE, re.ASCII), "the reference of an image, such as registry.org/me/modelcenter:1"),
     "claim": (re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"),
               "the name of a claim: small letters, digits, and dashes or dots between them"),
+    "mount": (re.compile(r"/[^:]+"), "an absolute path without a colon, such as /workspace"),
 }  # fmt: skip
 
 
@@ -90,6 +96,19 @@ def check(job: Job, machine: Machine) -> None:
         value = getattr(job, key)
         if value is not None and not form.fullmatch(value):
             refuse(None, key, repr(value), wanted)
+    if job.time is not None and 0 < (limit := seconds(job.time)) < job.grace + MARGIN:
+        wanted = f"{-(-(job.grace + MARGIN) // 60)} minutes at least, or a smaller grace"
+        refuse(None, "time", f"{job.time!r}, {limit} s, of which grace takes {job.grace}", wanted)
+
+
+def seconds(time: str) -> int:
+    """Of a time as Slurm takes it; 0 is no limit, as it is there."""
+    if time[0].isalpha():
+        return 0
+    days, _, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(unit * part for unit, part in zip(units, parts, strict=False))
 
 
 def awaited(process: str) -> str:
@@ -120,6 +139,12 @@ def slurm(job: Job, machine: Machine, command: Sequence[str], folder: str) -> st
 {head}
 #SBATCH --requeue
 
+# {job.grace} s before the time is up: finish the step, save, and go on in the next job. srun hands USR1 on to its tasks; at a TERM
+# it kills them. Of a job that is cancelled Slurm itself tells them by TERM, and this script has only to wait.
+again=0
+trap 'again=1; kill -USR1 "$!" 2> /dev/null' USR1
+trap : TERM
+
 cd {shlex.quote(folder)} || exit 2
 export NNODES="$SLURM_NNODES"
 MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
@@ -127,25 +152,25 @@ export MASTER_ADDR
 export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"  # srun does not ask what sbatch was told
 
-# {job.grace} s before the time is up: finish the step, save, and go on in the next job. srun hands USR1 on to its tasks; at a TERM
-# it kills them. Of a job that is cancelled Slurm itself tells them by TERM, and this script has only to wait.
-again=0
-trap 'again=1; kill -USR1 "$step"' USR1
-trap : TERM
-
-srun --kill-on-bad-exit=1 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$@"' train \\
-    {shlex.join(command)} &
-step=$!
-{awaited("$step")}
-
-# Slurm's own count of restarts knows no reason: a job whose time was up is none of its failures, of which each is a line of a file.
-failures={job.name}-"$SLURM_JOB_ID".failures
-if [ "$again" -eq 0 ] && [ "$status" -ne 0 ]; then
-    echo "$(date): status $status on $SLURM_JOB_NODELIST" >> "$failures"
-    [ "$(wc -l < "$failures")" -le {job.retries} ] && again=1
+if [ "$again" -eq 1 ]; then
+    status={128 + signal.SIGUSR1}  # the time is up before a run has begun
+else
+    # srun ends with the highest status of its nodes. A mistake in the recipe or the command ends a node with {MISTAKE} in place of
+    # 2, so that the status of those that have lost it does not hide that.
+    srun --kill-on-bad-exit=1 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$@"' train \\
+        {shlex.join(command)} &
+{indent(awaited("$!"), "    ")}
+    [ "$status" -ne {MISTAKE} ] || status=2
 fi
-# 2 is a mistake in the recipe or the command: the next job would make it too.
-if [ "$again" -eq 1 ] && [ "$status" -ne 2 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+
+# Slurm's own count of restarts knows no reason. Each failure is a line of a file; a run that has saved as its time was up is none.
+failures={job.name}-"$SLURM_JOB_ID".failures
+if [ "$status" -ne 0 ]; then
+    echo "$(date): status $status on $SLURM_JOB_NODELIST" >> "$failures"
+    again=0
+    [ "$status" -ne 2 ] && [ "$(wc -l < "$failures")" -le {job.retries} ] && again=1  # 2: the next job would make the mistake too
+fi
+if [ "$again" -eq 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
 """
 
@@ -164,13 +189,14 @@ exit "$status"
 
 def kubernetes(job: Job, machine: Machine, command: Sequence[str]) -> str:
     """A manifest for kubectl: an Indexed Job whose pods find each other by a headless Service."""
+    words = [word.replace("$", "$$") for word in command]  # else the kubelet puts what a variable holds in the place of $(NAME)
     needs = {"cpu": job.cpus, "memory": job.memory, "nvidia.com/gpu": gpus(job, machine) or None}
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     container = {
         "name": "train",
         "image": job.image,
         "workingDir": job.mount,
-        "command": ["sh", "-c", POD, "train", *command, "--json"],
+        "command": ["sh", "-c", POD, "train", *words, "--json"],
         "env": [
             {"name": "NNODES", "value": str(job.nodes)},
             {"name": "NODE_RANK", "valueFrom": index},
@@ -230,3 +256,10 @@ class Literal(yaml.SafeDumper):
 
 
 Literal.add_representer(str, Literal.represent_str)
+
+
+if __name__ == "__main__":  # a node of a Slurm job: `python -m modelcenter`, with `MISTAKE` in place of 2
+    try:
+        run_module("modelcenter", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        sys.exit(MISTAKE if ended.code == 2 else ended.code)

@@ -25,12 +25,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ..checkpoint.atomic import staging
+from ..checkpoint.state import steps
 from ..config import dump_yaml, to_dict
 from ..errors import LIMIT, printable, refuse, tell
 from ..parallel.check import check
 from ..parallel.machine import Machine
 from ..parallel.ranks import named
-from ..parallel.variable import ALLOCATOR, GROWING, variable
+from ..parallel.variable import ALLOCATOR, GROWING, check_address, variable
 from ..parallel.watch import ANSWER, LOST, PARENT, STALLED
 from .interrupt import SIGNALS, heeded
 from .recipe import Recipe
@@ -77,7 +78,8 @@ def check_ranks(recipe: Recipe, machine: Machine) -> None:
 
 def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, Any]:
     """Run `modelcenter VERB` on every rank to its end, and return the first one's answer. If a rank fails, the run is started again
-    up to `machine.restarts` times, and continues from its last state. Errors: `RankError`."""
+    up to `machine.restarts` times, and continues from its last state; before it has one, from where it began. Errors:
+    `RankError`."""
     check_ranks(recipe, machine)
     ranks: list[subprocess.Popen[bytes]] = []
     left = machine.restarts
@@ -91,7 +93,9 @@ def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, A
                 if not left or asked or not error.passing:
                     raise
                 tell(f"modelcenter: {error}; the run is started again, {left} times at most")
-            left, recipe = left - 1, replace(recipe, resume="auto")
+            left -= 1
+            if recipe.resume == "never" or steps(Path(recipe.output_dir)):
+                recipe = replace(recipe, resume="auto")
 
 
 def share_of(machine: Machine) -> tuple[range, bool]:
@@ -100,6 +104,8 @@ def share_of(machine: Machine) -> tuple[range, bool]:
     node = variable("NODE_RANK", 0, nodes - 1, default=0 if nodes == 1 else None)
     if machine.ranks % nodes:
         refuse("environment", "NNODES", f"{nodes}, for a machine of {machine.ranks} ranks", "a divisor of its ranks")
+    if nodes > 1:
+        check_address()
     here = machine.ranks // nodes
     return range(node * here, (node + 1) * here), nodes == 1
 
