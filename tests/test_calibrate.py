@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from test_ranks import run_of
 
 from modelcenter.parallel.chips import CHIPS
 from modelcenter.parallel.estimate import Estimate
 from modelcenter.parallel.machine import Machine
-from modelcenter.train import calibrate, choose, paper
+from modelcenter.train import calibrate, choose, loop, paper, session
 from modelcenter.train.calibrate import Learned, Run, explained, learn, rate, read, remember
 from modelcenter.train.fit import Verdict
 from modelcenter.train.read import load_recipe
 from modelcenter.train.summary import beside
 
 SPENT = {"compute": 1.2, "memory": 0.5, "link": 0.0, "host": 0.3}
-ESTIMATE = Estimate(Machine(), 4, 2, {"weights": 8, "activations": 2}, 100, 2.0, SPENT, 2.0, 1e12, 8000, 1e13)
+ESTIMATE = Estimate(Machine(), 4, 2, {"weights": 8, "activations": 2}, 100, 2.0, SPENT, 2.0, 1e12, 8000, 1e13, 8)
 X = CHIPS["h200"]
 FORESEEN = {"chip": X.name, "precision": "bf16", "several": False, "device": 2.0, "host": 1.0, "tokens": 4000}
 
@@ -127,6 +128,17 @@ def test_batches_that_were_much_shorter_say_nothing(cache: Path, tokens: int, ke
     assert cache.exists() == kept
     if kept:
         assert read(cache)[X.name] == [run(2.0 * tokens / 4000, 1.0, tokens / 1000)]
+
+
+def test_only_this_process_s_own_steps_are_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on may have begun on another, whose rows are there too."""
+    kept: list[list[int]] = []
+    monkeypatch.setattr(loop, "plot_loss", lambda folder: "not drawn")
+    monkeypatch.setattr(session, "remember", lambda foreseen, rows: kept.append([row["step"] for row in rows if "loss" in row]))
+    for steps in (3, 5):
+        changes = {"max_steps": steps, "logging_steps": 1, "eval_steps": None, "schedule.name": "constant"}
+        loop.train(run_of(tmp_path, **changes), Machine(device="cpu", threads=1))
+    assert kept == [[1, 2, 3], [4, 5]]
 
 
 def test_it_can_be_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

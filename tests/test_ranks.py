@@ -758,6 +758,7 @@ def test_evaluations_equal_one_process(tmp_path: Path) -> None:
     small = {key: value for key, value in BERT.items() if key != "vocab"}
     words = ["ab cd", "b", "cab dab", "dd", "a b c"]
     labelled = [{"text": w, "label": "xy"[k % 2]} for k, w in enumerate(words)]
+    several = [{"text": w, "label": ["x", "y", "z"][: k % 4]} for k, w in enumerate(words)]
     pairs = [{"source": w, "target": w[::-1]} for w in words]
     tagged = [{"tokens": w.split(), "tags": ["B-x", "I-x", "O"][: len(w.split())]} for w in words]
     two = {"data.text_key": "source", "data.pair_key": "target"}
@@ -771,6 +772,7 @@ def test_evaluations_equal_one_process(tmp_path: Path) -> None:
         recipe("choice", "bert-base-uncased", small, judged, tokenizer="bpe:300", metrics=["question_em", "squad_f1"]),
         recipe("contrastive", "bert-base-uncased", small, pairs, **two),
         recipe("classify", "bert-base-uncased", small, labelled, metrics=["mcc"]),
+        recipe("multilabel", "bert-base-uncased", small, several, metrics=["accuracy"]),
         recipe("regress", "bert-base-uncased", small, [{"text": w, "label": k / 3} for k, w in enumerate(words)]),
         recipe("tag", "bert-base-uncased", small, tagged, tokenizer="bpe:300"),
         recipe("seq2seq", "t5-small", {k: v for k, v in T5.items() if k != "vocab"}, pairs, metrics=["chrf"], tokenizer="bpe:300",

@@ -1,6 +1,8 @@
 """A run that stands still ends with every rank's stacks, and the rank at fault is named."""
 
 import ctypes
+import errno
+import gzip
 import multiprocessing.connection
 import os
 import signal
@@ -9,25 +11,35 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch._dynamo  # imported where a model is sharded: here once, and not in each rank
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.fsdp
 from mesh import DEVICE, enter, spawn
 from test_launch import ENDLESS, command, once_it_steps, one_thread  # noqa: F401
 from test_ranks import machine_of, run_of
 
+import modelcenter as mc
 from modelcenter.__main__ import main
 from modelcenter.checkpoint import state
 from modelcenter.checkpoint.atomic import write_new
+from modelcenter.data import formats, packing, source
+from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Loader
+from modelcenter.data.objective import find_objective, make_examples, texts_of
+from modelcenter.data.read import read_records
+from modelcenter.data.record import Few, Record, Records
+from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.parallel import watch
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.ranks import ALONE
-from modelcenter.train import launch, loop
+from modelcenter.train import launch, loop, setup
 from modelcenter.train.loop import train
 
 TIMEOUT = 2.0 if DEVICE == "cpu" else 3.0  # seconds without progress
@@ -172,6 +184,65 @@ def test_the_first_step_may_take_longer(tmp_path: Path, monkeypatch: pytest.Monk
     assert guard.limit == 10
 
 
+class Counted(watch.Pulse):
+    """How often there was progress."""
+
+    beats = -1  # the beginning is none
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)[name] = value
+        vars(self)["beats"] = self.beats + (name == "last")
+
+
+@pytest.fixture
+def pulse(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    monkeypatch.setattr(watch, "_run", Counted())
+    return watch._run  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.txt.gz"])
+def test_an_indexed_file_is_progress(name: str, tmp_path: Path, pulse: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corpus takes hours to be indexed, and a rank that does so does not stand still."""
+    for module, what in ((source, "CHUNK"), (formats, "DOCUMENT")):
+        monkeypatch.setattr(module, what, 64)
+    data = b'{"text": "abc"}\n' * 100
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    read_records(str(tmp_path / name), "text" if ".txt" in name else "auto")
+    assert pulse.beats >= len(data) // 64 * (2 if name.endswith(".gz") else 1)  # unpacked, then read
+
+
+@pytest.mark.parametrize("what", ["char", "bpe:300", "labels", "examples"])
+def test_each_record_that_is_worked_on_is_progress(what: str, pulse: Counted) -> None:
+    """Also of those in memory, for which no file is read."""
+    records = Records([Few([Record({"text": "ab cd", "label": "xy"[k % 2]}, "a.json", k) for k in range(50)])])
+    if what == "labels":
+        assert find_objective("classify").names(records, DataConfig()) == ("x", "y")
+    elif what == "examples":
+        tokenizer = open_tokenizer("char", ["abcd "])
+        before = pulse.beats
+        make_examples("classify", records, tokenizer, DataConfig(seq_len=8), names=("x", "y"))
+        assert pulse.beats - before >= 50
+    else:
+        open_tokenizer(what, texts_of("lm", records, DataConfig()))
+    assert pulse.beats >= 50
+
+
+def test_packing_is_progress(pulse: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "WINDOW", 10)
+    packing.Packed(SimpleNamespace(lengths=np.full(95, 3), size=8))  # type: ignore[arg-type]  # all that is asked of examples
+    assert pulse.beats == 10
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_each_token_generated_is_progress(beams: int, pulse: Counted) -> None:
+    """An evaluation that writes long texts takes longer than the limit for one batch of them."""
+    config = {"layers": 1, "dim": 8, "heads": 2, "vocab": 11, "positions": 32}
+    model = mc.build("gpt2", config=config)
+    pulse.beats = 0
+    model.generate(torch.tensor([[1, 2]]), max_new_tokens=9, min_new_tokens=9, num_beams=beams, eos_token_id=10, pad_token_id=0)
+    assert 8 <= pulse.beats <= 9
+
+
 def steady(rank: int, recipe: Any) -> None:
     """Each step takes longer than a third of the limit, and an evaluation of several batches longer than the limit itself."""
     loop.plot_loss = lambda folder: "not drawn"
@@ -264,6 +335,29 @@ def slow_disk(rank: int, recipe: Any, later: bool) -> None:
 def test_a_run_whose_saves_are_long(later: bool, tmp_path: Path) -> None:
     spawn(2, slow_disk, run_of(tmp_path, max_steps=3, eval_steps=None, save_steps=3, batch=4), later)
     assert not (tmp_path / "out" / "ranks").exists()
+
+
+def without_room(rank: int, recipe: Any, victim: int) -> None:
+    """/tmp, where the tokenizer's files are made, is full on one rank's machine for the first evaluation."""
+    loop.plot_loss = lambda folder: "not drawn"
+    real = setup.tempfile
+
+    def full(*args: Any, **options: Any) -> Any:
+        setup.tempfile = real
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank == victim:
+        setup.tempfile = SimpleNamespace(TemporaryDirectory=full)  # type: ignore[assignment]
+    train(recipe, replace(machine_of((2, 1)), timeout=10))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_machine_without_room_for_the_tokenizer_holds_nobody_up(victim: int, tmp_path: Path, capfd: Any) -> None:
+    """The rank that writes it says so, and all go on; the others need none."""
+    recipe = run_of(tmp_path, best="loss", eval_steps=1, max_steps=2, save_steps=None)
+    assert ends_of(2, tmp_path, without_room, recipe, victim) == [0, 0]
+    assert (tmp_path / "out" / "model" / "tokenizer.json").exists()
+    assert capfd.readouterr().err.count("the best model is not written: ") == (victim == 0)
 
 
 def test_who_stands_and_who_waits(tmp_path: Path) -> None:

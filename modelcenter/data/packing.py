@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..parallel.watch import beat
 from .collate import Batch
 from .examples import Examples, Packable
 from .ragged import Ragged
@@ -48,6 +49,7 @@ class Packed(Examples):
         lengths = examples.lengths
         self.examples, self.bins = examples, Ragged()
         for start in range(0, len(lengths), WINDOW):
+            beat()
             for found in fill(lengths[start : start + WINDOW].tolist(), examples.size):
                 self.bins.append([start + item for item in found])
         order = self.bins.flat(0, self.bins.total)

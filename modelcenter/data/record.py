@@ -10,6 +10,7 @@ from typing import Any, NoReturn, overload
 import numpy as np
 
 from ..errors import nearest, refuse
+from ..parallel.watch import beat
 
 NAME = 40  # characters of a field's name at most
 FIELD = re.compile(r"\{([^{}]+)\}")
@@ -133,7 +134,9 @@ class Part(ABC, Sequence[Record]):
         return self.at(index % len(self))
 
     def __iter__(self) -> Iterator[Record]:
-        return map(self.at, range(len(self)))
+        for index in range(len(self)):
+            beat()  # reading, labelling, encoding, training a tokenizer: all of them go through the records
+            yield self.at(index)
 
 
 class Slice(Part):

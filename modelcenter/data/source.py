@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import refuse, refuse_missing
+from ..parallel.watch import beat
 
 CHUNK = 4 << 20  # bytes read at once where a file is gone through
 LONGEST_LINE = 16 << 20  # bytes; beyond it a file is binary or hostile
@@ -49,6 +50,7 @@ class Source:
                 refuse(self.file, f"byte {start}", f"cannot be read ({e.strerror})", "a readable file")
             if not part:
                 refuse(self.file, f"byte {start}", "the file ends here, and did not when it was opened", "leave it as it is")
+            beat()
             parts.append(part)
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -104,6 +106,7 @@ def unpack(file: Path) -> int:
                     if total > limit:
                         refuse(file, f"byte {limit}", f"grew over {EXPANSION}-fold", "if that is right, unpack it first")
                     out.write(chunk)
+                    beat()
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             refuse(file, f"byte {total}", f"damaged gzip data ({e})", "a whole .gz file")
         out.flush()

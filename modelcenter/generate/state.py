@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Cache
+from ..parallel.watch import beat
 from .steps import Steps, last, suits
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class State:
         """Write the next token of every row (b)."""
         self.ids[:, self.length] = new
         self.length += 1
+        beat()
 
     def repeat(self, n: int) -> None:
         """Repeat every row n times."""

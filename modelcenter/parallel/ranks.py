@@ -182,8 +182,8 @@ class Ranks:
         return [bytes(part.tolist())[:-1].decode() for part in said]
 
     def joined(self, batches: "Sequence[Sequence[Tensor]]") -> "list[Tensor]":
-        """The rows (n, on the host) of all batches, in the order of the batches, which the shares have in turn. With several shares
-        they are float64."""
+        """The rows (n ..., on the host) of all batches, in the order of the batches, which the shares have in turn. They
+        differ in n alone. With several shares they are float64."""
         import torch
 
         rows = [row for batch in batches for row in batch]
@@ -191,9 +191,11 @@ class Ranks:
             return rows
         counts = self.gathered(torch.tensor([len(batch) for batch in batches], dtype=torch.int64))
         lengths = self.gathered(torch.tensor([row.numel() for row in rows], dtype=torch.int64))
+        shapes = self.gathered(torch.tensor(rows[0].shape[1:] if rows else (), dtype=torch.int64))
         values = self.gathered(torch.cat([torch.empty(0, dtype=torch.float64), *(row.double().flatten() for row in rows)]))
         leads = range(0, self.size, self.size // self.shares)
-        found = {rank: iter(values[rank].split(lengths[rank].tolist())) for rank in leads}
+        shape = max((said.tolist() for said in shapes), key=len)  # a rank without rows knows none
+        found = {rank: (row.view(-1, *shape) for row in values[rank].split(lengths[rank].tolist())) for rank in leads}
         return [row for k in range(len(batches)) for rank in leads for row in islice(found[rank], int(counts[rank][k]))]
 
     def gathered(self, values: "Tensor") -> "list[Tensor]":

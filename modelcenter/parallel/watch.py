@@ -53,8 +53,8 @@ _own = threading.local()  # of a thread of which `apart` keeps a pulse
 
 
 def beat(step: bool = False) -> None:
-    """Note progress: bytes of a file; or a `step`, which is a forward with its backward, or a batch evaluated.
-    Errors: `Unwanted`."""
+    """Note progress: bytes of a file, a record read, a token generated; or a `step`, which is a forward with its backward, or a
+    batch evaluated. Errors: `Unwanted`."""
     pulse: Pulse = getattr(_own, "pulse", _run)
     if not pulse.wanted:
         raise Unwanted

@@ -63,7 +63,8 @@ class Coming:
 
 @dataclass
 class Session:
-    """What a run trains, where it stands (`at`; `saved` is the step of its newest state), and where it reports to."""
+    """What a run trains, where it stands (`at`; `saved` is the step of its newest state, `start` the one from which this process
+    goes on), and where it reports to."""
 
     recipe: Recipe
     device: torch.device
@@ -79,12 +80,13 @@ class Session:
     graphs: Graphs | None = None  # None: the host calls every kernel by itself
     background: Background | None = None  # None: the run waits while a state is written
     saved: int = field(init=False)
+    start: int = field(init=False)
     coming: Coming | None = None  # of the next step, if it was read ahead
     seconds: float = 0.0  # since the last row of metrics
     tokens: int = 0  # since then
 
     def __post_init__(self) -> None:
-        self.saved, self.folder = self.at.step, Path(self.recipe.output_dir)
+        self.saved, self.start, self.folder = self.at.step, self.at.step, Path(self.recipe.output_dir)
         self.compute = partial(autocast, self.recipe.precision, self.device)
 
     @property
@@ -236,7 +238,7 @@ class Session:
             if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and self.recipe.best is not None:
                 self.check_place()
                 try:
-                    write_model(self.folder / "model", self.setup)
+                    write_model(self.folder / "model", self.setup, self.ranks)
                 except InputError as error:
                     at.best, at.best_step = before  # model/ is of that one still
                     self.journal.tell(f"step {at.step}: the best model is not written: {error}")
@@ -313,7 +315,8 @@ class Session:
             if self.ema is not None:
                 self.ema.swap()
             which = " (averaged weights)" if self.ema is not None else ""
-            self.progress.say(f"model{which}: {write_model(self.folder / 'model', self.setup)}")
+            self.progress.say(f"model{which}: {write_model(self.folder / 'model', self.setup, self.ranks)}")
         if self.ranks.first:
-            remember(self.setup.foreseen, rows)
+            mine = [row for row in rows if row.get("step", 0) > self.start]  # those before may be of another machine
+            remember(self.setup.foreseen, mine)
         return last

@@ -9,8 +9,10 @@ from typing import Any
 from ..checkpoint.atomic import disk_errors
 from ..data.loader import Loader
 from ..data.tokenizer import Tokenizer
+from ..errors import InputError
 from ..generate.options import FILE
 from ..model import Model
+from ..parallel.ranks import ALONE, OtherRankError, Ranks
 from .evaluate import Evaluation
 
 
@@ -55,12 +57,22 @@ def segmented(model: Model) -> bool:
     return embed.segments is not None
 
 
-def write_model(folder: Path, setup: Setup, **how: Any) -> Path:
-    """Write `folder`: weights and config in Hugging Face's format, or an adapter in peft's, with the run's tokenizer. `how`:
-    options of `save_pretrained`."""
-    with disk_errors(folder), tempfile.TemporaryDirectory() as place:
-        setup.tokenizer.save(place, segments=segmented(setup.model))
-        files = {file.name: file.read_bytes() for file in Path(place).iterdir() if file.is_file()}
+def write_model(folder: Path, setup: Setup, ranks: Ranks = ALONE, **how: Any) -> Path:
+    """Write `folder`: weights and config in Hugging Face's format, or an adapter in peft's, with the run's tokenizer. All `ranks`
+    call it. `how`: options of `save_pretrained`. Errors: `InputError`, on all ranks if on one."""
+    files: dict[str, bytes] = {}
+
+    def spell() -> str:
+        if ranks.first:  # the files beside the weights are its to write
+            with disk_errors(folder), tempfile.TemporaryDirectory() as place:
+                setup.tokenizer.save(place, segments=segmented(setup.model))
+                files.update((file.name, file.read_bytes()) for file in Path(place).iterdir() if file.is_file())
+        return ""
+
+    try:
+        ranks.together(spell, (InputError,))
+    except OtherRankError as error:
+        raise InputError(str(error)) from None
     kept = {name: data for name, data in setup.model.companions.items() if name == FILE}
     setup.model.companions = {**kept, **files}
     setup.model.save_pretrained(folder, **how)
