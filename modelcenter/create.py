@@ -71,11 +71,11 @@ def build(
     task = (preset.task or family.default_task or next(iter(family.tasks))) if task == "auto" else task
     check_labels(family, task, num_labels, id2label)
     model = skeleton(family, full, task, as_dtype(dtype))
+    model.load_report = LoadReport(new=sorted(model.shapes))
     if is_meta(device):
         return model
     place(model, device, machine if machine is None else as_machine(machine), precision)
     fill(model, initial(model, model.shapes, seed, model.init_std))
-    model.load_report = LoadReport(new=sorted(model.shapes))
     return model
 
 

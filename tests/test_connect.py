@@ -148,7 +148,8 @@ def rank_of(rank: int, size: int, port: int, pipe: Any, act: Callable[[int], Non
     try:
         act(rank)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = connect.meet(rank, size, LATE, os.environ.get("DEVICE", "cpu"))
+        degrees = dict.fromkeys(connect.DEGREES, 1) | {"fsdp": int(os.environ.get("FSDP", "1"))}
+        store = connect.meet(rank, size, LATE, os.environ.get("DEVICE", "cpu"), degrees)
         store.add("left", 1)
         while rank == 0 and store.add("left", 0) < size:  # the first rank has the store
             time.sleep(0.02)
@@ -207,6 +208,17 @@ def test_a_machine_whose_gpus_are_not_found() -> None:
 
     said = meeting(3, act)
     assert len(set(said)) == 1 and re.match(r"environment: device: cuda on rank 0 \(.*\) and cpu on rank 1 ", said[0]), said
+
+
+def test_degrees_that_differ() -> None:
+    """Each has as many ranks, who would wait for each other in groups that the others do not make."""
+
+    def act(rank: int) -> None:
+        os.environ["FSDP"] = "2" if rank == 2 else "4"
+
+    said = meeting(4, act)
+    assert len(set(said)) == 1 and re.match(r"environment: machine\.fsdp: 4 on rank 0 \(.*\) and 2 on rank 2 ", said[0]), said
+    assert said[0].endswith("the same everywhere"), said
 
 
 def waits_no_longer(rank: int, than: Callable[[Any], None]) -> None:

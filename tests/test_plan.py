@@ -17,6 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.checkpoint.match import LoadReport
+from modelcenter.cli.plan import BARE
+from modelcenter.config import bind
+from modelcenter.data.objective import objectives
 from modelcenter.errors import InputError, size
 from modelcenter.ops._kernels import available
 from modelcenter.optim.config import OptimizerConfig
@@ -29,10 +32,12 @@ from modelcenter.parallel.deep import Deep
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.plan import Plan
 from modelcenter.parallel.rehearse import Conditions, rehearse
-from modelcenter.train import fit
+from modelcenter.parallel.survey import settings
+from modelcenter.train import fit, paper
 from modelcenter.train.fit import Verdict, verdict, widest
 from modelcenter.train.prepare import prepare
 from modelcenter.train.read import load_recipe
+from modelcenter.train.recipe import Recipe
 from modelcenter.train.resolve import resolve
 from modelcenter.train.step import autocast
 
@@ -323,7 +328,7 @@ def test_where_copies_do_not_fit_shards_may() -> None:
 
     for machine, ways in ((Machine(replicate=2), [("machine.fsdp=2 machine.replicate=1", 7)]), (Machine(fsdp=4), [])):
         now: Any = SimpleNamespace(machine=machine, rows=4)
-        costs: Any = SimpleNamespace(exact=exact)
+        costs: Any = SimpleNamespace(exact=exact, job=SimpleNamespace(rows=8))
         assert list(fit.better(costs, now)) == ways
 
 
@@ -373,6 +378,8 @@ def test_what_cannot_be_rehearsed_can_be_run(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(fit, "job_of", fail)
     assert asked(recipe_of(tmp_path))[0] == "memory: not estimated: RuntimeError: no idea"
+    with pytest.raises(RuntimeError, match="no\nidea"):  # nothing is to be run
+        asked(recipe_of(tmp_path), refuses=False)
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -400,6 +407,137 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "lora", *changes, f"model={tmp_path}/out/model", "adapter.quantize=nf4", "--machine", "cpu"]) == 0
     text = capsys.readouterr().out
     assert "weights and buffers" in text and "memory: about" in text and not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize("degree", ["fsdp", "tensor_parallel", "replicate"])
+def test_the_verb_of_a_random_model_on_ranks(degree: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from modelcenter.__main__ import main
+
+    (tmp_path / "text.txt").write_text("a few words of text\n" * 40)
+    small = [f"config.{key}={value}" for key, value in TINY.items()]
+    run = [f"data.path={tmp_path}/text.txt", "data.seq_len=16", "batch=4", f"output_dir={tmp_path}/out", "tokenizer=char"]
+    assert main(["plan", "pretrain", *run, *small, f"machine.{degree}=2", "machine.device=cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["verdict"].startswith("memory a rank: about ") and found["estimate"][degree] == 2
+    assert main(["plan", "pretrain", *run, *small, "machine.tensor_parallel=4", "machine.device=cpu"]) == 2
+    assert "machine.tensor_parallel: 2 heads over 4 ranks" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------- ranks that share a host
+
+
+@pytest.mark.usefixtures("rehearsed_once")
+def test_ranks_of_one_host_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, machine = recipe_of(tmp_path), replace(MACHINE, replicate=4)
+    need = asked(recipe, machine)[0].plan.need
+
+    def fits(ranks: float) -> bool:
+        """Where the host has memory for so many."""
+        monkeypatch.setattr(fit, "memory_of", lambda device: (int(ranks * need), int(ranks * need)))
+        return bool(asked(recipe, machine)[0].plan.fits)
+
+    assert not fits(3.9) and fits(4.1)
+    monkeypatch.setenv("NNODES", "2")
+    assert not fits(1.9) and fits(2.1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of those that a launcher has started
+    assert not fits(0.9) and fits(1.1)
+
+
+def test_layouts_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = bare(model="gpt2", config={**TINY, "vocab": 99}, batch=4)
+    chip = replace(chips.CHIPS["4090"], memory=8e9)
+    monkeypatch.setattr(paper, "chip_here", lambda device: chip)
+    monkeypatch.setattr(paper, "chip_named", lambda name: chip)
+    monkeypatch.setattr(paper, "survey", lambda costs, *_: costs)
+    found: list[Any] = [paper.on_paper(recipe, MACHINE, 2, device, True)[0] for device in (None, "4090")]
+    assert [costs.limit for costs in found] == [4e9, 8e9]
+
+
+# ------------------------------------------------------------------------------------------- a model without a recipe
+
+
+def bare(**changes: Any) -> Any:
+    data = {"path": "none", "seq_len": 16, **changes.pop("data", {})}
+    return bind(Recipe, {**BARE, "data": data, "precision": "fp32", **changes}, None)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("objective", objectives())
+def test_a_model_alone_is_trained_on_what_its_objective_takes(tmp_path: Path, objective: str, packing: bool) -> None:
+    """On batches as they are made of data, where there is some of that objective; the model itself takes them all."""
+    declared = objectives()[objective]
+    model, config = {"lm": ("gpt2", TINY), "seq2seq": ("t5-small", TINY_T5)}.get(declared.task, ("bert-base-uncased", TINY))
+    keys = {"padding_free": packing and declared.packs, **({"pair_key": "pair"} if declared.task == "embed" else {})}
+    recipe = bare(model=model, config={**config, "vocab": 300}, objective=objective, data=keys, batch=6)
+    job = paper.job_alone(recipe, CPU, False)
+    made = job.batch(4)
+    pairs, texts = bool(job.model.encoder_decoder), 2 if declared.task == "embed" else 1
+    assert (job.rows, job.tokens) == (6, 16 * (1 + pairs) * texts) and made["input_ids"].numel() == 4 * 16 * texts
+    real = mc.build(model, config=dict(recipe.config), task=declared.task, num_labels=1 if objective == "regress" else None)
+    assert bool(real(**made, num_items_in_batch=1).loss.isfinite())
+    if objective in ROWS:
+        there = recipe_of(tmp_path, objective, **{f"data.{key}": value for key, value in keys.items()}, **{"data.seq_len": 16})
+        setup = prepare(*resolve_all(there), meta=True)
+        read = widest(next(setup.loader.steps(micro_batch=4))[1][0], 4, there, pairs)
+
+        def shapes(batch: Any) -> dict[str, Any]:
+            return {key: (value.shape, value.dtype) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+
+        assert shapes(made) == shapes(read)
+
+
+def test_a_model_alone_has_its_adapter_and_its_tokens() -> None:
+    recipe = bare(model="gpt2", init="pretrained", batch=4)
+    adapted = replace(recipe, adapter=AdapterConfig(name="lora"))
+    whole, lora = (paper.job_alone(one, CPU, False).model for one in (recipe, adapted))
+    trained = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in (whole, lora)]
+    assert trained[1] < 0.01 * trained[0] and lora.adapter.name == "lora" and not lora.load_report.new
+    jobs = [paper.job_alone(replace(recipe, batch_tokens=n), CPU, False) for n in (None, 16 * 32 + 15, 3)]
+    assert [job.rows for job in jobs] == [4, 32, 1]
+
+
+# ------------------------------------------------------------------------------------------- what a run would refuse
+
+
+@pytest.mark.parametrize("micro", [None, 9])
+def test_a_batch_that_ranks_cannot_halve(micro: int | None) -> None:
+    """Each micro-batch that is advised divides the batch, be it larger than a rank's share of it."""
+    recipe = bare(model="gpt2", config={**TINY, "heads": 1, "vocab": 99}, batch=9, micro_batch=micro)
+    found, _ = paper.on_paper(recipe, MACHINE, 2, "4090", True)
+    for e in found.estimates:
+        assert replace(recipe, micro_batch=e.micro_batch) and e.rows == min(e.micro_batch, 5)
+        assert e.data()["micro_batch"] == e.micro_batch and settings(e).endswith(f"micro_batch={e.micro_batch}")
+    others = [name.partition("=")[2] for name, _ in found.remedies if name.startswith("micro_batch=")]
+    assert {e.micro_batch for e in found.estimates} == {micro or 3} and others == ["1"]
+
+
+def test_fewer_rows_divide_the_batch_too() -> None:
+    now: Any = SimpleNamespace(machine=Machine(fsdp=2, recompute="full"), rows=8)
+    costs: Any = SimpleNamespace(exact=lambda machine, rows: SimpleNamespace(fits=rows < 8, need=7), job=SimpleNamespace(rows=15))
+    assert list(fit.better(costs, now)) == [("micro_batch=3", 7)]
+
+
+def test_texts_that_are_compared_are_one_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where fewer would need less."""
+    monkeypatch.setattr(paper, "chip_named", lambda name: replace(chips.CHIPS["4090"], memory=4e5))
+    keys = {"model": "bert-base-uncased", "config": {**TINY, "vocab": 99}, "objective": "contrastive", "data": {"pair_key": "pair"}}
+    found, _ = paper.on_paper(bare(**keys, batch=8), MACHINE, 1, "4090", True)
+    assert {e.rows for e in found.estimates} == {8}
+
+
+@pytest.mark.parametrize(("key", "value"), [("tensor_parallel", 2), ("zero", 1), ("recompute", "full")])
+def test_a_layout_beside_what_chooses_it_is_refused(key: str, value: Any) -> None:
+    recipe = bare(model="gpt2")
+    with pytest.raises(InputError, match=rf"^machine\.{key}: given beside gpus=2, which chooses it; one of the two"):
+        paper.on_paper(recipe, replace(MACHINE, **{key: value}), 2, "4090", True)
+    with pytest.raises(InputError, match=rf"^machine\.{key}: given beside devices=2, which chooses it"):
+        paper.on_paper(recipe, replace(MACHINE, devices=2, **{key: value}), None, "4090", True)
+
+
+def test_a_machine_that_gives_the_number_of_devices_has_all_its_layouts() -> None:
+    recipe = bare(model="gpt2", config={**TINY, "vocab": 99}, batch=4)
+    found, _ = paper.on_paper(recipe, replace(MACHINE, fsdp=2, zero=1), None, "4090", True)
+    assert {e.machine.ranks for e in found.estimates} == {2} and {e.machine.zero for e in found.estimates} == {1, 2, 3}
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (1.234e11, "123 GB")])

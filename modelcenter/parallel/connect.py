@@ -13,7 +13,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -33,6 +33,7 @@ stores: Any = dist  # whose annotations do not name them
 RESOLVE = 60.0  # seconds in which a host's name may become known: those of containers appear with them
 PATIENCE = 3.0  # seconds after which a process says for what it waits
 RETRY = 0.5  # seconds between two looks
+DEGREES = "replicate", "fsdp", "tensor_parallel"  # which ranks must have in common, or they would make other groups
 LOCKED = 30.0  # seconds beyond those in which all are to come, after which a store is given up that answers nobody
 
 
@@ -49,7 +50,7 @@ def connected(device: torch.device, machine: Machine) -> Iterator[None]:
     if device.type == "cuda":
         check_registration()
     with limited(machine.timeout + LOCKED):
-        store = meet(rank, size, machine.timeout, device.type)
+        store = meet(rank, size, machine.timeout, device.type, {key: getattr(machine, key) for key in DEGREES})
     both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
     # Whoever watches over the steps speaks first; this limit is for what nobody watches.
     limit = timedelta(seconds=FIRST * machine.timeout + 60)
@@ -81,11 +82,12 @@ def check_registration() -> None:
         refuse("environment", name, f"{found!r} beside {GROWING}", f"0, or {ALLOCATOR[0]}={GROWING.replace('True', 'False')}")
 
 
-def meet(rank: int, size: int, seconds: float, device: str) -> Any:
+def meet(rank: int, size: int, seconds: float, device: str, degrees: Mapping[str, int]) -> Any:
     """The store through which the ranks have found each other; when it is returned all of them are there, and fit."""
     until = time.monotonic() + seconds
     me = {"host": platform.node(), "pid": os.getpid(),
-          "WORLD_SIZE": size, "modelcenter": __version__, "torch": torch.__version__, "device": device}  # fmt: skip
+          "WORLD_SIZE": size, "modelcenter": __version__, "torch": torch.__version__, "device": device,
+          **{f"machine.{key}": n for key, n in degrees.items()}}  # fmt: skip
     mine = json.dumps(me)
     found = ""
     while True:
@@ -140,7 +142,7 @@ def verdict(store: Any, size: int, until: float, seconds: float) -> tuple[bool, 
             said = True
         time.sleep(0.02 if time.monotonic() - began < PATIENCE else RETRY)
     all_of_them = [json.loads(store.get(key)) for key in keys]
-    for key in ("WORLD_SIZE", "modelcenter", "torch", "device"):
+    for key in ("WORLD_SIZE", "modelcenter", "torch", "device", *(f"machine.{key}" for key in DEGREES)):
         odd = next((rank for rank, one in enumerate(all_of_them) if one[key] != all_of_them[0][key]), None)
         if odd is not None:
             two = [f"{all_of_them[rank][key]} on rank {rank} ({all_of_them[rank]['host']})" for rank in (0, odd)]

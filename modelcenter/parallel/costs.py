@@ -133,7 +133,7 @@ class Costs:
         spent = self.waited(spent, busy)
         flops = forwards * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
         return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
-                        job.rows * job.tokens, chip.rate(job.precision))
+                        job.rows * job.tokens, chip.rate(job.precision), job.rows)
 
     def step_of(self, machine: Machine, rows: int, forwards: int) -> tuple[Deep, Counter[Kind], bool]:
         """A rehearsed step, a rank's memory in it, and whether forward and backward are a CUDA graph. One that recomputes keeps

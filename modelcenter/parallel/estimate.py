@@ -36,6 +36,7 @@ class Estimate:
     flops: float  # of a step on a rank, without what is computed again
     tokens: int  # of a step, on all ranks
     peak: float  # FLOP/s of the chip
+    batch: int  # rows of a step, on all ranks
 
     @property
     def need(self) -> int:
@@ -57,6 +58,11 @@ class Estimate:
         return self.flops / self.seconds / self.peak
 
     @property
+    def micro_batch(self) -> int:
+        """The recipe's key that gives such micro-batches. It divides the batch, and may exceed a rank's share of it."""
+        return next(n for n in range(self.rows, self.batch + 1) if self.batch % n == 0)
+
+    @property
     def bottleneck(self) -> str:
         """What most of the time is spent on."""
         return max(self.spent, key=lambda what: self.spent[what])
@@ -69,7 +75,7 @@ class Estimate:
 
     def data(self) -> dict[str, Any]:
         """The estimate as `--json` prints it."""
-        return {**{key: getattr(self.machine, key) for key in LAYOUT}, "micro_batch": self.rows, "forwards": self.forwards,
+        return {**{key: getattr(self.machine, key) for key in LAYOUT}, "micro_batch": self.micro_batch, "forwards": self.forwards,
                 "fits": self.fits,
                 "bytes": dict(self.parts), "peak": self.need, "seconds": self.seconds, "tokens_per_second": self.rate,
                 "share_of_peak": self.share, "bottleneck": self.bottleneck, "spent": dict(self.spent)}  # fmt: skip

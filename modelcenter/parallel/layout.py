@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
+from ..errors import refuse
 from .check import compiles
 from .costs import Costs, heads_of
 from .estimate import Estimate, Job
-from .machine import Machine, Recompute
+from .machine import LAYOUT, Machine, Recompute
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -26,11 +27,18 @@ def layouts(job: Job, ranks: int, node: int, machine: Machine) -> Iterator[Machi
                 yield replace(machine, tensor_parallel=tp, fsdp=fsdp, replicate=copies, zero=zero)
 
 
+def check_open(machine: Machine, beside: str) -> None:
+    """Refuse a part of a layout that is given `beside` what chooses it."""
+    for key in LAYOUT:
+        if getattr(machine, key) != getattr(Machine(), key):
+            refuse(None, f"machine.{key}", f"given beside {beside}, which chooses it", "one of the two")
+
+
 def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate:
-    """The fastest estimate that fits, over sizes of the micro-batch and kinds of recompute; if none fits, the one that needs least.
-    `rows`: if given, no others are tried."""
+    """The fastest estimate that fits, over sizes of the micro-batch, which divide the batch as those of a recipe do, and kinds of
+    recompute; if none fits, the one that needs least. `rows`: if given, no others are tried."""
     mine = ceil(costs.job.rows / machine.shares)
-    sizes = [min(rows, mine)] if rows is not None else [n for n in range(mine, 0, -1) if mine % n == 0]
+    sizes = [min(rows, mine)] if rows is not None else [n for n in range(mine, 0, -1) if costs.job.rows % n == 0]
     ask = costs.estimate if len(sizes) > 1 else costs.exact
     tried: list[Estimate] = []
     for layout in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):

@@ -11,9 +11,11 @@ from ..errors import printable, refuse, tell
 from ..parallel.chips import CHIPS, Chip, chip_here
 from ..parallel.costs import Costs
 from ..parallel.device import count_of, device_of, memory_of
+from ..parallel.layout import check_open
 from ..parallel.machine import LAYOUT, Machine
 from ..parallel.survey import Survey, settings, survey
 from .calibrate import learn
+from .fit import ranks_here
 from .folder import ran
 from .paper import job_there, runnable
 from .recipe import Recipe
@@ -29,9 +31,7 @@ def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
     """
     if machine.devices is None:
         return recipe, machine
-    for key in LAYOUT:
-        if getattr(machine, key) != getattr(Machine(), key):
-            refuse(None, f"machine.{key}", f"given beside devices={machine.devices}, which chooses it", "one of the two")
+    check_open(machine, f"devices={machine.devices}")
     if "RANK" in os.environ:
         wrong = f"{machine.devices}, in a process that a launcher has started"
         refuse(None, "machine.devices", wrong, "the command alone, or the degrees: modelcenter plan says them")
@@ -55,7 +55,7 @@ def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
     after = f"; next {settings(fitting[0])}, {fitting[0].seconds:.3g} s" if fitting else ""
     say(f"{ranks} x {name}: {settings(best)}, the fastest of {1 + len(fitting)} layouts that fit: {best.seconds:.3g} s a step, "
         f"predicted, bound by {best.bottleneck}{after}")  # fmt: skip
-    return replace(recipe, micro_batch=best.rows) if free else recipe, best.machine
+    return replace(recipe, micro_batch=best.micro_batch) if free else recipe, best.machine
 
 
 def surveyed(recipe: Recipe, machine: Machine, device: torch.device, ranks: int, rows: int | None) -> Survey:
@@ -65,7 +65,7 @@ def surveyed(recipe: Recipe, machine: Machine, device: torch.device, ranks: int,
     job, chip = job_there(recipe, machine, torch.device("cpu"), gpu), chip_of(device)
     chip = learn(chip, recipe.precision, ranks > 1).of(chip)
     can = runnable(recipe, job.model)
-    return survey(Costs(job, chip, chip.memory if gpu else chip.memory / ranks), ranks, machine, rows,
+    return survey(Costs(job, chip, chip.memory if gpu else chip.memory / ranks_here(ranks)), ranks, machine, rows,
                   allowed=lambda m: can(m) and (rows is not None or recipe.batch % m.shares == 0))  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from ..parallel.layout import RECOMPUTES
 from ..parallel.machine import Machine, in_copies, in_shards
 from ..parallel.plan import Plan
 from ..parallel.rehearse import Conditions
+from ..parallel.variable import variable
 from ..registry import families
 from ..skeleton import skeleton
 from .calibrate import NOTHING, Learned, learn
@@ -92,13 +93,16 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
     """What a run will need and take on `device`; or one line that says why this is not known.
 
     The plan is for the largest possible batch: a micro-batch of sequences of `data.seq_len`. A run is refused only if no batch is
-    small enough: if weights, gradients and optimizer exceed all the memory there is.
+    small enough: if weights, gradients and optimizer exceed all the memory there is. Without `refuses` nothing is to be run, and an
+    error of the rehearsal is raised.
     """
     there = memory_of(device)
     if there is None:
         return f"memory: not known of {device.type}"
     free, total = there
     if device.type == "cpu":
+        here = ranks_here(machine.ranks)
+        free, total = free // here, total // here
         free += sum(p.nbytes for p in setup.model.parameters() if not p.is_meta)  # in the plan, and taken already
     chip, learned = chip_here(device), NOTHING
     if chip is not None:
@@ -112,7 +116,10 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         plan = Plan(found.parts, min(free, total), total)
         ways = [] if plan.fits or plan.hopeless else list(better(costs, found))
         copies = quicker(costs, found, recipe) if chip is not None else None
-    except Exception as error:  # what cannot be rehearsed can be run
+    except Exception as error:
+        if not refuses:
+            raise
+        # what cannot be rehearsed can be run
         return f"memory: not estimated: {type(error).__name__}: {printable(' '.join(str(error).split()))[:100]}"
     if plan.hopeless and refuses:
         what = f"{size(plan.lasting)} of weights, gradients and optimizer, {size(total)} there"
@@ -123,12 +130,18 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
     return Verdict(plan, batch, tuple(ways), found, machine.ranks, learned, chip.name, recipe.precision, copies)
 
 
+def ranks_here(ranks: int) -> int:
+    """How many of `ranks` share this host and its memory: as many as a launcher says, or each of NNODES hosts would start."""
+    nodes = variable("NNODES", 1, 2**20, default=1)
+    return variable("LOCAL_WORLD_SIZE", 1, 2**20, default=max(1, ranks // nodes))
+
+
 FEWER = "an adapter (adapter.name=lora), optimizer.moments=bf16, optimizer.name=adafactor or a smaller model"
 
 
 def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
     """Settings that fit: the largest micro-batch, more recompute, or both; or shards in place of copies."""
-    halves = [n for n in range(now.rows // 2, 0, -1) if now.rows % n == 0]
+    halves = [n for n in range(now.rows // 2, 0, -1) if costs.job.rows % n == 0]
     for how in RECOMPUTES[RECOMPUTES.index(now.machine.recompute) :]:
         more = how != now.machine.recompute
         settings = f"machine.recompute={how}" if more else ""

@@ -3,30 +3,36 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
+from ..adapter.attach import choose, insert
+from ..checkpoint.match import LoadReport
 from ..create import build
+from ..data.collate import Batch, pack, pad
 from ..data.objective import find_objective
 from ..errors import InputError, nearest, printable, refuse, tell
-from ..layers import Adapted
+from ..layers import Adapted, ClassifyHead
+from ..model import Model
 from ..parallel.adapted import check_adapted
 from ..parallel.chips import Chip, chip_here, chip_named
 from ..parallel.costs import Costs
 from ..parallel.device import count_of, device_of
 from ..parallel.estimate import Job
-from ..parallel.machine import Machine
+from ..parallel.layout import check_open
+from ..parallel.machine import LAYOUT, Machine
 from ..parallel.rehearse import Conditions
 from ..parallel.survey import Survey, survey
 from ..place import check_adapter
 from ..registry import presets
 from .calibrate import NOTHING, learn
-from .fit import job_of, keeper
+from .fit import job_of, keeper, ranks_here, share, widest
 from .launch import check_ranks
 from .prepare import prepare
 from .recipe import Recipe
-from .resolve import automatic_precision, check_length, resolve, sizes_of
+from .resolve import automatic_precision, check_length, most_of, resolve, sizes_of
 from .step import autocast
 
 MASKED = 0.15  # of the tokens are targets, in masked language modelling
@@ -49,25 +55,30 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
     chip = chip_named(device) if device is not None else chip_here(found)
     if chip is None:
         refuse(None, "device", f"{found.type} is not known", "give device=NAME")
+    if ranks is not None or machine.devices is not None:
+        check_open(machine, f"devices={machine.devices}" if ranks is None else f"gpus={ranks}")
     ranks = ranks or (machine.ranks if machine.devices is None else count_of(machine))
-    machine = replace(machine, devices=None, tensor_parallel=1, fsdp=1, replicate=1)
+    machine = replace(machine, devices=None, **{key: getattr(Machine(), key) for key in LAYOUT})
     gpu = device is not None and found.type == "cpu"
     asked = recipe.micro_batch
+    if asked is None and find_objective(recipe.objective).together:
+        asked = recipe.batch if recipe.batch_tokens is None else most_of(recipe, found)
     if recipe.precision == "auto":
         here = automatic_precision(found, sizes_of(recipe).get("dim"))
         recipe = replace(recipe, precision=here if device is None else automatic(chip))
     learned = learn(chip, recipe.precision, ranks > 1) if device is None else NOTHING
     chip = learned.of(chip)
     job = job_alone(recipe, found, gpu) if bare else job_there(recipe, machine, found, gpu)
-    costs = Costs(job, chip)
+    limit = chip.memory / (ranks_here(ranks) if device is None and found.type == "cpu" else 1)
+    costs = Costs(job, chip, limit)
     others = {}
     if recipe.optimizer.name == "adamw" and recipe.optimizer.moments == "fp32":
         less = replace(recipe, optimizer=replace(recipe.optimizer, moments="bf16"))
-        others["optimizer.moments=bf16"] = Costs(replace(job, how=replace(job.how, build=keeper(less))), chip)
+        others["optimizer.moments=bf16"] = Costs(replace(job, how=replace(job.how, build=keeper(less))), chip, limit)
 
     tell(f"plan: steps of {printable(recipe.model)} are rehearsed in every layout of {ranks} x {chip.name}, which takes a while")
     result = survey(costs, ranks, machine, asked, others, runnable(recipe, job.model))
-    weights = sum(p.numel() for p in job.model.parameters())
+    weights = sum(prod(shape) for shape in job.model.shapes.values())  # however they are stored, and without adapters
     lines = [
         f"{recipe.model}: {weights / 1e9:,.2f} G parameters, {recipe.precision}, steps of {job.rows:,} x {job.tokens:,} tokens on "
         f"{ranks} x {chip.name}",
@@ -111,17 +122,37 @@ def job_there(recipe: Recipe, machine: Machine, device: torch.device, gpu: bool)
 
 
 def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
-    """What a model is trained on without data: sequences of data.seq_len, of which all tokens are targets, or those that are
-    masked."""
-    model = build(recipe.model, task=find_objective(recipe.objective).task, config=recipe.config, device="meta")
-    model.freeze(*recipe.freeze)
-    length, pairs = recipe.data.seq_len, bool(model.encoder_decoder)
+    """What a model is trained on without data: examples of the greatest length, of which all tokens are targets, or those that are
+    masked, and with adapters on it if the recipe says so. Labels have the default names."""
+    objective = find_objective(recipe.objective)
+    labels = 1 if recipe.objective == "regress" else None
+    model = build(recipe.model, task=objective.task, config=recipe.config, device="meta", num_labels=labels)
     check_length(recipe, vars(model.config))
-    target = (recipe.data.target_len or length) if pairs else length
+    model.freeze(*recipe.freeze)
+    if recipe.adapter.name != "none":
+        model.load_report = LoadReport()  # weights are read for it, and nothing is new
+        insert(model, recipe.adapter, choose(model, recipe.adapter))
+    if isinstance(model.head, ClassifyHead):
+        model.head.r_drop = recipe.loss.r_drop
+    first, pairs = example(recipe, model), bool(model.encoder_decoder)
+    tokens = int(first["input_ids"].numel()) + (int(first["labels"].numel()) if pairs else 0)
+    rows = recipe.batch if recipe.batch_tokens is None else max(1, recipe.batch_tokens // tokens)
+    targets = MASKED if recipe.objective == "mlm" else share(first, recipe)
+    how = Conditions(keeper(recipe), partial(autocast, recipe.precision, device), device, targets, gpu=gpu)
+    return Job(model, lambda rows: widest(first, rows, recipe, pairs), how, recipe.precision, rows, tokens)
 
-    def batch(rows: int) -> dict[str, Any]:
-        return {"input_ids": torch.zeros(rows, length, dtype=torch.long), "labels": torch.zeros(rows, target, dtype=torch.long)}
 
-    share = MASKED if recipe.objective == "mlm" else 1.0
-    how = Conditions(keeper(recipe), partial(autocast, recipe.precision, device), device, share, gpu=gpu)
-    return Job(model, batch, how, recipe.precision, recipe.batch, length + target if pairs else length)
+def example(recipe: Recipe, model: Model) -> Batch:
+    """A batch of one example of the greatest length, whose tensors are as those that the objective makes of data."""
+    data, task, of = recipe.data, recipe.head, find_objective(recipe.objective).of
+    texts = 1 if task != "embed" else 2 if data.negative_key is None else 3
+    ids = [[0] * data.seq_len] * texts
+    wanted = [[0] * ((data.target_len or data.seq_len) if model.encoder_decoder else data.seq_len)]
+    batch = pack(ids, wanted * texts) if data.packing or data.padding_free else pad(ids, wanted * texts, 0)
+    if task == "lm":
+        batch.pop("attention_mask", None)  # its texts fill their sequences
+    numbers = torch.float32 if "values" in of or "sets" in of else torch.long
+    config: Any = model.config
+    if shape := {"classify": (1, config.num_labels) if "sets" in of else (1,), "embed": (1,), "qa": (1, 2)}.get(task):
+        batch["labels"] = torch.zeros(shape, dtype=numbers)
+    return batch
