@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Keys of a recipe that an evaluation does not read; output_dir and max_steps, which a recipe must have, may be given all the same.
 TRAINING = {
-    "optimizer", "schedule", "freeze", "ema", "num_epochs", "max_grad_norm", "on_spike", "logging_steps", "eval_steps", "best", "patience",
-    "save_steps", "save_total_limit", "report_to", "resume",
+    "optimizer", "schedule", "freeze", "ema", "num_epochs", "max_grad_norm", "on_spike", "logging_steps", "eval_steps", "best",
+    "patience", "save_steps", "save_total_limit", "report_to", "resume",
 }  # fmt: skip
 
 

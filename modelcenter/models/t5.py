@@ -18,7 +18,7 @@ from ..names import Row, Shape
 from ..ops import Op
 
 ACTS = {"relu": ops.relu, "gated-gelu": ops.geglu_tanh, "gated-silu": ops.swiglu}
-SCALE = "scale_decoder_outputs"  # null: it does not; before transformers 5 `tie_word_embeddings` said it
+SCALE, TIE = "scale_decoder_outputs", "tie_word_embeddings"  # a null does not scale; before transformers 5 the other said it
 WIDE, GATED = dict(dim=1024, head_dim=128, layers=24), dict(act=ops.geglu_tanh, scale=False, tie=False)
 V1_1 = {  # FLAN has the same sizes
     "small": (76_961_152, dict(hidden=1024, heads=6, layers=8)),
@@ -58,9 +58,9 @@ class T5Config(Config):
                      dense_act_fn={"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"},
                      is_gated_act={"relu": False, "gated-gelu": True, "gated-silu": True}),
             SCALE: Key(
-                "scale", lambda v, c: {True: True, False: False, None: SCALE not in c and c.get("tie_word_embeddings") is not False}[v],
+                "scale", lambda v, c: {True: True, False: False, None: SCALE not in c and c.get(TIE) is not False}[v],
                 lambda v: {SCALE: v}, always=True),
-            "tie_word_embeddings": Key("tie", lambda v, c: True, lambda v: {"tie_word_embeddings": v}, always=True),
+            TIE: Key("tie", lambda v, c: True, lambda v: {TIE: v}, always=True),
         },
         fixed={"is_decoder": False},
     )  # fmt: skip
