@@ -19,7 +19,7 @@ from .checkpoint.exchange import open_roads, set_out
 from .checkpoint.folder import Folder
 from .checkpoint.group import Group, neighbours
 from .checkpoint.intake import Intake
-from .checkpoint.load import fill
+from .checkpoint.load import fill, local
 from .checkpoint.match import Keys, LoadReport, bare, match
 from .checkpoint.save import companions
 from .checkpoint.sentence import read_modules, settle
@@ -167,12 +167,23 @@ def load(
             put_off(read)
         else:
             fill_all(model, weights, adapters, group, *begun)
+        if kind == torch.float16 != dtype_of(folder, cls.ignored) and (lost := infinite(model)):
+            most = "beyond 65504, the most that fp16 holds, and infinite now; bf16 and fp32 hold it"
+            warnings.warn(f"{path}: {', '.join(lost[:5])}: {most}", stacklevel=3)
         if saved is None:
             measure(model)
         model.companions = companions(path) if saved is None else companions(saved.folder, path)
         model.revision = source.revision
         model.source = source.told
     return model.eval()
+
+
+def infinite(model: Model) -> list[str]:
+    """The parameters of which an element is infinite, of this rank's part."""
+    held = {name: local(p)[1] for name, p in model.named_parameters()}
+    with torch.no_grad():
+        found = torch.stack([part.isinf().any() for part in held.values()]).tolist()
+    return [name for name, lost in zip(held, found, strict=True) if lost]
 
 
 def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int) -> dict[str, Lazy]:

@@ -1,7 +1,6 @@
 """Storage for a model's parameters: on which device, and on several ranks sharded as the machine says."""
 
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -16,7 +15,7 @@ from .errors import refuse
 from .model import Model
 from .parallel.blocks import fit_blocks
 from .parallel.check import check
-from .parallel.device import check_device, device_of
+from .parallel.device import check_device, device_of, memory_of
 from .parallel.machine import Machine
 
 
@@ -66,12 +65,9 @@ def stored(t: Tensor, home: torch.device) -> Tensor:
 
 def check_memory(model: Model, device: torch.device) -> None:
     """Refuse a model whose weights alone exceed the memory of `device`, before any of it is allocated."""
-    if device.type == "cuda":
-        have = torch.cuda.mem_get_info(device)[1]
-    elif device.type == "cpu":
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
+    if (there := memory_of(device)) is None:
         return
+    have = there[1]
     need = sum(math.prod(r.stop - r.start for r in local(p)[0]) * p.itemsize for p in model.parameters())
     if need > have:
         room, ways = f"at most {have / 1e9:,.0f} GB, the memory of {device}", "bf16, an adapter on nf4, or more ranks (fsdp)"

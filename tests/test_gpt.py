@@ -169,6 +169,16 @@ def test_of_two_halves_each_value_is_kept(tmp_path: Path) -> None:
     assert model.dtype == torch.float32 and all(torch.equal(t, table[name].float()) for name, t in saved.items())
 
 
+def test_what_fp16_cannot_hold_is_said(tmp_path: Path) -> None:
+    def grown(tensors: dict[str, Tensor]) -> None:
+        tensors["transformer.h.0.ln_1.weight"][3] = 1e5
+
+    folder = zoo.rewritten(CASE, tmp_path, grown)
+    with pytest.warns(UserWarning, match=r"decoder\.blocks\.0\.attn_norm\.weight: beyond 65504, the most that fp16 holds"):
+        mc.load(folder, dtype="fp16")
+    assert mc.load(folder, dtype="bf16").decoder.blocks[0].attn_norm.weight[3] > 9e4  # without a word
+
+
 def test_every_key_that_names_the_dtype_is_written(tmp_path: Path) -> None:
     folder = zoo.rewritten(CASE, tmp_path, dtype="float32", torch_dtype="float32")
     mc.load(folder, dtype="bf16").save_pretrained(tmp_path / "out")

@@ -17,6 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 import modelcenter as mc
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.checkpoint.match import LoadReport
+from modelcenter.cli import plan as cli
+from modelcenter.cli.arguments import Arguments
 from modelcenter.cli.plan import BARE
 from modelcenter.config import bind
 from modelcenter.data.objective import objectives
@@ -25,7 +27,7 @@ from modelcenter.ops._kernels import available
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
-from modelcenter.parallel import chips
+from modelcenter.parallel import chips, device
 from modelcenter.parallel.blocks import recompute as recompute_blocks
 from modelcenter.parallel.costs import Costs
 from modelcenter.parallel.deep import Deep
@@ -496,6 +498,16 @@ def test_a_model_alone_has_its_adapter_and_its_tokens() -> None:
     assert [job.rows for job in jobs] == [4, 32, 1]
 
 
+@pytest.mark.parametrize(("words", "length", "init"), [
+    (["model=bert-base-uncased"], 512, "random"), (["model=gpt2"], 1024, "random"), (["model=t5-small"], 1024, "random"),
+    (["model=gpt2", "data.seq_len=64", "adapter.name=lora"], 64, "pretrained"),
+    (["model=gpt2", "config.positions=32"], 32, "random")])  # fmt: skip
+def test_a_model_alone_is_asked_for_by_its_name(words: list[str], length: int, init: str) -> None:
+    """With as long texts as it has positions for, and pretrained where an adapter is put on it."""
+    recipe, _, alone = cli.recipe_of(Arguments(settings=words))
+    assert (recipe.data.seq_len, recipe.init, alone) == (length, init, True)
+
+
 # ------------------------------------------------------------------------------------------- what a run would refuse
 
 
@@ -556,3 +568,26 @@ def test_a_share_above_one_is_not_said() -> None:
     for share, said in ((0.5, ", 50% of the device's rate of matrix products"), (1.11, "")):
         of: Any = SimpleNamespace(seconds=0.5, rate=1024.0, share=share, bottleneck="compute", machine=Machine())
         assert fit.speed(of) == f"about 0.5 s a step of full sequences, 1,024 tokens a second{said}; most of it is arithmetic"
+
+
+@pytest.mark.parametrize(("version", "line", "files"), [
+    (1, "4:cpu,memory:/job/step",
+     {"memory.limit_in_bytes": "{}", "memory.usage_in_bytes": "600", "memory.stat": "total_inactive_file 100\n"}),
+    (2, "0::/job/step", {"memory.max": "{}", "memory.current": "600", "memory.stat": "anon 9\ninactive_file 100\n"})])
+def test_a_groups_limit_is_all_the_memory_there_is(version: int, line: str, files: dict[str, str], tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Of a container or a job, and of those that it is in; what is kept of files is given back."""
+    top = tmp_path / "cgroup" / ("memory" if version == 1 else "")
+    limited = {"": str(2**63 - 4096) if version == 1 else "max", "job": "1000", "job/step": "2000"}
+    for group, limit in limited.items():
+        (top / group).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (top / group / name).write_text(text.format(limit))
+    (tmp_path / "own").write_text(f"9:pids:/x\n{line}\n")
+    found = list(device.limits(tmp_path / "own", tmp_path / "cgroup"))
+    assert found[:2] == [(1500, 2000), (500, 1000)] and len(found) == (3 if version == 1 else 2)
+    (tmp_path / "own").write_text(f"{line.partition('/')[0]}/of/the/host\n")  # of which a container sees its own alone, as the top
+    assert list(device.limits(tmp_path / "own", tmp_path / "cgroup")) == found[2:]
+    assert list(device.limits(tmp_path / "none", tmp_path / "cgroup")) == []
+    monkeypatch.setattr(device, "limits", lambda: found)
+    assert device.memory_of(torch.device("cpu")) == (500, 1000)

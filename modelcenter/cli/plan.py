@@ -1,7 +1,7 @@
 """`modelcenter plan`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,14 @@ def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
         from ..train.paper import objective_of
 
         over["objective"] = objective_of(str(over["model"]))
-    return bind(Recipe, merge(BARE, over), COMMAND_LINE), machine_of(args), True
+    adapted = {"init": "pretrained"} if "adapter" in over else {}  # which none of random weights is put on
+    recipe = bind(Recipe, merge(BARE, adapted | over), COMMAND_LINE)
+    if "seq_len" not in over.get("data", {}):
+        from ..train.resolve import sizes_of
+
+        most = sizes_of(recipe).get("positions") or recipe.data.seq_len
+        recipe = replace(recipe, data=replace(recipe.data, seq_len=min(most, recipe.data.seq_len)))
+    return recipe, machine_of(args), True
 
 
 def here(recipe: "Recipe", machine: "Machine") -> Answer:

@@ -1,8 +1,11 @@
 """Where a rank computes, and in which precision."""
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -64,8 +67,28 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cpu":
         return None
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if find_spec("psutil") is None:
-        return total, total
-    import psutil
+    free = total
+    if find_spec("psutil") is not None:
+        import psutil
 
-    return int(psutil.virtual_memory().available), total
+        free = int(psutil.virtual_memory().available)
+    there = [(free, total), *limits()]
+    return min(free for free, _ in there), min(total for _, total in there)
+
+
+def limits(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
+    """(bytes free, bytes in all) of each group of processes that this one is of and whose memory is limited: a container's, or a
+    job's. What the kernel keeps of files it gives back. Both versions of Linux's control groups; elsewhere there are none."""
+    with suppress(OSError):
+        for line in proc.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            top, most, taken, kept = (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") \
+                if kinds else (groups, "memory.max", "memory.current", "inactive_file")
+            own = PurePosixPath(path.lstrip("/"))
+            for group in (top / own, *(top / above for above in own.parents)):  # of which a container may see the last alone
+                with suppress(OSError, ValueError):  # ValueError: "max"
+                    total, used = int((group / most).read_text()), int((group / taken).read_text())
+                    stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+                    yield max(0, total - used + int(stat.get(kept, 0))), total

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..adapter.attach import choose, insert
 from ..errors import InputError, printable, refuse, size
+from ..layers import ClassifyHead
 from ..model import Model
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
@@ -188,6 +189,8 @@ def whole(model: Model, recipe: Recipe) -> Model:
     out = skeleton(family, config, model.task, torch.float32)
     out.load_report = model.load_report  # whose new parameters are trained beside an adapter
     out.freeze(*recipe.freeze)
+    if isinstance(out.head, ClassifyHead):
+        out.head.r_drop = recipe.loss.r_drop
     if recipe.adapter.name != "none":
         insert(out, recipe.adapter, choose(out, recipe.adapter))
     return out

@@ -42,7 +42,7 @@ from ..model import Model
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.variable import check_world
-from ..parallel.watch import Pulse, apart
+from ..parallel.watch import Pulse, apart, wait_for
 from ..registry import hubs, presets
 from .evaluate import Evaluation, stream_bytes
 from .launch import follow
@@ -156,6 +156,7 @@ class Reader(AbstractContextManager["Reader"]):
         for name in ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor") if self.jobs else ():
             importlib.import_module(name)  # the rehearsal that follows wants them, for two thirds of a second
         for job in self.jobs:
+            wait_for(job, self.pulse)
             job.result()
 
 
