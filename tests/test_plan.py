@@ -573,7 +573,8 @@ def test_a_share_above_one_is_not_said() -> None:
 @pytest.mark.parametrize(("version", "line", "files"), [
     (1, "4:cpu,memory:/job/step",
      {"memory.limit_in_bytes": "{}", "memory.usage_in_bytes": "600", "memory.stat": "total_inactive_file 100\n"}),
-    (2, "0::/job/step", {"memory.max": "{}", "memory.current": "600", "memory.stat": "anon 9\ninactive_file 100\n"})])
+    (2, "0::/job/step", {"memory.max": "{}", "memory.current": "600", "memory.stat": "anon 9\ninactive_file 100\n"})],
+    ids=["v1", "v2"])
 def test_a_groups_limit_is_all_the_memory_there_is(version: int, line: str, files: dict[str, str], tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Of a container or a job, and of those that it is in; what is kept of files is given back."""
