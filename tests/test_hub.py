@@ -320,6 +320,19 @@ def test_a_download_moves_a_run_and_is_known_to_be_one(server: Hub, monkeypatch:
     assert resolve("someone/big").name == COMMIT[::-1]
 
 
+def test_a_cache_that_may_not_be_written_is_read(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its branch may then be behind: that of whoever keeps it."""
+    server.repos["someone/tiny"] = single()
+    folder = resolve("tiny")
+    (folder.parent.parent / "refs" / "main").write_text("0" * 40)
+
+    def fails(*args: object) -> None:
+        raise InputError("refs/main: Read-only file system; nothing was changed")
+
+    monkeypatch.setattr(download, "atomic_write", fails)
+    assert resolve("tiny") == folder
+
+
 def test_what_killed_downloads_left_is_said(server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     """The client gives each download a name of its own: after a kill nothing goes on with it, and nothing removes it."""
     server.repos["someone/tiny"] = repo = single()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import refuse, refuse_missing, tell
+from ..errors import InputError, refuse, refuse_missing, tell
 from ..errors import size as in_words
 from ..parallel.watch import beat
 from .atomic import atomic_write
@@ -81,9 +81,10 @@ def remember(listing: Listing) -> None:
     revision = listing.revision or "main"
     if revision != listing.folder.name:
         file = listing.folder.parent.parent / "refs" / revision
-        if not file.is_file() or file.read_text() != listing.folder.name:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, listing.folder.name.encode())
+        with suppress(OSError, InputError):  # a cache that others keep may not be written, and has all that was asked for
+            if not file.is_file() or file.read_text() != listing.folder.name:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(file, listing.folder.name.encode())
 
 
 def look_up(name: str, repo: str, revision: str | None) -> Listing:
