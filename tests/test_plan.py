@@ -31,6 +31,7 @@ from modelcenter.parallel import chips, device
 from modelcenter.parallel.blocks import recompute as recompute_blocks
 from modelcenter.parallel.costs import Costs
 from modelcenter.parallel.deep import Deep
+from modelcenter.parallel.estimate import Job
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.plan import Plan
 from modelcenter.parallel.rehearse import Conditions, rehearse
@@ -324,13 +325,18 @@ def test_what_does_not_fit_is_told_what_would(tmp_path: Path, monkeypatch: pytes
     assert all(asked_need < 0.8 * need for _, asked_need in found.ways)
 
 
+def of_rows(rows: int) -> Any:
+    none: Any = None
+    return Job(none, none, none, "fp32", rows, 1)
+
+
 def test_where_copies_do_not_fit_shards_may() -> None:
     def exact(machine: Machine, rows: int) -> Any:
         return SimpleNamespace(fits=machine.fsdp == 2 and machine.replicate == 1, need=7)
 
     for machine, ways in ((Machine(replicate=2), [("machine.fsdp=2 machine.replicate=1", 7)]), (Machine(fsdp=4), [])):
         now: Any = SimpleNamespace(machine=machine, rows=4)
-        costs: Any = SimpleNamespace(exact=exact, job=SimpleNamespace(rows=8))
+        costs: Any = SimpleNamespace(exact=exact, job=of_rows(8))
         assert list(fit.better(costs, now)) == ways
 
 
@@ -525,7 +531,7 @@ def test_a_batch_that_ranks_cannot_halve(micro: int | None) -> None:
 
 def test_fewer_rows_divide_the_batch_too() -> None:
     now: Any = SimpleNamespace(machine=Machine(fsdp=2, recompute="full"), rows=8)
-    costs: Any = SimpleNamespace(exact=lambda machine, rows: SimpleNamespace(fits=rows < 8, need=7), job=SimpleNamespace(rows=15))
+    costs: Any = SimpleNamespace(exact=lambda machine, rows: SimpleNamespace(fits=rows < 8, need=7), job=of_rows(15))
     assert list(fit.better(costs, now)) == [("micro_batch=3", 7)]
 
 

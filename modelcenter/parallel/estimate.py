@@ -20,6 +20,10 @@ class Job:
     rows: int  # of a step, over all ranks
     tokens: int  # of a row
 
+    def sizes(self, most: int) -> list[int]:
+        """The rows of a micro-batch that a recipe takes, of at most so many: they divide the step's. The most come first."""
+        return [n for n in range(most, 0, -1) if self.rows % n == 0]
+
 
 @dataclass(frozen=True)
 class Estimate:

@@ -38,7 +38,7 @@ def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate
     """The fastest estimate that fits, over sizes of the micro-batch, which divide the batch as those of a recipe do, and kinds of
     recompute; if none fits, the one that needs least. `rows`: if given, no others are tried."""
     mine = ceil(costs.job.rows / machine.shares)
-    sizes = [min(rows, mine)] if rows is not None else [n for n in range(mine, 0, -1) if costs.job.rows % n == 0]
+    sizes = [min(rows, mine)] if rows is not None else costs.job.sizes(mine)
     ask = costs.estimate if len(sizes) > 1 else costs.exact
     tried: list[Estimate] = []
     for layout in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):

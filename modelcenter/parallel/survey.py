@@ -109,7 +109,7 @@ def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, 
         # What was interpolated is rehearsed as it is before it is promised; then another may be faster.
         exact = costs.exact(choice.machine, choice.rows)
         while choice.fits and not exact.fits and exact.rows > 1:
-            fewer = next(n for n in range(exact.rows - 1, 0, -1) if costs.job.rows % n == 0)
+            fewer = costs.job.sizes(exact.rows - 1)[0]
             exact = costs.exact(choice.machine, fewer)
         found[0] = exact
         known.add(exact.machine)
@@ -125,7 +125,7 @@ def sort(found: list[Estimate]) -> None:
 def remedies(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator[tuple[str, Estimate]]:
     """What needs less memory than `e`, and what of it comes at which speed."""
     if e.rows > 1:
-        rows = next(n for n in range(e.rows // 2, 0, -1) if costs.job.rows % n == 0)
+        rows = costs.job.sizes(e.rows // 2)[0]
         yield f"micro_batch={rows}", costs.exact(e.machine, rows)
     for how in RECOMPUTES[RECOMPUTES.index(e.machine.recompute) + 1 :]:
         yield f"machine.recompute={how}", costs.exact(replace(e.machine, recompute=how), e.rows)

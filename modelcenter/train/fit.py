@@ -142,7 +142,7 @@ FEWER = "an adapter (adapter.name=lora), optimizer.moments=bf16, optimizer.name=
 
 def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
     """Settings that fit: the largest micro-batch, more recompute, or both; or shards in place of copies."""
-    halves = [n for n in range(now.rows // 2, 0, -1) if costs.job.rows % n == 0]
+    halves = costs.job.sizes(now.rows // 2)
     for how in RECOMPUTES[RECOMPUTES.index(now.machine.recompute) :]:
         more = how != now.machine.recompute
         settings = f"machine.recompute={how}" if more else ""
