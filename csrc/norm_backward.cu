@@ -20,7 +20,7 @@ constexpr bool TWO = !SHIFT && D != ANY;
 
 // JOINT: all groups of a block go together, and need not be whole warps.
 template <int D, bool CENTRED, bool SHIFT, bool JOINT, int PACKS, int ROWS>
-__global__ void __launch_bounds__(THREADS) norm_rows_backward(const Problem p) {
+__global__ void __launch_bounds__(threads_of(PACKS)) norm_rows_backward(const Problem p) {
     if (D == BF16 && !present<bf16>) return;
     constexpr int SUMS = CENTRED ? 2 : 1;
     constexpr bool HALF = D == BF16 || D == F16;
@@ -273,7 +273,9 @@ bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cu
                    (!two && launch<norm_rows_backward<D, CENTRED, false, true, 1, 4>>(1, 4, p, false, true, slots, lines, stream)) ||
                    (!two && launch<norm_rows_backward<D, CENTRED, false, false, 1, 4>>(1, 4, p, false, false, slots, lines, stream)) ||
                    launch<norm_rows_backward<D, CENTRED, false, false, 1, 2>>(1, 2, p, false, false, slots, lines, stream) ||
-                   launch<norm_rows_backward<D, CENTRED, false, false, 2, 1>>(2, 1, p, false, false, slots, lines, stream);
+                   launch<norm_rows_backward<D, CENTRED, false, false, 2, 1>>(2, 1, p, false, false, slots, lines, stream) ||
+                   launch<norm_rows_backward<D, CENTRED, false, false, 3, 1>>(3, 1, p, false, false, slots, lines, stream) ||
+                   launch<norm_rows_backward<D, CENTRED, false, false, 4, 1>>(4, 1, p, false, false, slots, lines, stream);
         };
         if (same && dtype == BF16 && halves(std::integral_constant<int, BF16>{})) return true;
         if (same && dtype == F16 && halves(std::integral_constant<int, F16>{})) return true;

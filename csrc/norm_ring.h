@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int THREADS = 640;  // of a block, at most, with 96 registers each
+constexpr int threads_of(int packs) { return packs > 2 ? 512 : THREADS; }  // with 128, for the sums of more columns
 constexpr int STAGES = 4;     // of the ring, at most
 
 // For each row to come there is a slot of 16 bytes, or two of fp32, for each pack of eight.
@@ -154,7 +155,7 @@ template <auto KERNEL>
 bool launch(int packs, int rows, Problem p, bool shift, bool joint, int slots, int64_t& lines, cudaStream_t stream) {
     const int64_t columns = (p.dim + (shift ? 22 : 7)) / 8;
     int64_t threads = ((columns + packs - 1) / packs + 31) / 32 * 32;
-    if (threads > THREADS) return false;
+    if (threads > threads_of(packs)) return false;
     static const int registers = [] {  // of this kernel, on any chip
         cudaFuncAttributes found{};
         cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(KERNEL));

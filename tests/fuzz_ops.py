@@ -46,7 +46,9 @@ from modelcenter.ops.rotary import rotary_
 from modelcenter.optim import adamw
 
 SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 130, 255, 257, 300)
-WIDTHS = (*SIZES, 136, 264, 392, 520, 513, 1000, 1023, 1025, 2056, 4096, 4100, 8192, 8200, 10001, 12296)  # of a row, past blocks
+WIDTHS = (  # of a row, past blocks
+    *SIZES, 136, 264, 392, 520, 513, 1000, 1023, 1025, 2056, 4096, 4100, 8192, 8200, 10001, 12280, 12296, 16408,
+)  # fmt: skip
 LENGTHS = (*SIZES, 1024, 4095, 8191, 8192, 8193, 16400, 32768, 33000)  # of a parameter: past AdamW's chunks and pieces
 MOST = 20_000  # elements of a tensor
 LARGE = (0, 1, 1, 2, 3, 5, 17, 32771, 40000, 65601)  # --large: one axis of a tensor past what 15 and what 16 bits count
