@@ -68,7 +68,8 @@ REFUSED = [  # the command, how its one line goes on
     (("generate", "m", "p", "prompts=a.txt"), "command line: prompt: given, and so is prompts; "),
     (("generate", "m", "prompts=a.txt", "--stream"), "command line: stream: true with several texts; "),
     (("generate", "m", "p", "num_beams=3", "num_beam_groups=2"), "command line: num_beam_groups: 2 for 3 beams; "),
-    (("generate", "m", "p", "out=good.yaml"), "good.yaml: exists; a new file, or this one moved away"),
+    (("generate", "m", "p", "out=good.jsonl"), "good.jsonl: exists; a new file, or this one moved away"),
+    (("generate", "m", "p", "out=o.csv"), "command line: out: o.csv; a name that ends in .jsonl, the format that is written"),
     (("generate", "m", "prompts=absent.txt"), "absent.txt: No such file or directory; "),
     (("generate", "m", "p", "temperature=0"), "command line: temperature: 0; a number at least 1e-06"),
     (("generate", "m", "p", "top_p=1.5"), "command line: top_p: 1.5; a number above 0 and at most 1"),
@@ -130,6 +131,7 @@ FILES = {
     "deep.yaml": "[" * 100_000,
     "good.yaml": GOOD,
     "good.txt": "text",
+    "good.jsonl": "{}",
     "none.yaml": GOOD.replace("max_steps: 1\n", ""),
 }
 
@@ -447,7 +449,9 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
                   ["out/model", "data.path=b.txt", "data.seq_len=16"], ["out", "data.path=b.txt", "data.eval_fraction=0.5"]):
         assert main(["evaluate", *words, "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1] == found[2] and found[3]["eval_targets"] < 0.6 * found[0]["eval_targets"]
+    for other in found[1:3]:  # sums of torch's products can depend on where in memory weights lie
+        assert other == pytest.approx(found[0], rel=1e-6)
+    assert found[3]["eval_targets"] < 0.6 * found[0]["eval_targets"]
 
     assert main(["convert", "out/model", "copy", "--max-shard-size", "8KB", "--dtype", "fp32"]) == 0
     assert (here / "copy" / "model.safetensors.index.json").exists() and (here / "copy" / "tokenizer.json").exists()

@@ -252,10 +252,9 @@ def test_a_claim_that_was_given_up_is_none(asked: Tokenization, monkeypatch: pyt
         lock.unlink()
         flock(file, how)
 
-    monkeypatch.setattr(module.fcntl, "flock", late)
-    with pytest.raises(InputError, match="a: out: another process is writing it"):
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="a: out: another process is writing it"):
+        patch.setattr(module.fcntl, "flock", late)
         tokenize(asked)
-    monkeypatch.undo()
     assert tokenize(asked)["made"]
 
 

@@ -451,7 +451,7 @@ def test_what_is_no_text_and_what_are_not_the_ids_of_one_are_refused() -> None:
         for text in (3, None, ["a"]):
             with pytest.raises(InputError, match=f"^text: a {type(text).__name__}; one text, as a str"):
                 ours.encode(text)  # type: ignore[arg-type]  # what is refused
-        for ids, found in (([[1, 2]], r"\[\[1, 2\]\]"), (3, "3"), (["a"], r"\['a'\]"), ([1, -100], "-100")):
+        for ids, found in (([[1, 2]], r"\[\[1, 2\]\]"), (3, "3"), (["a"], r"\['a'\]"), ([1.5], r"\[1.5\]"), ([1, -100], "-100")):
             with pytest.raises(InputError, match=f"^ids: {found}; "):
                 ours.decode(ids)  # type: ignore[arg-type]  # what is refused
     assert plain.decode([]) == ""

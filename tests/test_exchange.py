@@ -232,9 +232,9 @@ def test_one_process_reads_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> N
         held = load_file(Path(folder) / "model.safetensors")
         for theirs, _, make in wanted.table.save({n: lambda p=p: p.detach() for n, p in wanted.named_parameters()}, wanted.shapes):
             assert torch.equal(make(), held[theirs]), f"{case}: {theirs}"
-        monkeypatch.setattr(intake, "LEAST", 600)
-        equal(mc.load(folder), wanted, f"{case}")
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(intake, "LEAST", 600)
+            equal(mc.load(folder), wanted, f"{case}")
 
 
 def test_nothing_is_looked_for_that_is_garbage(monkeypatch: pytest.MonkeyPatch) -> None:

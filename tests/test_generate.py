@@ -493,6 +493,7 @@ def test_refusals() -> None:
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens: 4 with max_new_tokens 3; at most as many"),
         ({"max_length": 20, "min_length": 21}, "min_length: 21 with max_length 20"),
         ({"pad_token_id": 128}, "pad_token_id: 128; an id below 128"),
+        ({"eos_token_id": 128}, "eos_token_id: 128, which ends nothing; ids below 128"),
         ({"decoder_start_token_id": 128}, "decoder_start_token_id: 128; ids below"),
         ({"output_scores": True}, "output_scores"), ({"max_new_tokens": 54}, "max_new_tokens: 54 after a prompt of 11 tokens"),
     ):  # fmt: skip

@@ -293,10 +293,10 @@ def test_a_file_that_came_too_short_does_not_stay(server: Hub, monkeypatch: pyte
     """As from a mirror that serves another file than it lists."""
     repo = server.repos["someone/tiny"] = single()
     listed = repo.files["model.safetensors"]
-    monkeypatch.setattr(download, "pick_weights", lambda names, read: repo.files.update({"model.safetensors": b"short"}) or [
-        "model.safetensors"])
-    assert f"5 bytes came, the hub lists {len(listed)}; removed" in refused("tiny")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(download, "pick_weights", lambda names, read: repo.files.update({"model.safetensors": b"short"}) or [
+            "model.safetensors"])
+        assert f"5 bytes came, the hub lists {len(listed)}; removed" in refused("tiny")
     refused("tiny", MissingError, local_files_only=True)
 
 

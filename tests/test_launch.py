@@ -70,14 +70,14 @@ ENDLESS = {"max_steps": 10**6, "logging_steps": 1, "eval_steps": None, "save_ste
 
 @pytest.mark.slow
 def test_a_signal_is_for_all_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    once_it_steps(tmp_path / "out", monkeypatch, lambda ranks: os.kill(os.getpid(), signal.SIGINT))
-    assert main([*command(tmp_path, **ENDLESS, **{"schedule.name": "constant"}), "--json"]) == 0
+    with monkeypatch.context() as patch:
+        once_it_steps(tmp_path / "out", patch, lambda ranks: os.kill(os.getpid(), signal.SIGINT))
+        assert main([*command(tmp_path, **ENDLESS, **{"schedule.name": "constant"}), "--json"]) == 0
     found = capfd.readouterr()
     answer = json.loads(found.out)
     (state,) = (tmp_path / "out").glob("step-*")
     assert answer["stopped"] and answer["step"] == int(state.name[5:])
     assert f"stopped after step {answer['step']}" in found.err
-    monkeypatch.undo()
     steps = answer["step"] + 2
     recipe = run_of(tmp_path, **{**ENDLESS, "schedule.name": "constant", "max_steps": steps})
     run = train(recipe, MACHINE)  # from Python, and to its end

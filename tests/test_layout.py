@@ -284,6 +284,7 @@ def test_the_outermost_layers_send_their_gradients_when_the_blocks_are_done(pres
     assert grown == pytest.approx(more * each, abs=2)
 
 
+@pytest.mark.skipif(not _kernels.available("cpu"), reason="the reference's logits are not what is most")
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("preset", ["llama-3.2-1b", "llama-3.1-8b"])
 def test_what_came_last_and_what_was_sent_last_are_there_beside_the_logits(preset: str, forwards: int) -> None:
@@ -692,13 +693,13 @@ def test_a_name_in_other_letters_is_that_name() -> None:
 
 def test_a_gpu_is_known_by_its_name_and_its_host_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     card = SimpleNamespace(name="NVIDIA H200", total_memory=150 * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(chips, "host_call", lambda: 2 * chips.HOST)
-    here = chips.chip_here(torch.device("cuda"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+        patch.setattr(chips, "host_call", lambda: 2 * chips.HOST)
+        here = chips.chip_here(torch.device("cuda"))
+        card.name = "another"
+        assert chips.chip_here(torch.device("cuda")) is None
     assert here == replace(CHIPS["h200"], memory=150e9, call=2 * CHIPS["h200"].call, host="timed on this host")
-    card.name = "another"
-    assert chips.chip_here(torch.device("cuda")) is None
-    monkeypatch.undo()
     state, seconds = torch.get_rng_state(), (n * n for n in itertools.count())
     monkeypatch.setattr(chips, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
     assert chips.host_call() == 1 / 250, "the least of some times, of so many calls"

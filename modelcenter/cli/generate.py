@@ -66,6 +66,8 @@ def check(asked: Generation) -> None:
         refuse(COMMAND_LINE, "prompt", "missing" if asked.prompt is None else "given, and so is prompts", "a text, or prompts=FILE")
     if asked.stream and (asked.prompt is None or asked.num_beams > 1 or asked.num_return_sequences > 1):
         refuse(COMMAND_LINE, "stream", "true with several texts", "one PROMPT, one beam, one sequence")
+    if asked.out is not None and Path(asked.out).suffix != ".jsonl":
+        refuse(COMMAND_LINE, "out", asked.out, "a name that ends in .jsonl, the format that is written")
     check_model(asked.model)
 
 

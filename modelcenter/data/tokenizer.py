@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
+from operator import index
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -240,7 +241,7 @@ def check_text(text: object) -> None:
 def numbers(ids: Iterable[int]) -> list[int]:
     """`ids` as whole numbers; refused where they are those of several texts, or -100 among them."""
     try:
-        found = [int(i) for i in ids]
+        found = [index(i) for i in ids]
     except (TypeError, ValueError):
         refuse(None, "ids", short(ids), "whole numbers, those of one text: decode each of several by itself")
     if (least := min(found, default=0)) < 0:

@@ -129,11 +129,13 @@ def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
         values = {**values, **{name: value for name, value in over.items() if value is not None}}
         if over.get("max_length") is not None and over.get("max_new_tokens") is None:
             values.pop("max_new_tokens", None)
-    o = read(values, options, model.config.to_dict(), file)
-    if o.pad < model.config.vocab:  # the model is given it where a row has ended, though nothing is made of the answer
+    o, vocab = read(values, options, model.config.to_dict(), file), model.config.vocab
+    if options.get("eos_token_id") is not None and min(o.ends, default=0) >= vocab:  # a file's may be left from a larger vocabulary
+        refuse(None, "eos_token_id", f"{min(o.ends)}, which ends nothing", f"ids below {vocab}, the vocabulary; -1 for none")
+    if o.pad < vocab:  # the model is given it where a row has ended, though nothing is made of the answer
         return o
     if options.get("pad_token_id") is not None:
-        refuse(None, "pad_token_id", str(o.pad), f"an id below {model.config.vocab}, the model's vocabulary")
+        refuse(None, "pad_token_id", str(o.pad), f"an id below {vocab}, the model's vocabulary")
     return replace(o, pad_token_id=0)
 
 

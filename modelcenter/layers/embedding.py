@@ -39,7 +39,7 @@ class Embedding(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """`x`: token ids (b s) or vectors (b s dim); `positions` and `segments` (1|b s). Returns b s dim."""
-        x = read(self.tokens, x, self.pad) if x.dim() == 2 else x
+        x = named("token ids", self.tokens, x, self.pad) if x.dim() == 2 else x
         if self.positions is not None:
             assert positions is not None
             x = x + named("position_ids", self.positions, positions)
@@ -55,15 +55,17 @@ class Embedding(nn.Module):
         return out
 
 
-def named(argument: str, table: nn.Embedding, ids: Tensor) -> Tensor:
-    """`read`, where an id that the table does not have is refused as the `argument` of a forward that gave it."""
+def named(what: str, table: nn.Embedding, ids: Tensor, pad: int | None = None) -> Tensor:
+    """`read`, where an id that the table does not have is refused under the name that a forward has for it; on a GPU, which would
+    have to be waited for, it ends the process."""
     try:
-        return read(table, ids)
+        return read(table, ids, pad)
     except (ValueError, IndexError):
         wrong = ids[(ids < 0) | (ids >= table.num_embeddings)]
         if not len(wrong):
             raise
-        refuse(None, argument, str(int(wrong[0])), f"0 to {table.num_embeddings - 1}: the model has no others")
+        tokens = ", the model's vocabulary; is this its tokenizer?" if what == "token ids" else ": the model has no others"
+        refuse(None, what, str(int(wrong[0])), f"0 to {table.num_embeddings - 1}{tokens}")
 
 
 def read(table: nn.Embedding, ids: Tensor, pad: int | None = None) -> Tensor:

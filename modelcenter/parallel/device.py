@@ -76,6 +76,11 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
     return min(free for free, _ in there), min(total for _, total in there)
 
 
+# Linux's control groups of version 1 and 2: the folder, the files of a group's limit and of what it has, the row of files kept
+FIRST_GROUPS = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+SECOND_GROUPS = ("", "memory.max", "memory.current", "inactive_file")
+
+
 def limits(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
     """(bytes free, bytes in all) of each group of processes that this one is of and whose memory is limited: a container's, or a
     job's. What the kernel keeps of files it gives back. Both versions of Linux's control groups; elsewhere there are none."""
@@ -84,9 +89,8 @@ def limits(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/
             _, kinds, path = line.split(":", 2)
             if kinds and "memory" not in kinds.split(","):
                 continue
-            top, most, taken, kept = (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") \
-                if kinds else (groups, "memory.max", "memory.current", "inactive_file")
-            own = PurePosixPath(path.lstrip("/"))
+            folder, most, taken, kept = FIRST_GROUPS if kinds else SECOND_GROUPS
+            top, own = groups / folder, PurePosixPath(path.lstrip("/"))
             for group in (top / own, *(top / above for above in own.parents)):  # of which a container may see the last alone
                 with suppress(OSError, ValueError):  # ValueError: "max"
                     total, used = int((group / most).read_text()), int((group / taken).read_text())
