@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import modelcenter as mc
 from modelcenter.checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from modelcenter.errors import InputError
+from modelcenter.ops import _kernels
 from modelcenter.optim import stacks
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.ema import EMA
@@ -341,6 +342,8 @@ class Calls(TorchDispatchMode):
 def test_parameters_of_one_shape_step_together(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """By few calls; but for the rounding of products of batches as they do alone. Of a device one number is read, whether to step
     at all: what is read has to be waited for."""
+    if name == "muon" and not _kernels.available("cpu"):
+        pytest.skip("what is no matrix is stepped by AdamW's reference, one by one")
     found, calls = [], []
     for room in (0, 2**24):
         monkeypatch.setitem(stacks.SCRATCH, False, room)
