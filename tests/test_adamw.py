@@ -10,6 +10,7 @@ from mesh import full, spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelcenter.ops._kernels import available
 from modelcenter.optim import adamw
@@ -398,6 +399,61 @@ def test_torchs_state_goes_on() -> None:
             assert optimizer.state[p]["step"] == 3
             if p.numel():
                 assert (p - q).norm() <= off * (q - start).norm()
+
+
+def test_a_state_of_another_time_or_place_goes_on() -> None:
+    """A count of steps that is an int, as torch had it up to 1.11, or of another dtype; moments laid out as their parameter was."""
+    results = []
+    for change in (lambda x: x, int, lambda x: x.double()):
+        q = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+        q.grad = torch.ones(4, 3).cos()
+        peer = torch.optim.AdamW([q])
+        peer.step()
+        saved = peer.state_dict()
+        saved["state"][0]["step"] = change(saved["state"][0]["step"])
+        assert not saved["state"][0]["exp_avg"].is_contiguous()
+        p = nn.Parameter(q.detach().contiguous())
+        optimizer = AdamW([p])
+        optimizer.load_state_dict(saved)
+        p.grad = torch.ones(4, 3).sin()
+        optimizer.step()
+        results.append(content([p], optimizer))
+        assert optimizer.state[p]["step"].dtype == torch.float32 and optimizer.state[p]["step"] == 2
+    assert same(*results[:2]) and same(*results[1:])
+
+
+def test_what_torchs_state_does_not_say_stays() -> None:
+    params, _ = make(shapes=[(5,), (6,)])
+    optimizer = AdamW([{"params": params[:1], "moments": "bf16", "lr_scale": 0.5}, {"params": params[1:]}], moments="int8")
+    peer = torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}], lr=0.5)
+    optimizer.load_state_dict(peer.state_dict())
+    first, second = optimizer.param_groups
+    assert (first["moments"], first["lr_scale"], first["lr"], second["moments"]) == ("bf16", 0.5, 0.5, "int8")
+    assert first["fused"] and second["fused"]  # steps are on the device, now
+
+
+class Made(TorchDispatchMode):
+    """The bytes of what calls return."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.bytes += out.nbytes if isinstance(out, Tensor) and out.numel() > 1 and "detach" not in str(func) else 0
+        return out
+
+
+def test_a_state_that_is_loaded_is_copied_once() -> None:
+    """torch's `load_state_dict` makes fp32 of 8 bits, for all parameters before the first of them is put right."""
+    params, optimizer = make(shapes=[(64, 128)], moments="int8")
+    gradients(params, 0)
+    optimizer.step()
+    saved, seen = optimizer.state_dict(), []
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.extend(o.state[params[0]]))
+    with Made() as made:
+        optimizer.load_state_dict(saved)
+    assert made.bytes == sum(value.nbytes for value in saved["state"][0].values() if value.numel() > 1)
+    assert seen == list(saved["state"][0])  # as a hook of torch's optimizers does
 
 
 def test_the_same_bits_again_and_others_with_another_seed() -> None:

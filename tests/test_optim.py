@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,13 @@ import modelcenter as mc
 from modelcenter.checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from modelcenter.errors import InputError
 from modelcenter.ops import _kernels
-from modelcenter.optim import stacks
+from modelcenter.optim import adamw, stacks
+from modelcenter.optim.adafactor import Adafactor
+from modelcenter.optim.adamw import AdamW
+from modelcenter.optim.clipped import Lion
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.ema import EMA
+from modelcenter.optim.muon import Muon
 from modelcenter.optim.optimizers import build_optimizer, set_lr
 from modelcenter.optim.schedules import lr_factor
 from modelcenter.parallel.ranks import ALONE
@@ -346,7 +351,7 @@ def test_parameters_of_one_shape_step_together(monkeypatch: pytest.MonkeyPatch, 
         pytest.skip("what is no matrix is stepped by AdamW's reference, one by one")
     found, calls = [], []
     for room in (0, 2**24):
-        monkeypatch.setitem(stacks.SCRATCH, False, room)
+        monkeypatch.setitem(stacks.PRODUCTS if name == "muon" else stacks.SCRATCH, False, room)
         model = small(torch.float32)
         optimizer = build_optimizer(model, OptimizerConfig(name=name, lr=0.01))
         steps(model, optimizer, range(3))
@@ -361,6 +366,27 @@ def test_parameters_of_one_shape_step_together(monkeypatch: pytest.MonkeyPatch, 
     assert calls[1] < calls[0] / 2, calls
     for p, q in zip(*found, strict=True):
         assert torch.equal(p, q) if name == "adafactor" else (p - q).norm() <= NEAR[name] * p.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [Adafactor, Lion])
+def test_on_a_cpu_small_ones_step_together(monkeypatch: pytest.MonkeyPatch, kind: Any, dtype: torch.dtype) -> None:
+    """By a fraction of the calls, and to the bits of each alone."""
+    found, calls = [], []
+    for room in (0, stacks.SCRATCH[False]):
+        monkeypatch.setitem(stacks.SCRATCH, False, room)
+        source = torch.Generator().manual_seed(0)
+        shapes = 20 * [(32,), (7, 33), (2, 3, 5)]
+        params = [nn.Parameter(torch.randn(shape, generator=source).to(dtype)) for shape in shapes]
+        optimizer = kind(params, lr=0.01, weight_decay=0.1)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=source).to(dtype)
+            with Calls(optimizer) as seen:
+                optimizer.step()
+        found.append(params)
+        calls.append(seen.calls)
+    assert calls[1] < calls[0] / 2 and all(map(torch.equal, *found)), calls
 
 
 def test_a_stack_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,6 +433,157 @@ def test_a_state_dict_that_is_loaded_leaves_no_group_behind() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "adamw": AdamW, "adafactor": Adafactor, "lion": Lion, "int8": partial(AdamW, moments="int8"),
+    "muon": lambda params, **options: Muon([{"params": params[:1]}, {"params": params[1:], "muon": False}], **options),
+}  # fmt: skip
+
+
+def three_steps(kind: str) -> list[Tensor]:
+    """Of a matrix and a vector, whose state is loaded anew after each: these, and their state."""
+    source = torch.Generator(device="cpu").manual_seed(0)
+    some = [torch.randn(shape, generator=source, dtype=torch.float32, device="cpu") for shape in 3 * [(4, 256), (7,)]]
+    params = [nn.Parameter(x) for x in some[:2]]
+    optimizer = KINDS[kind](params, lr=0.01, weight_decay=0.1)
+    for step in range(3):
+        for k, p in enumerate(params):
+            p.grad = some[2 * step + k] + 1
+        optimizer.step(clip=optimizer.clip(0.5, 0.5) if step else None)
+        optimizer.load_state_dict(optimizer.state_dict())
+    return [t for p in params for t in (p.detach(), *optimizer.state[p].values())]
+
+
+@pytest.mark.parametrize("way", ["kernel", "reference"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_defaults_change_nothing(monkeypatch: pytest.MonkeyPatch, kind: str, way: str) -> None:
+    """Neither that of dtypes nor that of devices."""
+    if way == "reference":
+        monkeypatch.setattr(adamw, "usable", lambda x: False)
+    wanted, found = three_steps(kind), []
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(three_steps(kind))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        found.append(three_steps(kind))
+    for some in found:
+        for a, b in zip(some, wanted, strict=True):
+            assert a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+def test_the_steps_of_adafactor_are_counted_on_the_host() -> None:
+    """Each is read before an update: of a device it would have to be waited for."""
+    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2, device="meta"))
+    ours, theirs = Adafactor([q]), torch.optim.Adafactor([p])
+    p.grad = torch.ones(3, 2)
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state[q]["step"].device.type == "cpu" and ours.state[q]["row_var"].is_meta
+
+
+def test_muon_is_torchs() -> None:
+    """Without a word about groups; torch's state goes on, and what it can do otherwise is refused."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(8, 4))
+    q = nn.Parameter(p.detach().clone())
+    ours, theirs = Muon([p], lr=0.02, weight_decay=0.1), torch.optim.Muon([q], lr=0.02, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        if step == 2:
+            ours = Muon([p], lr=0.1)
+            ours.load_state_dict(theirs.state_dict())
+        p.grad = torch.randn(8, 4)
+        q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+        assert torch.equal(p, q)
+    with pytest.raises(InputError, match=r"^Muon: adjust_lr_fn: None; 'match_rms_adamw'"):
+        ours.load_state_dict(torch.optim.Muon([q]).state_dict())
+    with pytest.raises(InputError, match=r"^Muon: params: one of shape \[4\]; matrices"):
+        ours.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+    assert len(ours.param_groups) == 1
+
+
+def test_a_step_of_muon_calls_a_hook_once() -> None:
+    AdamW([nn.Parameter(torch.ones(1))])  # torch makes the step of a class call hooks when it is first used
+    called: list[int] = []
+    optimizer = Muon([nn.Parameter(torch.ones(2, 2))])
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    optimizer.step()
+    assert called == [1]
+
+
+def muons_adamw(params: list[Any], **options: Any) -> Muon:
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    return Muon([{"muon": False, **group} for group in groups], **options)
+
+
+def vector(**options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(4, **options))
+
+
+def sparse() -> nn.Parameter:
+    p = vector()
+    p.grad = torch.ones(4).to_sparse()
+    return p
+
+
+def asked(optimizer: Any, **settings: Any) -> Any:
+    optimizer.param_groups[0].update(settings)
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adafactor, Lion, muons_adamw])
+@pytest.mark.parametrize(("act", "words"), [
+    (lambda kind: kind([vector()], lr=-1.0), r": lr: -1\.0; a number from 0$"),
+    (lambda kind: kind([vector()], lr=math.nan), r": lr: nan; a number from 0$"),
+    (lambda kind: kind([{"params": [vector()], "weight_decay": -0.5}]), r": weight_decay: -0\.5; a number from 0$"),
+    (lambda kind: kind([vector(dtype=torch.complex64)]), r": params: torch\.complex64 of shape \[4\]; real"),
+    (lambda kind: kind([p := vector(), nn.Parameter(p.detach())]), r": params: two in the same memory, of shape \[4\]; one"),
+    (lambda kind: kind([sparse()]).step(), r"^gradient: a sparse one, of a parameter of shape \[4\]; a dense one"),
+    (lambda kind: kind([sparse()]).clip(), r"^gradient: a sparse one, of a parameter of shape \[4\]; a dense one"),
+    (lambda kind: kind([vector()]).clip(-1.0), r": max_norm: -1\.0; a number from 0"),
+    (lambda kind: asked(kind([vector()]), maximize=True).step(), r": maximize: True; False: no other is offered"),
+    (lambda kind: kind([vector()]).load_state_dict(asked(kind([vector()]), maximize=True).state_dict()), r": maximize: True; F"),
+    (lambda kind: asked(kind([vector()]), weight_decay=-1).step(), r": weight_decay: -1; a number from 0$"),
+], ids=["lr", "nan", "decay", "complex", "shared", "sparse", "sparse-norm", "norm", "maximize", "maximize-loaded", "later"])
+def test_what_no_step_can_take_is_refused(kind: Any, act: Callable[..., Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        act(kind)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adafactor, Lion, muons_adamw])
+def test_what_a_step_can_take(kind: Any) -> None:
+    """A group without parameters, none with a gradient, numbers that are tensors, a norm that is only told, nothing to update."""
+    p, empty, numbers = vector(), nn.Parameter(torch.ones(0, 3)), {"lr": torch.tensor(0.5), "weight_decay": torch.tensor(0.5)}
+    if kind is not Adafactor:
+        numbers["betas"] = tuple(torch.tensor([0.5, 0.75]))
+    optimizer = kind([{"params": []}, {"params": [empty, p], **numbers}])
+    assert optimizer.clip().tolist() == [0, 1]
+    optimizer.step(clip=optimizer.clip())
+    p.grad, empty.grad = torch.ones(4), torch.ones(0, 3)
+    clip = optimizer.clip(math.inf, 0.5)
+    assert clip.tolist() == [1, 0.5]
+    optimizer.step(clip=clip)
+    assert torch.equal(p, torch.full((4,), 0.25))
+
+
+@pytest.mark.parametrize(("act", "words"), [
+    (lambda: Lion([vector()], betas=(0.9, 1.5)), r"^Lion: betas: \(0\.9, 1\.5\); two numbers from 0, below 1$"),
+    (lambda: AdamW([vector()], betas=(0.9,)), r"^AdamW: betas: \(0\.9,\); two numbers"),  # type: ignore[arg-type]
+    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], momentum=1.0), r"^Muon: momentum: 1\.0; a number from 0, below 1$"),
+    (lambda: AdamW([vector()]).add_param_group({"params": [vector()], "moments": "fp8"}), r"^AdamW: moments: 'fp8'; fp32 or bf16"),
+    (lambda: asked(AdamW([vector()]), moments="fp8").step(), r"^AdamW: moments: 'fp8'"),
+    (lambda: asked(Adafactor([vector()]), d=2.0).step(), r"^Adafactor: d: 2\.0; 1\.0: no other is offered"),
+    (lambda: EMA(nn.Linear(1, 1), 1.5), r"^EMA: decay: 1\.5; a number from 0 to 1$"),
+    (lambda: EMA(nn.Linear(1, 1), math.nan), r"^EMA: decay: nan; a number from 0 to 1$"),
+])  # fmt: skip
+def test_settings_beyond_their_limits_are_refused(act: Callable[[], Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        act()
 
 
 OTHERS = ["adafactor", "lion", "muon"]

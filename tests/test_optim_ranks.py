@@ -98,8 +98,8 @@ def compare(case: str, run: Run, told: list[tuple[float, float]], first: int = 0
 
 def equal(rank: int, machine: mc.Machine, cases: list[str]) -> None:
     ranks = join(machine)
-    for room in (0, 2**20):  # each parameter alone, as on a CPU, and those of one shape together, as on a GPU
-        stacks.SCRATCH[False] = room
+    for room in (0, 2**20):  # each parameter alone, and those of one shape together, as on a GPU
+        stacks.SCRATCH[False] = stacks.PRODUCTS[False] = room
         for case in cases:
             run = Run(case, machine, ranks)
             compare(case, run, list(run.steps(0, STEPS)))

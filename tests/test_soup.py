@@ -67,6 +67,14 @@ def test_what_has_no_mean_is_refused(other: dict[str, Any], words: str) -> None:
         soup([made(0), made(1), made(2, **other)])
 
 
+@pytest.mark.parametrize(("models", "words"), [
+    ([], "^soup: models: none; one at least$"), (["a folder"], "^soup: models: a str; models, as modelcenter.load gives$"),
+], ids=["none", "folder"])  # fmt: skip
+def test_what_is_no_model_is_refused(models: list[Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        soup(models)
+
+
 @pytest.mark.parametrize(("task", "key", "value", "words"), [
     ("lm", "prefix_lm", True, "prefix_lm True; False, as"),
     ("classify", "problem_type", "multi_label_classification", "multi_label_classification; single_label_classification, as"),

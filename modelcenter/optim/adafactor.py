@@ -7,8 +7,10 @@ At step t, of a gradient g, with b = 1 - t^-0.8 and s = g^2 + 1e-30:
     u = g / sqrt(V)                                 u = u / max(1, rms(u))
     p = p (1 - lr decay) - max(0.001, rms(p)) min(lr, 1 / sqrt(t)) u
 
-transformers' Adafactor computes this, and torch.optim.Adafactor with eps=(1e-30, 1e-3). Without, torch takes no mean(R) below
-1.2e-7 (in fp32). The gradients of a large model are smaller than its root, 3e-4: u is then too long before it is cut to rms 1.
+torch.optim.Adafactor with eps=(1e-30, 1e-3) computes this. Without, torch takes no mean(R) below 1.2e-7 (in fp32). The gradients of
+a large model are smaller than its root, 3e-4: u is then too long before it is cut to rms 1. transformers' Adafactor with
+relative_step=False and scale_parameter=True computes it where nothing decays and lr is at most 1 / sqrt(t): its rate has no such
+bound, and its decay is lr max(0.001, rms(p)) as well.
 
 R and C are of the whole matrix, and every rank has all of them, which are few numbers. What each rank's part of a matrix adds to
 them is summed over the ranks, once a step for all parameters, and so are the sizes of the updates. Parameters of one shape are
@@ -39,6 +41,7 @@ class Adafactor(Clipped):
     `shapes`: of parameters that have rows which only pad them, the shape without; such rows are no part of a mean."""
 
     whole = ("row_var", "col_var")  # what every rank has all of
+    fixed = {**Clipped.fixed, "beta2_decay": DECAY, "d": 1.0}
 
     def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0, *, shapes: Mapping[Tensor, Shape] | None = None,
                  ranks: Ranks = ALONE) -> None:
@@ -107,7 +110,7 @@ class Adafactor(Clipped):
 
     def make(self, p: Tensor) -> None:
         state, shape, kind = self.state[p], self.shape(p), wide(p)
-        state["step"] = torch.zeros(())
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")  # read at each step
         if p.dim() > 1:
             state["row_var"] = torch.zeros((*shape[:-1], 1), dtype=kind, device=p.device)
             state["col_var"] = torch.zeros((*shape[:-2], 1, shape[-1]), dtype=kind, device=p.device)

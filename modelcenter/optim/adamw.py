@@ -27,7 +27,7 @@ kernel.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import unwrap
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..checkpoint.shards import zeros_like
+from ..errors import refuse
 from ..ops._kernels import call, served
 from ..ops._mode import PLAIN, fake
 from ..ops._op import FLOATS
@@ -56,23 +57,79 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 
 class Plain(Optimizer):
     """torch's optimizer, without its calls of the compiler: torch asks the compiler to skip these methods, and would import it for
-    that, for more than a second before the first step."""
+    that, for more than a second before the first step. Groups that no step can take are refused when they are added or loaded, and
+    at a step what has been changed in them since."""
 
-    add_param_group: Any = unwrap(Optimizer.add_param_group)
+    limits: Mapping[str, float] = {"lr": math.inf, "weight_decay": math.inf, "betas": 1.0}  # settings are from 0 to below that
+    fixed: Mapping[str, Any] = {"amsgrad": False, "maximize": False}  # settings that torch's optimizers have and these do not
+
     zero_grad: Any = unwrap(Optimizer.zero_grad)
     state_dict: Any = unwrap(Optimizer.state_dict)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        unwrap(Optimizer.add_param_group)(self, param_group)
+        group = self.param_groups.pop()
+        self.checked(group)
+        for p in group["params"]:
+            if p.is_complex():
+                refuse(type(self).__name__, "params", f"{p.dtype} of shape {list(p.shape)}", "real numbers: torch.view_as_real")
+        twice = shared(p for given in (*self.param_groups, group) for p in given["params"])
+        if twice is not None:
+            found = f"two in the same memory, of shape {list(twice.shape)}"
+            refuse(type(self).__name__, "params", found, "one Parameter for all that use it, given once")
+        self.param_groups.append(group)
+
+    def checked(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group with its numbers as floats, if these are what a step can take and nothing is asked for that a step is not."""
+        name, found = type(self).__name__, dict(group)
+        for key, value in self.fixed.items():
+            if group.get(key, value) != value:
+                refuse(name, key, repr(group[key]), f"{value!r}: no other is offered")
+        for key, limit in self.limits.items():
+            if key in group:
+                pair = key == "betas"
+                values = tuple(map(float, group[key] if pair else (group[key],)))
+                if len(values) != 1 + pair or not all(0 <= x < limit for x in values):
+                    wanted = "two numbers from 0" if pair else "a number from 0"
+                    refuse(name, key, repr(group[key]), f"{wanted}, below {limit:g}" if limit < math.inf else wanted)
+                found[key] = values if pair else values[0]
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, whose own state dicts are accepted too; but moments keep the dtype in which they were saved."""
-        unwrap(Optimizer.load_state_dict)(self, state_dict)
-        for group in self.param_groups:
-            group.update({key: value for key, value in self.defaults.items() if key not in group})
-        theirs = [i for group in state_dict["param_groups"] for i in group["params"]]
-        mine = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(theirs, mine, strict=True):
-            for name, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[p][name] = value.detach().to(p.device, copy=True)
+        """As torch's, whose own state dicts are accepted too; but moments keep the dtype in which they were saved, and settings
+        that were not saved stay."""
+        before, saved = self.param_groups, dict[str, Any]()
+
+        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            for group in given["param_groups"]:
+                self.checked({**self.defaults, **group, "params": []})
+            saved.update(given)
+            return {**given, "state": {}}  # torch would make all of it of the parameters' dtype: of int8 four times as much
+
+        hooks = [self.register_load_state_dict_pre_hook(take),  # after those of others, and `put` before theirs
+                 self.register_load_state_dict_post_hook(lambda _: self.put(saved, before), prepend=True)]  # fmt: skip
+        try:
+            unwrap(Optimizer.load_state_dict)(self, state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def put(self, saved: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> None:
+        """Complete groups that were loaded by what they were `before`, and take the `saved` state as it is."""
+        fused = "fused" in self.defaults  # steps are on the parameters' device, whatever torch's have been
+        for group, mine in zip(self.param_groups, before, strict=True):
+            group.update({key: value for key, value in {**self.defaults, **mine}.items() if key not in group})
+            group.update({"fused": True} if fused else {})
+        theirs = [i for group in saved["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(theirs, params, strict=True):
+            layout = torch.contiguous_format if p.is_contiguous() else torch.preserve_format  # kernels ask for the first
+            for name, value in saved["state"].get(i, {}).items():
+                if name == "step":  # a number, in torch up to 1.11
+                    value = torch.tensor(float(value), dtype=torch.float32, device=p.device if fused else "cpu")
+                elif isinstance(value, Tensor):
+                    value = value.detach().to(p.device, copy=True, memory_format=layout)
+                self.state[p][name] = value
 
 
 class AdamW(Plain):
@@ -86,16 +143,20 @@ class AdamW(Plain):
     part; its moments are DTensors too, and so are the scales of 8-bit moments where a row of each part is whole blocks.
     """
 
+    limits: Mapping[str, float] = {**Plain.limits, "eps": math.inf}
+    own: Mapping[str, Any] = {}  # what a subclass has beside these settings
+
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, *, moments: Literal["fp32", "bf16", "int8"] = "fp32", master: bool = False,
                  stochastic: bool = True, seed: int = 0) -> None:
-        for name, value, sound in (("lr", lr, lr >= 0), ("betas", betas, all(0 <= b < 1 for b in betas)), ("eps", eps, eps >= 0),
-                                   ("weight_decay", weight_decay, weight_decay >= 0), ("moments", moments, moments in KINDS)):
-            if not sound:
-                raise ValueError(f"AdamW: {name}: {value!r}; wanted numbers from 0, betas below 1, moments {' or '.join(KINDS)}")
         fused = True  # what torch, and checkpoint/state.py, know a step by that is kept on the parameter's device
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments,
-                                  "master": master, "stochastic": stochastic, "seed": seed, "fused": fused})
+                                  "master": master, "stochastic": stochastic, "seed": seed, "fused": fused, **self.own})
+
+    def checked(self, group: dict[str, Any]) -> dict[str, Any]:
+        if group["moments"] not in KINDS:
+            refuse(type(self).__name__, "moments", repr(group["moments"]), " or ".join(KINDS))
+        return super().checked(group)
 
     def squares(self, copies: Callable[[Tensor], int] = lambda p: 1) -> Tensor:
         """The sum of all squared gradients of this process (float64, 1). Each is divided by the number of processes that hold the
@@ -106,29 +167,34 @@ class AdamW(Plain):
                 if (g := gradient(p)) is not None:
                     lists.setdefault((g.get_device(), g.dtype, copies(p)), []).append(local(g).contiguous())
         if not lists:
-            return torch.zeros(1, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
+            home = next((p.device for group in self.param_groups for p in group["params"]), "cpu")
+            return torch.zeros(1, dtype=torch.float64, device=home)
         found = [squares(grads) if n == 1 else squares(grads) / n for (_, _, n), grads in lists.items()]
         return found[0] if len(found) == 1 else torch.cat([total.to(found[0].device) for total in found]).sum(0, True)
 
-    def clip(self, max_norm: float = 0.0, scale: Tensor | None = None, squares: Tensor | None = None) -> Tensor:
-        """(norm, factor), float32. The norm is that of the gradients times `scale` (a number on the device, 1 / loss scale). The
-        factor unscales them and clips them to `max_norm` (0: never); it is NaN if the norm is not finite, and `step` then changes
-        nothing."""
+    def clip(self, max_norm: float = 0.0, scale: Tensor | float | None = None, squares: Tensor | None = None) -> Tensor:
+        """(norm, factor), float32. The norm is that of the gradients times `scale` (1 / loss scale, a number on the device or not).
+        The factor unscales them and clips them to `max_norm` (0 or inf: never); it is NaN if the norm is not finite, and `step`
+        then changes nothing."""
+        limit = float(max_norm)
+        if not limit >= 0:
+            refuse(type(self).__name__, "max_norm", repr(max_norm), "a number from 0; 0 or inf: nothing is clipped")
+        limit = 0.0 if limit == math.inf else limit
         totals = self.squares() if squares is None else squares
+        if scale is not None and not isinstance(scale, Tensor):
+            scale = torch.full((), scale, dtype=torch.float32, device=totals.device)
         if usable(totals):
-            clip = torch.empty(2, device=totals.device)
-            call("adamw_clip", clip, totals, scale if scale is None else scale.detach().float().view(1), float(max_norm))
+            clip = torch.empty(2, dtype=torch.float32, device=totals.device)
+            call("adamw_clip", clip, totals, scale if scale is None else scale.detach().float().view(1), limit)
             return clip
-        return reference_clip(totals, scale, max_norm)
+        return reference_clip(totals, scale, limit)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient. `clip` is what the method of that name gave."""
         loss = evaluated(closure)
         number = 0  # of parameters before
-        for group in self.param_groups:
-            if group.get("amsgrad") or group.get("maximize"):
-                raise ValueError("AdamW: amsgrad and maximize are not offered")
+        for group in map(self.checked, self.param_groups):
             batches: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}  # rows that are alike; what follows runs once a parameter
             kind = KINDS[group["moments"]][0]
             for p in group["params"]:
@@ -153,8 +219,6 @@ class AdamW(Plain):
 
     def prepare(self, p: Tensor, group: dict[str, Any]) -> None:
         """Make the state of a parameter, or convert one that another kind of AdamW has made."""
-        if p.grad is not None and p.grad.is_sparse:
-            raise ValueError("AdamW: a sparse gradient; a dense one")
         state = self.state[p]
         step = state.get("step", 0.0)
         kept = isinstance(step, Tensor)
@@ -176,7 +240,7 @@ def scales_of(p: Tensor) -> Tensor:
     """A zero for each block of `p`: where rows are whole blocks in rows too, cut as `p` is, and the blocks of one process."""
     part = local(p)
     if p.dim() < 2 or p.shape[-1] % BLOCK or part.shape[-1] % BLOCK:
-        return torch.zeros(-(-part.numel() // BLOCK), device=part.device)
+        return torch.zeros(-(-part.numel() // BLOCK), dtype=torch.float32, device=part.device)
     return zeros_like(p, torch.float32, BLOCK)
 
 
@@ -189,12 +253,26 @@ def local(x: Tensor) -> Tensor:
 
 def gradient(p: Tensor) -> Tensor | None:
     """The gradient of `p`, divided as `p` is. That of a parameter that is used in several ways may come whole, or as a sum that is
-    still to be made."""
-    placements = getattr(p, "placements", None)
+    still to be made. A sparse one is refused."""
+    grad, placements = p.grad, getattr(p, "placements", None)
+    if grad is not None and grad.layout is not torch.strided:
+        refuse(None, "gradient", f"a sparse one, of a parameter of shape {list(p.shape)}", "a dense one: Embedding(sparse=False)")
     # ignored: a DTensor has placements
-    if p.grad is not None and placements is not None and p.grad.placements != placements:  # type: ignore[attr-defined]
-        p.grad = p.grad.redistribute(placements=placements)  # type: ignore[attr-defined]  # a DTensor's
-    return p.grad
+    if grad is not None and placements is not None and grad.placements != placements:  # type: ignore[attr-defined]
+        p.grad = grad = grad.redistribute(placements=placements)  # type: ignore[attr-defined]  # a DTensor's
+    return grad
+
+
+def shared(params: Iterable[Tensor]) -> Tensor | None:
+    """A parameter that begins where one before it does, if there is any."""
+    known = set[int]()
+    for p in params:
+        x = local(p) if hasattr(p, "placements") else p
+        if type(x) in PLAIN and x.numel() and (at := x.data_ptr()):  # 0: memory that is not there, or not yet
+            if at in known:
+                return p
+            known.add(at)
+    return None
 
 
 def usable(x: Tensor) -> bool:
@@ -213,7 +291,7 @@ def squares(grads: list[Tensor]) -> Tensor:
 
 
 def reference_clip(totals: Tensor, scale: Tensor | None, max_norm: float) -> Tensor:
-    unscale = torch.ones((), device=totals.device) if scale is None else scale.float().view(())
+    unscale = torch.ones((), dtype=torch.float32, device=totals.device) if scale is None else scale.float().view(())
     norm = totals.sum().sqrt().float() * unscale.abs()
     factor = unscale * (max_norm / (norm + 1e-6)).clamp(max=1) if max_norm else unscale
     return torch.stack((norm, torch.where(norm.isfinite() & factor.isfinite(), factor, math.nan)))
@@ -224,7 +302,7 @@ def update(columns: list[list[Any]], group: dict[str, Any], number: int, clip: T
     scales or None, its copy in half precision or None, and its step."""
     params, grads = columns[:2]
     one = params[0]
-    factor = torch.ones(2, device=one.device) if clip is None else clip.to(one.device)
+    factor = torch.ones(2, dtype=torch.float32, device=one.device) if clip is None else clip.to(one.device)
     dtypes = one.dtype == torch.float32 and grads[0].dtype in FLOATS
     dtypes = dtypes or (one.dtype == torch.bfloat16 and grads[0].dtype in (torch.float32, torch.bfloat16))
     if not (dtypes and usable(one)) or not all(t.is_contiguous() for t in params):
@@ -234,7 +312,7 @@ def update(columns: list[list[Any]], group: dict[str, Any], number: int, clip: T
         return
     table = torch.empty(WORDS * len(params), dtype=torch.int64, device=one.device)
     columns = [params, [g.contiguous() for g in grads], *columns[2:]]
-    call("adamw", factor, *([t for t in column if t is not None] for column in columns), table, float(group["lr"]), *group["betas"],
+    call("adamw", factor, *([t for t in column if t is not None] for column in columns), table, group["lr"], *group["betas"],
          group["eps"], group["weight_decay"], group["seed"], number, group["stochastic"])
 
 
@@ -242,7 +320,7 @@ def reference(row: tuple[Any, ...], factor: Tensor, group: dict[str, Any], numbe
     """One step of one parameter in plain torch, in place: the meaning of the kernels, operation by operation."""
     p, g, m, v, m_scale, v_scale, copy, step = row
     step += 1
-    t, (beta1, beta2), lr = float(step), group["betas"], float(group["lr"])
+    t, (beta1, beta2), lr = float(step), group["betas"], group["lr"]
     wide = torch.float64 if p.dtype == torch.float64 else torch.float32
     of_m = of_p = of_v = None
     if group["stochastic"] and (torch.bfloat16 in (p.dtype, m.dtype) or m_scale is not None):
@@ -321,7 +399,7 @@ def narrow(state: dict[str, Any], name: str, x: Tensor, random: Tensor | None = 
     part = torch.where(((scale > 0) & scale.isfinite())[:, None], size / scale[:, None], 0.0).flatten()[:n]
     low = (exact_root(exact_root(part)) * 255 if fourth else exact_root(part) * 127).floor()
     below, above = decoded(low, fourth), decoded(low + 1, fourth)
-    chance = 32768.0 if random is None else random.flatten() + 0.5
+    chance = 32768.0 if random is None else random.flatten().float() + 0.5
     code = low + ((part - below) * 65536 > (above - below) * chance)
     code = code.clamp(max=255 if fourth else 127)
     code = torch.where(x.flatten() > 0, code.clamp(min=2), code) if fourth else torch.where(x.flatten() < 0, -code, code)

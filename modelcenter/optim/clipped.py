@@ -7,16 +7,17 @@ some hundred calls. It takes the numbers from the device's memory and changes no
 it may be recorded once and replayed (train/graphs.py): the device need not wait for calls of which each is short.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops._mode import on_gpu
 from ..parallel.ranks import ALONE
 from .adamw import AdamW, Plain, evaluated, gradient, local
-from .stacks import scratch, stacks
+from .stacks import SCRATCH, stacks
 
 Some = tuple[list[Tensor], dict[str, Any]]  # parameters of one shape, updated together, and their group
 Work = Callable[..., None]
@@ -35,17 +36,18 @@ class Clipped(Plain):
     squares: Any = AdamW.squares  # which ask for nothing but groups
     clip: Any = AdamW.clip
     ranks = ALONE
+    room: Mapping[bool, int] = SCRATCH
 
     @property
     def scratch(self) -> int:
         """Bytes that a step takes beside state and gradients, unless a parameter alone needs more."""
-        return scratch(self.param_groups[0]["params"][0])
+        return next((self.room[on_gpu(p)] for group in self.param_groups for p in group["params"]), 0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None, run: Run = at_once) -> Any:
         """Update every parameter that has a gradient. `clip` is what the method of that name gave. `run` does the device's part."""
         loss = evaluated(closure)
-        each = [(some, group) for group in self.groups() for some in self.together(group["params"])]
+        each = [(some, group) for group in map(self.checked, self.groups()) for some in self.together(group["params"])]
         if not each:
             return loss
         rows = [self.numbers(some, group) for some, group in each]
@@ -63,8 +65,8 @@ class Clipped(Plain):
         return self.param_groups
 
     def together(self, params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        """Parameters of one shape; for new ones there is a state then."""
-        some = [p for p in params if gradient(p) is not None]
+        """Parameters of one shape; for new ones there is a state then. Those without elements are none."""
+        some = [p for p in params if gradient(p) is not None and p.numel()]
         for p in some:
             if not self.state[p]:
                 self.make(p)
@@ -97,7 +99,7 @@ class Clipped(Plain):
 
 def numbers_on(numbers: list[float], device: torch.device) -> Tensor:
     """Numbers (n, float64) in a device's memory, for which nobody waits."""
-    found = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    found = torch.tensor(numbers, dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
     return found.to(device, non_blocking=True)
 
 

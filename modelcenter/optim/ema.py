@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ..errors import refuse
 from .adamw import local
 
 
@@ -14,6 +15,8 @@ class EMA:
     trained."""
 
     def __init__(self, model: nn.Module, decay: float):
+        if not 0 <= decay <= 1:
+            refuse("EMA", "decay", repr(decay), "a number from 0 to 1")
         self.decay = decay
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         kinds = {name: torch.promote_types(p.dtype, torch.float32) for name, p in self.weights.items()}

@@ -11,17 +11,19 @@ of the result are sent back.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.load import local as part_of
+from ..errors import refuse
 from ..names import Region
 from ..parallel.ranks import ALONE, Ranks
 from .adamw import AdamW, evaluated, local
 from .clipped import Clipped, Run, Some, at_once, gradients, shifted, wide
-from .stacks import stacks
+from .stacks import PRODUCTS, stacks
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at zero, and no singular value ends far from one
 ITERATIONS = 5
@@ -41,22 +43,31 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 class Muon(Clipped, AdamW):
-    """Momentum made orthogonal for groups that say `muon`, AdamW for the others."""
+    """Momentum made orthogonal for groups of matrices, AdamW for those with `muon=False`."""
+
+    room = PRODUCTS
+    limits = {**AdamW.limits, "momentum": 1.0}
+    fixed = {**AdamW.fixed, "adjust_lr_fn": "match_rms_adamw", "nesterov": True, "ns_steps": ITERATIONS, "ns_coefficients": QUINTIC}
 
     def __init__(self, params: Any, *, momentum: float = 0.95, ranks: Ranks = ALONE, **options: Any):
+        self.own = {"muon": True, "momentum": momentum}
         AdamW.__init__(self, params, **options)
         self.ranks = ranks
         self.held: dict[Tensor, list[tuple[Region, bool]]] = {}
-        for group in self.param_groups:
-            if group["muon"]:
-                group["momentum"] = momentum
+
+    def checked(self, group: dict[str, Any]) -> dict[str, Any]:
+        for p in group["params"]:
+            if group["muon"] and p.dim() != 2:
+                wanted = "matrices; what else there is in a group with muon=False, whose steps are AdamW's"
+                refuse(type(self).__name__, "params", f"one of shape {list(p.shape)}", wanted)
+        return super().checked(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None, run: Run = at_once) -> Any:
         loss, both = evaluated(closure), self.param_groups  # of this moment: a state dict that is loaded makes them anew
         try:
             self.param_groups = [group for group in both if not group["muon"]]
-            AdamW.step(self, clip=clip)
+            unwrap(AdamW.step)(self, clip=clip)  # which torch makes call an optimizer's hooks: they have been called
         finally:
             self.param_groups = both
         super().step(clip=clip, run=run)
@@ -66,7 +77,7 @@ class Muon(Clipped, AdamW):
         return [group for group in self.param_groups if group["muon"]]
 
     def stacks(self, some: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        return stacks(some, self.ranks, dealt=self.ranks.size > 1)
+        return stacks(some, self.ranks, room=self.room, dealt=self.ranks.size > 1)
 
     def make(self, p: Tensor) -> None:
         self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -115,7 +126,7 @@ class Muon(Clipped, AdamW):
     def holders(self, p: Tensor) -> list[tuple[Region, bool]]:
         """By rank: the part of a parameter that is there, and whether that rank is the first of those that have it."""
         told = [*(n for r in part_of(p)[0] for n in (r.start, r.stop)), int(self.ranks.owns(p))]
-        rows = [row.tolist() for row in self.ranks.gathered(torch.tensor(told))]
+        rows = [row.tolist() for row in self.ranks.gathered(torch.tensor(told, device="cpu"))]
         self.held[p] = [((slice(a, b), slice(c, d)), bool(first)) for a, b, c, d, first in rows]
         return self.held[p]
 

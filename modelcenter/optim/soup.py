@@ -16,7 +16,9 @@ def soup(models: Iterable[Model], dtype: torch.dtype | None = None) -> Model:
     the first. Of each later model only the weights are used, and no two need be in memory at once. Errors: `InputError`, naming the
     first model that is of another family, head, size, labels or words, or that has an adapter."""
     rest = iter(models)
-    first = next(rest)
+    first = next(rest, None)
+    if first is None:
+        refuse("soup", "models", "none", "one at least")
     alike(first, first)
     sums = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in first.named_parameters()}
     count = 1
@@ -31,6 +33,8 @@ def soup(models: Iterable[Model], dtype: torch.dtype | None = None) -> Model:
 
 def alike(first: Model, other: Model) -> Model:
     """`other`, if its weights stand where those of `first` stand and mean the same."""
+    if not isinstance(other, Model):
+        refuse("soup", "models", f"a {type(other).__name__}", "models, as modelcenter.load gives")
     if first.adapter is not None or other.adapter is not None:
         refuse(other.source, None, "an adapter", "modelcenter merge puts it into its base's weights")
     mine, its = meaning(first), meaning(other)
