@@ -1,9 +1,11 @@
 """Ours in other people's programs: transformers' Trainer trains them as it trains transformers' model with the same weights."""
 
+import copy
 import logging
+import pickle
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import transformers
 import zoo
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils._pytree import tree_map
 
 import modelcenter as mc
 from modelcenter.layers.output import Output
@@ -249,6 +252,37 @@ def test_an_output_holds_what_is_there() -> None:
     assert list(out) == ["loss"] and out["logits"] is None and out.logits is None and len(out.to_tuple()) == 1
     with pytest.raises(KeyError):
         out["nothing"]
+
+
+@dataclass
+class Theirs(transformers.utils.ModelOutput):
+    loss: Any = None
+    logits: Any = None
+    last_hidden_state: Any = None
+
+
+def test_what_is_set_in_an_output_is_seen_by_every_way() -> None:
+    """As in transformers' ModelOutput, of which Trainer reads outputs["loss"]. None takes a key away."""
+    loss, logits = torch.ones(()), torch.ones(2, 3)
+
+    def change(out: Any) -> Any:
+        out.loss = out.loss + 6
+        out["logits"] = out.logits * 2
+        out.last_hidden_state = out.logits
+        return out
+
+    theirs = change(Theirs(loss=loss, logits=logits))
+    for made in (change, torch.compile(change, backend="eager", fullgraph=True)):
+        out = made(Output(loss=loss, logits=logits))
+        for again in (out, copy.copy(out), pickle.loads(pickle.dumps(out)), tree_map(lambda t: t, out)):  # noqa: S301
+            assert type(again) is Output and vars(again) == {} and list(again) == list(theirs)
+            assert again["loss"] == again.loss == again[0] == theirs.loss == theirs["loss"] == 7
+            assert torch.equal(again.logits, theirs.logits) and torch.equal(again[2], theirs.logits)
+    out.logits = None
+    out["last_hidden_state"] = None
+    assert list(out) == ["loss"] and out.logits is None and out["logits"] is None and len(out.to_tuple()) == 1
+    out.note = "mine"
+    assert out.note == copy.copy(out).note == "mine" and "note" not in out
 
 
 def test_answers_are_evaluated_as_starts_and_ends(tmp_path: Path) -> None:

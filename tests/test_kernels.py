@@ -372,6 +372,22 @@ def test_a_second_derivative_is_refused(name: str) -> None:
 
 
 @each_op
+def test_many_gradients_at_once_are_refused_or_right(name: str) -> None:
+    """By either road: in one line that says how else."""
+    for way in (OPS[name], through_operator(OPS[name])):
+        args = leaves(some(cases(name, "cpu", torch.float32, SMALL, 2), 1)[0])
+        out = results(way(*args))[0]
+        wanted, many = floating(args), torch.randn(3, *out.shape)
+        if name == "linear_int8":  # a product of torch's
+            found = torch.autograd.grad(out, wanted, many, retain_graph=True, is_grads_batched=True)
+            each = zip(*[torch.autograd.grad(out, wanted, one, retain_graph=True) for one in many], strict=True)
+            close(found, [torch.stack(of_one) for of_one in each])
+            continue
+        with pytest.raises(RuntimeError, match=r"^is_grads_batched=True, and .*; many at once: torch.func.jacrev, or .*=False$"):
+            torch.autograd.grad(out, wanted, many, is_grads_batched=True, allow_unused=True)
+
+
+@each_op
 def test_the_operator_does_what_the_op_does(name: str) -> None:
     """Eager and the dispatcher's road: the same bits, values and gradients."""
     for dtype in DTYPES:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelcenter import ops
-from modelcenter.layers import FFN, Attention, Batch, GatedFFN, Linear, PreNorm, RMSNorm, Rotary, Stack, View
+from modelcenter.layers import FFN, Attention, Batch, Embedding, GatedFFN, Linear, PreNorm, RMSNorm, Rotary, Stack, View
 from modelcenter.layers.linear import rounding, together
 from modelcenter.layers.rope import PLAIN
 from modelcenter.ops import gated_linear as gated
@@ -162,6 +162,58 @@ def test_their_gradients_have_gradients() -> None:
     assert torch.autograd.gradgradcheck(lambda x, *rest: one_op(x, rest[:3], rest[3:]), leaves)
 
 
+ROADS: dict[str, Any] = {
+    "wide": lambda x, w, low: module.Wide.apply(x, w, None, low),
+    "summed": lambda x, w, low: module.Summed.apply(x, low, w, None)[0],
+    "rectified": lambda x, w, low: module.Rectified.apply(x, low, w),
+}
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_gradient_of_rounded_copies_has_none(road: str) -> None:
+    """To autograd they are constants: refused, but where nobody asks what they were made of. Then it is torch's under autocast."""
+    for of_x, of_weight, x_wants, w_wants, right in (
+        (torch.float32, torch.float32, True, True, False), (torch.float32, torch.bfloat16, True, True, False),
+        (torch.bfloat16, torch.bfloat16, True, True, True), (torch.float32, torch.float32, True, False, True),
+        (torch.float32, torch.float32, False, True, True), (torch.bfloat16, torch.float32, True, True, road == "wide"),
+    ):  # fmt: skip
+        made: list[Any] = []
+        for ours in (True, False):
+            source = torch.Generator().manual_seed(0)
+            x, w = torch.randn(8, 4, generator=source).to(of_x), torch.randn(5, 4, generator=source).to(of_weight)
+            x.requires_grad_(x_wants)
+            w.requires_grad_(w_wants)
+            wanted = [t for t in (x, w) if t.requires_grad]
+            with torch.autocast("cpu", torch.bfloat16):
+                out = ROADS[road](x, w, torch.bfloat16) if ours else F.linear(x, w)
+            out = out.relu() if road == "rectified" and not ours else out
+            if ours and not right:
+                with pytest.raises(RuntimeError, match=r"^create_graph=True, and a product in torch\.bfloat16 has kept a"):
+                    torch.autograd.grad(out.float().square().sum(), wanted, create_graph=True)
+                break
+            first = torch.autograd.grad(out.float().square().sum(), wanted, create_graph=True)
+            again = torch.autograd.grad(sum(g.float().square().sum() for g in first), wanted)
+            made.append([*first, *again])
+        for found, expected in zip(*made, strict=True) if right else ():
+            torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("road", ["summed", "rectified"])
+def test_many_gradients_of_a_product_are_right_or_refused(road: str) -> None:
+    many = torch.randn(3, 8, 5).bfloat16()
+    for kind in (torch.float32, torch.bfloat16):
+        x, w = torch.randn(8, 4, dtype=kind).requires_grad_(), torch.randn(5, 4, dtype=kind).requires_grad_()
+        out = ROADS[road](x, w, torch.bfloat16)
+        if kind == torch.bfloat16:
+            with pytest.raises(RuntimeError, match=r"^is_grads_batched=True"):
+                torch.autograd.grad(out, (x, w), many, is_grads_batched=True)
+            continue
+        found = torch.autograd.grad(out, (x, w), many, is_grads_batched=True, retain_graph=True)
+        for i, one in enumerate(many):
+            wanted = torch.autograd.grad(out, (x, w), one, retain_graph=True)
+            assert all(torch.equal(ours[i], alone) for ours, alone in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
 def test_the_sum_is_rounded_no_more_than_by_additions(of_x: torch.dtype) -> None:
     x, weights, biases, grads = several(torch.bfloat16, (64, 6))
@@ -305,6 +357,27 @@ def test_a_layer_that_is_watched_is_called_by_itself(as_on_gpu: list[int]) -> No
     layers[1].register_forward_hook(lambda layer, args, out: seen.append(out))
     outs = together(x, *layers)
     assert as_on_gpu == [1, 1, 1] and seen[0] is outs[1]
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("way", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hook_of_all_modules_sees_each_layer(as_on_gpu: list[int], way: str) -> None:
+    """Those too that an op does together with what stands beside them; and what is computed stays what it was."""
+    layer, _ = layer_of("block")
+    embed, x, seen = Embedding(3, 32), torch.tensor([[0, 1, 2, 1]] * 2), list[nn.Module]()
+    quiet = gradients(layer, (View(causal=True),), embed(x).detach())
+    handle = getattr(torch.nn.modules.module, f"register_module_{way}_hook")(lambda module, *given: seen.append(module))
+    try:
+        h = embed(x)
+        found = gradients(layer, (View(causal=True),), h.detach())
+        h.sum().backward()
+    finally:
+        handle.remove()
+    weighty = [m for whole in (layer, embed) for m in whole.modules() if any(True for _ in m.parameters(recurse=False))]
+    assert len(weighty) == 10 and [name for name, m in layer.named_modules() if m in weighty and m not in seen] == []
+    assert embed.tokens in seen
+    for ours, theirs in zip(found, quiet, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_what_a_hook_has_seen_is_not_rotated_under_it(as_on_gpu: list[int]) -> None:

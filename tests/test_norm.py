@@ -170,6 +170,23 @@ def test_where_there_is_no_kernel_or_no_gradient_it_is_the_norm(kind: Any) -> No
     assert beside(norm.double(), wide)[1] is wide
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@each_norm
+def test_the_stream_needs_a_gradient_only_where_one_goes(kind: Any, compiled: bool) -> None:
+    """Not where the weights alone are trained: it is not made of them."""
+    norm = norm_of(kind, "cpu", torch.float32)
+    for x_wants, wants in ((False, False), (True, False), (False, True)):
+        x, residual = torch.randn(2, 24, requires_grad=x_wants), torch.randn(2, 24, requires_grad=wants)
+        args = x, residual, *norm.arguments, None, 0.0
+        op = torch.compile(lambda *args: norm.add(*args), backend="aot_eager", fullgraph=True) if compiled else norm.add
+        (out, total), (right, stream) = op(*args), norm.add.reference(*args)
+        assert out.requires_grad and total.requires_grad is (x_wants or wants)
+        leaves = [t for t in (x, residual, norm.weight) if t.requires_grad]
+        found, wanted = (torch.autograd.grad((o * t).sum(), leaves) for o, t in ((out, total), (right, stream)))
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_a_second_gradient_is_refused() -> None:
     x = torch.randn(2, 24, requires_grad=True)
     out, same = beside(LayerNorm(24, 1e-5), x)

@@ -1,4 +1,4 @@
-"""ops/_kernels.py: for which GPUs a build's kernels are taken, machine by machine as torch would describe it."""
+"""ops/_kernels.py: for which GPUs a build's kernels are taken, machine by machine as torch would describe it, and tensors."""
 
 import warnings
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from modelcenter import ops
 from modelcenter.ops import Op, _kernels, _op
+from modelcenter.ops._norm import beside
 
 
 @pytest.fixture
@@ -64,6 +65,23 @@ def test_before_ampere_ops_in_bf16_have_no_kernel(index: int, monkeypatch: pytes
             assert silu.fast(x) is fits and _kernels.served(x, dtype) is fits and _kernels.served(x)
             assert isinstance(silu(x, bias), torch.Tensor) is fits
             assert _op.look((x.float(), None, dtype))[2] is fits
+
+
+def test_more_dimensions_than_kernels_take() -> None:
+    """The reference takes any."""
+    flat, many = torch.randn(6, 8), (1, 2, 1, 1, 1, 1, 1, 3, 8)
+    x, w, b = flat.view(many).requires_grad_(), torch.rand(8).requires_grad_(), torch.rand(8).requires_grad_()
+    ids, codes = torch.arange(6), ops.quantize_nf4(flat)
+    table = {
+        ops.gelu: ((x, b), (flat, b)),
+        ops.layer_norm: ((x, w, b, 1e-5), (flat, w, b, 1e-5)),
+        ops.embedding: ((ids.view(many[:-1]), flat, None), (ids, flat, None)),
+    }  # fmt: skip
+    for op, (deep, plain) in table.items():
+        torch.testing.assert_close(op(*deep), op(*plain).view(many), rtol=1e-5, atol=1e-5)
+    assert not ops.gelu.fast(x) and torch.equal(ops.quantize_nf4(x)[0], codes[0].view(*many[:-1], 4))
+    out, same = beside(ops.layer_norm, x, w, b, 1e-5, None)
+    assert same is x and torch.equal(out, ops.layer_norm(x, w, b, 1e-5))
 
 
 def test_without_cuda_kernels_nothing_is_asked(cards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from modelcenter import ops
+from modelcenter.errors import InputError
 from modelcenter.layers import Attention, Batch, Rotary
 from modelcenter.layers.rope import Plain
 from modelcenter.ops.rotary import rotary_
@@ -32,6 +33,13 @@ def test_in_place_equals_out_of_place(interleaved: bool, bias: bool) -> None:
         found.append([out.clone(), *grads])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_for_channels_that_are_not_there(interleaved: bool) -> None:
+    for turn in (ops.rotary, rotary_, ops.rotary.reference):
+        with pytest.raises(InputError, match=r"^rotary: cos: angles of 3 pairs for 4 channels; those of 2 at most$"):
+            turn(torch.randn(2, 5, 3, 4), *angles(5, 3), interleaved)
 
 
 def test_what_others_hold_is_left_alone() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook as watched_all
 
 from ..ops import Op, relu
 from ..ops._mode import autocast_dtype, on_gpu, plain, transformed
@@ -58,6 +59,9 @@ def alone(layer: nn.Module, kind: type[nn.Module] = Linear) -> bool:
 
 
 def watched(layer: nn.Module) -> bool:
-    """Whether a call of the layer does more than its class's `forward`: there is a hook, or another forward in its place."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    """Whether a call of the layer does more than its class's `forward`: there is a hook, or another forward in its place. A hook of
+    all modules is on what has weights: a dropout remains a part of the op that adds or attends, for attention would have to show
+    its probabilities, several times the work, to whoever only counts calls (torch's FlopCounterMode)."""
+    hooks: Any = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    hooks = hooks or (watched_all() and layer._parameters)
     return bool(hooks) or "forward" in vars(layer) or layer._compiled_call_impl is not None

@@ -13,12 +13,13 @@ KEYS = ("loss", "logits", "last_hidden_state", "hidden_states", "past_key_values
 
 
 class Output(dict[Any, Any]):
-    """What a forward returns: a mapping whose keys are attributes too. An integer index counts the values that are there, as in
+    """What a forward returns: a mapping whose keys are attributes too, to be read and to be set: a loss that is changed by either
+    way is changed for who asks by the other, and None takes a key away. An integer index counts the values that are there, as in
     transformers.
 
     Keys: loss, logits, last_hidden_state, hidden_states, past_key_values, and what a head adds: pooler_output, embeddings,
     start_logits, end_logits. A key that this forward does not have is None when asked for by name, and is not among the items.
-    Any other attribute is an `AttributeError`. `Model.forward` gives the shapes.
+    Any other attribute that nobody has set is an `AttributeError`. `Model.forward` gives the shapes.
     """
 
     def __init__(self, *found: Any, **more: Any):
@@ -32,6 +33,18 @@ class Output(dict[Any, Any]):
         if name not in KEYS and name not in self:
             raise AttributeError(f"Output has no {name}; {OUTPUT.get(name) or nearest(name, KEYS)}", name=name, obj=self)
         return self.get(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in KEYS or name in self:
+            self[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value is None:
+            self.pop(key, None)
+        else:
+            super().__setitem__(key, value)
 
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]

@@ -4,6 +4,7 @@ A result has the dtype that its op states (most often that of its first argument
 only what products are formed in: torch's own attention would round what it is given, and its norms would answer in fp32 on a GPU.
 """
 
+from . import _flops
 from ._op import OPS, Op, op, wide
 from .activation import geglu, geglu_tanh, gelu, gelu_cut, gelu_tanh, reglu, relu, silu, swiglu
 from .attention import attention
@@ -24,3 +25,5 @@ __all__ = [
     "layer_norm", "linear_cross_entropy", "linear_int8", "linear_nf4", "op", "quantize_int8", "quantize_nf4",
     "reglu", "relative_attention", "relu", "rms_norm", "rotary", "silu", "split", "swiglu", "vocab_parallel_cross_entropy", "wide",
 ]  # fmt: skip
+
+_flops.tell_when_imported()

@@ -18,6 +18,7 @@ from ._mode import PRETENCE, fake
 
 FILE = os.environ.get("MODELCENTER_KERNELS") or "1"
 WANTED = FILE != "0"
+DIMS = 8  # of a tensor, at most: csrc/module.cpp
 LEVELS = ("base", "avx2", "avx512")  # instruction sets, of MODELCENTER_CPU
 LEVEL = os.environ.get("MODELCENTER_CPU") or LEVELS[-1]
 
@@ -121,9 +122,9 @@ covered._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a functi
 
 
 def served(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether there are kernels for the device of `x` that compute in `dtype`."""
+    """Whether there are kernels for the device and the dimensions of `x` that compute in `dtype`."""
     index = x.get_device()
-    return available(x.device.type, index) and (dtype != torch.bfloat16 or not x.is_cuda or modern(index))
+    return available(x.device.type, index) and x.dim() <= DIMS and (dtype != torch.bfloat16 or not x.is_cuda or modern(index))
 
 
 AMPERE = (8, 0)

@@ -15,6 +15,7 @@ PLAIN = (Tensor, Parameter)  # what has memory of its own; a subclass may not
 Observer = Callable[[str, tuple[Any, ...]], None]
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 TWICE = "second derivatives: in fp32, MODELCENTER_KERNELS=0, under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+MANY = "many at once: torch.func.jacrev, or jacobian's vectorize=False"
 
 
 @dataclass
@@ -90,6 +91,12 @@ def transformed() -> bool:
     )
 
 
+def batched(x: Tensor | None) -> bool:
+    """Whether `x` stands for many tensors: under vmap, or autograd's own."""
+    kinds = torch._C._functorch
+    return x is not None and (kinds.is_legacy_batchedtensor(x) or kinds.is_batchedtensor(x))
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype in which autocast forms products on this kind of device; None outside it. `meta` has none, and torch refuses the
     question."""
@@ -102,10 +109,27 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
+def one_by_one(backward: Backward) -> Backward:
+    """The backward of an autograd.Function that reads the memory of its gradients. Many at once have none: what is raised there
+    says so. (The reference cannot do instead: for it too little is kept.)"""
+
+    @wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        try:
+            return backward(ctx, *grads)
+        except Exception as error:
+            if not any(map(batched, grads)):
+                raise
+            raise RuntimeError(f"is_grads_batched=True, and a kernel's gradient is of one at a time; {MANY}") from error
+
+    return cast(Backward, call)
+
+
 def once(backward: Backward) -> Backward:
     """The backward of an autograd.Function that nobody can differentiate again. A graph of the gradients is refused where it is
     asked for: torch's once_differentiable puts an error into it, which torch.autograd.grad, going only where it is asked to, passes
     by, and the second derivative is a wrong number."""
+    backward = one_by_one(backward)
 
     @wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:

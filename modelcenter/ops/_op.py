@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._kernels import available, modern, served
+from ._kernels import DIMS, available, modern, served
 from ._mode import PLAIN, PRETENCE, once, transformed, unseen
 from ._shard import on_shards
 
@@ -60,7 +60,8 @@ def raw(schema: str, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[Call
 
 def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
     """What decides how a call is done, read in one pass: the kind of device of the first tensor; whether no tensor is of a
-    subclass, none of a dtype that no kernel has there; whether one of them wants a gradient; the number of the first one's GPU.
+    subclass; whether none has a dtype, and the first no dimensions, that no kernel takes; whether one wants a gradient; the number
+    of the first one's GPU.
     A ValueError where one has values and another has none, on meta: torch's products and lookups give what lay in memory then."""
     device, plain, known, grad, index, low, empty = "", True, True, False, -1, False, False
     for a in args:
@@ -74,6 +75,7 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
             device = "cpu" if a.is_cpu else "cuda" if a.is_cuda else a.device.type
             index = a.get_device() if device == "cuda" else -1
             empty = device == "meta"
+            known = a.dim() <= DIMS
         elif a.is_meta is not empty:
             raise ValueError(f"an op's tensors are on {device} and on {a.device.type}; all of them have values, or none has"
                              " (accelerate's offload takes weights away that no call brings back here)")
@@ -94,14 +96,16 @@ class Kernel:
 
     `forward`'s first `results` tensors are the op's, any further ones are for the backward. `saved(args, outs)` is what the
     backward reads, tensors or not; `backward(*grads, *saved)` returns a gradient or None for each argument, and of several results
-    those not used have a gradient of None. `takes(*args)`: whether the kernel can do this call, beyond devices and floating
-    dtypes. `devices`: where it beats the reference; `compiled`: where it also beats what torch.compile makes of the reference.
+    those not used have a gradient of None. `streams`: from so many first arguments alone the results behind the first are made (0:
+    from any). `takes(*args)`: whether the kernel can do this call, beyond devices and floating dtypes. `devices`: where it beats
+    the reference; `compiled`: where it also beats what torch.compile makes of the reference.
     """
 
     forward: Raw
     saved: Callable[[Sequence[Any], Sequence[Tensor]], Sequence[Any]]
     backward: Callable[..., Sequence[Tensor | None]]
     results: int = 1
+    streams: int = 0
     takes: Callable[..., bool] | None = None
     devices: Sequence[str] = ("cpu", "cuda")
     compiled: Sequence[str] = ("cpu", "cuda")
@@ -124,6 +128,9 @@ class Op:
     def __post_init__(self) -> None:
         if self.kernel is not None:
             object.__setattr__(self, "straight", differentiable(self.name, self.kernel))
+
+    def __repr__(self) -> str:  # a config that holds an op is read by people
+        return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:  # a module that holds an op is copied and pickled with the op's name
         return find, (self.name,)
@@ -186,6 +193,8 @@ def differentiable(name: str, kernel: Kernel) -> Callable[..., Any]:
         ctx.save_for_backward(*[a for a in saved if isinstance(a, Tensor)])
         ctx.rest = [HOLE if isinstance(a, Tensor) else a for a in saved]
         ctx.set_materialize_grads(False)  # a result that is not used has no gradient, rather than one of zeros
+        if kernel.streams and not any(ctx.needs_input_grad[: kernel.streams]):
+            ctx.mark_non_differentiable(*output[1 : kernel.results])
 
     @once
     def backward(ctx: Any, *grads: Tensor) -> Any:

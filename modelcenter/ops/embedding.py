@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._kernels import call
+from ._kernels import DIMS, call
 from ._mode import fake
 from ._op import Kernel, op, raw
 from ._tied import of_rows, summed_to_whole
@@ -76,7 +76,8 @@ def backward(grad: Tensor, ids: Tensor, vocab: int, pad: int | None) -> Sequence
 
 
 def takes(ids: Tensor, table: Tensor, pad: int | None) -> bool:
-    return ids.dtype == torch.int64 and table.dim() == 2 and table.size(0) < 2**31 and table.size(1) > 0
+    fits = ids.dtype == torch.int64 and ids.dim() < DIMS  # the rows have one more
+    return fits and table.dim() == 2 and table.size(0) < 2**31 and table.size(1) > 0
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

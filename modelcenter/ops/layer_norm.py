@@ -92,5 +92,6 @@ def add_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 layer_norm = op("layer_norm", reference, cases, Kernel(layer_norm_forward, saved, backward, takes=takes))
 add_layer_norm = op(
-    "add_layer_norm", add_reference, add_cases, Kernel(add_layer_norm_forward, add_saved, add_backward, takes=add_takes, results=2)
-)
+    "add_layer_norm", add_reference, add_cases,
+    Kernel(add_layer_norm_forward, add_saved, add_backward, takes=add_takes, results=2, streams=2),
+)  # fmt: skip

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._mode import autocast_dtype, fake, on_gpu, plain, transformed
+from ._mode import TWICE, autocast_dtype, fake, on_gpu, one_by_one, plain, transformed
 from .activation import relu
 
 LOW = (torch.bfloat16, torch.float16)
@@ -113,6 +113,7 @@ class Wide(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.kinds
+        unrounded(ctx, x if ctx.needs_input_grad[1] else None)
         g = grad.reshape(-1, grad.size(-1)).float()
         dx = (g @ weight.float()).to(of_x).view(x.shape) if ctx.needs_input_grad[0] else None
         dweight = (g.t() @ x.reshape(-1, x.size(-1)).float()).to(of_weight) if ctx.needs_input_grad[1] else None
@@ -135,8 +136,10 @@ class Summed(torch.autograd.Function):
             return tuple(map(partial(formed, x), factors[:n], factors[n:]))
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
+        unrounded(ctx, x, None, *weights)
         found: list[Tensor | None] = [None] * len(ctx.kinds)
         gs = {i: g.reshape(-1, g.size(-1)) for i, g in enumerate(grads) if g is not None}
         if not gs:
@@ -175,7 +178,7 @@ class Rectified(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: torch.dtype, weight: Tensor) -> Tensor:
-        ctx.kinds = x.dtype, weight.dtype
+        ctx.kinds = x.dtype, None, weight.dtype
         of_x, _, of_weight = ctx.needs_input_grad
         x, (weight,) = x.to(low), lowered((weight,), low)
         with torch.autocast(x.device.type, enabled=False):
@@ -184,13 +187,25 @@ class Rectified(torch.autograd.Function):
         return out
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, out = ctx.saved_tensors
-        of_x, of_weight = ctx.kinds
+        of_x, _, of_weight = ctx.kinds
+        unrounded(ctx, x, None, weight)
         g = torch.ops.aten.threshold_backward(grad, out, 0).reshape(-1, out.size(-1))
         dx = summed([(g, weight)], of_x).view(*grad.shape[:-1], weight.size(1)) if ctx.needs_input_grad[0] else None
         dweight = summed([(g.t(), x.reshape(-1, x.size(-1)))], of_weight) if ctx.needs_input_grad[2] else None
         return dx, None, dweight
+
+
+def unrounded(ctx: Any, *kept: Tensor | None) -> None:
+    """In a backward whose own gradient is wanted: `kept`, the factors that it reads, one of an argument, are those arguments, or
+    want no gradient. What was rounded has lost its way to what it was made of: autograd would take it for a constant, and the
+    second derivative would be a wrong number."""
+    if torch.is_grad_enabled():
+        for factor, kind, wanted in zip(kept, ctx.kinds, ctx.needs_input_grad, strict=False):
+            if wanted and factor is not None and factor.dtype != kind:
+                raise RuntimeError(f"create_graph=True, and a product in {factor.dtype} has kept a rounded copy; {TWICE}")
 
 
 def formed(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:

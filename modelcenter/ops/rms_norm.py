@@ -86,5 +86,5 @@ def add_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 rms_norm = op("rms_norm", reference, cases, Kernel(rms_norm_forward, saved, backward, takes=takes))
 add_rms_norm = op(
     "add_rms_norm", add_reference, add_cases,
-    Kernel(add_rms_norm_forward, add_saved, add_backward, takes=add_takes, results=2),
+    Kernel(add_rms_norm_forward, add_saved, add_backward, takes=add_takes, results=2, streams=2),
 )

@@ -11,17 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import refuse
 from ._kernels import call
 from ._mode import once, plain, unseen
 from ._op import Kernel, op, raw, wide
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    pairs = cos.size(-1)
+    pairs, channels = cos.size(-1), x.size(-1)
+    if 2 * pairs > channels:
+        refuse(None, "rotary: cos", f"angles of {pairs} pairs for {channels} channels", f"those of {channels // 2} at most")
     a, b = apart(x, pairs, interleaved)
     p, q = a * cos - b * sin, b * cos + a * sin
     turned = (torch.stack((p, q), -1).flatten(-2) if interleaved else torch.cat((p, q), -1)).to(x.dtype)
-    return torch.cat((turned, x[..., 2 * pairs :]), -1) if x.size(-1) > 2 * pairs else turned
+    return torch.cat((turned, x[..., 2 * pairs :]), -1) if channels > 2 * pairs else turned
 
 
 def apart(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
