@@ -24,8 +24,21 @@ from .checkpoint.match import Keys, LoadReport, bare, match
 from .checkpoint.save import companions
 from .checkpoint.sentence import read_modules, settle
 from .checkpoint.strict_json import no_collection
-from .errors import nearest, refuse
-from .identify import as_dtype, asked_dtype, check_labels, classes, described, dtype_of, family_of, find, labels_of, task_of, untie
+from .errors import refuse
+from .identify import (
+    as_dtype,
+    asked_dtype,
+    check_labels,
+    classes,
+    described,
+    dtype_of,
+    family_of,
+    find,
+    labels_of,
+    shape_of,
+    task_of,
+    untie,
+)  # fmt: skip
 from .layers import EmbedHead
 from .layers.initial import initial
 from .layers.linear import Linear
@@ -33,7 +46,6 @@ from .model import Model
 from .names import Lazy, Names
 from .parallel.machine import Machine, as_machine
 from .place import check_adapter, is_meta, place
-from .registry import presets
 from .resize import resize
 from .skeleton import check_task, skeleton
 from .theirs import LOAD, arguments
@@ -41,7 +53,7 @@ from .theirs import LOAD, arguments
 
 @arguments(LOAD)
 def build(
-    name: str,
+    name: str | PathLike[str],
     *,
     config: Mapping[str, Any] | None = None,
     task: str = "auto",
@@ -53,22 +65,21 @@ def build(
     id2label: Mapping[int, str] | None = None,
     seed: int = 0,
 ) -> Model:
-    """Build the model of a preset with random weights. They depend only on `seed` and on the parameters' names, so that every
-    machine gives the same ones.
+    """Build a model with random weights. They depend only on `seed` and on the parameters' names, so that every machine gives the
+    same ones.
 
-    `config`: fields of the config to change, such as {"layers": 2}. `task="auto"` is the task that the preset was published for.
-    The other options are those of `load`. Errors: `InputError` for a name that is no preset, or options that do not fit the family.
+    `name`: a preset, or a folder whose config.json gives the shape; its weights, if it has any, are not read. `config`: fields of
+    the config to change, such as {"layers": 2}. `task="auto"` is the task that the preset was published for, or that of the class
+    in config.json. The other options are those of `load`. Errors: `InputError` for another name, or options that do not fit the
+    family.
     """
-    known = presets()
     if not isinstance(name, str | PathLike):
-        refuse(None, "name", f"a {type(name).__name__}", "a preset, as a text; config= changes its fields, mc.load takes a folder")
-    if name not in known:
-        refuse(None, "model", repr(name), f"a preset; {nearest(name, known)}")
-    family, preset = known[name]
-    full = changed(replace(family.Config(), **preset.changes), config or {})
+        refuse(None, "name", f"a {type(name).__name__}", "a preset, or a folder with a config.json; config= changes its fields")
+    family, plain, own = shape_of(str(name))
+    full = changed(plain, config or {})
     if id2label is not None or num_labels is not None:
         full = replace(full, labels=labels_of(num_labels, id2label))
-    task = (preset.task or family.default_task or next(iter(family.tasks))) if task == "auto" else task
+    task = (own or family.default_task or next(iter(family.tasks))) if task == "auto" else task
     check_labels(family, task, num_labels, id2label)
     model = skeleton(family, full, task, as_dtype(dtype))
     model.load_report = LoadReport(new=sorted(model.shapes))
@@ -124,7 +135,7 @@ def load(
     with ExitStack() as stack:
         stack.enter_context(no_collection())
         folder = stack.enter_context(Folder(path))
-        cls = family_of(folder, family)
+        cls = family_of(folder.config, path / "config.json", family)
         full, task = described(cls, folder, source, task, config, num_labels, id2label)
         asked, task = task, task_of(cls, folder, full) if task == "auto" else task
         check_task(cls, task)
@@ -163,13 +174,12 @@ def load(
             def read() -> None:
                 with left:
                     fill_all(model, weights, adapters)
+                    warn_of_infinite(model, folder)
 
             put_off(read)
         else:
             fill_all(model, weights, adapters, group, *begun)
-        if kind == torch.float16 != dtype_of(folder, cls.ignored) and (lost := infinite(model)):
-            most = "beyond 65504, the most that fp16 holds, and infinite now; bf16 and fp32 hold it"
-            warnings.warn(f"{path}: {', '.join(lost[:5])}: {most}", stacklevel=3)
+            warn_of_infinite(model, folder)
         if saved is None:
             measure(model)
         model.companions = companions(path) if saved is None else companions(saved.folder, path)
@@ -178,12 +188,16 @@ def load(
     return model.eval()
 
 
-def infinite(model: Model) -> list[str]:
-    """The parameters of which an element is infinite, of this rank's part."""
+def warn_of_infinite(model: Model, folder: Folder) -> None:
+    """Name the weights, of this rank's part, that were read from wider ones than fp16 and are infinite in it."""
+    if model.dtype != torch.float16 or dtype_of(folder, type(model).ignored) == torch.float16:
+        return
     held = {name: local(p)[1] for name, p in model.named_parameters()}
     with torch.no_grad():
         found = torch.stack([part.isinf().any() for part in held.values()]).tolist()
-    return [name for name, lost in zip(held, found, strict=True) if lost]
+    if lost := [name for name, infinite in zip(held, found, strict=True) if infinite]:
+        most = "beyond 65504, the most that fp16 holds, and infinite now; bf16 and fp32 hold it"
+        warnings.warn(f"{folder.path}: {', '.join(lost[:5])}: {most}", stacklevel=4)
 
 
 def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int) -> dict[str, Lazy]:

@@ -19,7 +19,7 @@ from .adapter.folder import is_adapter
 from .adapter.read import Saved, read_adapter
 from .checkpoint import hub
 from .checkpoint.config import changed
-from .checkpoint.files import check_base
+from .checkpoint.files import check_base, read_config
 from .checkpoint.folder import Folder
 from .checkpoint.match import Keys, same
 from .checkpoint.sentence import BESIDE
@@ -90,12 +90,24 @@ def described(cls: type[Model], folder: Folder, source: Source, task: str, confi
     return full, task
 
 
-def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> type[Model]:
-    """The family that config.json's model_type names, or `wanted` if that is the caller's own subclass of it. A family that is not
-    among those `wanted` is refused."""
-    kind = folder.config.get("model_type")
-    file = Path(folder.path) / "config.json"
-    known = families()
+def shape_of(name: str) -> tuple[type[Model], Any, str | None]:
+    """The family, the config and the task (None if nobody says) of a preset, or of a folder's config.json."""
+    known, folder = presets(), Path(name).expanduser()
+    if name in known:
+        family, preset = known[name]
+        return family, replace(family.Config(), **preset.changes), preset.task
+    if not (folder / "config.json").is_file():
+        refuse(None, "model", repr(name), f"a preset, or a folder with a config.json; {nearest(name, known)}")
+    said = read_config(folder)
+    family = family_of(said, folder / "config.json", Model)
+    task = next((task for task, head in family.tasks.items() if head.architecture in listed(said)), None)
+    return family, family.Config.from_dict(said, folder / "config.json"), task
+
+
+def family_of(config: Mapping[str, Any], file: Path, wanted: type[Model] | tuple[type[Model], ...]) -> type[Model]:
+    """The family that the model_type of config.json (`file`) names, or `wanted` if that is the caller's own subclass of it. One
+    that is not among those `wanted` is refused."""
+    kind, known = config.get("model_type"), families()
     if not isinstance(kind, str) or kind not in known:
         refuse(file, "model_type", repr(kind), f"one of the families that are here: {', '.join(sorted(known))}")
     if isinstance(wanted, type) and issubclass(wanted, known[kind]) and wanted.Config is known[kind].Config:
@@ -108,7 +120,11 @@ def family_of(folder: Folder, wanted: type[Model] | tuple[type[Model], ...]) -> 
 
 def classes(folder: Folder) -> list[Any]:
     """The classes of theirs that config.json says the weights are of."""
-    said = folder.config.get("architectures")
+    return listed(folder.config)
+
+
+def listed(config: Mapping[str, Any]) -> list[Any]:
+    said = config.get("architectures")
     return said if isinstance(said, list) else []
 
 
@@ -195,6 +211,8 @@ def labels_of(count: int | None, names: Mapping[int, str] | None) -> tuple[str, 
         refuse(None, "num_labels", repr(count), "a whole number, 1 or more")
     if names is None:
         return tuple(f"LABEL_{i}" for i in range(count or 0))
+    if not isinstance(names, Mapping):
+        refuse(None, "id2label", f"a {type(names).__name__}", 'a mapping of each class to its name, such as {0: "no", 1: "yes"}')
     names = {int(key) if isinstance(key, str) and key.isdecimal() else key: name for key, name in names.items()}  # as in a file
     if {*names} != {*range(len(names))} or count not in (None, len(names)):
         refuse(None, "id2label", f"keys {list(names)[:5]}", "a name for each of 0 to num_labels - 1")

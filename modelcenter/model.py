@@ -25,11 +25,12 @@ from .layers import Batch, Cache, Head, Output
 from .layers.adapter import current_names
 from .layers.block import block_inputs
 from .layers.cache import Fixed
-from .layers.inputs import batch_of, check_mask, check_tokens, shift_right
+from .layers.inputs import batch_of, check_items, check_mask, check_tokens, shift_right
 from .names import Names, Row, Shape
+from .parallel.blocks import recomputed
 from .parallel.ranks import settle
 from .resize import resize
-from .theirs import FORWARD, SAVE, arguments, refuse_argument
+from .theirs import FORWARD, LOAD, SAVE, arguments, refuse_argument
 
 M = TypeVar("M", bound="type[Model]")
 FAMILIES: dict[str, type["Model"]] = {}  # transformers' model_type -> class
@@ -125,7 +126,7 @@ class Model(Guest):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
-        logits_to_keep: int | None = None,
+        logits_to_keep: int | Tensor | None = None,
         past_key_values: Cache | None = None,
         output_hidden_states: bool = False,
         inputs_embeds: Tensor | None = None,
@@ -143,7 +144,7 @@ class Model(Guest):
         `input_ids` (b s), or `inputs_embeds` (b s dim). `attention_mask` (b t): 1 where a token is real. `position_ids` and
         `token_type_ids` (b s); an encoder-decoder also takes `decoder_input_ids` and `decoder_attention_mask`, of the target.
         If positions restart at 0 within a row, a causal model takes it for several sequences, unless a mask or a cache is given.
-        `logits_to_keep`: how many of the last tokens get logits.
+        `logits_to_keep`: how many of the last tokens get logits, or a tensor of which tokens do.
 
         `labels` (b s) as in transformers: -100 is ignored, a causal model shifts them itself; a classifier's are (b), or (b labels)
         if several may apply at once. For question answering they are (b 2), the first and the last token of each answer, or
@@ -172,8 +173,13 @@ class Model(Guest):
         self.refuse_unsupported(past_key_values, output_attentions, return_dict, others)
         if input_ids is not None and inputs_embeds is not None:
             refuse(None, "inputs_embeds", "given beside input_ids", "one of the two")
-        if logits_to_keep and not self.scores:
-            refuse(None, "logits_to_keep", f"{logits_to_keep} with the task {self.task!r}", "leave it out: this head reads all")
+        kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None) if logits_to_keep else None
+        if kept is not None and (labels is not None or not self.scores):
+            found = "beside labels" if labels is not None else f"{logits_to_keep} with the task {self.task!r}"
+            refuse(None, "logits_to_keep", found, "leave it out: labels, and such heads, are of all tokens")
+        if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.size(2) != self.config.dim):
+            refuse(None, "inputs_embeds", f"shape {list(inputs_embeds.shape)}", f"(batch, tokens, {self.config.dim})")
+        check_items(num_items_in_batch)
         for name, ids in (("input_ids", input_ids), ("decoder_input_ids", decoder_input_ids)):
             if ids is not None:
                 check_tokens(ids, name)
@@ -181,6 +187,9 @@ class Model(Guest):
         labels = self.targets(labels, start_positions, end_positions)
         if use_cache and past_key_values is None:
             past_key_values = Cache()
+        if past_key_values is not None and self.training and recomputed(self):
+            refuse(None, "use_cache", "true where the backward runs blocks anew, which would read their own tokens as past ones",
+                   "leave it out of training")
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
             decoder_input_ids = shift_right(labels, cu_seq_lens_q, self.config.start, self.config.file.get("pad_token_id") or 0)
         batch = batch_of(
@@ -201,7 +210,7 @@ class Model(Guest):
             h = self.body(replace(batch, wanted=None) if output_hidden_states else batch)
         if batch.packing is not None and any(t.size(1) != h.size(1) for t in trace):
             refuse(None, "output_hidden_states", "packed sequences behind soft prompts", "one sequence a row")
-        out: Output = self.head(h[:, -logits_to_keep:] if logits_to_keep else h, batch, num_items_in_batch)
+        out: Output = self.head(h if kept is None else h[:, kept], batch, num_items_in_batch)
         if output_hidden_states:
             out["hidden_states"] = (*(t[:, -h.size(1) :] for t in trace), h)
         if past_key_values is not None:
@@ -282,6 +291,7 @@ class Model(Guest):
         return self.task in ("backbone", "embed")
 
     @classmethod
+    @arguments(LOAD)
     def from_pretrained(cls, name: str | PathLike[str], **options: Any) -> Self:
         """Load a model of this family from a folder, a preset or a hub id. The options are those of `modelcenter.load`: `task`,
         `dtype`, `device`, `machine`, `adapter`, `config`, `num_labels`, `revision` ... (`help(modelcenter.load)`).

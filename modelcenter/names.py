@@ -69,7 +69,7 @@ class View:
                 return found
             whole = found.new_empty(sizes) if whole is None else whole
             whole[tuple(slice(a, a + n) for a, n in zip(part.at, found.shape, strict=True))] = found
-        return torch.empty(sizes) if whole is None else whole
+        return torch.empty(sizes, dtype=torch.float32, device="cpu") if whole is None else whole
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .errors import refuse
 from .model import Model
 from .parallel.blocks import fit_blocks
 from .parallel.check import check
-from .parallel.device import check_device, device_of, memory_of
+from .parallel.device import check_device, check_precision, device_of, memory_of
 from .parallel.machine import Machine
 
 
@@ -25,6 +25,7 @@ def place(model: Model, device: str | torch.device | None, machine: Machine | No
 
     On several ranks a thread calls `meanwhile` with the device that the weights will be on, as soon as FSDP begins to wrap.
     """
+    check_precision(precision)
     with ThreadPoolExecutor(1) as thread:
         jobs: list[Future[object]] = []
         if machine is not None:

@@ -184,7 +184,7 @@ def test_a_recipe_that_begins_with_random_weights_judges_those_of_the_model_that
         for verb in ("train", "plan"):
             assert main([verb, "pretrain", *given]) == 2
             said = capsys.readouterr().err
-            assert "error: model: model, a folder, with init random, which takes a preset's shape; a preset and config." in said
+            assert "error: model: model, a folder with weights, and init is random; init=pretrained config={}" in said
 
 
 def test_bytes_are_utf_8_and_without_the_first_token() -> None:

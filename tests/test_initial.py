@@ -1,6 +1,8 @@
 """Initial weights: a rank's part of a tensor is that of one draw of the whole, and it never holds the rest."""
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import modelcenter as mc
+from modelcenter.data.config import DataConfig
 from modelcenter.layers import initial
 from modelcenter.layers.initial import Normal, Uniform, source_of
 
@@ -58,3 +61,43 @@ def build(rank: int) -> None:
 
 def test_a_rank_never_holds_more_than_its_share() -> None:
     spawn(2, build)
+
+
+def test_a_folder_s_config_gives_the_shape(tmp_path: Path) -> None:
+    """Of any family, with the task of the class that it names; there need be no weights, and those that are there are not read."""
+    sizes = {"layers": 1, "vocab": 64, "dim": 32, "heads": 2, "positions": 16}
+    for task in ("lm", "classify"):
+        folder = tmp_path / task
+        mc.build("gpt2", config=sizes, task=task, seed=1).save_pretrained(folder)
+        read, wanted = mc.build(folder), mc.build("gpt2", config=sizes, task=task)
+        assert read.task == task and read.config.layers == 1
+        for p, q in zip(read.parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(p, q), "the seed's, and not the file's"
+        (folder / "model.safetensors").unlink()
+        assert mc.build(str(folder), config={"layers": 2}).config.layers == 2
+    said = json.loads((tmp_path / "lm" / "config.json").read_text())
+    (tmp_path / "lm" / "config.json").write_text(json.dumps(said | {"model_type": "gtp2"}))
+    for name, found in ((tmp_path / "lm", "model_type: 'gtp2'; one of the families"), (tmp_path, "a preset, or a folder with a c")):
+        with pytest.raises(mc.InputError, match=found):
+            mc.build(name)
+
+
+def test_a_run_begins_from_a_config_alone(tmp_path: Path) -> None:
+    """Not from a folder with weights, of which a run that begins at random would make nothing, nor with sizes beside the file's."""
+    model, text = tmp_path / "model", tmp_path / "a.txt"
+    mc.build("gpt2", config={"layers": 1, "vocab": 64, "dim": 16, "heads": 2, "positions": 16}).save_pretrained(model)
+    text.write_text("the cat sat on the mat. " * 40)
+
+    def run(**over: Any) -> Any:
+        data, out = DataConfig(path=str(text), seq_len=16), str(tmp_path / "out")
+        given = {"model": str(model), "init": "random", "tokenizer": "char", "data": data, "batch": 4, "max_steps": 1}
+        return mc.train(mc.Recipe(**given, output_dir=out, **over), mc.Machine(device="cpu"))
+
+    with pytest.raises(mc.InputError, match="a folder with weights, and init is random; init=pretrained"):
+        run()
+    (model / "model.safetensors").unlink()
+    with pytest.raises(mc.InputError, match=r"config: layers beside the config\.json of .*; config=\{\}"):
+        run(config={"layers": 2})
+    run()
+    made = mc.load(tmp_path / "out" / "model")
+    assert (made.config.dim, made.config.layers) == (16, 1) and made.config.vocab < 64, "the tokenizer's"

@@ -514,6 +514,16 @@ def test_a_model_alone_is_asked_for_by_its_name(words: list[str], length: int, i
     assert (recipe.data.seq_len, recipe.init, alone) == (length, init, True)
 
 
+def test_a_model_alone_is_a_folder_or_its_config(tmp_path: Path) -> None:
+    mc.build("gpt2", config={**GPT, "positions": 32}, task="classify").save_pretrained(tmp_path)
+    for weights in (True, False):
+        recipe, _, alone = cli.recipe_of(Arguments(settings=[f"model={tmp_path}"]))
+        assert (recipe.data.seq_len, recipe.objective, alone) == (32, "lm", True)
+        assert paper.job_alone(recipe, CPU, False).model.config.positions == 32
+        if weights:
+            (tmp_path / "model.safetensors").unlink()
+
+
 # ------------------------------------------------------------------------------------------- what a run would refuse
 
 

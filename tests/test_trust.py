@@ -219,7 +219,7 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "rope by name": ({"model": "llama-7b", "config.rope": "linear"}, "config.rope: 'linear'; give it in the model's"),
     "rate above 1": ({"config.dropout": "2"}, "config.dropout: 2; a rate from 0 to 1"),
     "field nearly right": ({"config.layres": "2"}, "config.layres: unknown field; did you mean 'layers'?"),
-    "no such preset": ({"model": "gpt3"}, "model: 'gpt3'; a preset; did you mean 'gpt2'?"),
+    "no such preset": ({"model": "gpt3"}, "model: 'gpt3'; a preset, or a folder with a config.json; did you mean 'gpt2'?"),
     "fewer segments than are in use": ({"model": "cpm-ant-10b", "config.segments": "2"}, "config.segments: 2; at least 3"),
     "fewer prompts than are in use": ({"model": "cpm-ant-10b", "config.prompts": "2"}, "config.prompts: 2; at least 3"),
     "a family without that head": ({"model": "t5-small"}, "task: 'lm' is none of T5's"),

@@ -165,8 +165,9 @@ def check_base(model: "Model") -> None:
 def trained_whole(model: "Model", config: AdapterConfig) -> Iterator[str]:
     """The parameters that are trained and saved as they are, besides the adapter: those of the modules that the config names, of a
     new head, and of a classifier."""
-    tied = set(model.shared.values())
-    head = [n for n in model.shapes if n in set(model.load_report.new) or (model.task in LABELLED and n.startswith("head.out."))]
+    tied, new = set(model.shared.values()), set(model.load_report.new)
+    new = new if len(new) < len(model.shapes) else set()  # of a model built at random no part is newer than another
+    head = [n for n in model.shapes if n in new or (model.task in LABELLED and n.startswith("head.out."))]
     entries = list(model.table.entries(model.shapes, bare=model.bare))
     modules = {name.split(".")[-2] for e in entries for name in (e.theirs, *e.ours)}
     for wanted in config.modules_to_save:

@@ -205,6 +205,10 @@ def read_settings(file: Path) -> dict[str, Any]:
     said = read_json(file)
     if not isinstance(said, dict) or said.get("peft_type") != "LORA":
         refuse(file, "peft_type", repr(said.get("peft_type") if isinstance(said, dict) else said), "LORA (or DoRA, rsLoRA)")
+    made_for = said.get("auto_mapping")
+    if isinstance(made_for, dict) and str(made_for.get("parent_library")).startswith("modelcenter."):
+        way = f"peft.PeftModel.from_pretrained(mc.load(BASE), {str(file.parent)!r})"
+        refuse(file, "auto_mapping", "trained by peft on a model of this package, by its names", way)
     for key, value in said.items():
         if (key in PLAIN and value not in PLAIN[key]) or (key not in READ | IDLE and value):
             refuse(file, key, repr(value), "an adapter of LoRA, DoRA or rsLoRA without this")

@@ -200,7 +200,7 @@ def unchanging(config: Config, name: str, value: Any) -> None:
     if field in ("labels", "num_labels"):
         how = "give num_labels or id2label where the model is made: mc.load(name, task='classify', num_labels=3)"
     elif name not in TRANSFORMERS and field not in {f.name for f in fields(config)}:
-        how = "no field of it; fields, and what they are: help(model.config)"
+        how = f"no field of it; {nearest(field, [f.name for f in fields(config) if f.name != 'file'])}"
     raise FrozenInstanceError(f"{type(config).__name__}.{name}: a config does not change; {how}"[:LIMIT])
 
 

@@ -118,7 +118,7 @@ def write(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str,
     device = next(iter(parameters.values()))[1].device
     todo = planned(parameters, sources, group, device, once=True)
     size = buffer_size(todo.sources, group)
-    hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+    hosts = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda") for _ in range(2)]
     files: dict[Path, int] = {}
     failure: Exception | None = None
 

@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import refuse, refuse_missing
 from .header import TENSOR_LIMIT, Header, check_name, read_header
 from .regular import check_inside
+from .state import steps
 from .strict_json import read_json
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
@@ -77,6 +78,11 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     return Index(path, weight_map, headers)
 
 
+def weighs(folder: str | os.PathLike[str]) -> bool:
+    """Whether there are weights in `folder`, beside what says their shapes."""
+    return any(os.path.lexists(Path(folder).expanduser() / name) for name in WEIGHTS)
+
+
 def find_weights(folder: str | os.PathLike[str]) -> Path:
     """The file or index to read the weights of `folder` from, safetensors before `.bin`. Errors: `MissingError`, `InputError`."""
     folder = Path(folder)
@@ -93,10 +99,19 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     found = f"no weights, only {', '.join(others)}" if others else "no weights"
     if (folder / "model" / "config.json").is_file() or (folder / "model" / ADAPTER[0]).is_file():  # a run's
         refuse_missing(folder, None, found, f"what was trained there is {folder / 'model'}")
+    if (folder / "recipe.yaml").is_file():
+        refuse_unended(folder)
     if states := [s for s in folder.glob("checkpoint-*") if (s / "config.json").is_file() and s.name[11:].isdecimal()]:
         newest = max(states, key=lambda state: int(state.name[11:]))
         refuse_missing(folder, None, found, f"the newest model that Trainer has left there is {newest}")
     refuse_missing(folder, None, found, " or ".join(WEIGHTS))
+
+
+def refuse_unended(run: Path) -> NoReturn:
+    """Refuse the model of a run that has not written it yet, and say what goes on with the run, or makes a model of its state."""
+    state = next(iter(steps(run)), None)
+    now = f"; modelcenter convert {state} OUT makes a model of what is there" if state is not None else ""
+    refuse_missing(run / "model", None, "not there: the run has not ended", f"the command that began it goes on{now}")
 
 
 def check_base(adapter: Path, base: str) -> None:

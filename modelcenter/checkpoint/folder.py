@@ -154,7 +154,7 @@ class FileSlice:
     def __getitem__(self, index: Any) -> Tensor:
         ranges = _ranges(index, self.shape)
         sizes = [stop - start for start, stop in ranges]
-        out = torch.empty(sizes, dtype=self.dtype)
+        out = torch.empty(sizes, dtype=self.dtype, device="cpu")
         buffer = raw(out)
         # The dimensions after `cut` are taken whole: together with `cut` they are one run of bytes in the file.
         cut = max((d for d, size in enumerate(sizes) if size != self.shape[d]), default=0)

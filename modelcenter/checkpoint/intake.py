@@ -156,11 +156,12 @@ class Intake:
 
     def fetch(self) -> None:
         """Read all turns, each into a buffer that is free."""
-        road, hosts = None, [torch.empty(0)]
+        road, hosts = None, [torch.empty(0, device="cpu")]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
             road = torch.cuda.Stream(self.device)
-            hosts = [torch.empty(self.size, dtype=torch.uint8, pin_memory=True) for _ in range(min(self.ahead, len(self.turns)))]
+            count = min(self.ahead, len(self.turns))
+            hosts = [torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(count)]
         own = None if self.mapped is None else self.mapped.buffer
         for there in (torch.empty(self.bytes, dtype=torch.uint8, device=self.device) if own is None else own).split(self.step):
             self.free.put(Buffer(there, road))

@@ -44,7 +44,7 @@ class Spread:
     pieces: Iterable[Piece]
 
     def __getitem__(self, region: Region) -> Tensor:
-        out = torch.empty([r.stop - r.start for r in region], dtype=self.dtype)
+        out = torch.empty([r.stop - r.start for r in region], dtype=self.dtype, device="cpu")
         for piece in self.pieces:
             both = [(max(r.start, s), min(r.stop, s + n)) for r, s, n in zip(region, piece.start, piece.tensor.shape, strict=True)]
             if all(a < b for a, b in both):

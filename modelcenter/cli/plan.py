@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import COMMAND_LINE, bind, merge, says
-from ..errors import refuse
+from ..errors import InputError, refuse
 from .arguments import Answer, Arguments, check_model
 from .recipe import given, machine_of, run_of, take_own
 
@@ -52,7 +52,13 @@ def plan(args: Arguments) -> Answer:
 def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
     """The recipe and the machine; of a model alone what is known of it, and True."""
     if args.names:
-        return *run_of(args), False
+        try:
+            return *run_of(args), False
+        except InputError as error:
+            if "data.path: missing" in str(error):
+                refuse(COMMAND_LINE, "data.path", "missing", f"data.path=FILE; or, without data, {form_without_data(args)}")
+            raise
+    from ..checkpoint.files import weighs
     from ..train.recipe import Recipe
 
     over = given(args)
@@ -62,14 +68,23 @@ def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
         from ..train.paper import objective_of
 
         over["objective"] = objective_of(str(over["model"]))
-    adapted = {"init": "pretrained"} if "adapter" in over else {}  # which none of random weights is put on
-    recipe = bind(Recipe, merge(BARE, adapted | over), COMMAND_LINE)
+    there = "adapter" in over or weighs(str(over["model"]))  # an adapter is put on no random weights
+    recipe = bind(Recipe, merge(BARE, ({"init": "pretrained"} if there else {}) | over), COMMAND_LINE)
     if "seq_len" not in over.get("data", {}):
         from ..train.resolve import sizes_of
 
         most = sizes_of(recipe).get("positions") or recipe.data.seq_len
         recipe = replace(recipe, data=replace(recipe.data, seq_len=min(most, recipe.data.seq_len)))
     return recipe, machine_of(args), True
+
+
+def form_without_data(args: Arguments) -> str:
+    """The command that plans what a recipe does to a model, of any data."""
+    from ..train.read import open_recipe
+
+    adapter = open_recipe(args.names[0])[1].get("adapter") or {}
+    own = "".join(f" adapter.{key}={adapter[key]}" for key in ("name", "quantize") if key in adapter)
+    return f"plan model={given(args).get('model', 'PRESET')}{own} in place of the recipe"
 
 
 def here(recipe: "Recipe", machine: "Machine") -> Answer:

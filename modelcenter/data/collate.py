@@ -84,6 +84,9 @@ def describe_sample(batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] |
     ids, labels = nth(batch, 0), batch["labels"][0].tolist()
     if not isinstance(labels, list):
         return f"{_text(ids, tokenizer)}\n  label: {names[labels] if names and isinstance(labels, int) else f'{labels:g}'}"
+    if batch["labels"].is_floating_point():  # one of each class: whether it is there
+        there = [names[k] if names else str(k) for k, known in enumerate(labels) if known == 1]
+        return f"{_text(ids, tokenizer)}\n  labels: {', '.join(there) or 'none'}"
     if "cu_seq_lens_q" in batch:
         labels = labels[: int(batch["cu_seq_lens_q"][1])]
     trained = [label != IGNORED for label in labels]

@@ -44,7 +44,7 @@ class Over:
     (`late`), so that one token more than necessary is written."""
 
     def __init__(self, late: bool):
-        self.late, self.known = late, torch.zeros((), dtype=torch.bool, pin_memory=late and torch.cuda.is_available())
+        self.late, self.known = late, torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=late and torch.cuda.is_available())
         self.copied: torch.cuda.Event | None = None
 
     def __call__(self, done: Tensor) -> bool:

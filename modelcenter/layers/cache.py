@@ -1,5 +1,6 @@
 """What attention keeps between the forwards of one text. b batch, h heads, t tokens so far, d head dim."""
 
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,8 @@ class Cache:
 
     `ahead` is how many tokens may follow the first forward. If it is given, each layer's memory is allocated once and filled in
     place. If not, pairs grow by copying, which suits callers that cannot know the number or want gradients. `length`: the tokens
-    that a model has read so far. Errors: `InputError` for more tokens than `ahead`.
+    that a model has read so far. `copy.deepcopy` gives one with tensors of its own, for the same model: a prompt that was read once
+    can be gone on with in several ways. Errors: `InputError` for more tokens than `ahead`, other rows and another model.
     """
 
     length: int = 0
@@ -30,6 +32,10 @@ class Cache:
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> Pair:
         """Append `k` and `v` (b h s d) to the layer's pair and return the whole pair (b h t d)."""
         past = self.pairs.get(layer)
+        if past is None and self.length:
+            refuse(None, "past_key_values", "another model's", "what this very model gave: a copy of a model has layers of its own")
+        if past is not None and past[0].size(0) != k.size(0):
+            refuse(None, "past_key_values", f"{past[0].size(0)} rows", f"{k.size(0)}, as the input has")
         if not self.ahead:
             self.pairs[layer] = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
             return self.pairs[layer]
@@ -53,6 +59,12 @@ class Cache:
             long = pair[0].size(2)
             k, v = self.room[layer] if layer in self.room else repeated(pair, n)
             self.pairs[layer] = (k[:, :, :long], v[:, :, :long])
+
+    def __deepcopy__(self, memo: object) -> "Cache":
+        other = copy(self)
+        other.pairs = dict(self.pairs)
+        other.repeat(1)
+        return other
 
     def reorder(self, rows: Tensor) -> None:
         """Let row i be what row `rows[i]` was. Rows only change places with rows of the same source, so an encoder's output stays

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from .norm import Norm
 
 LANES = 16  # values that torch draws together: pieces of whole groups of them are those of one draw
 PIECE = 2**18  # values drawn at a time
+HERE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever is the default: the values are the seed's
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Constant:
     value: float
 
     def __getitem__(self, region: Region) -> Tensor:
-        return torch.full([s.stop - s.start for s in region], self.value)
+        return torch.full([s.stop - s.start for s in region], self.value, **HERE)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def part(shape: Shape, region: Region, source: torch.Generator, draw: Callable[[
     rows, width = region[0], math.prod(shape[1:])
     group = LANES // math.gcd(width, LANES)  # rows
     step = max(1, PIECE // (group * width)) * group
-    out = torch.empty([r.stop - r.start for r in region])
+    out = torch.empty([r.stop - r.start for r in region], **HERE)
     cut = out.shape[1:] != torch.Size(shape[1:])
     stop = 0
     while stop < rows.stop:
@@ -76,7 +78,7 @@ def part(shape: Shape, region: Region, source: torch.Generator, draw: Callable[[
         if len(mine) == stop - start and not cut:
             draw(mine)
             continue
-        piece = torch.empty((stop - start, *shape[1:]))
+        piece = torch.empty((stop - start, *shape[1:]), **HERE)
         if len(mine):
             mine.copy_(draw(piece)[(slice(first - start, last - start), *region[1:])])
         else:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.document import short
 from ..errors import refuse
 from ..ops import _graph
 from ..ops.cross_entropy import IGNORE
@@ -44,6 +45,18 @@ def batch_of(
     read = x if x is not None else cache.memory if cache is not None and encoder_decoder else None
     if read is None:
         refuse(None, "input_ids", "missing", "token ids (b s), or inputs_embeds (b s dim)")
+    if not encoder_decoder:
+        for name, given in (("decoder_input_ids", target), ("decoder_attention_mask", target_mask)):
+            if given is not None:
+                refuse(None, name, "given to a model without an encoder", f"{name.removeprefix('decoder_')}")
+    elif read.size(1) == 0:
+        refuse(None, "input_ids", "no tokens", "at least one for each row")
+    if lengths_q is not None:
+        for name, there in (("attention_mask", mask is not None), ("use_cache", cache is not None)):
+            if there:
+                refuse(None, name, "beside cu_seq_lens_q", "leave it out: packed sequences have no padding, and no cache")
+    check_places(positions, read, "position_ids")
+    check_places(segments, read, "token_type_ids")
     q = ends_of(lengths_q, longest_q, read if target is None or not encoder_decoder else target, "q")
     if lengths_k is None:
         lengths_k, longest_k = lengths_q, longest_q
@@ -90,6 +103,22 @@ def check_mask(mask: Any, name: str) -> None:
     refuse(None, name, f"{mask.dim()} dimensions", wanted + more)
 
 
+def check_items(items: Any) -> None:
+    """Refuse anything but None and a number of targets."""
+    one = isinstance(items, Tensor) and items.numel() == 1
+    if not one and items is not None and not (isinstance(items, int | float) and items > 0):
+        refuse(None, "num_items_in_batch", short(items), "a number above 0, or a tensor of one: what the summed loss is divided by")
+
+
+def check_places(ids: Any, x: Tensor, name: str) -> None:
+    """Refuse anything but None and a whole number (1|b s) for each token of `x` (b s, b s dim)."""
+    if ids is None:
+        return
+    check_tokens(ids, name)
+    if ids.size(1) != x.size(1) or ids.size(0) not in (1, x.size(0)):
+        refuse(None, name, f"shape {list(ids.shape)}", f"[{x.size(0)}, {x.size(1)}], one for each token")
+
+
 def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | None:
     """A mask (b t) of `x` (b s, b s dim) behind `past` tokens, as bools. Any other shape is refused, lest it be broadcast."""
     if mask is None:
@@ -111,6 +140,8 @@ def ends_of(lengths: Tensor | None, longest: int | None, x: Tensor, side: str) -
     lengths. `side` (q or k) is for the message. While a CUDA graph is recorded nothing is checked, as values are not known."""
     if lengths is None:
         return None
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.is_floating_point() or lengths.numel() < 2:
+        refuse(None, f"cu_seq_lens_{side}", short(lengths), "a tensor of n + 1 whole numbers: where sequences begin, and the end")
     most = None if longest is None else min(longest, x.size(1))
     if most is not None and _graph.recording():
         return Ends(lengths, most)

@@ -176,7 +176,7 @@ class ALiBi(nn.Module):
         n = 2 ** math.floor(math.log2(heads))
         slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
         slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)]
-        return torch.tensor(slopes, device="cpu")
+        return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
     def forward(self, queries: int, keys: int, like: Tensor, real: Tensor | None = None) -> Tensor | Distances:
         """The bias of the last `queries` of `keys` positions, on the device of `like`: as a mask (1|b h 1 t) in its dtype. What

@@ -34,7 +34,7 @@ class Ends:
 
     @classmethod
     def of(cls, known: Sequence[int], device: torch.device, longest: int | None = None) -> "Ends":
-        there = onto(torch.tensor(known, dtype=torch.int32), device)
+        there = onto(torch.tensor(known, dtype=torch.int32, device="cpu"), device)
         return cls(there, max((b - a for a, b in pairwise(known)), default=0) if longest is None else longest, known)
 
     @cached_property

@@ -23,7 +23,7 @@ from .averaging import average
 from .blocks import fit_blocks, units
 from .check import check
 from .connect import connected
-from .device import LOW, device_of
+from .device import LOW, check_precision, device_of
 from .machine import Machine, as_machine
 from .ranks import ALONE, Ranks, settle
 from .sequence import sequence_parallel
@@ -62,6 +62,7 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
     """
     machine = as_machine(machine)
     check(machine)
+    check_precision(precision)
     if not any(p.is_meta for p in model.parameters()):
         model.to(device_of(machine))
     mesh = mesh_of(machine)

@@ -9,11 +9,17 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from ..errors import counted, refuse
+from ..errors import counted, nearest, refuse
 from .machine import Machine
 from .variable import variable
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_precision(precision: object) -> None:
+    """Refuse what is no name of a precision that forwards run in."""
+    if precision is not None and precision not in (known := ("fp32", *LOW)):
+        refuse(None, "precision", repr(precision), nearest(str(precision), known))
 
 
 def device_of(machine: Machine) -> torch.device:

@@ -13,7 +13,8 @@ from ..checkpoint.match import LoadReport
 from ..create import build
 from ..data.collate import Batch, pack, pad
 from ..data.objective import find_objective
-from ..errors import InputError, nearest, printable, refuse, tell
+from ..errors import InputError, printable, refuse, tell
+from ..identify import shape_of
 from ..layers import Adapted, ClassifyHead
 from ..model import Model
 from ..parallel.adapted import check_adapted
@@ -26,7 +27,6 @@ from ..parallel.machine import LAYOUT, Machine
 from ..parallel.rehearse import Conditions
 from ..parallel.survey import Survey, survey
 from ..place import check_adapter
-from ..registry import presets
 from .calibrate import NOTHING, learn
 from .fit import job_of, keeper, ranks_here, share, widest
 from .launch import check_ranks
@@ -39,12 +39,9 @@ MASKED = 0.15  # of the tokens are targets, in masked language modelling
 
 
 def objective_of(model: str) -> str:
-    """The objective that trains a preset's own head."""
-    known = presets()
-    if model not in known:
-        refuse(None, "model", repr(model), f"a preset, or a recipe; {nearest(model, known)}")
-    family, preset = known[model]
-    task = preset.task or family.default_task or next(iter(family.tasks))
+    """The objective that trains the own head of a preset, or of a folder's model."""
+    family, _, own = shape_of(model)
+    task = own or family.default_task or next(iter(family.tasks))
     return task if task in ("lm", "mlm", "seq2seq") else "lm" if "lm" in family.tasks else "mlm"
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..checkpoint.files import weighs
 from ..create import build, load
 from ..data.config import DataConfig
 from ..data.objective import find_objective
@@ -55,8 +56,12 @@ def sizes_of(recipe: Recipe) -> dict[str, Any]:
     """The fields of the config of the recipe's model; empty if a hub id would have to be fetched to know them."""
     known, local, found = recipe.model in presets(), Path(recipe.model).expanduser().is_dir(), None
     if recipe.init == "random" and local and not known:
-        wanted = "a preset and config.KEY=VALUE, or, for the folder's weights, init=pretrained config={} tokenizer=null"
-        refuse(None, "model", f"{recipe.model}, a folder, with init random, which takes a preset's shape", wanted)
+        if weighs(recipe.model):
+            wanted = "init=pretrained config={} tokenizer=null for these, or a folder with a config.json alone, or a preset"
+            refuse(None, "model", f"{recipe.model}, a folder with weights, and init is random", wanted)
+        if recipe.config:
+            beside = f"{', '.join(recipe.config)} beside the config.json of {recipe.model}"
+            refuse(None, "config", beside, "config={}, for the shape that the file gives")
     if recipe.init == "random" or (known and not local):
         found = build(recipe.model, task=recipe.head, config=recipe.config, device="meta")
     elif local:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..collate import IGNORED, Batch, join, nth, pack, shortened, stack, stack_mask, tensor
+from ..collate import IGNORED, Batch, join, pack, stack, stack_mask, tensor
 from ..config import DataConfig
 from ..examples import Examples, Packable
 from ..labels import index_of, label_names
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..encode import Reader
-    from ..tokenizer import Tokenizer
 
 CHANCE = 0.01  # below which a class is not absent by chance
 
@@ -109,10 +108,6 @@ class Multilabel(Judged):
 
     def told(self, logits: "Tensor") -> "Tensor":
         return logits > 0  # where a probability is above a half
-
-    def sample(self, batch: Batch, tokenizer: "Tokenizer", names: Sequence[str] | None) -> str:
-        there = [name for name, value in zip(names or (), batch["labels"][0].tolist(), strict=True) if value]
-        return f"{shortened(tokenizer.decode(nth(batch, 0), special=True))}\n  labels: {', '.join(there) or 'none'}"
 
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Labelled":
         return Several(records, read, data)
