@@ -1,4 +1,5 @@
-"""Seconds to load a checkpoint from a warm page cache: ours into several ranks beside transformers in one process, in turn.
+"""Seconds to load a checkpoint from a warm page cache: ours into several ranks beside transformers in one process, and beside
+transformers' `from_pretrained` in each of as many ranks, which FSDP then shards, in turn.
 
     python benchmarks/load.py [--gb 1] [--family gpt2|llama] [--ranks 1,2,4] [--layout fsdp|tp] [--rounds 3] [--peer]
                               [--memory] [--parts] [--device cpu|cuda] [--shard 5GB] [--folder DIR] [--threads N] [--out DIR]
@@ -154,10 +155,23 @@ def contend(pipe: Connection, kind: str, rank: int, ranks: int, store: str, opti
     else:
         import transformers
 
-        cls = getattr(transformers, FAMILIES[options.family][1])
+        cls, home = getattr(transformers, FAMILIES[options.family][1]), f"cuda:{rank}" if cuda else "cpu"
+        if ranks > 1:
+            from torch.distributed.fsdp import fully_shard
+
+            dist.init_process_group(
+                "nccl" if cuda else "gloo", init_method=f"file://{store}-theirs", rank=rank, world_size=ranks,
+                device_id=torch.device(home) if cuda else None,
+            )  # fmt: skip
+            dist.all_reduce(torch.zeros(1, device=home))
 
         def load() -> Any:
-            return cls.from_pretrained(folder, dtype=torch.bfloat16, device_map=options.device, local_files_only=True)
+            model = cls.from_pretrained(folder, dtype=torch.bfloat16, device_map=home, local_files_only=True)
+            if ranks > 1:
+                for part in [m for m in model.modules() if type(m).__name__ in model._no_split_modules]:
+                    fully_shard(part)
+                fully_shard(model)
+            return model
 
     gc.collect()
     me = psutil.Process()
@@ -245,7 +259,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--layout", default="fsdp", choices=("fsdp", "tp"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer", action="store_true", help="transformers' from_pretrained, too")
+    parser.add_argument("--peer", action="store_true", help="transformers' from_pretrained, too, in one process and in as many")
     parser.add_argument("--memory", action="store_true", help="watch the memory all the while: the times suffer")
     parser.add_argument("--parts", action="store_true", help="where ours spend their seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
@@ -259,7 +273,8 @@ def main() -> int:
         if not (folder / "config.json").exists():
             write_folder(folder, options.family, options.gb, options.shard)
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        contenders = [("ours", int(n)) for n in options.ranks.split(",")] + ([("transformers", 1)] if options.peer else [])
+        ranks = [int(n) for n in options.ranks.split(",")]
+        contenders = [("ours", n) for n in ranks] + [("transformers", n) for n in dict.fromkeys((1, *ranks)) if options.peer]
         found: dict[tuple[str, int], list[dict[str, float]]] = {one: [] for one in contenders}
         for _ in range(options.rounds):
             for one in contenders:
