@@ -146,6 +146,9 @@ def main(out: str, *files: str) -> int:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        sys.exit()
     if len(sys.argv) < 3:
         sys.exit("usage: disturbed.py OUT.jsonl TEXT ... [--without ROWS.jsonl ...]")
     try:

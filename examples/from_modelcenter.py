@@ -205,6 +205,9 @@ FAMILIES: dict[str, Callable[[dict[str, Any], Weights], tuple[dict[str, Any], We
 }  # fmt: skip
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        sys.exit()
     if len(sys.argv) != 3:
         sys.exit("usage: from_modelcenter.py FOLDER OUT")
     try:

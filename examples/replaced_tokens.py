@@ -99,6 +99,9 @@ def main(settings: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        sys.exit()
     try:
         sys.exit(main(sys.argv[1:]))
     except InputError as error:

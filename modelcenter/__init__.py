@@ -35,6 +35,8 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         ours = import_module(f"{__name__}.theirs").spoken_of(name)
         if ours:
+            family = next((one for one in __dir__() if one.lower() == name.lower().rstrip("0123456789")), None)  # Bert, GPT2
+            ours = f"mc.{family}" if family else ours
             raise AttributeError(f"module {__name__!r} has no {name}; {ours}", name=name, obj=sys.modules[__name__])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
@@ -42,4 +44,5 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """What there is to complete and to suggest, names that nobody has used yet included."""
     stub = Path(__file__).with_suffix(".pyi").read_text("utf-8")
-    return sorted({*globals(), *re.findall(r" as (\w+)$", stub, re.MULTILINE)})
+    here = {name for name, of in globals().items() if name.startswith("__") or getattr(of, "__name__", "").startswith(__name__)}
+    return sorted({*here, *re.findall(r" as (\w+)$", stub, re.MULTILINE)})  # without what this file needs for itself

@@ -7,12 +7,19 @@ from functools import wraps
 from inspect import signature
 from typing import NoReturn, ParamSpec, TypeVar
 
-from .errors import nearest, refuse
+from .errors import counted, nearest, refuse
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 ALWAYS = "leave it out: it is always so"
+IDLE = "leave it out: it has no effect here"
+SAME = {  # arguments that are called otherwise here, and mean the same
+    "add_special_tokens": "special",
+    "pretrained_model_name_or_path": "name",
+    "save_directory": "folder",
+}
 
 FORWARD = {  # arguments of a forward, transformers' and ModelCenter's
     "cache_position": "leave it out: past_key_values knows its length",
@@ -75,6 +82,7 @@ SAVE = {  # arguments of save_pretrained
     "is_main_process": f"{ALWAYS}, for every process calls and writes its part",
     "push_to_hub": "leave it out, and upload the folder: hf upload NAME FOLDER",
     "safe_serialization": ALWAYS,
+    "save_function": IDLE,  # accelerate's idiom
     "state_dict": "leave it out: the model's own weights are written",
     "token": "leave it out, and upload the folder: hf upload NAME FOLDER",
     "variant": "leave it out",
@@ -146,15 +154,26 @@ TOKENIZER = {  # attributes of a tokenizer
     "tokenize": "[tokenizer.raw.id_to_token(id) for id in tokenizer.encode(text)]",
     "unk_token_id": "unk_id",
 }
+ENCODE = {  # arguments of a tokenizer's encode and decode
+    "clean_up_tokenization_spaces": "leave it out: no space is taken away",
+    "max_length": "encode(text)[:length], or encode_pair(text, limit=length), which keeps the template's end",
+    "padding": "transformers.AutoTokenizer of the same folder, which pads",
+    "return_tensors": "leave it out, and torch.tensor([tokenizer.encode(text)])",
+    "skip_special_tokens": f"{ALWAYS}, unless special=True",
+    "text_pair": "encode_pair(first, second)",
+    "truncation": "encode_pair(text, limit=length)",
+}
 RECIPE = {  # keys of the command lines of ModelCenter, Megatron-LM, Trainer, TRL and their example scripts, by what to give here
     name: ours
     for ours, names in {
         "adapter.alpha": "lora_alpha",
         "adapter.dropout": "lora_dropout",
+        "adapter.name=dora": "use_dora",
         "adapter.name=lora, or the recipe lora": "lora peft_config use_lora use_peft",
         "adapter.quantize=int8, or the recipe qlora": "load_in_8bit",
         "adapter.quantize=nf4, or the recipe qlora": "load_in_4bit qlora quantization_config",
         "adapter.rank": "lora_r r",
+        "adapter.rslora": "use_rslora",
         "adapter.targets": "lora_target_modules target_modules",
         "batch": "batch_size global_batch_size train_batch_size",
         "best": "greater_is_better load_best_model_at_end metric_for_best_model",
@@ -225,6 +244,13 @@ RECIPE = {  # keys of the command lines of ModelCenter, Megatron-LM, Trainer, TR
     }.items()
     for name in names.split()
 }
+SCHEDULE = {  # shapes of transformers' learning rate, by ours
+    "constant_with_warmup": "constant, with schedule.warmup_steps",
+    "cosine_with_min_lr": "cosine, with schedule.min_lr_ratio",
+    "cosine_with_restarts": "cosine: nothing restarts here",
+    "reduce_lr_on_plateau": "cosine, or wsd",
+    "warmup_stable_decay": "wsd, with schedule.warmup_steps and schedule.decay_steps",
+}
 MODULE = {  # names of a package or of one of its modules, as patterns, by what there is here; the first that fits speaks
     pattern: ours
     for ours, patterns in {
@@ -281,35 +307,64 @@ def spoken_of(name: str) -> str | None:
     return next((ours for pattern, ours in MODULE.items() if fnmatchcase(name, pattern)), None)
 
 
+def within(section: str) -> dict[str, str]:
+    """Of `RECIPE` what is of one section, as arguments of its dataclass."""
+    return {name: ours.removeprefix(f"{section}.") for name, ours in RECIPE.items() if ours.startswith(f"{section}.")}
+
+
 def refuse_argument(call: str, name: str, theirs: Mapping[str, str], known: Iterable[str]) -> NoReturn:
     """Refuse an argument that `call` does not take, and say what does the same, or the nearest of those that it takes."""
     refuse(None, f"{call}({name})", "no such argument", theirs.get(name) or nearest(name, known))
 
 
 def arguments(theirs: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function refuse, in that way, every argument that it does not take, and those without a name that it takes by name
-    alone (BMTrain's load takes a model and a file). What asks for nothing it passes over: an argument of theirs that is None,
-    False, or True where it is always so."""
+    """Make a function refuse, in that way, every argument that it does not take, those without a name that it takes by name alone
+    (BMTrain's load takes a model and a file), and to be called without one that it must have. An argument of `SAME` it takes under
+    that name too. What asks for nothing it passes over: an argument of theirs that is None, False, or True where it is always
+    so."""
 
     def nothing(name: str, value: object) -> bool:
-        return name in theirs and (value is None or value is theirs[name].startswith(ALWAYS))
+        said = theirs.get(name)
+        return said is not None and (value is None or said == IDLE or value is said.startswith(ALWAYS))
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = signature(function).parameters.values()
+        every = signature(function).parameters.values()
+        parameters = [p for p in every if p.name not in ("self", "cls")]
         known = tuple(p.name for p in parameters)
-        placed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        placed = [p.name for p in every if p.kind is p.POSITIONAL_OR_KEYWORD]
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        more = any(p.kind is p.VAR_KEYWORD for p in parameters)  # what these are is another's to say
+        own = len(every) - len(parameters)
+        what = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if len(args) > len(placed):
-                wanted = f"{' and '.join(name for name in placed if name != 'self')} alone, and the others by name"
-                refuse(None, function.__name__, f"{len(args)} arguments without a name", wanted)
-            more = [name for name in kwargs if name not in known]
-            for name in more:
+                wanted = f"{' and '.join(placed[own:])} alone, and the others by name" if placed[own:] else "all of them by name"
+                refuse(None, what, f"{counted(len(args) - own, 'argument')} without a name", wanted)
+            for alias in SAME.keys() & kwargs.keys() - known:
+                if (name := SAME[alias]) in known:
+                    if name in (*kwargs, *placed[: len(args)]):
+                        refuse(None, f"{what}({alias})", f"given, and so is {name}", "they are one argument: keep one of them")
+                    kwargs[name] = kwargs.pop(alias)
+            for name in [] if more else [name for name in kwargs if name not in known]:
                 if not nothing(name, kwargs.pop(name)):
-                    refuse_argument(function.__name__, name, theirs, known)
+                    refuse_argument(what, name, theirs, known)
+            for name in needed:
+                if name not in kwargs and name not in placed[: len(args)]:
+                    refuse(None, f"{what}({name})", "missing", f"give it: {what}({name}=...)")
             return function(*args, **kwargs)
 
         return call
+
+    return decorate
+
+
+def made_by_name(theirs: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """The same for a dataclass, which refuses where it is made."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        cls.__init__ = arguments(theirs)(cls.__init__)  # type: ignore[method-assign]  # of the class, which nobody has derived from yet
+        return cls
 
     return decorate

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+import modelcenter as mc
 from modelcenter.__main__ import VERBS, main
 from modelcenter.checkpoint.atomic import staging
 from modelcenter.cli.arguments import Answer, take_apart
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 
 
@@ -122,6 +124,16 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "finetune", *DATA, "model=good.yaml"), "good.yaml: model: a file; the folder that holds it: ."),
     (("train", "finetune"), "command line: data.path: missing; give data.path=FILE"),
     (("train", "finetune", *DATA, "data.prompt_key=p"), "command line: data.response_key: absent; prompt_key and response_key go "),
+    (("train", "gpt2"), "gpt2: no such recipe; a model is given after one: finetune model=gpt2; known: "),
+    (("plan", "gpt2"), "gpt2: no such recipe; a model is given after one: finetune model=gpt2; known: "),
+    (("plan", "qlora", "model=llama-2-7b"), "command line: data.path: missing; data.path=FILE; or, without data, plan "
+                                            "model=llama-2-7b adapter.name=lora adapter.quantize=nf4 in place of the recipe"),
+    (("plan", "finetune"), "command line: data.path: missing; data.path=FILE; or, without data, plan model=PRESET in place"),
+    (("plan", "lora", "batch=0"), "command line: batch: 0; an integer at least 1"),
+    (("evaluate", "gpt2"), "data.path: missing; give data.path=FILE"),
+    (("evaluate", "me/mine"), "me/mine: no such folder, and no recipe; a run's output_dir, a model's folder, or a recipe; a "),
+    (("evaluate", "finetun", *DATA, "model=m"), "finetun: no such recipe; did you mean 'finetune'?"),
+    (("train", "finetune", *DATA, "base=1"), "command line: base: unknown key; known: adapter, "),
     (("train", "good.yaml", "data.prompt_key=p"), "good.yaml: data.response_key: absent; prompt_key and response_key go "),
 ]
 GOOD = "model: gpt2\noutput_dir: out\nmax_steps: 1\ndata: {path: a.txt}\n"
@@ -422,6 +434,28 @@ def test_evaluate_asks_the_model_what_a_folder_is_for(here: Path, capsys: pytest
         assert capsys.readouterr().out.splitlines() == found[1:]
     assert main(["generate", "out/model", "the cat", "--json"]) == 0  # nobody says how many tokens: as many as there is room for
     assert len(json.loads(capsys.readouterr().out)["ids"]) == 16
+
+
+def test_evaluate_takes_a_preset_and_a_hub_id(here: Path, capsys: pytest.CaptureFixture[str],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """As generate and convert do; the hub's cache has it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (here / "a.txt").write_text("the cat sat on the mat.\n" * 60)
+    repo = here / "hub" / "models--openai-community--gpt2"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    tokenizer = train_tokenizer(["the cat sat on the mat."], 270, "bpe")
+    sizes = {"layers": 1, "dim": 16, "heads": 2, "positions": 16, "vocab": len(tokenizer)}
+    mc.build("gpt2", config=sizes).save_pretrained(repo / "snapshots" / ("0" * 40))
+    tokenizer.save(repo / "snapshots" / ("0" * 40))
+    for name in ("gpt2", "openai-community/gpt2"):
+        assert main(["evaluate", name, "data.path=a.txt", "data.seq_len=16", "machine.device=cpu"]) == 0
+        assert " loss 5.5" in capsys.readouterr().out
+    assert main(["evaluate", "me/mine", "data.path=a.txt"]) == 2
+    assert "me/mine: offline, and me/mine (revision main) is neither a folder nor cached; " in capsys.readouterr().err
 
 
 def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,10 @@ from modelcenter.config import (
     bind,
     describe,
     dump_yaml,
+    find,
     merge,
     override,
+    packaged,
     parse,
     read_recipe,
     to_dict,
@@ -111,15 +113,17 @@ def test_refused_bytes(tmp_path: Path) -> None:
     assert read_recipe(file) == {"a": 1}
 
 
-def test_refused_files(tmp_path: Path) -> None:
+def test_refused_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingError, match="no such file"):
         read_recipe(tmp_path / "absent.yaml")
     with pytest.raises(InputError, match="not a regular file"):
         read_recipe(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("a: 1")
-    with pytest.raises(InputError, match=r"run: not a regular file; .*run/recipe\.yaml goes on with this run"):
+    with pytest.raises(InputError, match=r"run: not a regular file; .*run/recipe\.yaml, the recipe of this run"):
         read_recipe(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert find("run", "recipe", packaged()) == Path("run")  # to be told so too, and not of recipes of a like name
     with pytest.raises(InputError, match="null byte"):
         read_recipe("a\0b")
     os.mkfifo(tmp_path / "fifo.yaml")

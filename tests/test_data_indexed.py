@@ -115,8 +115,13 @@ def test_more_refusals(tmp_path: Path) -> None:
         blocks.at(0, 0)
     with pytest.raises(InputError, match=r"a\.bin: byte 8: token 2 has id -1"):
         read_records(str(file))[1]
-    with pytest.raises(InputError, match=r"a\.bin: document 1: no field 'source'; known: ids"):
+    with pytest.raises(InputError, match=r"a\.bin: document 1: ids of tokens, and no field 'source'; an objective that reads them"):
         make_examples("seq2seq", read_records(str(write(tmp_path / "a", DOCUMENTS))), tokenizer, DataConfig())
+    asked, (record, *_) = r"a\.bin: document 1: ids of tokens, and no field 'text'; tokenizer=", read_records(str(file))
+    for made, named in {"": "NAME", '{"tokenizer": "gpt2"}': "gpt2", f'{{"tokenizer": "{tmp_path}/a.idx"}}': f"{tmp_path}"}.items():
+        (tmp_path / "a.json").write_text(made)
+        with pytest.raises(InputError, match=f"{asked}{named}, which has made them; "):  # of which one was to be made
+            record.text("text", "data.text_key")
     (tmp_path / "a.json").write_text('{"vocabulary": "0123456789abcdef", "tokenizer": "gpt2"}')
     with pytest.raises(InputError, match=r"a\.bin: tokenizer: made by gpt2, and this is bpe:257, another vocabulary \(01234567\)"):
         make_examples("lm", read_records(str(file)), tokenizer, DataConfig())

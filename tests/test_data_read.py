@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,9 @@ def test_folder_and_glob(tmp_path: Path) -> None:
     assert [f.name for f in find_files(str(tmp_path), "jsonl")] == ["c.jsonl"]
     with pytest.raises(InputError, match=r"folder of jsonl and text files; data\.format or a glob"):
         find_files(str(tmp_path))
+    for key, wanted in {"path": "format or a glob", "prompts": "a glob"}.items():  # as `tokenize` and `generate` call it
+        with pytest.raises(InputError, match=rf"{key}: a folder of jsonl and text files; {wanted}$"):
+            find_files(str(tmp_path), key=key)
 
 
 def test_a_folder_that_is_closed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +177,12 @@ def test_rows_without_a_header(tmp_path: Path, ending: str) -> None:
         named[0].text("sentence", "data.text_key")
     with pytest.raises(InputError, match="no field 'sentence'; known: 0, 1, 2, 3 "):
         rows[0].text("sentence", "data.text_key")
+    for kind, marks in {"csv": ";|", "tsv": ",;"}.items():
+        for apart in marks:
+            row = read_records(str(write(tmp_path / f"b.{kind}", f"text{apart}label\na{apart}0\n")))[0]
+            said = rf"no field 'text'; {'tabs' if kind == 'tsv' else 'commas'} between fields, and not '{re.escape(apart)}' "
+            with pytest.raises(InputError, match=said):
+                row.text("text", "data.text_key")
     held = read_split(DataConfig(path=str(file), eval_path=(str(file), str(file)), header=False))
     assert [len(part) for part in held] == [2, 4]
     file.write_text(lines[0] + "\n" + lines[1] + mark + "more\n")

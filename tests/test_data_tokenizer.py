@@ -171,6 +171,42 @@ def test_habits_of_transformers_tokenizer_are_kept(tmp_path: Path) -> None:
     assert len(theirs("a b c d e f g", truncation=True)["input_ids"]) == 5
 
 
+@pytest.mark.parametrize("said", [
+    {"tokenizer_config.json": {"additional_special_tokens": ["<x0>", "<x1>"], "do_lower_case": False}},
+    {"tokenizer_config.json": {"extra_special_tokens": ["<x0>", {"content": "<x1>", "__type": "AddedToken"}]}},
+    {"special_tokens_map.json": {"additional_special_tokens": ["<x0>", "<x1>"]}},
+], ids=["config", "extra", "map"])  # fmt: skip
+def test_special_tokens_of_no_role_are_kept(said: dict[str, Any], tmp_path: Path) -> None:
+    """transformers took T5's <extra_id_0> for text in what was trained."""
+    from transformers import AutoTokenizer
+
+    as_json(bert_folder(tmp_path))
+    for name, content in said.items():
+        dump(tmp_path / name, content)
+    load_tokenizer(tmp_path).save(tmp_path / "saved")
+    load_tokenizer(tmp_path / "saved").save(tmp_path / "again")
+    before, after = (AutoTokenizer.from_pretrained(str(folder)) for folder in (tmp_path, tmp_path / "again"))
+    assert sorted(after.all_special_ids) == sorted(before.all_special_ids) and len(after) == len(before)
+    text = "the <x1> fox"
+    assert after(text)["input_ids"] == before(text)["input_ids"] == load_tokenizer(tmp_path / "again").encode(text)
+    assert after.decode(after(text)["input_ids"], skip_special_tokens=True).split() == ["the", "fox"]
+    kept = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    assert kept.get("do_lower_case") == said.get("tokenizer_config.json", {}).get("do_lower_case")
+
+
+@pytest.mark.parametrize("files", [
+    {"tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"}, "added_tokens.json": {"<|extratoken_1|>": 1}},
+    {"tokenizer_config.json": {"tokenizer_class": "T5Tokenizer"}},
+    {"tokenizer.json": json.loads(tokenizers.Tokenizer(models.BPE({}, [])).to_str())},
+], ids=["class", "t5", "json"])  # fmt: skip
+def test_a_folder_without_a_vocabulary_is_refused(files: dict[str, Any], tmp_path: Path) -> None:
+    """transformers makes a tokenizer of it all the same, which knows no word; GPT-J's folder was copied without its vocabulary."""
+    for name, content in files.items():
+        dump(tmp_path / name, content)
+    with pytest.raises(MissingError, match=rf"^{tmp_path}: tokenizer: no vocabulary, only special tokens; tokenizer.json in it, "):
+        load_tokenizer(tmp_path)
+
+
 def test_added_tokens(tmp_path: Path) -> None:
     """GPT-J's way to a vocabulary of a round size."""
     gpt2_folder(tmp_path)

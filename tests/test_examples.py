@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -178,6 +180,13 @@ def test_a_checkpoint_of_openbmb_answers_as_its_source(tmp_path: Path, kind: str
     with pytest.raises(InputError, match="length_scale: true"):
         convert.main(str(source), str(tmp_path / "again"))
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("name", ["disturbed", "from_modelcenter", "replaced_tokens"])
+def test_help_says_what_a_script_is_for(name: str) -> None:
+    file = Path(__file__).parent.parent / "examples" / f"{name}.py"
+    done = subprocess.run([sys.executable, str(file), "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and f"python examples/{name}.py " in done.stdout
 
 
 def test_disturbed_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,8 @@ def test_a_run_that_has_not_ended_is_judged_by_its_states(here: Path, capfd: pyt
     shutil.rmtree(here / "run/model")
     go_on = "run/model: not there: the run has not ended; the command that began it goes on; modelcenter convert run/step-4 OUT"
     convert, average = ["convert", "run/model", "out"], ["average", "run", "run", "out"]
-    for asked in (["evaluate", "run"], ["generate", "run/model", "the"], average, convert):
+    whole = ["generate", "run", "the"], ["convert", "run", "out"], ["merge", "run", "out"]  # by the run's folder
+    for asked in (["evaluate", "run"], ["generate", "run/model", "the"], average, convert, *whole):
         assert main(asked) == 2 and go_on in capfd.readouterr().err
     for state in (here / "run").glob("step-*"):
         shutil.rmtree(state)

@@ -148,6 +148,11 @@ OTHERS = {  # what was given: what it is called here
     "adapter.lora_alpha=3": "adapter.lora_alpha: unknown key; here it is adapter.alpha",
     "optimizer.learning_rate=1": "optimizer.learning_rate: unknown key; here it is optimizer.lr",
     "data.seq_lenn=64": "data.seq_lenn: unknown key; did you mean 'data.seq_len'?",
+    "lr_scheduler_type=constant_with_warmup": "lr_scheduler_type: constant_with_warmup; "
+                                              "here it is constant, with schedule.warmup_steps",
+    "schedule.name=cosine_with_restarts": "schedule.name: cosine_with_restarts; here it is cosine: nothing restarts here",
+    "schedule.name=warmup_stable_decay": "schedule.name: warmup_stable_decay; here it is wsd, with schedule.warmup_steps and "
+                                         "schedule.decay_steps",
     "learning_rat=1": "learning_rat: unknown key; did you mean 'learning_rate'?",
 }  # fmt: skip
 

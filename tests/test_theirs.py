@@ -3,8 +3,9 @@
 import copy
 import fnmatch
 import inspect
+import pickle
 import re
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from modelcenter import theirs
 from modelcenter.__main__ import VERBS
 from modelcenter.config import describe
 from modelcenter.data.tokenizer import CharTokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.generate.options import Options
 from modelcenter.parallel.machine import Machine
 from modelcenter.registry import families
@@ -60,7 +62,7 @@ def test_every_name_is_theirs_and_not_ours() -> None:
     for what, table in (("load", theirs.LOAD), ("save", theirs.SAVE), ("forward", theirs.FORWARD)):
         assert not taken[what] & table.keys()
     gone = {"ignore_mismatched_sizes", "label2id", "load_in_4bit", "load_in_8bit", "low_cpu_mem_usage", "proxies", "subfolder",
-            "use_auth_token", "safe_serialization"}  # said elsewhere than in that file, or in older releases
+            "use_auth_token", "safe_serialization", "save_function"}  # said elsewhere than in that file, or in older releases
     assert all(name in source or name in gone for name in {**theirs.LOAD, **theirs.SAVE})
     arguments, ours = inspect.signature(transformers.GenerationMixin.generate).parameters, [f.name for f in fields(Options)]
     models = (transformers.T5ForConditionalGeneration, transformers.GPT2LMHeadModel)
@@ -313,7 +315,7 @@ def test_functions_refuse(tmp_path: Path) -> None:
         mc.load("gpt2", strict=False)  # type: ignore[call-arg]  # what is refused
     with pytest.raises(mc.InputError, match=r"^load\(num_label\): no such argument; did you mean 'num_labels'\?$"):
         mc.load("gpt2", num_label=3)  # type: ignore[call-arg]  # what is refused
-    with pytest.raises(mc.InputError, match=r"^name: a dict; a preset, as a text; config= changes its fields"):
+    with pytest.raises(mc.InputError, match=r"^name: a dict; a preset, or a folder with a config\.json; config= changes"):
         mc.build({"layers": 2})  # type: ignore[arg-type]  # what is refused
     for dtype in (torch.int8, torch.complex64, "int8"):
         for make in (mc.build, mc.load, mc.GPT.from_pretrained):
@@ -340,11 +342,71 @@ def test_what_asks_for_nothing_is_no_argument(tmp_path: Path) -> None:
     with pytest.raises(mc.InputError, match=r"^load\(nobodys\): no such argument"):
         mc.load(tmp_path, nobodys=None)  # type: ignore[call-arg]  # what is refused
 
+
+def test_a_name_of_theirs_for_what_is_the_same(tmp_path: Path) -> None:
+    """transformers' names of what is loaded and saved, accelerate's idiom, and what a tokenizer is asked for."""
+    asked: Any = {"save_directory": tmp_path / "saved", "is_main_process": True, "save_function": torch.save}
+    gpt().save_pretrained(**asked)
+    named: Any = {"pretrained_model_name_or_path": tmp_path / "saved"}
+    assert isinstance(mc.GPT.from_pretrained(**named), mc.GPT) and isinstance(mc.load(**named), mc.GPT)
+    tokenizer, plain = train_tokenizer(["abc"], 300, "roberta"), {"add_special_tokens": False}
+    assert tokenizer.encode("abc", **plain) == tokenizer.encode("abc", special=False) != tokenizer.encode("abc")
+    keeps: Any = {"skip_special_tokens": True}
+    assert tokenizer.decode(tokenizer.encode("abc"), **keeps) == "abc"
+
+
+@pytest.mark.parametrize(("ask", "line"), [
+    (lambda: gpt().save_pretrained(), r"^save_pretrained\(folder\): missing; give it: save_pretrained\(folder=\.\.\.\)$"),
+    (lambda: gpt().save_pretrained("a", "b"), r"^save_pretrained: 2 arguments without a name; folder alone"),
+    (lambda: gpt().save_pretrained("a", save_directory="b"), r"^save_pretrained\(save_directory\): given, and so is folder; "),
+    (lambda: gpt().save_pretrained("a", shard_size=1), r"^save_pretrained\(shard_size\): no such argument; did you mean 'max_sh"),
+    (lambda: mc.GPT.from_pretrained(), r"^from_pretrained\(name\): missing; "),
+    (lambda: mc.GPT.from_pretrained(strict=False), r"^from_pretrained\(name\): missing; "),
+    (lambda: mc.AdapterConfig(name="lora", r=4), r"^AdapterConfig\(r\): no such argument; rank$"),
+    (lambda: mc.AdapterConfig(name="lora", target_modules=["c_attn"]), r"^AdapterConfig\(target_modules\): .*; targets$"),
+    (lambda: mc.AdapterConfig(name="lora", use_dora=True), r"^AdapterConfig\(use_dora\): .*; name=dora$"),
+    (lambda: mc.AdapterConfig("lora"), r"^AdapterConfig: 1 argument without a name; all of them by name$"),
+    (lambda: replace(mc.AdapterConfig(name="lora"), r=4), r"^AdapterConfig\(r\): no such argument; rank$"),
+    (lambda: mc.Machine(tp_size=2), r"^Machine\(tp_size\): no such argument; tensor_parallel$"),
+    (lambda: mc.Machine(foo=2), r"^Machine\(foo\): no such argument; known: async_save"),
+    (lambda: mc.Recipe(foo=2), r"^Recipe\(foo\): no such argument; known: adapter"),
+    (lambda: mc.Recipe(lora_r=2), r"^Recipe\(lora_r\): no such argument; adapter.rank$"),
+    (lambda: mc.train("finetune", model="gpt2"), r"^train\(model\): .*: overrides=\{'model': 'gpt2'\}$"),
+    (lambda: mc.train("finetune", overrides="max_steps=1"), r"^overrides: max_steps=1: one text; a list of them, or a mapping"),
+    (lambda: CharTokenizer.train(["a"]).encode("a", return_tensors="pt"), r"^encode\(return_tensors\): .*torch.tensor\(\["),
+    (lambda: CharTokenizer.train(["a"]).decode([0], skip_special_tokens=False), r"^decode\(skip_special_tokens\): .*special=True$"),
+], ids=["none", "more", "two", "typo", "no-name", "no-name-but-more", "rank", "targets", "dora", "placed", "replaced",
+        "ranks", "machine", "recipe", "lora", "train", "overrides", "tensors", "special"])  # fmt: skip
+def test_python_is_answered_as_the_command_line_is(ask: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(mc.InputError, match=line):
+        ask()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("made", [mc.AdapterConfig(name="lora", rank=4), mc.Machine(fsdp=2)], ids=["adapter", "machine"])
+def test_a_dataclass_that_refuses_is_one_all_the_same(made: Any) -> None:
+    assert pickle.loads(pickle.dumps(made)) == made == replace(made) == copy.deepcopy(made)  # noqa: S301  # made here
+    assert list(inspect.signature(type(made)).parameters) == [f.name for f in fields(made)]
+
+
+def test_train_says_what_it_takes() -> None:
+    """To who asks the function itself, and with the same arguments; help has the module's text, which shows the call."""
+    from modelcenter.train.loop import train
+
+    ours, whole = inspect.signature(mc.train).parameters, inspect.signature(train).parameters
+    assert [*ours][:-1] == [*whole] and [p.default for p in ours.values()][:-1] == [p.default for p in whole.values()]
+    assert (mc.train.__doc__ or "").startswith("modelcenter.train(recipe, machine=None, overrides=None)")
+    assert {name for name in dir(mc) if not name.startswith("__")} >= {"GPT", "train"}
+    assert not {"Any", "Path", "re", "sys", "import_module", "PUBLIC"} & {*dir(mc)}
+
+
 def test_attributes_say_what_does_the_same() -> None:
     model = gpt()
     said = {(model, name): f"GPT has no {name}; {advice}" for name, advice in theirs.MODEL.items()}
     said |= {(model.config, "nothing"): "'GPTConfig' object has no attribute 'nothing'",
              (model, "nothing"): "'GPT' object has no attribute 'nothing'",
+             (mc, "GPT2"): "no GPT2; mc.GPT", (mc, "Bert"): "no Bert; mc.BERT",
              (mc, "pipeline"): "no pipeline; model.generate",
              (mc, "AutoModelForCausalLM"): "no AutoModelForCausalLM; mc.load(name)"}  # fmt: skip
     for (what, name), line in said.items():

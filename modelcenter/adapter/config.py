@@ -5,10 +5,12 @@ from typing import Literal
 
 from ..config import checked, documented, says
 from ..errors import refuse
+from ..theirs import made_by_name, within
 
 ALL = "all-linear"
 
 
+@made_by_name(within("adapter"))
 @documented
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:

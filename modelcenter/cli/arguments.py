@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
-from ..checkpoint.files import check_folder
-from ..checkpoint.state import steps
+from ..checkpoint.files import check_folder, refuse_unended
 from ..config import COMMAND_LINE, KEY, bind, override
-from ..errors import refuse, refuse_missing
+from ..errors import refuse
 
 T = TypeVar("T")
 
@@ -105,9 +104,7 @@ def check_model(name: str) -> None:
     elif os.path.isfile(folder):
         refuse(name, "model", "a file", f"the folder that holds it: {os.path.dirname(name) or '.'}")
     elif Path(folder).name == "model" and ((run := Path(folder).parent) / "recipe.yaml").is_file():
-        state = next(iter(steps(run)), None)
-        now = f"; modelcenter convert {state} OUT makes a model of what is there" if state is not None else ""
-        refuse_missing(name, None, "not there: the run has not ended", f"the command that began it goes on{now}")
+        refuse_unended(run)
 
 
 @contextmanager

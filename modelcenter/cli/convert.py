@@ -74,6 +74,8 @@ def merge(args: Arguments) -> Answer:
     if not os.path.isfile(Path(asked.adapter) / ADAPTER[0]):
         trained = Path(asked.adapter) / "model"  # where that is the folder of a run
         there = (trained / ADAPTER[0]).is_file()
+        if not there:
+            check_model(asked.adapter)  # which says of a run that it has not ended
         wanted = f"what was trained there is {trained}" if there else "the folder of an adapter, in peft's format"
         refuse(asked.adapter, None, f"no {ADAPTER[0]}", wanted)
     check_model(asked.adapter)

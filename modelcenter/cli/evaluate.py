@@ -44,12 +44,12 @@ def evaluate(args: Arguments) -> Answer:
     modelcenter evaluate MODEL --lm-eval TASK,TASK... [few_shot=N] [limit=N] [lm_eval_path=FOLDER] [key=value ...]
 
     RUN is the output folder of a run: its recipe, its model (or that of a training state) and its evaluation data are used. MODEL
-    is a folder that transformers, peft or this package has saved. RECIPE gives the rest; where it begins with random weights,
-    model= names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or of the files in
-    lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the same numbers.
-    Nothing is written, except for the stacks of ranks that hang, which go to a temporary folder. All of data.path=FILE is used;
-    with data.eval_fraction=0.1 only the part that training would hold out. The number of examples, and of the questions that they
-    are parts of, is printed before the metrics. With --lm-eval alone:
+    is a folder that transformers, peft or this package has saved, a preset or a hub id. RECIPE gives the rest; where it begins with
+    random weights, model= names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or
+    of the files in lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the
+    same numbers. Nothing is written, except for the stacks of ranks that hang, which go to a temporary folder. All of
+    data.path=FILE is used; with data.eval_fraction=0.1 only the part that training would hold out. The number of examples, and of
+    the questions that they are parts of, is printed before the metrics. With --lm-eval alone:
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
@@ -76,12 +76,9 @@ def evaluate(args: Arguments) -> Answer:
             return judged(*of_run(folder.parent, Path(place) / "model", args))
     if (folder / "recipe.yaml").is_file():
         recipe, machine = of_run(folder, folder / "model", args)
-    elif any((folder / name).is_file() for name in ("config.json", ADAPTER[0])):
+    elif any((folder / name).is_file() for name in ("config.json", ADAPTER[0])) or is_published(folder, args):
         recipe, machine = recipe_of(folder, args)
     else:
-        if not folder.exists() and folder.parts and folder.parts[0] not in names(packaged()):
-            check_there(folder)
-            refuse_missing(folder, None, "no such folder, and no recipe", "a run's output_dir, a model's folder, or a recipe")
         if folder.is_dir() and not {*folder.parts[:1]} & {*names(packaged())}:
             check_model(str(folder))  # which says what a folder lacks
         recipe, machine = run_of(args)
@@ -90,6 +87,20 @@ def evaluate(args: Arguments) -> Answer:
     if given(args).get("data", {}).keys() & {"path", "eval_path", "eval_fraction"} == {"path"}:
         recipe = replace(recipe, data=replace(recipe.data, eval_path=recipe.data.path))  # all of it, and no part for training
     return judged(recipe, machine)
+
+
+def is_published(name: Path, args: Arguments) -> bool:
+    """Whether a name that is no folder and no recipe is a preset's, or, with data, a hub id. Without these it is that of a run, and
+    refused."""
+    if name.exists() or {*name.parts[:1]} & {*names(packaged())} or name.suffix in (".yaml", ".yml") or "model" in given(args):
+        return False
+    check_there(name)
+    from ..registry import hubs
+
+    if str(name) not in hubs() and "data" not in given(args):
+        wanted = "a run's output_dir, a model's folder, or a recipe; a hub id goes with data.path=FILE"
+        refuse_missing(name, None, "no such folder, and no recipe", wanted)
+    return True
 
 
 def of_run(run: Path, model: Path, args: Arguments) -> "tuple[Recipe, Machine]":
@@ -204,7 +215,8 @@ def purpose(model: "Model") -> str:
 
 
 def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
-    """The recipe that evaluates the model in `folder` on data.path, its objective that of the model's head, and the machine."""
+    """The recipe that evaluates the model in `folder`, or of that name, on data.path, its objective that of the model's head, and
+    the machine."""
     from ..train.recipe import Recipe
 
     if len(args.names) > 1 and Path(args.names[1]).exists():
@@ -216,7 +228,12 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     data["path"] = data.get("path", data["eval_path"])
     if data["path"] is None:
         refuse(None, "data.path", "missing", "give data.path=FILE")
-    if "objective" not in over and not (folder / "config.json").is_file():
+    if not (place := folder).is_dir():
+        from ..checkpoint.hub import resolve
+        from ..registry import hubs
+
+        place = resolve(folder, presets=hubs())
+    if "objective" not in over and not (place / "config.json").is_file():
         refuse(None, "objective", "missing", "an adapter does not say what it is for: give objective=...")
     if "objective" not in over:
         from ..create import load

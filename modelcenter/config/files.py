@@ -23,9 +23,11 @@ def find(name: str | Path, what: str, folder: Traversable) -> Path:
     if str(name) in known:
         return Path(str(folder / f"{name}.yaml"))
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or (path / "recipe.yaml").is_file():  # the last is a run's
         return path
-    refuse_missing(None, str(name) or "''", f"no such {what}", f"{nearest(name, known)} (or a path ending in .yaml)")
+    near = nearest(name, known)
+    model = f"a model is given after one: finetune model={name}; " if what == "recipe" and name and near.startswith("known") else ""
+    refuse_missing(None, str(name) or "''", f"no such {what}", f"{model}{near} (or a path ending in .yaml)")
 
 
 def names(folder: Traversable) -> list[str]:
@@ -38,7 +40,8 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):  # before opening: opening a FIFO waits for its writer
             own = Path(path) / "recipe.yaml"
-            refuse(path, None, "not a regular file", f"{own} goes on with this run" if own.is_file() else "a recipe is a YAML file")
+            wanted = f"{own}, the recipe of this run, with which it goes on" if own.is_file() else "a recipe is a YAML file"
+            refuse(path, None, "not a regular file", wanted)
         with open(path, "rb") as f:
             raw = f.read(SIZE + 1)
     except FileNotFoundError:

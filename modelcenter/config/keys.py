@@ -55,8 +55,8 @@ def near(key: str, cls: type, section: str) -> str:
         return f"in a file it is {outer}: {{{inner}: ...}}"
     if key in within:  # `lr` for optimizer.lr
         return f"did you mean {section + within[key]!r}?"
-    for names in (known, within):
-        if close := get_close_matches(key, names, n=1, cutoff=0.6):
+    for names, cutoff in ((known, 0.6), (within, 0.7)):  # of these there are many, one for any word
+        if close := get_close_matches(key, names, n=1, cutoff=cutoff):
             return f"did you mean {section + names[close[0]]!r}?"
     return nearest(key, known)
 

@@ -55,6 +55,8 @@ def override(mapping: Mapping[str, Any], overrides: Iterable[str] | Mapping[str,
 
 def assignments(overrides: Iterable[str] | Mapping[str, Any], where: str = COMMAND_LINE) -> dict[str, Any]:
     """Dotted assignments as one nested mapping whose strings from a command line are still `Text`. Errors name `where`."""
+    if isinstance(overrides, str):
+        refuse(where, overrides, "one text", "a list of them, or a mapping of keys to values")
     tree: dict[str, Any] = {}
     pairs = overrides.items() if isinstance(overrides, Mapping) else [_split(o, where) for o in overrides]
     for dotted, value in pairs:

@@ -37,7 +37,8 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
         if format == "auto":
             kinds = sorted({format_of(f) for f in found})
             if len(kinds) > 1:
-                refuse(path, key, f"a folder of {' and '.join(kinds)} files", "data.format or a glob")
+                option = {"path": "format or ", "prompts": ""}.get(key, "data.format or ")  # as the verb calls it
+                refuse(path, key, f"a folder of {' and '.join(kinds)} files", f"{option}a glob")
         else:
             found = [f for f in found if format_of(f) == format or (format_of(f), format) == ("json", "jsonl")]
     elif here.exists():

@@ -1,10 +1,12 @@
 """A record, which knows where it comes from, and sequences of records that are read when they are asked for."""
 
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, overload
 
 import numpy as np
@@ -36,6 +38,8 @@ class Record:
         it. A record without it is refused."""
         for value in reached(self.fields, key):
             return value
+        if self.unit == "document":
+            self.refuse_ids(key, option)
         other = next((what for names, what in ROWS.items() if self.fields.keys() >= {*names}), None)
         told = f"; such rows are for {other}" if other and option in ("data.text_key", "data.messages_key") else ""
         whole = nearest(key, self.fields)  # a field before what is in one: answers as a whole are wanted
@@ -44,7 +48,20 @@ class Record:
         table = self.file.removesuffix(".gz").endswith((".csv", ".tsv"))
         if table and 0 < len(odd) < len(self.fields):  # values in place of names; all are numbers where data.header=false
             said = f"data.header=false, if the first row is a record: {odd[0][:NAME]!r} is no name"
+        alone = next(iter(self.fields)) if table and len(self.fields) == 1 else ""  # of all the names one was made
+        if apart := next((mark for mark in ";|,\t" if key in alone.split(mark)), None):
+            said = f"{'tabs' if '.tsv' in Path(self.file).suffixes else 'commas'} between fields, and not {apart!r}"
         self.refuse(f"no field {key!r}", f"{said} ({option} names the field{told})")
+
+    def refuse_ids(self, key: str, option: str) -> NoReturn:
+        """Refuse to be asked for a field, where a token file has ids alone: as a rule for the text to make a tokenizer of."""
+        from .indexed import TokenFile  # which imports this file
+
+        made = str(TokenFile(Path(self.file)).made_by.get("tokenizer", ""))
+        named = (os.path.dirname(made) if os.path.isfile(made) else made) or "NAME"
+        reads = "an objective that reads them, such as lm"
+        wanted = f"tokenizer={named}, which has made them; and {reads}" if option == "data.text_key" else reads
+        self.refuse(f"ids of tokens, and no field {key!r}", wanted)
 
     def names(self) -> list[str]:
         """The names by which a key may ask for its fields."""

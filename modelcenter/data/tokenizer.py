@@ -20,10 +20,12 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from ..config.document import short
 from ..errors import InputError, message, refuse
-from ..theirs import TOKENIZER
+from ..theirs import ENCODE, TOKENIZER, arguments
 
 ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
-HABITS = ("model_max_length", "padding_side", "truncation_side")  # of transformers' tokenizer, which ours has no use for
+HABITS = (  # of transformers' tokenizer, which ours has no use for: special tokens without a role are those that it tells of
+    "model_max_length", "padding_side", "truncation_side", "do_lower_case", "additional_special_tokens", "extra_special_tokens",
+)
 Window = tuple[list[int], list[int], list[int], list[int]]  # ids, segments, and the characters from and to which a token stands
 
 
@@ -109,6 +111,7 @@ class Tokenizer:
         found: int | None = self.raw.token_to_id(token)
         return found
 
+    @arguments(ENCODE)
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of `text`; `special` adds what the tokenizer's own template adds ([CLS] ... [SEP], <s>, </s>). Errors:
         `InputError` for what is no text."""
@@ -206,6 +209,7 @@ class Tokenizer:
         """The character of `text` at which its `token`-th id starts, for messages."""
         return int(self.raw.encode(text, add_special_tokens=False).offsets[token][0])
 
+    @arguments(ENCODE)
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of `ids`; special tokens are left out unless `special`. Errors: `InputError` for what is not the ids of
         one text."""
@@ -287,6 +291,7 @@ class CharTokenizer(Tokenizer):
         raw.decoder = decoders.Fuse()
         return cls(raw, {})
 
+    @arguments(ENCODE)
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of `text`, by a table: the library takes 2 s and 500 MB for a megabyte of characters."""
         check_text(text)
@@ -351,6 +356,7 @@ class ForeignTokenizer(Tokenizer):
         found: int | None = self.foreign.convert_tokens_to_ids(token)
         return found
 
+    @arguments(ENCODE)
     def encode(self, text: str, special: bool = True) -> list[int]:
         check_text(text)
         ids: list[int] = self.foreign(text, add_special_tokens=special)["input_ids"]
@@ -377,6 +383,7 @@ class ForeignTokenizer(Tokenizer):
     def offset(self, text: str, token: int) -> int:
         return len(self.foreign.decode(self.encode(text, special=False)[:token]))
 
+    @arguments(ENCODE)
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         text: str = self.foreign.decode(numbers(ids), skip_special_tokens=not special)
         return text

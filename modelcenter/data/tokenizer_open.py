@@ -71,8 +71,11 @@ def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | Non
     folder = _of_base(folder, presets)
     config = _optional(folder / "tokenizer_config.json")
     found = _found(folder, config)
+    _check_vocabulary(folder, found)
     found.chat_template = _chat_template(folder, config)
-    found.habits = {key: config[key] for key in HABITS if key in config}
+    older = {} if config.get("added_tokens_decoder") is not None else _optional(folder / "special_tokens_map.json")
+    said = older | config  # as in `_keep_whole`: what it has not added is no token
+    found.habits = {key: _content(said[key]) for key in HABITS if key in said}
     return found
 
 
@@ -103,6 +106,20 @@ def _found(folder: Path, config: dict[str, Any]) -> Tokenizer:
         if "<|endoftext|>" in vocab:
             return _from_bpe(folder, config, vocab)
     return _from_transformers(folder)
+
+
+def _check_vocabulary(folder: Path, found: Tokenizer) -> None:
+    """Refuse what has special tokens alone, as transformers makes it of a folder without a vocabulary: no text would have a token,
+    and the data would be blamed."""
+    if isinstance(found, ForeignTokenizer):
+        tokens = found.vocabulary
+    elif found.raw.get_vocab_size(with_added_tokens=False) > len(found.special_ids) + 1:
+        return  # without a list of them all
+    else:
+        tokens = found.raw.get_vocab(with_added_tokens=False)
+    if {i for token, i in tokens.items() if token != "▁"} <= found.special_ids:  # a space, which T5's class knows by itself
+        wanted = "tokenizer.json in it, or vocab.json and merges.txt, or vocab.txt, or sentencepiece's .model"
+        refuse_missing(folder, "tokenizer", "no vocabulary, only special tokens", wanted)
 
 
 def _from_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
@@ -213,7 +230,7 @@ def _keep_whole(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer)
         sources.insert(0, _optional(folder / "special_tokens_map.json"))
     others = [source.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens") for source in sources]
     plain = [token for found in others for token in (found.values() if isinstance(found, dict) else found)]
-    special = [*_named(folder, config).values(), *(t.get("content") if isinstance(t, dict) else t for t in plain)]
+    special = [*_named(folder, config).values(), *map(_content, plain)]
     if decoder is None:
         file = folder / "added_tokens.json"
         flags: list[tuple[Any, dict[str, Any]]] = [
@@ -285,10 +302,17 @@ def _named(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     named = {}
     for source in (_optional(folder / "special_tokens_map.json"), config):
         for key, token in source.items():  # in the file's order, which numbers the tokens that the vocabulary lacks
-            token = token.get("content") if isinstance(token, dict) else token
+            token = _content(token)
             if isinstance(token, str) and key.removesuffix("_token") in ROLES:
                 named[key.removesuffix("_token")] = token
     return named
+
+
+def _content(token: Any) -> Any:
+    """The text of a token that a file may have with its flags; of each in a list. Anything else as it is."""
+    if isinstance(token, list):
+        return [_content(one) for one in token]
+    return token["content"] if isinstance(token, dict) and "content" in token else token
 
 
 def _optional(file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import bind, checked, documented, find, packaged, read_recipe, says
 from ..errors import refuse
+from ..theirs import made_by_name, within
 from .variable import variable
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ LAYOUT = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")  # the ke
 ROOM = 1.25  # of what a micro-batch takes must be free for a CUDA graph of it: a record's memory is its own
 
 
+@made_by_name(within("machine"))
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Machine:

@@ -14,7 +14,7 @@ from ..config import COMMAND_LINE, Layers, assignments, bind, convert, find, mer
 from ..data.objective import objectives
 from ..errors import nearest, refuse, refuse_missing
 from ..optim.config import OptimizerConfig
-from ..theirs import RECIPE
+from ..theirs import RECIPE, SCHEDULE
 from .recipe import Recipe
 
 
@@ -123,6 +123,8 @@ def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | N
         for alias in given:
             betas[alias == "adam_beta2"] = convert(tree[alias], float, file, alias, {"min": 0, "below": 1})
         ours = _put(ours, given[0], "optimizer.betas", betas, file)
+    if wanted := SCHEDULE.get(shape := str(value_at(ours, "schedule.name"))):
+        refuse(file, "lr_scheduler_type" if "lr_scheduler_type" in tree else "schedule.name", shape, f"here it is {wanted}")
     if "gradient_accumulation_steps" in tree:
         ours |= _batches(tree["gradient_accumulation_steps"], ours, base, file)
     return ours

@@ -15,6 +15,7 @@ from ..errors import refuse
 from ..generate.options import Options
 from ..metrics.table import check
 from ..optim.config import LossConfig, OptimizerConfig, ScheduleConfig, refuse_changed
+from ..theirs import RECIPE, made_by_name
 
 LARGE = ("lm", "mlm", "seq2seq")  # heads over the vocabulary
 MOST = 2**20  # sequences of a step: its micro-batches are all made before the first is computed
@@ -27,6 +28,7 @@ else:  # each file of data/objectives is one
     Task = Literal[("auto", *dict.fromkeys(objective.task for objective in objectives().values()))]
 
 
+@made_by_name(RECIPE)
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One training run. Steps are optimizer steps; a length is in tokens; a batch in sequences.
