@@ -91,4 +91,4 @@ def test_what_a_key_changes_it_changes_here_or_is_refused(case: Case, tmp_path: 
         worst = (found - wanted).abs().max()
         assert worst < 1e-6 * wanted.std(), f"{key}={value} makes another function there, and not here: {worst}"
         changed |= {key} if not torch.equal(wanted, plain) else set()
-    assert len(changed) >= 3, f"the walk changes nothing but {changed}"
+    assert len(changed) >= 2, f"the walk changes nothing but {changed}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import zoo
 from transformers import (
     LogitsProcessor,
@@ -338,6 +339,8 @@ def test_a_callback_says_what_may_follow(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("fewest", [None, 6])
 def test_a_callback_is_told_the_row_of_each_that_is_sampled(fewest: int | None) -> None:
     """As in transformers; where all that may follow in one row is banned, that row alone goes on with it."""
+    if fewest and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
+        pytest.skip("transformers draws from a row of which nothing is left")  # seen in 5.17, no more in 5.23
     theirs, ours = zoo.pair(GPT)
     options = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "eos_token_id": [3, 5], "min_new_tokens": fewest}
     options["prefix_allowed_tokens_fn"] = lambda row, ids: [9 * row, 9 * row + 7] if len(ids) % 2 else [3, 5] if row % 2 else [4, 8]

@@ -97,9 +97,10 @@ def seen(found: Any) -> dict[str, float]:
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+RECOMPUTE = min({"activation_checkpointing", "gradient_checkpointing"} & {f.name for f in fields(transformers.TrainingArguments)})
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "accumulated": ("llama", "lm", {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}),
-    "recomputed": ("llama", "lm", {"activation_checkpointing": True, "train_sampling_strategy": "group_by_length"}),
+    "recomputed": ("llama", "lm", {RECOMPUTE: True, "train_sampling_strategy": "group_by_length"}),
     "smoothed": ("llama", "lm", {"label_smoothing_factor": 0.1}),
     "evaluated": ("bloom", "lm", EVALUATED | {"compute_metrics": seen}),
     "masked": ("bert", "mlm", EVALUATED | {"prediction_loss_only": True}),

@@ -92,6 +92,7 @@ class Config:
     file: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # the config.json it came from
     hf: ClassVar[Table]
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "last_hidden_state", "hidden_states"]  # by Trainer
+    _commit_hash: ClassVar[None] = None  # of a file of the hub: pipelines ask every config, in transformers 5.17
 
     def verify(self) -> None:
         """Refuse fields that contradict each other; families override it. The caller that reads a file adds its name."""

@@ -37,6 +37,15 @@ def attention(at: int, products: int, q: Tensor, k: Tensor, *rest: Any, **_: Any
     return 2 * products * pairs(q, k, rest[at : at + 2]) * k.size(3)
 
 
+def dense(products: int, q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
+    """Of queries and keys (b h s d), of which there may be fewer heads."""
+    return 2 * products * q.numel() * k.size(2)
+
+
+def dense_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
+    return dense(5, q, k)
+
+
 def losses(x: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
     """Logits and, in the same call, the gradients that are wanted."""
     grads = rest[5] if len(rest) > 5 else X | WEIGHT
@@ -62,11 +71,10 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "linear_int8_forward": quantized,
     "linear_int8_backward": quantized_backward,
 }
-# torch's own ops that layers call and its counter may not know, each with one that has the same arguments and that it knows
-ALIKE = {
-    "_addmm_activation": "addmm",
-    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+TORCHS: dict[str, Callable[..., int]] = {  # torch's own ops that layers call, where its counter does not know them
+    "_addmm_activation": lambda bias, x, w, **_: 2 * x.numel() * w.size(1),
+    "_scaled_dot_product_flash_attention_for_cpu": partial(dense, 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": dense_backward,
 }
 
 
@@ -91,8 +99,9 @@ def tell(counter: Any) -> None:
     """Give torch's counter the formulas."""
     for name, formula in FORMULAS.items():
         counter.register_flop_formula(getattr(torch.ops.modelcenter, name), get_raw=True)(formula)
-    for name, known in ALIKE.items():
-        counter.flop_registry.setdefault(getattr(torch.ops.aten, name), counter.flop_registry[getattr(torch.ops.aten, known)])
+    for name, formula in TORCHS.items():
+        if (op := getattr(torch.ops.aten, name)) not in counter.flop_registry:
+            counter.register_flop_formula(op, get_raw=True)(formula)
 
 
 def tell_when_imported() -> None:
