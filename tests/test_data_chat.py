@@ -303,6 +303,13 @@ def test_rows_of_every_kind(fields: dict[str, Any]) -> None:
     assert list(texts_of("chat", [record], data)) == ["q\n\nx", "a"]
 
 
+def test_a_role_that_few_templates_know_is_told(tokenizer: Tokenizer) -> None:
+    """The plain template writes any; `usr` would be taught as a speaker of its own."""
+    turns = [{"role": "usr", "content": "hi"}, {"role": "assistant", "content": "to be"}]
+    with pytest.warns(UserWarning, match="f: messages of usr, which few templates know: did you mean 'user'"):
+        make_examples("chat", rows([turns]), tokenizer, DataConfig(seq_len=99, chat_template="plain"))
+
+
 def test_a_long_conversation_loses_its_end_and_one_without_an_answer_is_left_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
     ours, _ = with_template(tokenizer, TEMPLATES["chatml"], tmp_path)
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "to be or not " * 9}]

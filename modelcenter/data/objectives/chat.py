@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 KEYS = ("messages", "conversations")  # where conversations are looked for, if no key is given
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
             "assistant": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
+ROLES = ("assistant", "developer", "system", "tool", "user")  # that templates know; some have more
 ROW = ("instruction", "input", "output")  # Alpaca's; `input` may be empty
 
 
@@ -75,6 +76,9 @@ class Chats(Sequences):
         if not len(self.ids):
             found = f"no token of the assistant to {use} within {data.seq_len} tokens of any of the {count} conversations"
             refuse(records[0].file, "data.seq_len", found, "answers, or a greater length")
+        if odd := sorted(roles - {*ROLES}):
+            told = f"{records[0].file}: messages of {', '.join(odd)}, which few templates know: {nearest(odd[0], ROLES)}"
+            warnings.warn(told, stacklevel=2)
         if mute:
             said = f"{mute} of {count} conversations have no token of the assistant to {use} within {data.seq_len}: left out"
             warnings.warn(said, stacklevel=2)
