@@ -187,7 +187,7 @@ class Model(Guest):
         labels = self.targets(labels, start_positions, end_positions)
         if use_cache and past_key_values is None:
             past_key_values = Cache()
-        if past_key_values is not None and self.training and recomputed(self):
+        if past_key_values is not None and self.training and torch.is_grad_enabled() and recomputed(self):
             refuse(None, "use_cache", "true where the backward runs blocks anew, which would read their own tokens as past ones",
                    "leave it out of training")
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:

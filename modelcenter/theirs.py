@@ -339,6 +339,8 @@ def arguments(theirs: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not kwargs and len(needed) <= len(args) - own <= len(placed) - own:
+                return function(*args, **kwargs)  # at once: a text may be short
             if len(args) > len(placed):
                 wanted = f"{' and '.join(placed[own:])} alone, and the others by name" if placed[own:] else "all of them by name"
                 refuse(None, what, f"{counted(len(args) - own, 'argument')} without a name", wanted)

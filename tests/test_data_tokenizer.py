@@ -207,6 +207,14 @@ def test_a_folder_without_a_vocabulary_is_refused(files: dict[str, Any], tmp_pat
         load_tokenizer(tmp_path)
 
 
+def test_words_may_all_be_added(tmp_path: Path) -> None:
+    """Nucleotides, for one."""
+    raw = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    raw.add_tokens(list("ACGT"))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("ACGT") == [1, 2, 3, 4]
+
+
 def test_added_tokens(tmp_path: Path) -> None:
     """GPT-J's way to a vocabulary of a round size."""
     gpt2_folder(tmp_path)

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,13 @@ def test_an_encoder_reads_something() -> None:
         built("t5-small")(IDS[:, :0], decoder_input_ids=IDS)
 
 
+def test_numbers_of_targets_are_any_numbers() -> None:
+    model = built()
+    wanted = model(IDS, labels=IDS, num_items_in_batch=5).loss
+    for items in (np.int64(5), np.float64(5), 5.0, torch.tensor(5)):
+        assert torch.equal(model(IDS, labels=IDS, num_items_in_batch=items).loss, wanted)
+
+
 def test_which_tokens_get_logits() -> None:
     model = built().double()
     whole = model(IDS).logits
@@ -71,6 +79,11 @@ def test_a_copied_cache_is_gone_on_with(name: str, ahead: int) -> None:
         found.append(out.logits)
     assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
     assert copies[0].length == cache.length == 9
+    whole, last = torch.cat((IDS, torch.tensor([[5, 9, 4]])), 1), torch.tensor([[4]])
+    for one in (cache, copies[0]):  # in the copy's memory is what it has read, whatever the other has written since
+        out = model(**({"decoder_input_ids": last} if target else {"input_ids": last}), past_key_values=one)
+    wanted = model(IDS, decoder_input_ids=whole) if target else model(whole)
+    assert (out.logits[:, -1] - wanted.logits[:, -1]).abs().max() < 1e-5
 
 
 def test_a_cache_belongs_to_one_model_and_its_rows() -> None:
@@ -78,6 +91,9 @@ def test_a_cache_belongs_to_one_model_and_its_rows() -> None:
     model(IDS, past_key_values=cache)
     with pytest.raises(mc.InputError, match="past_key_values: another model's; "):
         copy.deepcopy(model)(IDS[:, :1], past_key_values=cache)
+    both = copy.deepcopy((model, cache))
+    found = both[0](IDS[:, :1], past_key_values=both[1]).logits
+    assert torch.equal(found, model(IDS[:, :1], past_key_values=copy.deepcopy(cache)).logits)
     with pytest.raises(mc.InputError, match="past_key_values: 1 rows; 2, as the input has"):
         model(IDS[:, :1].repeat(2, 1), past_key_values=cache)
 
@@ -87,6 +103,8 @@ def test_no_cache_where_blocks_run_again() -> None:
     model.gradient_checkpointing_enable()
     with pytest.raises(mc.InputError, match="use_cache: true where the backward runs blocks anew"):
         model(IDS, labels=IDS, use_cache=True)
+    with torch.no_grad():
+        model(IDS, use_cache=True)
     model.eval()(IDS, use_cache=True)
 
 

@@ -716,3 +716,34 @@ def test_averages_equal_torch() -> None:
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
             assert not torch.equal(p, raw)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_what_torch_s_schedules_end_at_is_no_rate_below_0() -> None:
+    p = nn.Parameter(torch.ones(3))
+    for make in (AdamW, Lion):
+        optimizer = make([p], lr=3e-4)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, 0.0, 100)
+        for _ in range(101):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            schedule.step()
+        before = p.detach().clone()
+        assert optimizer.param_groups[0]["lr"] < 0, "a rounding"
+        optimizer.step()
+        assert torch.equal(p, before)
+
+
+def test_what_is_frozen_may_share_and_be_complex() -> None:
+    a = nn.Parameter(torch.ones(3))
+    shared = nn.Parameter(a.data, requires_grad=False)
+    AdamW([a, shared, nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)])
+
+
+def test_state_of_no_parameter_is_kept() -> None:
+    optimizer = AdamW([nn.Parameter(torch.ones(3))])
+    optimizer.state["extra"] = torch.ones(1)
+    other = AdamW([nn.Parameter(torch.ones(3))])
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other.state["extra"], torch.ones(1))
+    with pytest.raises(InputError, match="AdamW: lr: '1e-3'; a number from 0"):
+        AdamW([nn.Parameter(torch.ones(3))], lr="1e-3")  # type: ignore[arg-type]  # what is refused

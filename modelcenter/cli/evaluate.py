@@ -97,7 +97,8 @@ def is_published(name: Path, args: Arguments) -> bool:
     check_there(name)
     from ..registry import hubs
 
-    if str(name) not in hubs() and "data" not in given(args):
+    of_hub = "data" in given(args) and len(name.parts) == 2 and not name.parent.is_dir()  # and no run that is not there
+    if str(name) not in hubs() and not of_hub:
         wanted = "a run's output_dir, a model's folder, or a recipe; a hub id goes with data.path=FILE"
         refuse_missing(name, None, "no such folder, and no recipe", wanted)
     return True

@@ -111,12 +111,10 @@ def _found(folder: Path, config: dict[str, Any]) -> Tokenizer:
 def _check_vocabulary(folder: Path, found: Tokenizer) -> None:
     """Refuse what has special tokens alone, as transformers makes it of a folder without a vocabulary: no text would have a token,
     and the data would be blamed."""
-    if isinstance(found, ForeignTokenizer):
-        tokens = found.vocabulary
-    elif found.raw.get_vocab_size(with_added_tokens=False) > len(found.special_ids) + 1:
+    if not isinstance(found, ForeignTokenizer) and found.raw.get_vocab_size(with_added_tokens=False) > len(found.special_ids) + 1:
         return  # without a list of them all
-    else:
-        tokens = found.raw.get_vocab(with_added_tokens=False)
+    own = isinstance(found, ForeignTokenizer) or (folder / "tokenizer.json").is_file()  # words may all be added ones
+    tokens = found.vocabulary if own else found.raw.get_vocab(with_added_tokens=False)
     if {i for token, i in tokens.items() if token != "▁"} <= found.special_ids:  # a space, which T5's class knows by itself
         wanted = "tokenizer.json in it, or vocab.json and merges.txt, or vocab.txt, or sentencepiece's .model"
         refuse_missing(folder, "tokenizer", "no vocabulary, only special tokens", wanted)

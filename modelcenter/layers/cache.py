@@ -2,6 +2,7 @@
 
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +61,10 @@ class Cache:
             k, v = self.room[layer] if layer in self.room else repeated(pair, n)
             self.pairs[layer] = (k[:, :, :long], v[:, :, :long])
 
-    def __deepcopy__(self, memo: object) -> "Cache":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Cache":
         other = copy(self)
-        other.pairs = dict(self.pairs)
+        for name in ("pairs", "across", "room"):  # of a model that is copied beside it they are the copy's
+            setattr(other, name, {memo.get(id(layer), layer): pair for layer, pair in getattr(self, name).items()})
         other.repeat(1)
         return other
 

@@ -105,8 +105,11 @@ def check_mask(mask: Any, name: str) -> None:
 
 def check_items(items: Any) -> None:
     """Refuse anything but None and a number of targets."""
-    one = isinstance(items, Tensor) and items.numel() == 1
-    if not one and items is not None and not (isinstance(items, int | float) and items > 0):
+    if isinstance(items, Tensor):
+        sound = items.numel() == 1
+    else:
+        sound = items is None or ((isinstance(items, float) or hasattr(items, "__index__")) and items > 0)  # numpy's, too
+    if not sound:
         refuse(None, "num_items_in_batch", short(items), "a number above 0, or a tensor of one: what the summed loss is divided by")
 
 

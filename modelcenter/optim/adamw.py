@@ -44,6 +44,7 @@ from ..ops.dropout import bits
 
 CHUNK, PIECE, BLOCK, WORDS = 8192, 32768, 128, 12  # csrc/adamw.h
 MASK = 2**64 - 1
+ROUNDED = 1e-12  # what torch's schedules may end at in place of 0, by rounding, is below
 KINDS = {"fp32": (torch.float32, torch.float32), "bf16": (torch.bfloat16, torch.bfloat16), "int8": (torch.int8, torch.uint8)}
 
 
@@ -71,9 +72,9 @@ class Plain(Optimizer):
         group = self.param_groups.pop()
         self.checked(group)
         for p in group["params"]:
-            if p.is_complex():
+            if p.is_complex() and p.requires_grad:
                 refuse(type(self).__name__, "params", f"{p.dtype} of shape {list(p.shape)}", "real numbers: torch.view_as_real")
-        twice = shared(p for given in (*self.param_groups, group) for p in given["params"])
+        twice = shared(p for given in (*self.param_groups, group) for p in given["params"] if p.requires_grad)
         if twice is not None:
             found = f"two in the same memory, of shape {list(twice.shape)}"
             refuse(type(self).__name__, "params", found, "one Parameter for all that use it, given once")
@@ -88,11 +89,13 @@ class Plain(Optimizer):
         for key, limit in self.limits.items():
             if key in group:
                 pair = key == "betas"
-                values = tuple(map(float, group[key] if pair else (group[key],)))
-                if len(values) != 1 + pair or not all(0 <= x < limit for x in values):
+                given = group[key] if pair else (group[key],)
+                sound = isinstance(given, tuple | list) and len(given) == 1 + pair and all(hasattr(x, "__float__") for x in given)
+                values = [0.0 if -ROUNDED < x < 0 else x for x in map(float, given)] if sound else []
+                if not values or not all(0 <= x < limit for x in values):
                     wanted = "two numbers from 0" if pair else "a number from 0"
                     refuse(name, key, repr(group[key]), f"{wanted}, below {limit:g}" if limit < math.inf else wanted)
-                found[key] = values if pair else values[0]
+                found[key] = tuple(values) if pair else values[0]
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -104,7 +107,9 @@ class Plain(Optimizer):
             for group in given["param_groups"]:
                 self.checked({**self.defaults, **group, "params": []})
             saved.update(given)
-            return {**given, "state": {}}  # torch would make all of it of the parameters' dtype: of int8 four times as much
+            params = {i for group in given["param_groups"] for i in group["params"]}
+            # of parameters torch would make all of it of their dtype: of int8 four times as much
+            return {**given, "state": {i: state for i, state in given["state"].items() if i not in params}}
 
         hooks = [self.register_load_state_dict_pre_hook(take),  # after those of others, and `put` before theirs
                  self.register_load_state_dict_post_hook(lambda _: self.put(saved, before), prepend=True)]  # fmt: skip
