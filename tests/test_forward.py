@@ -72,12 +72,12 @@ def test_a_copied_cache_is_gone_on_with(name: str, ahead: int) -> None:
     target = {"decoder_input_ids": IDS} if name.startswith("t5") else {}
     model(IDS, **target, past_key_values=cache)
     copies, found = [copy.deepcopy(cache) for _ in range(2)], []
-    for one in (copies[0], cache, copies[1]):
+    for one in (*copies, cache):
         for word in (5, 9):
             ids = torch.tensor([[word if one is not cache else 3]])
             out = model(**({"decoder_input_ids": ids} if target else {"input_ids": ids}), past_key_values=one)
         found.append(out.logits)
-    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     assert copies[0].length == cache.length == 9
     whole, last = torch.cat((IDS, torch.tensor([[5, 9, 4]])), 1), torch.tensor([[4]])
     for one in (cache, copies[0]):  # in the copy's memory is what it has read, whatever the other has written since
