@@ -306,7 +306,8 @@ def test_the_next_batch_is_there_before_a_step_is_waited_for(tmp_path: Path, mon
     monkeypatch.setattr(stepping, "soon", lambda number: lambda: calls.append("norm") or float(number))
     train(recipe_of(tmp_path, max_steps=3, save_steps=None, eval_steps=None, **{"optimizer.name": name}), MACHINE)
     waits = ["waits"] * (name == "adafactor")
-    assert calls == ["batch", *["batch", *waits, "norm"] * 2, *waits, "norm"]
+    begin = calls.index("batch")  # a rehearsal may have stepped before
+    assert calls[begin:] == ["batch", *["batch", *waits, "norm"] * 2, *waits, "norm"]
 
 
 def test_an_error_of_a_batch_read_ahead_is_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
