@@ -139,8 +139,8 @@ def contend(pipe: Connection, kind: str, rank: int, ranks: int, store: str, opti
         profile = mc.Machine(device=options.device, **{"fsdp" if options.layout == "fsdp" else "tensor_parallel": ranks})
         if ranks > 1:
             from torch import _dynamo  # noqa: F401  # imports are nobody's reading, and this one takes two seconds
-            from torch.distributed import fsdp  # noqa: F401
-            from torch.distributed.tensor import parallel  # noqa: F401
+            from torch.distributed import fsdp  # noqa: F401  # likewise
+            from torch.distributed.tensor import parallel  # noqa: F401  # likewise
 
             from modelcenter.parallel.apply import join
 

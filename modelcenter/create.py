@@ -79,7 +79,7 @@ def build(
     full = changed(plain, config or {})
     if id2label is not None or num_labels is not None:
         full = replace(full, labels=labels_of(num_labels, id2label))
-    task = (own or family.default_task or next(iter(family.tasks))) if task == "auto" else task
+    task = own if task == "auto" else task
     check_labels(family, task, num_labels, id2label)
     model = skeleton(family, full, task, as_dtype(dtype))
     model.load_report = LoadReport(new=sorted(model.shapes))

@@ -90,18 +90,20 @@ def described(cls: type[Model], folder: Folder, source: Source, task: str, confi
     return full, task
 
 
-def shape_of(name: str) -> tuple[type[Model], Any, str | None]:
-    """The family, the config and the task (None if nobody says) of a preset, or of a folder's config.json."""
+def shape_of(name: str) -> tuple[type[Model], Any, str]:
+    """The family, the config and the task of a preset, or of a folder's config.json; the family's first task if nobody says."""
     known, folder = presets(), Path(name).expanduser()
     if name in known:
         family, preset = known[name]
-        return family, replace(family.Config(), **preset.changes), preset.task
-    if not (folder / "config.json").is_file():
+        plain, task = replace(family.Config(), **preset.changes), preset.task
+    elif (folder / "config.json").is_file():
+        said = read_config(folder)
+        family = family_of(said, folder / "config.json", Model)
+        plain = family.Config.from_dict(said, folder / "config.json")
+        task = next((task for task, head in family.tasks.items() if head.architecture in listed(said)), None)
+    else:
         refuse(None, "model", repr(name), f"a preset, or a folder with a config.json; {nearest(name, known)}")
-    said = read_config(folder)
-    family = family_of(said, folder / "config.json", Model)
-    task = next((task for task, head in family.tasks.items() if head.architecture in listed(said)), None)
-    return family, family.Config.from_dict(said, folder / "config.json"), task
+    return family, plain, task or family.default_task or next(iter(family.tasks))
 
 
 def family_of(config: Mapping[str, Any], file: Path, wanted: type[Model] | tuple[type[Model], ...]) -> type[Model]:

@@ -105,6 +105,8 @@ MUTANTS = (
            "test_data_objective.py::test_several_labels", "InputError"),
     Mutant("a-role-of-no-template", "data/objectives/chat.py", "if odd := sorted(roles - {*ROLES}):", "if odd := []:",
            "test_data_chat.py::test_a_role_that_few_templates_know_is_told", "Failed"),
+    Mutant("a-run-that-is-not-there-asked-of-the-hub", "cli/evaluate.py", " and len(name.parts) == 2 and not name.parent.is_dir()", "",
+           "test_cli.py::test_refused[evaluate finetun data.path=a.txt]"),
     Mutant("beams-trade-no-places", "layers/cache.py", "x[:, :, : self.span] = x[:, :, : self.span].index_select(0, rows)", "pass",
            "test_generate_steps.py::test_the_tokens_are_those_of_steps_that_grow[llama-default-lm-beams]"),
     Mutant("no-beam-is-padding", "generate/beam.py", "        self.ids[..., self.prompt :] = self.fill", "        pass",

@@ -132,6 +132,7 @@ REFUSED = [  # the command, how its one line goes on
     (("plan", "lora", "batch=0"), "command line: batch: 0; an integer at least 1"),
     (("evaluate", "gpt2"), "data.path: missing; give data.path=FILE"),
     (("evaluate", "me/mine"), "me/mine: no such folder, and no recipe; a run's output_dir, a model's folder, or a recipe; a "),
+    (("evaluate", "finetun", *DATA), "finetun: no such folder, and no recipe; a run's output_dir, "),  # nor asked of the hub
     (("evaluate", "finetun", *DATA, "model=m"), "finetun: no such recipe; did you mean 'finetune'?"),
     (("train", "finetune", *DATA, "base=1"), "command line: base: unknown key; known: adapter, "),
     (("train", "good.yaml", "data.prompt_key=p"), "good.yaml: data.response_key: absent; prompt_key and response_key go "),

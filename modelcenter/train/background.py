@@ -49,9 +49,8 @@ class Background:
         tensor = tensor_of(entry).detach()
         host = self.copies.get(key)
         if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-            host = self.copies[key] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda"
-                )
+            pinned = tensor.device.type == "cuda"
+            host = self.copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         host.copy_(tensor, non_blocking=True)
         beat()
         return entry._replace(tensor=host) if isinstance(entry, Piece) else host

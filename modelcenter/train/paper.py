@@ -40,8 +40,7 @@ MASKED = 0.15  # of the tokens are targets, in masked language modelling
 
 def objective_of(model: str) -> str:
     """The objective that trains the own head of a preset, or of a folder's model."""
-    family, _, own = shape_of(model)
-    task = own or family.default_task or next(iter(family.tasks))
+    family, _, task = shape_of(model)
     return task if task in ("lm", "mlm", "seq2seq") else "lm" if "lm" in family.tasks else "mlm"
 
 
