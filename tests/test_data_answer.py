@@ -122,6 +122,20 @@ def test_files_of_squad(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert examples.questions == flat.questions and examples.labels == flat.labels
 
 
+@pytest.mark.parametrize("start", [-1, 0, CONTEXT.index("Paris")])
+def test_an_empty_answer_is_none(start: int, tokenizer: Tokenizer) -> None:
+    """As some tools write what cannot be answered: the token where it is said to start was taught."""
+    fields = records()[0].fields | {"answers": {"text": [""], "answer_start": [start]}}
+    examples = make_examples("qa", [Record(fields, "f", 1)], tokenizer, DATA)
+    assert {*examples.labels} == {(0, 0)} and examples.may_be_none and examples.references == [[]]
+
+
+def test_a_file_without_questions(tokenizer: Tokenizer) -> None:
+    for nested in ({"paragraphs": []}, {"paragraphs": [{"context": CONTEXT, "qas": []}]}):
+        with pytest.raises(InputError, match=r"^f: objective: qa finds no example in 1 record; one at least"):
+            make_examples("qa", [Record(nested, "f", 1)], tokenizer, DATA)
+
+
 def test_a_field_that_is_called_data_is_no_file_of_squads(tokenizer: Tokenizer) -> None:
     record = Record(records()[0].fields | {"data": [1, 2]}, "f", 1)
     assert make_examples("qa", [record], tokenizer, DATA).questions == make_examples("qa", records()[:1], tokenizer, DATA).questions
@@ -145,12 +159,13 @@ def test_a_field_under_another_name_is_not_taken_for_an_empty_one(key: str, toke
 @pytest.mark.parametrize(
     ("fields", "words"),
     [({"answers": {"text": ["Rome"], "answer_start": [3]}}, "'Rome' does not stand at character 3"),
+     ({"answers": {"text": ["Oslo"], "answer_start": [CONTEXT.index("Oslo") - len(CONTEXT)]}}, "'Oslo' does not stand at "),
      ({"answers": {"text": ["Rome"]}}, "answers is"), ({"question": 3}, "question is 3"), ({"context": None}, "context is null"),
      ({"paragraphs": 3}, "paragraphs is 3; as SQuAD's"), ({"paragraphs": [{"context": "a"}]}, "qas is None"),
      ({"paragraphs": ["a"]}, "qas is None"), ({"paragraphs": [{"context": "a", "qas": [1]}]}, "a paragraph is"),
      ({"paragraphs": [{"qas": [{}]}]}, "a paragraph is"),
      ({"answers": {"text": ["Rome"], "answer_start": [float("inf")]}}, "answers is")],
-    ids=["place", "starts", "question", "context", "paragraphs", "qas", "words", "numbers", "no context", "infinity"],
+    ids=["place", "below 0", "starts", "question", "context", "paragraphs", "qas", "words", "numbers", "no context", "infinity"],
 )  # fmt: skip
 def test_refusals(tokenizer: Tokenizer, fields: dict[str, object], words: str) -> None:
     record = Record(records()[0].fields | fields, "f", 1)

@@ -198,6 +198,7 @@ def test_wsc(tokenizer: Tokenizer) -> None:
     ("fields", "words"),
     [({"passage": {"text": PARTY}}, "passage is"),
      ({"passage": {"text": PARTY, "questions": [{"answers": []}]}}, "a question is None"),
+     ({"passage": {"text": PARTY, "questions": []}}, None),
      ({"passage": {"text": PARTY, "questions": [7]}}, "a question is None; text, in an object with its answers"),
      (RECORD | {"passage": {"text": PARTY, "entities": [{"start": float("inf"), "end": 2}]}}, "entities or answers are missing"),
      (MULTIRC | {"passage": {"text": PARTY, "questions": [{"question": "q"}]}}, "answers is None; a list of {text, label}"),
@@ -205,8 +206,8 @@ def test_wsc(tokenizer: Tokenizer) -> None:
      (RECORD | {"qas": [{"query": "who?", "answers": []}]}, "3 entities for the query 'who\\?'"),
      ({"context": PARTY, "question": "q", "answers": [{"text": "a", "label": 2}]}, "answers is"),
      ({"context": PARTY, "question": "q"}, "no field 'answers'")],
-    ids=["questions", "question", "number", "infinity", "labels", "answers", "place", "label", "key"],
+    ids=["questions", "question", "none", "number", "infinity", "labels", "answers", "place", "label", "key"],
 )  # fmt: skip
-def test_refusals(tokenizer: Tokenizer, fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(InputError, match=f"f: line 1: .*{words}"):
+def test_refusals(tokenizer: Tokenizer, fields: dict[str, Any], words: str | None) -> None:
+    with pytest.raises(InputError, match=f"f: line 1: .*{words}" if words else "f: objective: choice finds no example in 1 record"):
         make_examples("choice", [Record(fields, "f", 1)], tokenizer, DATA)

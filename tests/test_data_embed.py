@@ -16,7 +16,7 @@ from test_train import MACHINE, recipe_of
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, make_examples, texts_of
 from modelcenter.data.packing import Packed
-from modelcenter.data.record import Record
+from modelcenter.data.record import Few, Mixture, Record
 from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
@@ -178,10 +178,22 @@ def test_rows_and_what_is_shown(tokenizer: Tokenizer) -> None:
     assert shown == "<s>query: ab</s>\n  to: <s>cd</s>\n  score: 0.8"
 
 
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("first", [1, 2])
+def test_sources_of_a_mixture_have_as_many_negatives(first: int, packing: bool, tokenizer: Tokenizer) -> None:
+    """A batch of both took as many as the first source has, or broke off at one that has fewer."""
+    data = DataConfig(**PAIR, negative_key="far", seq_len=20, packing=packing)
+    sources = [Few([Record({"a": "ab", "b": "cd", "far": ["e"] * many}, "f", 1)]) for many in (first, 3 - first)]
+    with pytest.raises(InputError, match=r"^data\.negative_key: 1 negatives in one source, 2 in another; as many in each"):
+        make_examples("contrastive", Mixture(sources, [1.0, 1.0]), tokenizer, data)
+    assert len(make_examples("contrastive", Mixture(sources[:1] * 2, [1.0, 1.0]), tokenizer, data)) == 2
+
+
 @pytest.mark.parametrize(("objective", "fields", "keys", "said"), [
     ("contrastive", {}, {"pair_key": None}, "data.pair_key: absent with objective contrastive"),
     ("contrastive", {}, {"negative_key": "none"}, "line 1: no field 'none'"),
     ("contrastive", {"far": ["a"]}, {"negative_key": "far"}, "line 2: 1 negatives where the first record has 2; as many"),
+    ("similarity", {"label": 10**400}, {}, "label is 1000"),
     ("contrastive", {"far": ["a", 2]}, {"negative_key": "far"}, "line 2: far holds 2"),
     ("similarity", {"label": "good"}, {"score_max": 5.0}, "line 2: label is 'good'; a number of -5 to 5"),
     ("similarity", {"label": 5.5}, {"score_max": 5.0}, r"line 2: label is 5.5; .*data\.score_max"),

@@ -456,6 +456,9 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
     ("multilabel", {"text": "a", "label": ["x", 1]}, {}, "line 1: label has 1; a name, as elsewhere"),
     ("multilabel", {"text": "a", "label": []}, {}, "no label; two labels at least"),
     ("multilabel", {"text": "a", "label": 1.5}, {}, "label is '1.5'; a list of labels"),
+    ("multilabel", {"text": "a", "label": [0, 10**7]}, {}, "0000]; numbers from 0 on, below 10,000,000"),
+    ("tag", {"tokens": ["a", "b"], "tags": [0, 10**7]}, {}, "0000]; numbers from 0 on, below 10,000,000"),
+    ("regress", {"text": "a", "label": 10**400}, {}, "label is 1000"),
 ])
 def test_refusals(bpe: Tokenizer, objective: Any, fields: dict[str, Any], data: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said) as error:

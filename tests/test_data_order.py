@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from modelcenter.data import order as module
 from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
 from modelcenter.data.examples import Examples
@@ -85,6 +86,27 @@ def test_each_source_has_epochs_of_its_own(sizes: list[int], seed: int) -> None:
         for epoch in range(len(places) // size):
             assert sorted(places[epoch * size : (epoch + 1) * size]) == [(epoch, k) for k in range(size)]
         assert [index for _, index in places[:size]] == order(size, seed, 0, sizes[:k].count(size)).tolist()
+
+
+def test_an_order_is_drawn_once_an_epoch_and_kept_no_longer_than_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mixture of more than 16 sources it was drawn for each sample; of one source the last 16 epochs stayed in memory."""
+    drawn: list[tuple[int, int]] = []
+
+    def counted(size: int, seed: int, epoch: int, twin: int = 0) -> Any:
+        drawn.append((size, epoch))
+        return order(size, seed, epoch, twin)
+
+    monkeypatch.setattr(module, "order", counted)
+    blend = Blended(range(40, 60), [1.0] * 20, 0, True)
+    for position in range(20 * 40 * 3):
+        blend.place(position)
+    assert sorted(drawn) == [(size, epoch) for size in range(40, 60) for epoch in range(3)]
+    drawn.clear()
+    for one in (Shuffled(8, 0), Grouped(np.arange(8), 0, 3)):
+        for position in (*range(70), *range(68, 62, -1)):  # and back: each rank's share of a batch is looked at
+            one.place(position)
+            assert len(one.epochs) <= 2
+    assert drawn == [(8, epoch) for epoch in range(9)] * 2
 
 
 def test_rows_of_sources_of_one_size_do_not_come_together() -> None:

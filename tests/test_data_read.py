@@ -5,7 +5,10 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +94,56 @@ def test_csv_fields_may_span_lines_and_be_long(tmp_path: Path) -> None:
     assert [len(r.fields["text"]) for r in read_records(str(file))] == [3, 200_000]
 
 
+def test_the_places_of_rows_take_little_memory(tmp_path: Path) -> None:
+    """Which those of a file of millions did not: a list of tuples has 170 bytes a row."""
+    file = write(tmp_path / "a.csv", "text\n" + "a b\n" * 200_000)
+    tracemalloc.start()
+    try:
+        assert len(read_records(str(file))) == 200_000
+        assert tracemalloc.get_traced_memory()[1] < 80 * 200_000
+    finally:
+        tracemalloc.stop()
+
+
+MANY = """
+import resource, sys
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), hard if sys.argv[3] == "more" else int(sys.argv[2])))
+from modelcenter.data.read import read_records
+from modelcenter.errors import InputError
+try:
+    records = read_records(sys.argv[1])
+    print(len(records), open(sys.argv[0]).readline() == "", sum(len(r.fields) for r in records))
+except InputError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.bin"])
+def test_more_files_than_a_process_may_have_open_by_default(name: str, tmp_path: Path) -> None:
+    """Which are 1024 as a rule."""
+    (tmp_path / "read.py").write_text(MANY)  # which opens a file beside them, too
+    for k in range(60):
+        place = tmp_path / "in" / f"{k:02}"
+        place.mkdir(parents=True)
+        if name == "a.parquet":
+            parquet = pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(pytest.importorskip("pyarrow").table({"text": ["x"]}), place / name)
+        elif name == "a.bin":
+            tokens(place / "a", [[1, 2]])
+        else:
+            write(place / name, '{"text": "x"}')
+
+    def run(*words: str) -> str:
+        done = subprocess.run([sys.executable, tmp_path / "read.py", tmp_path / "in", *words], capture_output=True, text=True,
+                              check=True)
+        return done.stdout.strip()
+
+    assert run("50", "more") == "60 False 60"
+    if name == "a.jsonl":
+        assert run("50", "none").endswith("cannot be read (Too many open files); fewer files, or a higher limit (ulimit -Hn)")
+
+
 def test_folder_and_glob(tmp_path: Path) -> None:
     for name in ("b/2.txt", "a.txt", ".git/x.txt", "b/.hidden"):
         write(tmp_path / name, name)
@@ -104,6 +157,31 @@ def test_folder_and_glob(tmp_path: Path) -> None:
     for key, wanted in {"path": "format or a glob", "prompts": "a glob"}.items():  # as `tokenize` and `generate` call it
         with pytest.raises(InputError, match=rf"{key}: a folder of jsonl and text files; {wanted}$"):
             find_files(str(tmp_path), key=key)
+
+
+def test_a_glob_of_token_files_and_of_texts_is_refused(tmp_path: Path) -> None:
+    tokens(tmp_path / "b", [[1, 2], [3]])
+    write(tmp_path / "b.json", "{}")  # what `tokenize` says of them
+    assert len(read_records(f"{tmp_path}/*")) == 2
+    for name in ("a.jsonl", "c.jsonl"):
+        file = write(tmp_path / name, '{"text": "x"}')
+        with pytest.raises(InputError, match=rf"data\.path: token files, and {name}; one kind, or a mapping of each to its weight"):
+            read_records(f"{tmp_path}/*")
+        file.unlink()
+
+
+def test_links_in_a_folder(tmp_path: Path) -> None:
+    """Those to folders were passed by, and those to what nobody has fetched yet: a part of the data was missing without a word."""
+    for name in ("all/a.txt", "else/b.txt", "else/.c/d.txt"):
+        write(tmp_path / name, name)
+    for name, to in (("shard", tmp_path / "else"), ("same", tmp_path / "else"), ("round", tmp_path / "all"),
+                     (".not", tmp_path / "gone")):  # fmt: skip
+        (tmp_path / "all" / name).symlink_to(to)
+    assert [str(f.relative_to(tmp_path)) for f in find_files(str(tmp_path / "all"))] == ["all/a.txt", "all/same/b.txt"]
+    (tmp_path / "all" / "z.txt").symlink_to(tmp_path / "gone")
+    for path in ("all", "all/*.txt", "all/z.txt"):
+        with pytest.raises(InputError, match=r"all/z\.txt: data\.path: a link to what is not there; the data that it stands for"):
+            find_files(str(tmp_path / path))
 
 
 def test_a_folder_that_is_closed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +381,9 @@ def test_a_text_of_several_fields() -> None:
         record.text("{b} {c}", "data.text_key")
     with pytest.raises(InputError, match="n is 1"):
         record.text("{n} of {b}", "data.text_key")
+    for key in ("{a", "{}"):  # would be the text of every record
+        with pytest.raises(InputError, match=rf"file.jsonl: line 3: no field '{re.escape(key)}'; .*\(data.text_key names"):
+            record.text(key, "data.text_key")
 
 
 def test_a_dot_goes_into_a_field() -> None:

@@ -68,9 +68,10 @@ def test_text_and_numbers_will_do(tags: object) -> None:
     ("fields", "words"),
     [({"tokens": ["a"], "tags": ["O", "O"]}, "1 words and 2 tags"), ({"tokens": [], "tags": []}, "tokens is"),
      ({"tokens": ["a", 1], "tags": ["O", "O"]}, "the word 1"), ({"tokens": ["a"]}, "no field 'tags'"),
+     ({"tokens": ["a", "zb"], "tags": ["O", "O"]}, "character 0, 'z' is not in the vocabulary"),
      ({"tokens": ["a"], "tags": ["B-X"]}, "tags: 'B-X' is no label"),
      ({"tokens": ["a"], "tags": [["O"]]}, r"tags has \['O'\]; the name or")],
-    ids=["lengths", "empty", "number", "absent", "unknown", "list"],
+    ids=["lengths", "empty", "number", "absent", "character", "unknown", "list"],
 )  # fmt: skip
 def test_refusals(fields: dict[str, object], words: str) -> None:
     with pytest.raises(InputError, match=f"f: line 1: {words}"):

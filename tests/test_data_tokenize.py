@@ -243,6 +243,23 @@ def test_what_another_process_has_just_made_is_there(asked: Tokenization, monkey
     assert not tokenize(asked)["made"] and left(asked.out) == ["a.bin", "a.idx", "a.json"]
 
 
+@pytest.mark.parametrize("key", ["{a}: {b.c}", "b.c"])
+def test_a_text_of_several_fields_or_inside_another(asked: Tokenization, key: str, tmp_path: Path) -> None:
+    """Of which the fields were given away empty: of each record the letters between its fields were left."""
+    rows = [{"a": f"a{k}", "b": {"c": f"b{k}"}} for k in range(3)]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenize(replace(asked, path=str(tmp_path / "b.jsonl"), text_key=key))
+    ids, tokenizer = read_records(f"{asked.out}.bin"), module.load_tokenizer(asked.tokenizer)
+    told = [tokenizer.decode(record.fields["ids"]) for record in ids]
+    assert told == [f"{row['a']}: {row['b']['c']}" if "{" in key else row["b"]["c"] for row in rows]
+
+
+def test_the_files_are_named_as_they_are(asked: Tokenization, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in (asked.out, f"{asked.out}.bin"):
+        assert main(["tokenize", asked.path, out, "--tokenizer", asked.tokenizer, "processes=1"]) == 0
+        assert capsys.readouterr().out.startswith(f"{asked.out}.bin: ")
+
+
 def test_a_claim_that_was_given_up_is_none(asked: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opened while another process held it, which has removed it since: a third may have claimed anew."""
     lock = Path(asked.out).parent / ".a.lock"

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import random
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from modelcenter.data.config import DataConfig
+from modelcenter.data.objective import make_examples
+from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import ROLES, CharTokenizer, ForeignTokenizer, Tokenizer
 from modelcenter.data.tokenizer_open import load_tokenizer, open_tokenizer
 from modelcenter.data.tokenizer_train import train_tokenizer
@@ -504,4 +509,42 @@ def test_what_is_no_text_and_what_are_not_the_ids_of_one_are_refused() -> None:
 def test_a_tokenizer_without_unknown(tmp_path: Path) -> None:
     """A word-level vocabulary that lacks a word is found at the text, not at the load."""
     tokenizers.Tokenizer(models.WordLevel({"hello": 0, "there": 1})).save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path).encode("hello") == [0]
+    found = load_tokenizer(tmp_path)
+    assert found.encode("hello") == [0]
+    said = r"'bye' cannot be encoded \(WordLevel error: Missing \[UNK\].*\); a tokenizer with a token for unknown words"
+    for cut in (found.encode, found.encode_places, lambda text: list(found.encode_all(["hello", text])),
+                lambda text: found.encode_pair("hello", text), lambda text: list(found.windows("hello", text, 8, 1)),
+                lambda text: found.encode_words(["hello", text], 8)):  # fmt: skip
+        with pytest.raises(InputError, match=rf"^{tmp_path}/tokenizer\.json: {said}"):
+            cut("bye")  # type: ignore[operator]  # of several kinds
+    some = [Record({"text": text, "label": 0}, "f", line) for line, text in enumerate(("hello", "there", "bye", "hello"), 1)]
+    for objective in ("lm", "classify"):
+        with pytest.raises(InputError, match=f"^f: line 3: {said}"):
+            make_examples(objective, some, found, DataConfig(path="x", seq_len=8), names=("a", "b"))
+
+
+def test_nobodys_home_is_no_folder() -> None:
+    with pytest.raises(MissingError, match=r"^~nobody-is-called-so/x: tokenizer: no such folder"):
+        load_tokenizer("~nobody-is-called-so/x")
+
+
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    for found in (train_tokenizer(["a"], 300), CharTokenizer.train(["a"])):
+        with pytest.raises(InputError, match=r"^text: half a surrogate pair at character 1; valid Unicode"):
+            found.encode("a\ud800")
+
+
+def test_characters_of_a_corpus_that_fits_in_no_memory() -> None:
+    class Text(str):
+        pass
+
+    alive: list[Any] = []
+
+    def texts() -> Iterator[str]:
+        for k in range(9):
+            assert sum(there() is not None for there in alive) < 2
+            text = Text(f"a{k}")
+            alive.append(weakref.ref(text))
+            yield text
+
+    assert len(CharTokenizer.train(texts())) == 10

@@ -1,6 +1,7 @@
 """Metrics against scikit-learn, scipy, sacrebleu and published values."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,19 @@ def test_classes_as_scikit_learn(found: np.ndarray, wanted: np.ndarray) -> None:
     for average_, ours in (("macro", labels.f1_macro), ("micro", labels.f1_micro)):
         assert ours(found, wanted) == pytest.approx(of.f1_score(wanted, found, average=average_, zero_division=0))
     assert labels.mcc(found, wanted) == pytest.approx(of.matthews_corrcoef(wanted, found))
+
+
+def test_many_classes_take_the_memory_of_few() -> None:
+    """Each was compared with each example: 100,000 of 5,000 classes took 1.4 GB and 6 s."""
+    found, wanted = np.random.default_rng(1).integers(0, 2000, (2, 20_000))
+    tracemalloc.start()
+    try:
+        several = labels.f1_macro(found, wanted)
+        assert tracemalloc.get_traced_memory()[1] < 100 * 20_000
+    finally:
+        tracemalloc.stop()
+    pairs = [(2 * int(((found == c) & (wanted == c)).sum()), int((found == c).sum() + (wanted == c).sum())) for c in range(2000)]
+    assert several == pytest.approx(np.mean([right / there for right, there in pairs if there]))
 
 
 def test_several_labels_as_scikit_learn() -> None:

@@ -1,6 +1,7 @@
 """`modelcenter generate`."""
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
@@ -103,7 +104,7 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
     rows, written = [], write(model, tokenizer, prompts, asked.batch, **options)
     for record, talk, prompt, texts in zip(records, talks, prompts, written, strict=True):
         begin = 0 if talk is None or model.encoder_decoder else len(prompt)
-        said = talk if talk is not None else record.fields[key]
+        said = talk if talk is not None else record.text(key, "prompt_key")
         new = [{"prompt": said, "text": tokenizer.decode(ids[begin:]), "ids": ids} for ids in texts]
         rows += new
         if out is not None:
@@ -132,9 +133,10 @@ def read_prompts(file: str, key: str) -> "list[Record]":
     if Path(file).suffix not in (".txt", ""):
         return list(read_records(file, key="prompts"))
     try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         refuse(file, None, getattr(error, "strerror", None) or "not UTF-8", "a .txt with a prompt a line, or .jsonl")
+    lines = text.split("\n")  # what else ends a line in Python may stand in a prompt
     if not any(line.strip() for line in lines):
         refuse(file, None, "no prompt", "a prompt a line")
     return [Record({key: line}, file, number) for number, line in enumerate(lines, 1) if line.strip()]

@@ -23,4 +23,4 @@ def tokenize(args: Arguments) -> Answer:
         asked = replace(asked, tokenizer=hubs().get(asked.tokenizer) or asked.tokenizer)
     said = write(asked)
     done = "" if said["made"] else ", which are there already"
-    return Answer(f"{asked.out}.bin: {said['tokens']:,} tokens of {said['documents']:,} documents{done}", said)
+    return Answer(f"{asked.out.removesuffix('.bin')}.bin: {said['tokens']:,} tokens of {said['documents']:,} documents{done}", said)

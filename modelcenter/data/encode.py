@@ -1,14 +1,14 @@
 """Texts into token ids. A text that cannot be encoded for the model is refused with its record. Nothing here imports torch."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import NoReturn, TypeVar
 
 from ..errors import refuse
 from .record import Record
-from .tokenizer import Tokenizer, UnknownCharacter
+from .tokenizer import Tokenizer, Uncut, UnknownCharacter
 
 Row = TypeVar("Row", tuple[Record, str], tuple[Record, str, str | None])
 PORTION = 1 << 20  # characters that are encoded at a time: enough for all cores, little beside what a process holds anyway
@@ -61,10 +61,13 @@ class Reader:
             return self.check(record, text, ids), places
 
     @contextmanager
-    def naming(self, record: Record) -> Iterator[None]:
-        """A context that refuses a record for a character that the tokenizer does not know."""
+    def naming(self, record: Record, others: Sequence[Row] = ()) -> Iterator[None]:
+        """A context that refuses a record for what the tokenizer does not know; or one of the `others` that are cut with it."""
         try:
             yield
+        except Uncut as e:
+            odd = next((row[0] for row in others if e.text in row[1:]), record)
+            odd.refuse(e.found, e.wanted)
         except UnknownCharacter as e:
             where = f"character {e.offset}, " if record.line is not None else ""
             found = f"{where}{e.character!r}{'' if self.train else ' of the evaluation data'} is not in the vocabulary"
@@ -77,7 +80,7 @@ class Reader:
         for some in portions(pairs):
             found = self.tokenizer.encode_pairs([(first, second) for _, first, second in some], limit)
             for record, first, second in some:
-                with self.naming(record):
+                with self.naming(record, some):
                     ids, segments = next(found)
                 if not self.holds(ids):
                     self.encode(record, first)
@@ -119,7 +122,7 @@ class Reader:
         for some in portions(texts):
             found = self.tokenizer.encode_all([text for _, text in some])
             for record, text in some:
-                with self.naming(record):
+                with self.naming(record, some):
                     ids = next(found)
                 yield record, self.check(record, text, ids)
 

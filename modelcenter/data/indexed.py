@@ -119,7 +119,8 @@ class Tokens(Part):
         """Where each document starts, and the end of the last; none is empty."""
         starts = self.ends - [file.total for file in self.files]
         every = np.concatenate([file.bounds + start for file, start in zip(self.files, starts, strict=True)])
-        return np.unique(every.clip(self.first, self.last)) - self.first
+        every = every.clip(self.first, self.last) - self.first
+        return every[np.diff(every, prepend=-1) > 0]  # they rise: np.unique, which does not know it, takes 24 s for 20 million
 
     def flat(self, start: int, stop: int) -> Ids:
         """The ids [start, stop); one that the model lacks is refused by its place."""

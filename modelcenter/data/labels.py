@@ -7,6 +7,8 @@ from ..errors import nearest, refuse
 from .objective import Names
 from .record import Record, declared
 
+MOST = 10_000_000  # classes that go by number: what has more are no classes, and a name for each would take all memory
+
 
 def label_names(
     records: Sequence[Record], labels: Callable[[Record], Iterable[Any]], key: str, known: Names = (), *, gaps: bool = True
@@ -29,8 +31,8 @@ def label_names(
         names = tuple(sorted(values))
     else:
         there = sorted(n for n in numbers if n is not None)
-        if there and (there[0] < 0 or (not gaps and there[-1] >= len(there))):
-            wanted = "numbers from 0 on" if gaps else "numbers from 0 on without a gap"
+        if there and (there[0] < 0 or there[-1] >= (MOST if gaps else len(there))):
+            wanted = f"numbers from 0 on, below {MOST:,}" if gaps else "numbers from 0 on without a gap"
             refuse(records[0].file, key, f"the labels {str(there)[:80]}", wanted)
         names = tuple(f"LABEL_{n}" for n in range(max(there, default=-1) + 1))
     if len(names) < 2:

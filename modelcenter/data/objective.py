@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
-from ..errors import nearest, refuse
+from ..errors import counted, nearest, refuse
 from ..metrics.table import Of
 from .collate import Batch, describe_sample
 from .config import DataConfig
@@ -79,6 +79,10 @@ class Objective(ABC):
     def ends(self, tokenizer: "Tokenizer") -> tuple[int, ...]:
         """The ids that end a text of a model trained so, besides the end of text."""
         return ()
+
+    def mixed(self, sources: Sequence[Examples]) -> None:
+        """Refuse sources of a mixture whose examples cannot stand in one batch."""
+        return None
 
     def unlike(self, found: Examples, held_out: Examples) -> str:
         """What the held-out last part of the data lacks and the rest has, if that is no chance; empty otherwise."""
@@ -166,8 +170,11 @@ def make_examples(name: str, records: Sequence[Record], tokenizer: "Tokenizer", 
     if isinstance(records, Mixture) and (train or any(isinstance(source, Tokens) for source in records.sources)):
         sources = [source for source in records.sources if len(source)]
         each = partial(make_examples, vocab=vocab, seed=seed, train=train, names=names, segments=segments)
-        return Chain([each(name, source, tokenizer, data) for source in sources])
+        objective.mixed(made := [each(name, source, tokenizer, data) for source in sources])
+        return Chain(made)
     found = objective.examples(records, Reader(tokenizer, vocab, train, segments, seed, names), data)
+    if not len(found):  # articles and passages may be without questions
+        refuse(records[0].file, "objective", f"{name} finds no example in {counted(len(records), 'record')}", "one at least")
     if not train or not objective.packs:
         return found  # a metric compares them one by one
     whole = cast(Packable, found)

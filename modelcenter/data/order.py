@@ -5,7 +5,6 @@ Sample p of n examples is the `p % n`-th of epoch `p // n`. Nothing here depends
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Protocol
@@ -40,19 +39,6 @@ class Shuffled(Straight):
     def __init__(self, size: int, seed: int, twin: int = 0) -> None:
         super().__init__(size)
         self.seed, self.twin = seed, twin
-
-    def place(self, position: int) -> tuple[int, int]:
-        epoch, place = divmod(position, self.size)
-        return epoch, int(order(self.size, self.seed, epoch, self.twin)[place])
-
-
-class Grouped(Straight):
-    """A permutation in which the examples of a batch have about the same length. `GROUP` batches' worth of examples are sorted, and
-    their batches are drawn in any order. What completes the last batch of the epoch before comes first."""
-
-    def __init__(self, lengths: NDArray[np.int64], seed: int, batch: int) -> None:
-        super().__init__(len(lengths))
-        self.lengths, self.seed, self.batch = lengths, seed, batch
         self.epochs: dict[int, NDArray[np.int64]] = {}  # the last two: a batch may straddle them
 
     def place(self, position: int) -> tuple[int, int]:
@@ -63,6 +49,18 @@ class Grouped(Straight):
 
     def of(self, epoch: int) -> NDArray[np.int64]:
         """The whole order of an epoch."""
+        return order(self.size, self.seed, epoch, self.twin)
+
+
+class Grouped(Shuffled):
+    """A permutation in which the examples of a batch have about the same length. `GROUP` batches' worth of examples are sorted, and
+    their batches are drawn in any order. What completes the last batch of the epoch before comes first."""
+
+    def __init__(self, lengths: NDArray[np.int64], seed: int, batch: int) -> None:
+        super().__init__(len(lengths), seed)
+        self.lengths, self.batch = lengths, batch
+
+    def of(self, epoch: int) -> NDArray[np.int64]:
         drawn = order(self.size, self.seed, epoch)
         head = min(-epoch * self.size % self.batch, self.size)
         body = drawn[head:]
@@ -114,7 +112,6 @@ class Blended:
         return epoch, int(self.starts[source]) + index
 
 
-@lru_cache(maxsize=16)  # a batch may straddle two epochs, a mixture has several sources, and evaluation takes its turn
 def order(size: int, seed: int, epoch: int, twin: int = 0) -> NDArray[np.int64]:
     """The permutation of an epoch; numpy's PCG64, so that no other use of randomness moves it."""
     return np.random.default_rng((seed, epoch, 0, 0, twin) if twin else (seed, epoch, 0)).permutation(size)

@@ -33,7 +33,7 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
     path = os.path.expanduser(path)
     here = Path(path)
     if here.is_dir():
-        found = [f for f in within(here, key) if f.is_file() and not hidden(f.relative_to(here)) and not beside(f)]
+        found = [f for f in within(here, key) if not hidden(f.relative_to(here)) and is_file(f, key) and not beside(f)]
         if format == "auto":
             kinds = sorted({format_of(f) for f in found})
             if len(kinds) > 1:
@@ -44,7 +44,7 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
     elif here.exists():
         found = [here] if here.is_file() else []
     else:
-        found = [f for f in map(Path, glob.glob(path, recursive=True)) if f.is_file()]
+        found = [f for f in map(Path, glob.glob(path, recursive=True)) if is_file(f, key)]
     if not found:
         if "," in path:
             refuse_missing(path, key, "no such file", f"of several files a list: {key}=[{path}]")
@@ -57,12 +57,26 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
 
 
 def within(folder: Path, key: str) -> list[Path]:
-    """Every file below `folder`. A folder that cannot be read is refused, because its data would be missing without a word."""
+    """Every file below `folder`, behind links too, but each folder once, and none that is hidden. A folder that cannot be read is
+    refused, because its data would be missing without a word."""
+    found, seen = list[Path](), set[str]()
 
     def no(error: OSError) -> NoReturn:
         refuse(error.filename, key, error.strerror or str(error), "a folder that can be read, or a glob of those that can")
 
-    return [Path(place, name) for place, _, names in os.walk(folder, onerror=no) for name in names]
+    for place, folders, names in os.walk(folder, onerror=no, followlinks=True):
+        once = (real := os.path.realpath(place)) not in seen
+        seen.add(real)
+        found += [Path(place, name) for name in names if once]
+        folders[:] = sorted(name for name in folders if once and not name.startswith("."))
+    return found
+
+
+def is_file(file: Path, key: str) -> bool:
+    """Whether it is a file. A link to nothing is refused, as data that nobody has fetched yet."""
+    if file.is_symlink() and not file.exists():
+        refuse(file, key, "a link to what is not there", "the data that it stands for, or a glob of those that are there")
+    return file.is_file()
 
 
 def hidden(path: Path) -> bool:
@@ -90,7 +104,9 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path", hea
         parts = [read_saved(folder, key)]
     else:
         files = find_files(path, format, key)
-        if format == "tokens" or (format == "auto" and format_of(files[0]) == "tokens"):
+        if "tokens" in (kinds := {format} if format != "auto" else {format_of(file) for file in files}):
+            if len(kinds) > 1 and (odd := [file for file in files if format_of(file) != "tokens" and not beside(file)]):
+                refuse(path, key, f"token files, and {odd[0].name}", "one kind, or a mapping of each to its weight")
             tokens = Tokens([TokenFile(file) for file in sorted({file.with_suffix(".bin") for file in files})])
             return tokens if len(tokens) else refuse(path, key, "no token", "data with at least one document")
         readers = dict(READERS)

@@ -68,8 +68,8 @@ class Record:
         return list(dotted(self.fields))
 
     def text(self, key: str, option: str) -> str:
-        """The field `key`, which must be text. If `key` is not a field, it is a text that names fields in braces."""
-        if "{" in key and key not in self.fields:
+        """The field `key`, which must be text. If `key` is not a field, it may be a text that names fields in braces."""
+        if key not in self.fields and FIELD.search(key):
             return FIELD.sub(lambda field: self.text(field[1], option), key)
         value = self.get(key, option)
         if not isinstance(value, str):

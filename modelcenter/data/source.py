@@ -3,12 +3,15 @@
 Bytes are read, not mapped: a file that shrinks while it is mapped kills the process, and here it is refused.
 """
 
+import errno
 import gzip
 import os
+import resource
 import tempfile
 import weakref
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +37,11 @@ class Source:
         try:
             self.fd = unpack(file) if file.name.endswith(".gz") else os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self.fd)
+            make_room(self.fd)
             self.size = os.fstat(self.fd).st_size
         except OSError as e:
-            refuse_missing(file, None, f"cannot be read ({e.strerror})", "a readable file")
+            wanted = "fewer files, or a higher limit (ulimit -Hn)" if e.errno == errno.EMFILE else "a readable file"
+            refuse_missing(file, None, f"cannot be read ({e.strerror})", wanted)
         if self.size > TAR[0] and self.read(TAR[0], min(TAR[0] + 8, self.size)) in TAR[1]:
             refuse(file, f"byte {TAR[0]}", "a tar archive", "the files in it: tar -xf unpacks them")
 
@@ -87,6 +92,15 @@ class Source:
             found = f"byte {e.start - first} (0x{data[e.start]:02x}) is not UTF-8"
             refuse(self.file, f"line {line}", found, "UTF-8 text: of GBK, iconv -f gb18030 -t utf-8 makes it")
         return text.removeprefix("\ufeff") if start == 0 else text
+
+
+def make_room(number: int) -> None:
+    """Where half of the files that the process may have open are, let it have as many as it is ever allowed: a corpus may have
+    thousands, and who reads it needs some for other things. `number`: the descriptor of the last, which tells about how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if number > soft // 2 and soft != hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def scratch() -> int:

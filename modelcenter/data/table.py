@@ -4,6 +4,7 @@ Both libraries are imported where they are used. A row group of parquet is in me
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from ..errors import nearest, refuse, refuse_missing
 from .record import ClassName, Part, Record, class_names
+from .source import make_room
 
 PREFIX = "datasets:"
 
@@ -27,6 +29,8 @@ class Parquet(Part):
             refuse_missing(file, None, "pyarrow, which reads parquet, is not installed", "pip install pyarrow")
         self.name = str(file)
         try:
+            os.close(free := os.open(file, os.O_RDONLY))  # the number that the library will get
+            make_room(free)
             self.file = pyarrow.parquet.ParquetFile(file)
         except (pyarrow.ArrowException, OSError) as e:
             refuse(file, None, f"not a parquet file ({first_line(e)})", "a whole .parquet file")

@@ -57,7 +57,7 @@ class Journal:
 
 def tokenize(asked: Tokenization) -> dict[str, Any]:
     """Write OUT.bin, OUT.idx and OUT.json; what OUT.json says. `tokenizer` is a folder or a hub id by now."""
-    out = Path(asked.out.removesuffix(".bin")).expanduser()
+    out = Path(os.path.expanduser(asked.out.removesuffix(".bin")))
     records, tokenizer = read_records(asked.path, asked.format, "path"), load_tokenizer(asked.tokenizer, {})
     if not len(records):
         refuse(asked.path, "path", "no record", "text")
@@ -107,7 +107,7 @@ def identity(asked: Tokenization, known: Sequence[Any]) -> list[Any]:
     `known` with the same name, size and time is the one that stands there."""
     if asked.path.startswith(PREFIX):
         return [asked.path]
-    folder = Path(asked.path).expanduser()
+    folder = Path(os.path.expanduser(asked.path))
     found = folder.rglob("*") if is_saved(folder) else find_files(asked.path, asked.format, "path")
     files = sorted(file for file in found if file.is_file())
     before = {tuple(entry[:3]): entry[3] for entry in known}
@@ -275,9 +275,8 @@ def deaf() -> Iterator[None]:
 
 
 def only(record: Record, key: str) -> Record:
-    """The record with only the wanted field. If it lacks that field, it has all, so that the refusal can name them."""
-    fields = {key: record.fields[key]} if key in record.fields else dict.fromkeys(record.fields, "")
-    return Record(fields, record.file, record.line, record.start, record.unit)
+    """The record with its text alone, under `key`, which may name several fields, or one inside another."""
+    return Record({key: record.text(key, "data.text_key")}, record.file, record.line, record.start, record.unit)
 
 
 def write_index(lengths: Path, index: Path, dtype: np.dtype[Any], journal: Journal) -> None:

@@ -8,6 +8,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from operator import index
@@ -116,8 +117,24 @@ class Tokenizer:
         """The ids of `text`; `special` adds what the tokenizer's own template adds ([CLS] ... [SEP], <s>, </s>). Errors:
         `InputError` for what is no text."""
         check_text(text)
-        ids: list[int] = self.raw.encode(text, add_special_tokens=special).ids
+        with self.cutting([text]):
+            ids: list[int] = self.raw.encode(text, add_special_tokens=special).ids
         return ids
+
+    @contextmanager
+    def cutting(self, texts: Sequence[str]) -> Iterator[None]:
+        """A context in which the library cuts `texts`: the first that it cannot cut is refused."""
+        try:
+            yield
+        except Exception as e:
+            if type(e) is not Exception:  # the library's own have no other class
+                raise
+            for text in texts:
+                try:
+                    self.raw.encode(text)
+                except Exception:
+                    raise Uncut(self.name, text, str(e)) from None
+            raise
 
     def begin(self, text: str) -> list[int]:
         """The ids of a text that is to be continued: in the template, without the end of text that this may add."""
@@ -134,7 +151,9 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """The ids of each text without the template: the same as one by one, and made by all cores."""
-        for encoding in self.raw.encode_batch_fast(texts, add_special_tokens=False):
+        with self.cutting(texts):
+            found = self.raw.encode_batch_fast(texts, add_special_tokens=False)
+        for encoding in found:
             yield encoding.ids
 
     def encode_pair(self, first: str, second: str | None = None, limit: int | None = None
@@ -149,7 +168,8 @@ class Tokenizer:
                      ) -> Iterator[tuple[list[int], list[int]]]:
         """The same of each pair. All cores cut the texts, and each text once: a passage may stand in hundreds of pairs."""
         texts = list(dict.fromkeys(text for pair in pairs for text in pair if text is not None))
-        cut = dict(zip(texts, self.raw.encode_batch_fast(texts, add_special_tokens=False), strict=True))
+        with self.cutting(texts):
+            cut = dict(zip(texts, self.raw.encode_batch_fast(texts, add_special_tokens=False), strict=True))
         if limit is not None:
             self.raw.enable_truncation(limit)
         try:
@@ -166,10 +186,11 @@ class Tokenizer:
         """
         self.raw.enable_truncation(limit)
         try:
-            both, first, second = (self.raw.encode(text, add_special_tokens=False).tokens for text in ("a b", "a", "b"))
-            spaced = both != first + second
-            given = [word if k == 0 or not spaced else f" {word}" for k, word in enumerate(words)]
-            encoding = self.raw.encode(given, is_pretokenized=True)
+            with self.cutting([*words, "a", "b"]):
+                both, first, second = (self.raw.encode(text, add_special_tokens=False).tokens for text in ("a b", "a", "b"))
+                spaced = both != first + second
+                given = [word if k == 0 or not spaced else f" {word}" for k, word in enumerate(words)]
+                encoding = self.raw.encode(given, is_pretokenized=True)
         finally:
             self.raw.no_truncation()
         return encoding.ids, encoding.word_ids
@@ -183,8 +204,9 @@ class Tokenizer:
             refuse(None, "data.seq_len", found, f"more than {lone + stride}, or a smaller data.stride than {stride}")
         # cut into tokens whole: tokenizers 0.23.2 drops what of `second` is beyond `limit` where it is to do both at once. What was
         # cut alone does not know that it is the second.
-        one, two = self.raw.encode_batch([first, second], add_special_tokens=False)
-        pair = self.raw.encode("a", "a")
+        with self.cutting([first, second, "a"]):
+            one, two = self.raw.encode_batch([first, second], add_special_tokens=False)
+            pair = self.raw.encode("a", "a")
         kind = next((t for t, s in zip(pair.type_ids, pair.sequence_ids, strict=True) if s == 1), 0)
         self.raw.enable_truncation(limit, stride=stride, strategy="only_second")
         try:
@@ -202,7 +224,8 @@ class Tokenizer:
 
     def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of `text` without the template, and of each the characters from and to which it stands."""
-        encoding = self.raw.encode(text, add_special_tokens=False)
+        with self.cutting([text]):
+            encoding = self.raw.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def offset(self, text: str, token: int) -> int:
@@ -240,6 +263,10 @@ class Tokenizer:
 def check_text(text: object) -> None:
     if not isinstance(text, str):
         refuse(None, "text", f"a {type(text).__name__}", "one text, as a str; encode_all takes several")
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        refuse(None, "text", f"half a surrogate pair at character {e.start}", "valid Unicode")
 
 
 def numbers(ids: Iterable[int]) -> list[int]:
@@ -263,6 +290,16 @@ def unspaced(step: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**step, **steps, **{key: value for key, value in never.items() if key in step}}
 
 
+class Uncut(InputError):
+    """A text that the library cannot cut: as a rule its vocabulary lacks a word, and has no token for what is unknown."""
+
+    wanted = "a tokenizer with a token for unknown words"
+
+    def __init__(self, name: str, text: str, said: str) -> None:
+        self.text, self.found = text, f"{short(text)} cannot be encoded ({said})"
+        super().__init__(message(name, None, self.found, self.wanted))
+
+
 class UnknownCharacter(InputError):
     """A character that a `CharTokenizer` has not seen, and its place in the text."""
 
@@ -283,8 +320,10 @@ class CharTokenizer(Tokenizer):
     @classmethod
     def train(cls, texts: Iterable[str]) -> "CharTokenizer":
         """The characters of `texts`; as nanoGPT's data/shakespeare_char/prepare.py numbers them."""
-        characters = sorted(set().union(*texts))
-        if not characters:
+        found = set[str]()
+        for text in texts:  # one at a time: a corpus need not fit into memory
+            found.update(text)
+        if not (characters := sorted(found)):
             refuse(None, "tokenizer", "char over an empty text", "training text")
         raw = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}))
         raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

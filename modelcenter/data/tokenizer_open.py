@@ -65,7 +65,7 @@ def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | Non
     """
     if not isinstance(name, str | os.PathLike):
         refuse(None, "name", f"a {type(name).__name__}", "a folder, a preset or a hub id")
-    folder = Path(name).expanduser()  # which wins over a preset of its name, as for the weights
+    folder = Path(os.path.expanduser(name))  # which wins over a preset of its name, as for the weights
     if not folder.is_dir():
         folder = _fetch(str(name), presets)
     folder = _of_base(folder, presets)
@@ -277,7 +277,7 @@ def _of_base(folder: Path, presets: Mapping[str, str | None] | None) -> Path:
     if not isinstance(base, str) or not base:
         return folder  # which is refused as the model, or as a folder without a tokenizer
     check_base(folder, base)
-    there = Path(base).expanduser()
+    there = Path(os.path.expanduser(base))
     return there if there.is_dir() else _fetch(base, presets)
 
 

@@ -21,9 +21,10 @@ def counts(found: Numbers, wanted: Numbers) -> tuple[NDArray[np.float64], NDArra
     f, w = np.asarray(found), np.asarray(wanted)
     if f.ndim == 2:
         return ((f * w) == 1).sum(0).astype(float), (f == 1).sum(0).astype(float), (w == 1).sum(0).astype(float)
-    classes = np.unique(np.concatenate([f, w]))[:, None]
-    at, there = f == classes, w == classes
-    return (at & there).sum(1).astype(float), at.sum(1).astype(float), there.sum(1).astype(float)
+    classes, which = np.unique(np.concatenate([f, w]), return_inverse=True)
+    f, w = np.split(which, [len(f)])
+    right, at, there = (np.bincount(x, minlength=len(classes)).astype(float) for x in (f[f == w], f, w))
+    return right, at, there
 
 
 def ratio(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -200,7 +200,7 @@ class Valued(Labelled):
         value = value.among.index(value) if isinstance(value, ClassName) else value
         try:
             number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):  # the last: an integer may have any length
             number = math.nan
         if not math.isfinite(number) or number == IGNORED:
             record.refuse(f"{key} is {value!r}", f"a number other than {IGNORED}")

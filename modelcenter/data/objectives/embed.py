@@ -13,7 +13,7 @@ import numpy as np
 from ...errors import refuse
 from ..collate import Batch, nth, pack, shortened, stack, stack_mask, tensor
 from ..config import DataConfig
-from ..examples import Packable
+from ..examples import Examples, Packable
 from ..objective import Objective, register
 from ..ragged import Ids, Ragged
 from ..record import Record
@@ -38,6 +38,11 @@ class Embed(Objective):
 
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
         return iter(texts_of_row(record, data))
+
+    def mixed(self, sources: Sequence[Examples]) -> None:
+        whole = [getattr(source, "examples", source) for source in sources]  # packed
+        if len(many := sorted({one.many - 2 for one in whole if isinstance(one, Texts)})) > 1:
+            refuse(None, "data.negative_key", f"{many[0]} negatives in one source, {many[-1]} in another", "as many in each")
 
 
 @register
@@ -134,7 +139,7 @@ class Scored(Texts):
         value = record.get(data.label_key, "data.label_key")
         try:
             number = math.nan if isinstance(value, bool) else float(value) / data.score_max
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not -1 <= number <= 1:
             wanted = f"a number of -{data.score_max:g} to {data.score_max:g} (data.score_max)"

@@ -74,7 +74,9 @@ class Questions(Asked, Examples):
         self.labels: list[tuple[int, int]] = []
         for record in records:
             for question in questions(record, data):
-                for ids, segments, starts, stops in tokenizer.windows(question.text, question.context, data.seq_len, data.stride):
+                with read.naming(record):
+                    windows = list(tokenizer.windows(question.text, question.context, data.seq_len, data.stride))
+                for ids, segments, starts, stops in windows:
                     if not read.holds(ids):
                         read.refuse(record, ids)
                     for rows, row in ((self.ids, ids), (self.segments, segments), (self.starts, starts), (self.stops, stops)):
@@ -170,6 +172,7 @@ def question_of(record: Record, fields: dict[str, Any], context: str, data: Data
         record.refuse(f"{data.answers_key} is {str(answers)[:60]}", "a list of {text, answer_start}")
     if not isinstance(text, str):
         record.refuse(f"{data.question_key} is {str(text)[:60]}", "text (data.question_key names the field)")
-    if found and context[found[0][1] : found[0][1] + len(found[0][0])] != found[0][0]:
+    found = [(said, at) for said, at in found if said]  # an empty text is how some data say that there is none
+    if found and (found[0][1] < 0 or context[found[0][1] : found[0][1] + len(found[0][0])] != found[0][0]):
         record.refuse(f"the answer {found[0][0][:40]!r} does not stand at character {found[0][1]}", "its answer_start")
     return Question(text, context, [t for t, _ in found], found[0][1] if found else -1)

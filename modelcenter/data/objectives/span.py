@@ -58,9 +58,11 @@ class Spans(Sequences):
             self.starts, self.stops = self.starts[:-1], self.stops[:-1]
         if not len(self.starts):
             refuse(None, "data.path", f"{tokens.total} tokens in all", "at least two")
-        counts = [spans_of(int(n), self.density, self.mean) for n in self.stops - self.starts]
-        self.sentinels = sentinels(read.tokenizer, max(k for _, k in counts), read.vocab)
-        self.lengths = self.stops - self.starts + np.array([2 * k + 2 for _, k in counts])  # of source and target together
+        raws = self.stops - self.starts  # all the same, but for the last: there may be many millions
+        first, last = (spans_of(int(n), self.density, self.mean)[1] for n in raws[[0, -1]])
+        self.sentinels = sentinels(read.tokenizer, max(first, last), read.vocab)
+        self.lengths = raws + 2 * first + 2  # of source and target together
+        self.lengths[-1] = raws[-1] + 2 * last + 2
         self.size = int(self.lengths.max())
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:

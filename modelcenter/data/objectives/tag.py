@@ -56,7 +56,8 @@ class Tagged(Sequences):
         total = lost = 0
         for record in records:
             words, tags = sentence(record, data)
-            ids, where = read.tokenizer.encode_words(words, data.seq_len)
+            with read.naming(record):
+                ids, where = read.tokenizer.encode_words(words, data.seq_len)
             total += len(words)
             lost += len(words) - len({*where} - {None})
             if not read.holds(ids):
