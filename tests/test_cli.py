@@ -14,6 +14,7 @@ import modelcenter as mc
 from modelcenter.__main__ import VERBS, main
 from modelcenter.checkpoint.atomic import staging
 from modelcenter.cli.arguments import Answer, take_apart
+from modelcenter.cli.generate import read_prompts
 from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
 
@@ -459,6 +460,12 @@ def test_evaluate_takes_a_preset_and_a_hub_id(here: Path, capsys: pytest.Capture
     assert "me/mine: offline, and me/mine (revision main) is neither a folder nor cached; " in capsys.readouterr().err
 
 
+def test_a_line_of_a_file_is_one_prompt(here: Path) -> None:
+    """Whatever else Python ends lines at."""
+    (here / "p.txt").write_text("the\u2028cat\na\x0cmat\x85\n\n")
+    assert [record.fields["q"] for record in read_prompts("p.txt", "q")] == ["the\u2028cat", "a\x0cmat\x85"]
+
+
 def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One small run through every verb that does work; the numbers of one verb agree with those of another."""
     (here / "a.txt").write_text("the cat sat on the mat. " * 60)
@@ -505,6 +512,10 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
         rows = json.loads(capsys.readouterr().out)
         said_of = ["the cat", "a mat. the cat", "the"]
         assert rows == {"out": "o.jsonl", "texts": 6} or [row["prompt"] for row in rows[::2]] == said_of
+    (here / "n.jsonl").write_text('{"a": {"b": "the"}, "c": "cat"}\n')
+    for key, text in {"a.b": "the", "{a.b} {c}": "the cat"}.items():  # a field inside another, and several
+        assert main(["generate", "copy", "prompts=n.jsonl", f"prompt_key={key}", "max_new_tokens=1", "--json"]) == 0
+        assert [row["prompt"] for row in json.loads(capsys.readouterr().out)] == [text]
     (here / "none.jsonl").write_text('{"q": "the cat"}\n{"q": ""}\n')
     assert main(["generate", "copy", "prompts=none.jsonl", "prompt_key=q", *beams]) == 2
     assert "error: none.jsonl: line 2: q has no token; a text to go on with" in capsys.readouterr().err

@@ -46,7 +46,8 @@ def told(folder: Path, key: str, values: list[float]) -> Callable[..., dict[str,
                          [("loss", [3, 1, 2, 1.5, 0], 4, 8), ("perplexity", [3, 4, 2, 2, 2], 6, 10), (None, [3, 1, 2, 2, 0], 8, 8)],
                          ids=["loss", "perplexity", "only-patience"])  # fmt: skip
 def test_the_best_is_kept_and_a_run_without_a_better_one_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: str | None, values: list[float], kept: int, last: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], best: str | None, values: list[float],
+    kept: int, last: int
 ) -> None:
     out = tmp_path / "out"
     monkeypatch.setattr(evaluate, "evaluate", told(out, f"eval_{best or 'loss'}", values))
@@ -59,13 +60,25 @@ def test_the_best_is_kept_and_a_run_without_a_better_one_ends(
     evaluations = [r for r in rows(out) if "eval_loss" in r]
     assert [r["best_step"] for r in evaluations][-1] == (kept if best else last - 4)
     assert evaluations[-1][f"best_eval_{best or 'loss'}"] == min(values[: last // 2])
+    capsys.readouterr()
     assert train(recipe, MACHINE).step == last and [r for r in rows(out) if "eval_loss" in r] == evaluations
+    assert f"step {last} of 20, where patience=2 has ended it: no training is left to do\n" in capsys.readouterr().err
     for step in range(6, last + 1, 2):
         shutil.rmtree(out / f"step-{step}")
     again = train(recipe, MACHINE)
     assert (again.step, again.stopped) == (last, False) and [r for r in rows(out) if "eval_loss" in r] == evaluations
     after = load_file(out / "model" / "model.safetensors")
     assert all(torch.equal(after[name], value) for name, value in model.items())
+
+
+def test_evaluations_that_are_not_finite_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of which none is the best; the model is that of the last step."""
+    monkeypatch.setattr(evaluate, "evaluate", told(tmp_path / "out", "eval_loss", [math.nan] * 4))
+    run = train(recipe_of(tmp_path, eval_steps=2, save_steps=2, best="loss", patience=2), MACHINE)
+    assert run.step == 4 and run.metrics["best_step"] is None and (tmp_path / "out" / "model").is_dir()
+    assert "step 4: eval_loss is not finite; the run ends\n" in capsys.readouterr().err
 
 
 def test_a_best_that_is_not_there_is_looked_for_anew(

@@ -39,6 +39,16 @@ def test_a_state_is_the_model_of_a_run_that_ends_there(here: Path, more: list[st
     assert main(["generate", "half", "the cat", "max_new_tokens=2"]) == 0
 
 
+def test_a_state_is_written_out_by_any_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretrain = ["train", "pretrain", "tokenizer=char", *SMALL, *DATA, *LONG, *HERE, f"data.path={here}/a.txt", "max_steps=2"]
+    assert main([*[word for word in pretrain if word != DATA[0]], "--output-dir", "run"]) == 0
+    (here / "link").symlink_to("run/step-2")
+    assert main(["convert", "link", "by-link"]) == 0
+    monkeypatch.chdir(here / "run" / "step-2")
+    assert main(["convert", ".", "../../by-dot"]) == 0
+    assert files(here / "by-link") == files(here / "by-dot") == files(here / "run" / "model")
+
+
 def test_the_state_of_an_adapter(here: Path) -> None:
     assert main(["train", "pretrain", "tokenizer=char", *SMALL, *DATA, *HERE, "max_steps=1", "--output-dir", "base"]) == 0
     lora = ["train", "lora", "model=base/model", *DATA, *LONG, *HERE]

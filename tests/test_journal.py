@@ -2,12 +2,14 @@
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from modelcenter.config import dump_yaml, read_recipe, to_dict
 from modelcenter.errors import InputError
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import environment, loop, session
-from modelcenter.train.environment import commit, describe_data, paths, read_processes, redacted
+from modelcenter.train.environment import check_data, commit, describe_data, paths, read_processes, redacted, write_processes
 from modelcenter.train.journal import Journal
 from modelcenter.train.plot import keys, plot_loss, runs
 from modelcenter.train.read import load_recipe
@@ -133,6 +135,30 @@ def test_interruptions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "out" / "environment.json").read_bytes() == before
 
 
+def test_a_run_that_was_killed_behind_its_last_state_is_told_as_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is left to the process that then writes its model, but all that is told of it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "write_model", lambda *rest: os._exit(9))
+        run = multiprocessing.get_context("fork").Process(target=loop.train, args=(recipe_of(tmp_path), MACHINE))
+        run.start()
+        run.join(100)
+    out = tmp_path / "out"
+    assert run.exitcode == 9 and (out / "step-4").is_dir() and not (out / "model").exists()
+    loop.train(recipe_of(tmp_path), MACHINE)
+    assert "finished, step 4 of 4." in (out / "summary.md").read_text() and len(read_processes(out)) == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[3]", "[{}]", '[{"data": 3, "started": 1}]'])
+def test_an_environment_that_says_nothing_ends_no_run(text: str, tmp_path: Path, whole: Path) -> None:
+    """Which somebody else has written there."""
+    shutil.copytree(whole, tmp_path / "out")
+    (tmp_path / "out" / environment.FILE).write_text(text)
+    for state in ("step-4", "model"):
+        shutil.rmtree(tmp_path / "out" / state)
+    loop.train(recipe_of(tmp_path, **{"data.path": str(whole.parent / "text.txt")}), MACHINE)
+    assert "finished, step 4 of 4." in (tmp_path / "out" / "summary.md").read_text()
+
+
 def test_a_refused_run_leaves_no_journal(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         loop.train(recipe_of(tmp_path, **{"data.seq_len": 64}), MACHINE)
@@ -205,6 +231,29 @@ def test_redaction(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redacted("https://me:pw@host/x canaryBBBB2") == "https://***@host/x $WANDB_API_KEY"
 
 
+def test_digits_of_a_secret_leave_a_file_that_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_TOKENS", "100000")
+    told = {"started": "today", "from_step": 0, "data": {"x": {"bytes": 1000000}}, "command": ["train", "max_steps=100000"]}
+    write_processes(tmp_path, [told])
+    (found,) = read_processes(tmp_path)
+    assert found["data"]["x"]["bytes"] == 1000000 and found["command"][1] == "max_steps=$MAX_TOKENS"
+
+
+def test_data_are_compared_where_their_path_has_a_secret_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be none: the names of many variables look as if."""
+    (place := tmp_path / "shelf7").mkdir()
+    monkeypatch.setenv("GIT_AUTHOR_NAME", "shelf7")
+    data = replace(recipe_of(place).data, eval_path=None)
+    write_processes(tmp_path, [{"started": "today", "from_step": 0, "data": {data.path: describe_data(str(data.path), data)}}])
+    assert "shelf7" not in (tmp_path / environment.FILE).read_text()
+    check_data(tmp_path, data)
+    shutil.copytree(place, tmp_path / "there")
+    assert environment.same_bytes(tmp_path, str(data.path), str(tmp_path / "there" / "text.txt"), data)
+    (place / "text.txt").write_text("another text")
+    with pytest.raises(InputError, match=r"shelf7/text.txt: data: not what it was when the run began"):
+        check_data(tmp_path, data)
+
+
 def test_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the folder that one stands in; -dirty; no program that the repository's configuration names is run; None elsewhere."""
     monkeypatch.chdir(tmp_path)
@@ -265,6 +314,8 @@ def test_it_is_drawn(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert plot_loss(tmp_path) == f"loss.png: {tmp_path / 'loss.png'}"
     named = tmp_path.rename(tmp_path.with_name("a run 输出"))  # letters that the font lacks are nobody's concern
+    assert plot_loss(named) == f"loss.png: {named / 'loss.png'}"
+    named = named.rename(tmp_path.with_name("lr$_$batch"))  # which is no formula
     assert plot_loss(named) == f"loss.png: {named / 'loss.png'}"
     named.rename(tmp_path)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -385,6 +385,9 @@ def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: s
     (lambda: AdapterConfig(name="lora", targets="c_attn"), r"^targets: 'c_attn'; a list of text: targets=\[c_attn\]$"),  # type: ignore[arg-type]  # likewise
     (lambda: OptimizerConfig(lr=-1), r"^lr: -1; a number above 0"),
     (lambda: Recipe(model="gpt2", data=DataConfig(path="a"), output_dir="o", max_steps=0), r"^max_steps: 0; an integer at least 1"),
+    (lambda: Recipe(model="~no-one/m", data=DataConfig(path="a"), output_dir="o", max_steps=1), r"^model: ~no-one/m"),
+    (lambda: DataConfig(path="\udcff.txt"), r"^path: '\\udcff.txt'; text that UTF-8 can hold$"),
+    (lambda: DataConfig(path={1: 1.0}), r"^path.1: 1; text$"),  # type: ignore[dict-item]  # what is refused
 ])  # fmt: skip
 def test_values_from_python_are_checked_as_those_of_a_file(make: Callable[[], object], found: str) -> None:
     with pytest.raises(InputError, match=found):
@@ -395,6 +398,17 @@ def test_a_list_or_a_path_from_python_is_what_a_file_would_say() -> None:
     assert AdapterConfig(name="lora", targets=["c_attn"]).targets == ("c_attn",)  # type: ignore[arg-type]  # what is understood
     recipe = load_recipe("finetune", {"model": "gpt2", "data.path": Path("a") / "b.jsonl", "optimizer.lr": 1})
     assert recipe.data.path == "a/b.jsonl" and isinstance(recipe.optimizer.lr, float)
+    assert DataConfig(path={Path("a") / "b.jsonl": 1}).path == {"a/b.jsonl": 1.0}  # type: ignore[dict-item]  # what is understood
+
+
+def test_a_mixture_takes_the_place_of_another(tmp_path: Path) -> None:
+    """From Python as on the command line: no source of the file's is mixed in. A weight alone may be given, too."""
+    file = write(tmp_path, BASE.replace("path: a.txt", "path: {a: 1, b: 2}, eval_path: {d: 1, e: 1}"))
+    given: Any
+    for given in ({"data.path": {"c": 3}}, {"data": {"path": {"c": 3}}}, ["data.path={c: 3}"]):
+        data = load_recipe(file, given).data
+        assert data.path == {"c": 3.0} and data.eval_path == {"d": 1.0, "e": 1.0}, given
+    assert load_recipe(file, ["data.path.b=5"]).data.path == {"a": 1.0, "b": 5.0}
 
 
 def test_a_machine_is_no_part_of_a_recipe(tmp_path: Path) -> None:

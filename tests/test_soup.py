@@ -12,6 +12,7 @@ from modelcenter.__main__ import main
 from modelcenter.adapter.config import AdapterConfig
 from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import InputError
+from modelcenter.layers.pick import first_token
 from modelcenter.optim.soup import soup
 
 TINY: dict[str, Any] = {"layers": 1, "dim": 16, "heads": 2, "hidden": 32, "positions": 16, "vocab": 300}
@@ -90,6 +91,20 @@ def test_what_is_said_of_equal_shapes_alone_is_refused(tmp_path: Path, task: str
     with pytest.raises(InputError, match=words):
         soup([a, b])
     assert soup([a, c]) is a  # the other's says what absence means
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+def test_vectors_that_are_made_otherwise_have_no_mean(dense: int) -> None:
+    """By another pooling, or by dense layers in one of the models alone, whichever comes first."""
+    models = [made(seed, task="embed") for seed in range(2)]
+    assert soup(models) is models[0]
+    models[1].head.pick = first_token
+    with pytest.raises(InputError, match="pooling cls; mean, as"):
+        soup(models)
+    models[1].head.pick = models[0].head.pick
+    models[dense].head.dense = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    with pytest.raises(InputError, match=r"dense layers .*Linear\(in_features=16, out_features=8"):
+        soup(models)
 
 
 def test_other_words_have_no_mean(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ..errors import InputError, message, refuse, refuse_missing
-from .document import parse, resolve, short
+from .document import encodable, parse, resolve, short
 from .keys import kinds, near, wanted
 from .overrides import Layers, Text
 
@@ -88,6 +88,8 @@ def _match(value: Any, kind: Any, file: Source, key: str, bounds: Mapping[str, A
         return _bounded(value, kind, file, key, bounds) if fits else _NO
     if kind is str:
         value = str(value) if isinstance(value, PurePath) else value  # from Python
+        if isinstance(value, str) and not encodable(value):  # from Python: the name of a file in another encoding
+            refuse(_origin(key, file), key, short(value), "text that UTF-8 can hold")
         fits = isinstance(value, str) and len(value) >= bounds.get("min", 0)
         return value if fits else _NO
     if origin is Literal:
@@ -97,7 +99,7 @@ def _match(value: Any, kind: Any, file: Source, key: str, bounds: Mapping[str, A
     if origin is dict:
         if not isinstance(value, Mapping):
             return _NO
-        return {k: convert(v, args[1], file, f"{key}.{k}", bounds) for k, v in value.items()}
+        return {convert(k, str, file, f"{key}.{k}"): convert(v, args[1], file, f"{key}.{k}", bounds) for k, v in value.items()}
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             return _NO

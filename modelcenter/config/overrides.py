@@ -21,6 +21,10 @@ class Text(str):
     """A value as it was typed on the command line, not yet read."""
 
 
+class Whole(dict[str, Any]):
+    """A mapping that was given as one value, and not key by key."""
+
+
 @dataclass(frozen=True)
 class Layers:
     """Where settings come from: `over`, nested as `assignments` makes it and given at `name`, was put over those of `file`.
@@ -60,8 +64,8 @@ def assignments(overrides: Iterable[str] | Mapping[str, Any], where: str = COMMA
     tree: dict[str, Any] = {}
     pairs = overrides.items() if isinstance(overrides, Mapping) else [_split(o, where) for o in overrides]
     for dotted, value in pairs:
-        if not KEY.fullmatch(dotted) or dotted.count(".") >= DEPTH:
-            refuse(where, dotted, "not a key", "write key=value or section.key=value")
+        if not isinstance(dotted, str) or not KEY.fullmatch(dotted) or dotted.count(".") >= DEPTH:
+            refuse(where, str(dotted), "not a key", "write key=value or section.key=value")
         *sections, key = dotted.split(".")
         at = tree
         for section in sections:
@@ -71,7 +75,7 @@ def assignments(overrides: Iterable[str] | Mapping[str, Any], where: str = COMMA
         if key in at:
             refuse(where, dotted, "given twice", "keep one of them")
         # a section may be given whole, and then more of it: that is not put into the caller's own
-        at[key] = merge({}, value) if isinstance(value, dict) else value
+        at[key] = Whole(merge({}, value)) if isinstance(value, dict) else value
     return tree
 
 

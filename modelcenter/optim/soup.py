@@ -7,6 +7,8 @@ import torch
 
 from ..checkpoint.strict_json import parse_json
 from ..errors import refuse
+from ..layers import EmbedHead
+from ..layers.pick import POOLINGS
 from ..model import Model
 
 
@@ -47,11 +49,15 @@ def alike(first: Model, other: Model) -> Model:
 
 
 def meaning(model: Model) -> dict[str, Any]:
-    """What a model's weights stand for: its family and head, its sizes, how it reads a prompt and what its labels are."""
+    """What a model's weights stand for: its family and head, its sizes, how it reads a prompt, what its labels are, and how a
+    vector is made of a sentence."""
     file, alone = model.config.file, model.config.num_labels == 1
     found = {"family": type(model).__name__, "head": model.task, **vars(model.config), "prefix_lm": file.get("prefix_lm") is True}
     if model.task == "classify":  # as transformers reads it where it is absent
         found["problem_type"] = file.get("problem_type") or ("regression" if alone else "single_label_classification")
+    if isinstance(model.head, EmbedHead):  # what becomes of the tokens' vectors stands in files of its own
+        found["pooling"] = next((name for name, pick in POOLINGS.items() if pick is model.head.pick), None)
+        found["dense layers"] = ", ".join(map(str, model.head.dense or ())) or "none"
     del found["file"]
     return found
 

@@ -90,7 +90,7 @@ def facts(recipe: Recipe, machine: Machine) -> dict[str, Any]:
         said = describe_data(path, recipe.data)
         found |= {f"data {path}: {key}": said[key] for key in ("files", "bytes", "sha256_of_contents") if key in said}
         found |= {f"data {path}: {Path(file['name']).name}": file["bytes"] for file in said.get("list", ())}
-    folder = Path(recipe.model).expanduser()
+    folder = Path(os.path.expanduser(recipe.model))
     if folder.is_dir():
         found |= {f"model {file.name}": file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
     return found

@@ -92,7 +92,7 @@ def describe_data(path: str, data: DataConfig) -> dict[str, Any]:
     sizes and times of change. A few files are listed one by one."""
     if path.startswith(PREFIX):
         return {"name": path.removeprefix(PREFIX)}
-    here = Path(path).expanduser()
+    here = Path(os.path.expanduser(path))
     files = sorted(f for f in here.rglob("*") if f.is_file()) if is_saved(here) else find_files(path, data.format)
     files = sorted({*files, *(other for f in files if f.suffix == ".bin" and (other := f.with_suffix(".idx")).is_file())})
     stats = [(file, file.stat()) for file in files]
@@ -115,8 +115,10 @@ def check_data(folder: Path, data: DataConfig) -> None:
     """Refuse data that differ from those with which the run in `folder` began, because a state's position in them would mean
     nothing. Files too large to be hashed are compared by number and size, so that a copy of them counts as the same."""
     known = found_data(folder)
-    for path in (path for path in paths(data) if path in known):
-        then, here = known[path], describe_data(path, data)
+    for path in paths(data):
+        if not (then := described(known, path)):
+            continue
+        here = describe_data(path, data)
         for key in ("files", "bytes", "sha256_of_contents"):
             if key in then and key in here and then[key] != here[key]:
                 found = f"not what it was when the run began ({key} {str(then[key])[:12]} then, {str(here[key])[:12]} now)"
@@ -131,10 +133,16 @@ def found_data(folder: Path) -> dict[str, Any]:
     return out
 
 
+def described(known: dict[str, Any], path: str) -> dict[str, Any]:
+    """What `found_data` holds of a source, whose path may have had a secret in it when it was written; empty if nothing."""
+    found: dict[str, Any] = known.get(path, known.get(redacted(path), {}))
+    return found
+
+
 def same_bytes(folder: Path, then: str, here: str, data: DataConfig) -> bool:
     """Whether `here` holds what the run in `folder` read from `then`: as many files of the same kinds, with the same contents.
     False if they are too large to be hashed, because that is not known."""
-    known, there = found_data(folder).get(then, {}), Path(here).expanduser()
+    known, there = described(found_data(folder), then), Path(os.path.expanduser(here))
     if "sha256_of_contents" not in known or "list" not in known or here.startswith(PREFIX) or not there.exists():
         return False
     found = describe_data(here, data)
@@ -156,9 +164,20 @@ def read_processes(folder: Path) -> list[dict[str, Any]]:
         found = json.loads((folder / FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return []
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    processes = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    return [entry for entry in processes if {"started", "from_step"} <= entry.keys()]  # without them there is nothing to tell
 
 
 def write_processes(folder: Path, processes: list[dict[str, Any]]) -> None:
     """Write all processes of a run. Errors: `InputError` if the disk refuses."""
-    atomic_write(folder / FILE, (redacted(json.dumps(processes, indent=1, default=str)) + "\n").encode())
+    atomic_write(folder / FILE, (json.dumps(hushed(processes), indent=1, default=str) + "\n").encode())
+
+
+def hushed(value: Any) -> Any:
+    """`value` with all its texts `redacted`. No number is: the file would be none that can be read if digits of it were a secret's,
+    as those of MAX_TOKENS may be."""
+    if isinstance(value, dict):
+        return {redacted(key): hushed(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [hushed(one) for one in value]
+    return redacted(value) if isinstance(value, str) else value

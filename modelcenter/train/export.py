@@ -26,7 +26,7 @@ def export(state: str | Path, out: str | Path, dtype: str = "auto", **how: Any) 
     The run's data are read once more, for what is made of them: a tokenizer, the names of labels. Errors: `InputError`, raised
     before that for a state that is broken or has no recipe beside it.
     """
-    state, machine = Path(state), Machine(device="cpu")
+    state, machine = Path(state).resolve(), Machine(device="cpu")  # `.`, or a link, does not say whose it is
     file = state.parent / RECIPE
     verify(state)
     if not file.is_file():

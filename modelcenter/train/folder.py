@@ -1,13 +1,15 @@
 """The folder of a run: whose it is, whether this run may use it, and from which state it continues. Torch-free."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import atomic_write, sweep_files
 from ..checkpoint.lock import lock
-from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.manifest import MANIFEST, verify
 from ..checkpoint.state import check_there, find_state, step_of, steps
 from ..config import bind, dump_yaml, read_recipe, to_dict
 from ..data.objective import find_objective
@@ -63,13 +65,13 @@ def check(folder: Path, recipe: Recipe) -> None:
     ran = [name for name in (RECIPE, "model") if (folder / name).exists()] + [path.name for path in steps(folder)]
     if recipe.resume == "never" and ran:
         refuse(folder, "output_dir", f"holds a run already ({ran[0]})", "resume=auto goes on; or another output_dir")
-    if not ran and Path(recipe.model).expanduser().resolve() == folder.resolve():
+    if not ran and Path(os.path.expanduser(recipe.model)).resolve() == folder.resolve():
         refuse(folder, "output_dir", "model names it, too", f"a folder of the run's own, such as runs/{folder.name}")
     if not ran and folder.name == "model" and (folder.parent / RECIPE).exists():
         refuse(folder, "output_dir", f"where the run in {folder.parent} writes its model", "a folder of the run's own")
     for key, path in (("data.path", recipe.data.path), ("data.eval_path", recipe.data.eval_path)):
         for one in [path] if isinstance(path, str) else path or ():
-            if recipe.data.format in MIXED and reads(Path(one).expanduser(), folder):
+            if recipe.data.format in MIXED and reads(Path(os.path.expanduser(one)), folder):
                 found = f"in {one}, which is {key}: what the run writes would be read as data when it goes on"
                 refuse(folder, "output_dir", found, f"a folder beside it, or a glob for {key}")
     if ran and ran[0] == "model":
@@ -146,7 +148,9 @@ def found_start(resume: str, folder: Path) -> Path | None:
         return None
     source = folder if resume == "auto" else Path(resume)
     if resume != "auto" and (source / MANIFEST).exists():
-        return source  # verified as it is loaded
+        source = source.resolve()  # a link to it, or `.`, says neither its step nor whose run it is of
+        verify(source)
+        return source
     found = find_state(source)
     if found is None and resume != "auto":
         check_there(source)
@@ -160,14 +164,15 @@ def found_start(resume: str, folder: Path) -> Path | None:
 
 
 def write_recipe(folder: Path, recipe: Recipe, machine: Machine) -> None:
-    """Write the resolved recipe and the machine beside the results, ready to be run again."""
-    atomic_write(folder / RECIPE, dump_yaml(to_dict(recipe)).encode())
+    """Write the resolved recipe and the machine beside the results, ready to be run again: it goes on from what is there then,
+    wherever the run has begun."""
+    atomic_write(folder / RECIPE, dump_yaml(to_dict(replace(recipe, resume="auto"))).encode())
     atomic_write(folder / MACHINE, dump_yaml(to_dict(machine)).encode())
 
 
 def ran(recipe: Recipe) -> tuple[Recipe, Machine] | None:
     """The recipe and the machine of the run that `recipe` would continue; None if it begins, or if no machine was kept."""
-    source = Path(recipe.output_dir if recipe.resume == "auto" else recipe.resume)
+    source = Path(recipe.output_dir if recipe.resume == "auto" else recipe.resume).resolve()
     run = source.parent if (source / MANIFEST).exists() else source
     files = run / RECIPE, run / MACHINE
     if recipe.resume == "never" or not all(file.exists() for file in files):

@@ -31,7 +31,7 @@ class Journal:
         """This process begins or continues after `step`. `environment`: what is known about model and data."""
         self.say = say
         before = read_processes(self.folder) if step else []
-        if before and step >= environment["steps"]:  # it is finished: nothing happens
+        if before and step >= environment["steps"] and before[-1].get("how") == "finished":  # nothing happens
             self.processes = before
             return
         run = (before[0].get("run") if before else None) or token_hex(4)

@@ -40,7 +40,7 @@ def draw(folder: Path) -> str:
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(5 * columns, 3.2 * lines), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)  # the backend by hand: pyplot would choose one by the display and keep every figure
-    figure.suptitle(folder.name)
+    figure.suptitle(folder.resolve().name, parse_math=False)  # two dollars in it are no formula
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(lines, columns, number + 1, xlabel="step")
         axes.set_title("loss per target token" if number == 0 else TITLES.get(panel[0], panel[0]), fontsize=10)

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..config import COMMAND_LINE, Layers, assignments, bind, convert, find, merge, names, packaged, read_recipe
+from ..config import COMMAND_LINE, Layers, Whole, assignments, bind, convert, find, merge, names, packaged, read_recipe
 from ..data.objective import objectives
 from ..errors import nearest, refuse, refuse_missing
 from ..optim.config import OptimizerConfig
@@ -85,14 +85,17 @@ def settle(
     tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | None, where: str = COMMAND_LINE
 ) -> tuple[dict[str, Any], Layers]:
     """`tree`, a file's mapping, with `over`, given at `where`, applied to it, both in our spelling; and which of them says what.
-    The evaluation data of a packaged recipe belong to its training data: other training data do not bring them along."""
+    The evaluation data of a packaged recipe belong to its training data: other training data do not bring them along. A mixture is
+    one value: the sources of another are not mixed into it."""
     ours = _ours(tree, {}, file)
     given = _ours(over, ours, where)
     if "machine" in {**ours, **given}:
         refuse(file if "machine" in ours else where, "machine", "no part of a recipe", "--machine M, or mc.train(recipe, machine)")
     data, fixed = given.get("data"), file is not None and Path(file).parent == Path(str(packaged()))
-    if fixed and isinstance(data, dict) and "path" in data:
-        ours = {**ours, "data": {key: value for key, value in (ours.get("data") or {}).items() if key != "eval_path"}}
+    if isinstance(data, dict) and isinstance(ours.get("data"), dict):
+        whole = data if isinstance(data, Whole) else {key: value for key, value in data.items() if isinstance(value, Whole)}
+        replaced = {"path", "eval_path"} & whole.keys() | ({"eval_path"} if fixed and "path" in data else set())
+        ours = {**ours, "data": {key: value for key, value in ours["data"].items() if key not in replaced}}
     return merge(ours, given), Layers(file, given, where, ours if fixed else None)
 
 

@@ -106,6 +106,9 @@ class Recipe:
         checked(self)
         for key in ("output_dir", "resume"):  # a shell expands ~ on the command line, and nobody in a file
             object.__setattr__(self, key, os.path.expanduser(getattr(self, key)))
+        for key in ("model", "tokenizer"):  # neither a preset nor a hub id begins so
+            if os.path.expanduser(name := getattr(self, key) or "").startswith("~"):
+                refuse(None, key, name, "a user who has a home, or ./~NAME")
         self.check_objective()
         self.check_data()
         self.check_run()

@@ -1,5 +1,6 @@
 """Decides what a recipe leaves open: the device, the precision, the micro-batch, the length of a sequence."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def check_length(recipe: Recipe, sizes: Mapping[str, Any]) -> None:
 
 def sizes_of(recipe: Recipe) -> dict[str, Any]:
     """The fields of the config of the recipe's model; empty if a hub id would have to be fetched to know them."""
-    known, local, found = recipe.model in presets(), Path(recipe.model).expanduser().is_dir(), None
+    known, local, found = recipe.model in presets(), Path(os.path.expanduser(recipe.model)).is_dir(), None
     if recipe.init == "random" and local and not known:
         if weighs(recipe.model):
             wanted = "init=pretrained config={} tokenizer=null for these, or a folder with a config.json alone, or a preset"
