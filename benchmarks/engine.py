@@ -5,7 +5,8 @@
 
 Both hold fp32 weights and moments in parts, compute in bf16, exchange weights in bf16 and gradients in fp32 (ours in bf16, summed
 in fp32, where ranks reach each other), without dropout, on random ids; a step is forward, backward, clip and update. `ours compile`
-compiles our blocks too, `ours moments` keeps moments in bf16, `hf eager` compiles no block, `selective` and `full` recompute;
+compiles our blocks too, `ours moments` keeps moments in bf16, `hf eager` compiles no block, `selective` and `full` recompute,
+`offload` keeps weights, gradients and moments on the host;
 `hf@16` is theirs with 16 sequences a rank, whatever --batch says. Memory that does not suffice ends the run, and loses the
 contenders behind it: name them by what they need.
 FLOPs and the product that they are a share of: step.py. One more step is traced: `exposed` is the share of it in which the stream
@@ -56,6 +57,7 @@ def ours(preset: str, config: dict[str, Any], batch: Batch, options: argparse.Na
         recompute=recompute_of(kind, options),
         zero=options.zero,
         compile="compile" in kind,
+        offload="offload" in kind,
     )
     model: Any = noisy(mc.build(preset, task="lm", config=config, device="meta"), where, "bf16", batch["labels"].device)
     ranks, optimizer = join(where), build_optimizer(model, OptimizerConfig(moments="bf16" if "moments" in kind else "fp32"))
@@ -72,7 +74,7 @@ def ours(preset: str, config: dict[str, Any], batch: Batch, options: argparse.Na
 
 def theirs(preset: str, config: dict[str, Any], batch: Batch, options: argparse.Namespace, kind: str) -> tuple[nn.Module, Step]:
     import transformers
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     sizes = transformers.AutoConfig.for_model(**mc.build(preset, task="lm", config=config, device="meta").config.to_dict())
     sizes.use_cache = False
@@ -81,12 +83,18 @@ def theirs(preset: str, config: dict[str, Any], batch: Batch, options: argparse.
     if recompute_of(kind, options) == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    aside = "offload" in kind
+    home = CPUOffloadPolicy(options.device == "cuda") if aside else OffloadPolicy()
+    how: dict[str, Any] = {"mp_policy": policy, "offload_policy": home}
     for block in next(m for m in model.modules() if isinstance(m, nn.ModuleList)):
         if "eager" not in kind:
             block.compile()
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    model.to_empty(device=options.device)
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    model.to_empty(device="cpu" if aside else options.device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(options.device))
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.02) if p.dim() > 1 else p.fill_(1.0)
@@ -167,6 +175,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--layers", type=int, help="fewer than the model has, for a trial")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--cap", type=float, help="GiB of a GPU's memory that may be used")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
@@ -176,6 +185,8 @@ def main() -> int:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        if options.cap:
+            torch.cuda.set_per_process_memory_fraction(options.cap * 2**30 / torch.cuda.get_device_properties(device).total_memory)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     first = dist.get_rank() == 0
     top = ceiling(device) if device.type == "cuda" else float("nan")

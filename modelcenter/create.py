@@ -160,7 +160,7 @@ def load(
         size, begun = sum(p.nbytes for p in model.parameters()), list[Intake]()
 
         def begin_reading(home: torch.device) -> None:  # while FSDP still wraps the model
-            if machine is not None and adapter is None:
+            if machine is not None and machine.ranks > 1 and adapter is None:
                 intake = set_out(weights, home, size // (machine.tensor_parallel * machine.fsdp))
                 begun.extend([stack.enter_context(intake)] if intake is not None else [])
             if not begun or begun[0].mapped is None:

@@ -15,6 +15,7 @@ from .generate.run import beside
 from .layers.head import Head
 from .layers.inputs import shift_right
 from .parallel.blocks import kept, recompute, recomputed
+from .parallel.device import home_of
 from .theirs import MODEL
 
 MET: dict[str, str] = {}  # a class of ours that pipelines have met -> transformers' with the head that the last one had
@@ -70,8 +71,8 @@ class Guest(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device that the weights are on."""
-        return self.get_input_embeddings().weight.device
+        """The device that the model computes on, and that inputs go to."""
+        return home_of(self)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,19 +4,22 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .adapter.config import AdapterConfig
-from .checkpoint.load import local
+from .checkpoint.load import cut_as, local
 from .errors import refuse
 from .model import Model
 from .parallel.blocks import fit_blocks
 from .parallel.check import check
 from .parallel.device import check_device, check_precision, device_of, memory_of
 from .parallel.machine import Machine
+
+if TYPE_CHECKING:
+    from .parallel.offload import Room
 
 
 def place(model: Model, device: str | torch.device | None, machine: Machine | None, precision: str | None = None,
@@ -28,19 +31,26 @@ def place(model: Model, device: str | torch.device | None, machine: Machine | No
     check_precision(precision)
     with ThreadPoolExecutor(1) as thread:
         jobs: list[Future[object]] = []
+        kept: torch.device | None = None  # where weights are, if not where they are computed with
         if machine is not None:
             where = partial(device_of, machine)
-            if machine.ranks > 1:
+            if machine.meshed:
                 from .parallel.apply import parallelize  # FSDP and DTensor take seconds to import
 
-                parallelize(model, machine, precision, quiet=lambda: jobs.append(thread.submit(meanwhile, where())))
+                kept = torch.device("cpu") if machine.offload else None
+                parallelize(model, machine, precision, quiet=lambda: jobs.append(thread.submit(meanwhile, kept or where())))
             else:
                 check(machine)
                 fit_blocks(model, machine)
             device = device or where()
         home = torch.device(device or "cpu")
-        check_memory(model, home)
-        model._apply(partial(stored, home=home))
+        check_memory(model, kept or home)
+        room = None
+        if kept is not None:
+            from .parallel.offload import ALIGN, Room
+
+            room = Room(sum(local(p)[1].nbytes + ALIGN for p in model.parameters()), home)
+        model._apply(partial(stored, home=home, room=room))
         model.tie()
         if machine is not None and machine.ranks > 1:
             from .parallel.averaging import watch
@@ -50,18 +60,16 @@ def place(model: Model, device: str | torch.device | None, machine: Machine | No
         job.result()
 
 
-def stored(t: Tensor, home: torch.device) -> Tensor:
-    """`t` with storage on `home`, its values unset; a quantised layer's tensor has its values already, and keeps them."""
+def stored(t: Tensor, home: torch.device, room: "Room | None") -> Tensor:
+    """`t` with storage on `home`, or in `room` on the host if FSDP has it, its values unset. A quantised layer's tensor has its
+    values already, and keeps them; a tied parameter comes twice."""
+    aside = room is not None and hasattr(t, "placements")
     if not t.is_meta:
-        return t.to(home)
+        return t if aside else t.to(home)
     # `empty_like` of what has no storage imports torch's compiler first, and of a DTensor takes a thousandth of a second
-    whole: Any = t
-    out = torch.empty(local(t)[1].shape, dtype=t.dtype, device=home)
-    if not hasattr(whole, "placements"):
-        return out
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(out, whole.device_mesh, whole.placements, run_check=False, shape=t.shape, stride=t.stride())
+    shape = local(t)[1].shape
+    out = room.empty(shape, t.dtype) if room is not None and aside else torch.empty(shape, dtype=t.dtype, device=home)
+    return cut_as(t, out, tuple(t.shape))
 
 
 def check_memory(model: Model, device: torch.device) -> None:

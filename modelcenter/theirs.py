@@ -60,7 +60,7 @@ LOAD = {  # arguments of from_pretrained
     "load_in_4bit": "adapter=mc.AdapterConfig(name='lora', quantize='nf4')",
     "load_in_8bit": "adapter=mc.AdapterConfig(name='lora', quantize='int8')",
     "low_cpu_mem_usage": ALWAYS,
-    "offload_folder": "leave it out: there is no offload yet",
+    "offload_folder": "leave it out: machine=mc.Machine(offload=True) keeps weights in the host's memory, and none on a disk",
     "output_loading_info": "the model's load_report",
     "proxies": "the variable HTTPS_PROXY",
     "quantization_config": "adapter=mc.AdapterConfig(name='lora', quantize='nf4')",
@@ -204,6 +204,7 @@ RECIPE = {  # keys of the command lines of ModelCenter, Megatron-LM, Trainer, TR
         "machine.async_save": "non_blocking",
         "machine.fsdp and machine.zero": "deepspeed use_distributed_optimizer zero_level zero_stage",
         "machine.fsdp or machine.tensor_parallel: there are no pipelines yet": "pipe_size pipeline_model_parallel_size",
+        "machine.offload": "cpu_offload fsdp_offload_params offload offload_optimizer offload_param zero_offload",
         "machine.recompute":
             "activation_checkpointing gradient_checkpointing recompute_activations recompute_granularity use_checkpoint",
         "machine.tensor_parallel": "tensor_model_parallel_size tp_size",

@@ -38,6 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "replicate=2": {"replicate": 2},
     "zero=1": {"zero": 1, "fsdp": 2},
     "zero=2": {"zero": 2, "fsdp": 2},
+    "offload": {"offload": True},
     "recompute=selective": {"recompute": "selective"},
     "recompute=full": {"recompute": "full"},
     "compile": {"compile": True},
@@ -175,7 +176,8 @@ def tried(some: list[tuple[str, str]]) -> dict[str, str]:
         folders, out = (str(Path(name) / "model"), str(Path(name) / "wide")), Path(name)
         for folder, config in zip(folders, (SIZES, WIDE), strict=True):
             mc.build("gpt2", config=config, seed=3).save_pretrained(folder)
-        sizes = {pair: max(2, ranks_of(pair)) for pair in some}
+        # two at a time of what runs in one process; offload has a group of its own there
+        sizes = {pair: ranks_of(pair) if "offload" in pair else max(2, ranks_of(pair)) for pair in some}
         for ranks in sorted(set(sizes.values())):
             mine = [pair for pair in some if sizes[pair] == ranks]
             size = 8  # a spawn has a time in which to end

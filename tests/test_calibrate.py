@@ -1,6 +1,7 @@
 """Predictions beside measurements, and what is learned from past runs."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,6 +148,16 @@ def test_it_can_be_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
     before = cache.read_text()
     remember(FORESEEN, rows_at(9, 1000, 1000))
     assert cache.read_text() == before and learn(X, "bf16", False) == Learned()
+
+
+def test_who_has_no_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container's user whom its passwd does not know."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("MODELCENTER_CALIBRATION")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert calibrate.file() is None and learn(X, "bf16", False) == Learned()
+    remember(FORESEEN, rows_at(9, 2000, 2000))
 
 
 @pytest.mark.parametrize("rows", [[], rows_at(5.0), rows_at(5.0, 6.0), rows_at(9, 1e-3, 1e-3), rows_at(9, 1e9, 1e9)])

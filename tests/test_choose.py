@@ -73,6 +73,7 @@ def test_what_cannot_be_chosen_is_refused(gpus: None, tmp_path: Path, monkeypatc
     with pytest.raises(InputError, match=r"machine.fsdp: given beside devices=all, which chooses it; one of the two"):
         choose(recipe, Machine(devices="all", fsdp=2))
     monkeypatch.setattr(module, "chip_of", lambda device: replace(CHIPS["4090"], memory=4e5))
+    monkeypatch.setattr(module, "beside", lambda chip, ranks: replace(chip, host_memory=4e4))
     with pytest.raises(InputError, match=r"machine.devices: nothing fits 2 x NVIDIA .* needs least, .* of 400 kB a rank; \w+"):
         choose(recipe, AUTO)
     monkeypatch.setattr(module, "count_of", lambda machine: 3)

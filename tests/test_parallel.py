@@ -27,7 +27,7 @@ CASES = cases(all_tasks=False, all_variants=False)
 MESHES: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2}, "fsdp2": {"fsdp": 2}, "fsdp2xtp2": {"fsdp": 2, "tensor_parallel": 2, "recompute": "full"},
     "copies2": {"replicate": 2}, "hybrid": {"replicate": 2, "fsdp": 2, "recompute": "selective"},
-    "copies2xtp2": {"replicate": 2, "tensor_parallel": 2},
+    "copies2xtp2": {"replicate": 2, "tensor_parallel": 2}, "host": {"offload": True},
 }  # fmt: skip
 
 

@@ -336,7 +336,7 @@ def test_where_copies_do_not_fit_shards_may() -> None:
 
     for machine, ways in ((Machine(replicate=2), [("machine.fsdp=2 machine.replicate=1", 7)]), (Machine(fsdp=4), [])):
         now: Any = SimpleNamespace(machine=machine, rows=4)
-        costs: Any = SimpleNamespace(exact=exact, job=of_rows(8))
+        costs: Any = SimpleNamespace(exact=exact, job=of_rows(8), apart=False)
         assert list(fit.better(costs, now)) == ways
 
 
@@ -541,7 +541,7 @@ def test_a_batch_that_ranks_cannot_halve(micro: int | None) -> None:
 
 def test_fewer_rows_divide_the_batch_too() -> None:
     now: Any = SimpleNamespace(machine=Machine(fsdp=2, recompute="full"), rows=8)
-    costs: Any = SimpleNamespace(exact=lambda machine, rows: SimpleNamespace(fits=rows < 8, need=7), job=of_rows(15))
+    costs: Any = SimpleNamespace(exact=lambda machine, rows: SimpleNamespace(fits=rows < 8, need=7), job=of_rows(15), apart=False)
     assert list(fit.better(costs, now)) == [("micro_batch=3", 7)]
 
 

@@ -508,6 +508,26 @@ def test_an_evaluation_is_given_up_by_all(tmp_path: Path) -> None:
             assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
 
 
+def at_odds(rank: int, recipe: Any) -> None:
+    """From the second evaluation on rank 1 comes to another result, by which it would not have a better model to write."""
+    loop.plot_loss = lambda folder: "not drawn"
+    real, calls = evaluate.Evaluation.__call__, count()
+
+    def call(*rest: Any) -> dict[str, float]:
+        number = next(calls)
+        return {**real(*rest), "eval_loss": 9.0 + number if rank == 1 else 9.0 - number}
+
+    evaluate.Evaluation.__call__ = call  # type: ignore[method-assign]  # in this process alone
+    assert train(recipe, machine_of((2, 1))).step == 8
+    evaluate.Evaluation.__call__ = real  # type: ignore[method-assign]  # likewise
+
+
+def test_ranks_that_have_written_other_texts_keep_one_best(tmp_path: Path) -> None:
+    """Each judges the texts that it has written itself. All go by what the first finds, or some would wait for others for ever."""
+    spawn(2, at_odds, run_of(tmp_path, best="loss", patience=2, eval_steps=2))
+    assert [row["best_step"] for row in told(tmp_path / "out") if "eval_loss" in row] == [2, 4, 6, 8]
+
+
 def signalled(rank: int, recipe: Any) -> None:
     """In step 2 and, in the next life, in the evaluation of step 4, rank 1 alone, whose share of the data is that of rank 0."""
     loop.plot_loss = lambda folder: "not drawn"

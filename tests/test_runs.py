@@ -72,14 +72,16 @@ MACHINES = {
     "sequence": {"tensor_parallel": 2, "sequence_parallel": True},
     "copies": {"replicate": 2}, "zero1": {"fsdp": 2, "zero": 1}, "zero2": {"fsdp": 2, "zero": 2}, "tp": {"tensor_parallel": 2},
     "hybrid": {"replicate": 2, "fsdp": 2}, "copies x tp": {"replicate": 2, "tensor_parallel": 2},
+    "host": {"offload": True}, "host x fsdp": {"fsdp": 2, "zero": 2, "offload": True},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "precision"), [
-    ("copies", "fp32"), ("zero1", "fp16"), ("zero2", "bf16"),
+    ("copies", "fp32"), ("zero1", "fp16"), ("zero2", "bf16"), ("host", "fp32"),
     *(pytest.param(name, precision, marks=pytest.mark.slow) for name, precision in (
         ("copies", "bf16"), ("copies", "fp16"), ("zero1", "bf16"), ("tp", "bf16"), ("tp", "fp16"), ("hybrid", "fp32"),
-        ("hybrid", "bf16"), ("hybrid", "fp16"), ("copies x tp", "fp32"), ("sequence", "fp32"), ("sequence", "bf16"))),
+        ("hybrid", "bf16"), ("hybrid", "fp16"), ("copies x tp", "fp32"), ("sequence", "fp32"), ("sequence", "bf16"),
+        ("host", "bf16"), ("host", "fp16"), ("host x fsdp", "fp32"))),
 ])  # fmt: skip
 def test_a_run_on_a_machine(name: str, precision: str, alone: dict[str, Path], tmp_path: Path) -> None:
     """As in one process; its states hold every tensor once, and another machine goes on from one."""

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.watch import PARENT, beat
 from modelcenter.train import loop, plot, session
 from modelcenter.train import prepare as preparing
+from modelcenter.train import state as states
 from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets, count_tokens, evaluate
 from modelcenter.train.folder import WATCHING, check, claim
@@ -652,6 +654,52 @@ def test_resume_from_another_folder(tmp_path: Path, whole: Path) -> None:
     assert rows(tmp_path / "out")[1:] == [row for row in rows(whole)[1:] if row["step"] > 10]
 
 
+@pytest.mark.parametrize("given", ["link", "."])
+def test_a_state_is_resumed_from_by_any_path(given: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose run it is of is known too: with other data it is refused."""
+    (tmp_path / "link").symlink_to(whole / "step-15")
+    monkeypatch.chdir(tmp_path if given == "link" else whole / "step-15")
+    recipe = replace(recipe_of(tmp_path), data=load_recipe(whole / "recipe.yaml").data, resume=given)
+    train(recipe, MACHINE)
+    assert bytes_of(tmp_path / "out" / "step-20") == bytes_of(whole / "step-20")
+    text = whole.parent / "text.txt"
+    text.write_text(TEXT.replace("return", "re_urn"))
+    try:
+        with pytest.raises(InputError, match=r"text.txt: data: not what it was when the run began"):
+            train(replace(recipe, output_dir=str(tmp_path / "other")), MACHINE)
+    finally:
+        text.write_text(TEXT)
+
+
+def test_a_state_under_another_name_is_refused_in_one_line(tmp_path: Path, whole: Path) -> None:
+    shutil.copytree(whole / "step-10", tmp_path / "kept")
+    with pytest.raises(InputError, match=r"kept/manifest.json: step: 10 in kept; the folder under its own name"):
+        train(recipe_of(tmp_path, resume=str(tmp_path / "kept")), MACHINE)
+
+
+@pytest.mark.parametrize("resume", ["never", "step-10"])
+def test_what_a_run_says_goes_on_does(resume: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever it has begun: its own recipe.yaml, and the command with what the last line adds to it."""
+    given = resume if resume == "never" else str(whole / resume)
+    recipe = replace(recipe_of(tmp_path), data=load_recipe(whole / "recipe.yaml").data, resume=given)
+    real = Session.log
+
+    def stop(self: Session, step: Any) -> None:
+        real(self, step)
+        if self.at.step == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "log", stop)
+        assert train(recipe, MACHINE).stopped
+    assert "stopped after step 12 of 20; the same command with resume=auto goes on\n" in capsys.readouterr().err
+    with pytest.raises(InputError, match="resume=auto"):
+        train(recipe, MACHINE)
+    assert train(tmp_path / "out" / "recipe.yaml", MACHINE).step == 20
+    assert bytes_of(tmp_path / "out" / "step-20") == bytes_of(whole / "step-20")
+
+
 def test_a_run_whose_states_are_all_broken_does_not_begin_again_by_itself(tmp_path: Path, capsys: Any) -> None:
     recipe = recipe_of(tmp_path, max_steps=2, save_steps=1, eval_steps=None)
     train(recipe, MACHINE)
@@ -679,6 +727,30 @@ def test_the_random_states_of_torch_and_python_come_back(tmp_path: Path) -> None
     torch.manual_seed(5), random.seed(6)
     assert restore(path, model, optimizer) == Position(step=1)
     assert (torch.rand(3).tolist(), random.random(), random.gauss(0, 1)) == wanted
+
+
+def test_random_states_of_devices_that_are_not_here_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of the other GPUs of a machine that wrote the state, on a machine of one."""
+    model, real = tiny(), states.random_states
+    optimizer, asked = build_optimizer(model, OptimizerConfig()), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "random_states", lambda: {**real(), "cuda:77": torch.zeros(16, dtype=torch.uint8)})
+        path = save(tmp_path, Position(step=1), model, optimizer, None)
+    monkeypatch.setattr(torch, "get_device_module", asked.append)
+    if not torch.cuda.is_available():
+        assert restore(path, model, optimizer) == Position(step=1) and not asked
+
+
+@pytest.mark.parametrize("mesh", [{"replicate": 2, "fsdp": 1}, {"replicate": 2}])
+def test_a_side_of_one_makes_no_other_mesh(mesh: dict[str, int]) -> None:
+    """Whether it was written or is there now; else ranks would draw anew."""
+    torch.manual_seed(3)
+    then = {"0/cpu": torch.get_rng_state()}
+    wanted = torch.rand(3).tolist()
+    torch.manual_seed(5)
+    saved: dict[str, Any] = {"python": random.getstate(), "mesh": {"replicate": 2}}
+    states.restore_random(then, saved, 1, SimpleNamespace(rank=0, size=2, degrees=mesh))  # type: ignore[arg-type]  # what is asked
+    assert torch.rand(3).tolist() == wanted
 
 
 # ---------------------------------------------------------------------------------------------------------- the folder
@@ -1460,6 +1532,17 @@ def test_a_run_among_its_own_data_is_refused(tmp_path: Path) -> None:
         recipe = recipe_of(tmp_path, **{"data.path": rows, **settings})
         check(Path(recipe.output_dir), recipe)
     check(tmp_path / ".runs" / "out", recipe_of(tmp_path, **{"data.path": rows}))
+
+
+def test_data_whose_name_begins_as_that_of_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's own name; or somebody who has none, which is one line."""
+    monkeypatch.chdir(tmp_path)
+    base = {"max_steps": 1, "eval_steps": None, "save_steps": None, "schedule.warmup_steps": 0}
+    recipe = recipe_of(tmp_path, **base)
+    (tmp_path / "text.txt").rename(tmp_path / "~text.txt")
+    assert train(replace(recipe, data=replace(recipe.data, path="~text.txt")), MACHINE).step == 1
+    with pytest.raises(InputError, match=r"~nobody-is-this/text.txt: data.path: no such file"):
+        train(recipe_of(tmp_path, **base, **{"data.path": "~nobody-is-this/text.txt", "output_dir": str(tmp_path / "b")}), MACHINE)
 
 
 def test_a_run_where_another_writes_its_model_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -49,6 +50,20 @@ def local(parameter: Tensor) -> tuple[Region, Tensor]:
         return everything(tuple(parameter.shape)), parameter
     mesh = sharded.device_mesh
     return region_of(tuple(sharded.shape), mesh, tuple(mesh.get_coordinate()), sharded.placements), sharded.to_local()
+
+
+def cut_as(like: Tensor, part: Tensor, shape: Shape) -> Tensor:
+    """A tensor of `shape` that is cut as `like` is, of which this process holds `part`. It stays where it is, which may be the host
+    while the ranks' devices are others: torch's own `from_local` would move it there."""
+    if not hasattr(like, "placements"):
+        return part
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), strides, part.dtype)
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]  # a DTensor, as was asked above
+    return DTensor(part, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 def whole(parameter: Tensor, shape: Shape | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ..names import Region, Shape, everything
 from ..parallel.ranks import Ranks
-from .load import local, put
+from .load import cut_as, local, put
 
 
 class Piece(NamedTuple):
@@ -70,11 +69,4 @@ def zeros_like(parameter: Tensor, dtype: torch.dtype, block: int = 1) -> Tensor:
     """Zeros cut as `parameter` is, one for each `block` elements of a row."""
     _, part = local(parameter)
     zeros = torch.zeros((*part.shape[:-1], part.shape[-1] // block), dtype=dtype, device=part.device)
-    if not hasattr(parameter, "placements"):
-        return zeros
-    from torch.distributed.tensor import DTensor
-
-    shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
-    strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]  # a DTensor, as was asked above
-    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=strides)
+    return cut_as(parameter, zeros, (*parameter.shape[:-1], parameter.shape[-1] // block))

@@ -28,6 +28,7 @@ kernel.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import unwrap
 from typing import Any, Literal
 
@@ -45,6 +46,8 @@ from ..ops.dropout import bits
 CHUNK, PIECE, BLOCK, WORDS = 8192, 32768, 128, 12  # csrc/adamw.h
 MASK = 2**64 - 1
 ROUNDED = 1e-12  # what torch's schedules may end at in place of 0, by rounding, is below
+Job = tuple[Tensor, Callable[[], None]]  # a parameter, and what updates it
+Later = Callable[[list[Job]], object]
 KINDS = {"fp32": (torch.float32, torch.float32), "bf16": (torch.bfloat16, torch.bfloat16), "int8": (torch.int8, torch.uint8)}
 
 
@@ -195,9 +198,11 @@ class AdamW(Plain):
         return reference_clip(totals, scale, limit)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None) -> Any:
-        """Update every parameter that has a gradient. `clip` is what the method of that name gave."""
-        loss = evaluated(closure)
+    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None,
+             later: Later | None = None) -> Any:
+        """Update every parameter that has a gradient. `clip` is what the method of that name gave. `later`, if given, is called
+        with (parameter, what updates it) of each, and sees to it; the bits are the same in any order."""
+        loss, jobs = evaluated(closure), list[Job]()
         number = 0  # of parameters before
         for group in map(self.checked, self.param_groups):
             batches: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}  # rows that are alike; what follows runs once a parameter
@@ -216,10 +221,16 @@ class AdamW(Plain):
                 if type(p) not in PLAIN or type(grad) not in PLAIN:
                     row = tuple(t if t is None else local(t) for t in row)
                 key = p.get_device(), p.dtype, grad.dtype, main is None
-                batches.setdefault(key, []).append(row)
+                batches.setdefault(key, []).append((*row, p))
             for rows in batches.values():
-                update([list(column) for column in zip(*rows, strict=True)], group, number, clip)
+                if later is None:
+                    update([list(column) for column in zip(*rows, strict=True)][:-1], group, number, clip)
+                else:
+                    for k, row in enumerate(rows, number):
+                        jobs.append((row[-1], partial(update, [[x] for x in row[:-1]], group, k, clip)))
                 number += len(rows)
+        if later is not None:
+            later(jobs)
         return loss
 
     def prepare(self, p: Tensor, group: dict[str, Any]) -> None:

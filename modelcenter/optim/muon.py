@@ -21,7 +21,7 @@ from ..checkpoint.load import local as part_of
 from ..errors import refuse
 from ..names import Region
 from ..parallel.ranks import ALONE, Ranks
-from .adamw import AdamW, evaluated, local
+from .adamw import AdamW, Later, evaluated, local
 from .clipped import Clipped, Run, Some, at_once, gradients, shifted, wide
 from .stacks import PRODUCTS, stacks
 
@@ -63,11 +63,12 @@ class Muon(Clipped, AdamW):
         return super().checked(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None, run: Run = at_once) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None, later: Later | None = None,
+             run: Run = at_once) -> Any:
         loss, both = evaluated(closure), self.param_groups  # of this moment: a state dict that is loaded makes them anew
         try:
             self.param_groups = [group for group in both if not group["muon"]]
-            unwrap(AdamW.step)(self, clip=clip)  # which torch makes call an optimizer's hooks: they have been called
+            unwrap(AdamW.step)(self, clip=clip, later=later)  # which torch makes call an optimizer's hooks: they have been called
         finally:
             self.param_groups = both
         super().step(clip=clip, run=run)

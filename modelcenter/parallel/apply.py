@@ -22,10 +22,10 @@ from .adapted import cut_adapted, cut_codes
 from .averaging import average
 from .blocks import fit_blocks, units
 from .check import check
-from .connect import connected
+from .connect import by_itself, connected
 from .device import LOW, check_precision, device_of
 from .machine import Machine, as_machine
-from .ranks import ALONE, Ranks, settle
+from .ranks import Ranks, settle
 from .sequence import sequence_parallel
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
     machine = as_machine(machine)
     check(machine)
     check_precision(precision)
-    if not any(p.is_meta for p in model.parameters()):
+    if not any(p.is_meta for p in model.parameters()) and not machine.offload:  # FSDP brings one block after another back
         model.to(device_of(machine))
     mesh = mesh_of(machine)
     if mesh is not None and machine.tensor_parallel > 1:
@@ -71,8 +71,9 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
         if machine.sequence_parallel:
             sequence_parallel(model, mesh["tp"])
     fit_blocks(model, machine)
-    if mesh is not None and machine.fsdp > 1:
-        shard(model, mesh["fsdp" if machine.replicate == 1 else ("replicate", "fsdp")], machine.zero, precision, quiet)
+    if mesh is not None and machine.wrapped:
+        inner = mesh["fsdp" if machine.replicate == 1 else ("replicate", "fsdp")]
+        shard(model, inner, machine.zero, precision, quiet, machine.offload)
     elif mesh is not None:
         if machine.replicate > 1:
             average(model, mesh.get_group("replicate"))
@@ -81,18 +82,19 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
 
 
 def mesh_of(machine: Machine) -> "DeviceMesh | None":
-    """The mesh (replicate, fsdp, tp) over all ranks, without dimensions of size one; None for a single process."""
-    if machine.ranks == 1:
+    """The mesh (replicate, fsdp, tp) over all ranks, without dimensions of size one that nobody needs; None for a single process
+    with its weights on its device."""
+    if not machine.meshed:
         return None
     kind = device_of(machine)
     if kind.type != "cpu":
         torch.accelerator.set_device_index(kind.index)
-    with nullcontext() if dist.is_initialized() else connected(kind, machine):
+    with nullcontext() if dist.is_initialized() else connected(kind, machine) if machine.ranks > 1 else by_itself():
         if dist.get_world_size() != machine.ranks:
             found = f"{machine.shares} x {machine.tensor_parallel} ranks wanted, {dist.get_world_size()} running"
             refuse(None, "replicate x fsdp x tensor_parallel", found, "start as many processes, or change the degrees")
         degrees = {"replicate": machine.replicate, "fsdp": machine.fsdp, "tp": machine.tensor_parallel}
-        kept = tuple((name, n) for name, n in degrees.items() if n > 1)
+        kept = tuple((name, n) for name, n in degrees.items() if n > 1 or (name == "fsdp" and machine.offload))
         return one_mesh(kind.type, kept, dist.group.WORLD)
 
 
@@ -106,8 +108,7 @@ def one_mesh(kind: str, degrees: tuple[tuple[str, int], ...], group: Any) -> "De
 
 def join(machine: Machine) -> Ranks:
     """Join the ranks of `machine`: they have found each other when this returns."""
-    mesh = mesh_of(machine)
-    return ALONE if mesh is None else Ranks(mesh, machine.zero)
+    return Ranks(mesh_of(machine) if machine.ranks > 1 else None, machine.zero)
 
 
 def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False) -> None:
@@ -172,7 +173,8 @@ def retie(model: nn.Module) -> None:
         tie()
 
 
-def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None, quiet: Callable[[], object]) -> None:
+def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None, quiet: Callable[[], object],
+          offload: bool = False) -> None:
     """Apply FSDP2: each block gathers its own parameters, a large head too, and the root gathers the rest. In a mesh (replicate,
     fsdp) each row shards, and rows add up their gradients.
 
@@ -183,11 +185,12 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
         zero 2   16 / n + 2 for as long as a step lasts    1 gather, m reduce-scatters
         zero 1   16 / n + 2 + 4, where m > 1               1 gather, 1 reduce-scatter
 
-    Gradients of all rows are added up once a step, whatever the stage.
+    Gradients of all rows are added up once a step, whatever the stage. With `offload` the 16 bytes are in the host's memory: the
+    rank's part goes to its device in the model's dtype before it is gathered, and its gradients come back as they are added up.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    from .peers import ways
+    from .peers import Own, ways
 
     whole = policy(model, precision)
     inner = mesh["fsdp"] if mesh.ndim > 1 else mesh
@@ -195,8 +198,12 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
     bits = whole.param_dtype or next(model.parameters()).dtype
     short = whole.reduce_dtype is not None and bits == torch.bfloat16 and zero > 1 and inner.size() > 1
     gather, add = ways(inner.get_group(), mesh.device_type) if short else (None, None)
+    sums = add is not None
+    if inner.size() == 1:
+        gather = add = Own()
     quiet()
-    how: dict[str, Any] = {"mesh": mesh, "mp_policy": replace(whole, reduce_dtype=None) if add is not None else whole}
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    how: dict[str, Any] = {"mesh": mesh, "offload_policy": home, "mp_policy": replace(whole, reduce_dtype=None) if sums else whole}
     for module in (*units(model), model):
         # what is outermost stays: the backward begins with it
         sharded: Any = fully_shard(module, **how, reshard_after_forward=zero == 3 and isinstance(module, Block))
@@ -205,6 +212,10 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
         if add is not None:
             sharded.set_custom_reduce_scatter(add)
     model.register_forward_hook(release)
+    if offload:
+        from .offload import keep
+
+        keep(model)
 
 
 def policy(model: nn.Module, precision: str | None) -> "MixedPrecisionPolicy":

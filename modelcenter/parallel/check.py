@@ -14,8 +14,8 @@ def check(machine: Machine) -> None:
     if not compiles(machine):
         found = "full, with compile and tensor_parallel: torch's compiler then fails in the backward"
         refuse(None, "machine.recompute", found, "selective or none, or no compile")
-    if machine.zero != 3 and machine.fsdp == 1:
-        refuse(None, "machine.zero", f"{machine.zero} with fsdp=1, which shards nothing", "fsdp=2 or more, or zero=3")
+    if machine.zero != 3 and not machine.wrapped:
+        refuse(None, "machine.zero", f"{machine.zero} with fsdp=1, which shards nothing", "fsdp=2 or more, offload, or zero=3")
 
 
 def compiles(machine: Machine) -> bool:

@@ -40,6 +40,9 @@ class Chip:
     link: float = field(metadata=says("bus bytes/s of a collective inside a node", above=0))
     node: int = field(default=8, metadata=says("devices of a node", min=1))
     wire: float = field(metadata=says("bytes/s of a device to other nodes", above=0))
+    bring: float = field(default=24 * GB, metadata=says("bytes/s between the host's memory and a device, each way", above=0))
+    host_memory: float = field(default=64 * GB, metadata=says("bytes of the host's memory for a device", above=0))
+    host_bandwidth: float = field(default=40 * GB, metadata=says("bytes/s that an update there reads and writes", above=0))
     latency: float = field(default=33e-6, metadata=says("seconds of the smallest collective", min=0))
     hidden: float = field(default=0.3, metadata=says("share of a collective beside computing that costs no time", min=0, max=1))
     slower: float = field(default=1.0, metadata=says("times as long as these rates say a step's work takes on the device", above=0))
@@ -69,18 +72,20 @@ def together(device: float, host: float, apart: bool) -> float:
     return most * ((device / most) ** UNEVEN + (host / most) ** UNEVEN) ** (1 / UNEVEN) if most else 0.0
 
 
+# A host of eight with 2 TB; one of 16 cores updated at 121 GB/s. The others' are a workstation's, assumed.
+PCIE5: Mapping[str, Any] = {"bring": 50 * GB, "host_memory": 250 * GB, "host_bandwidth": 110 * GB}
 NVLINK, INFINIBAND = "NCCL over NVLink at 0.75 of its one direction", "InfiniBand of {} Gb/s a GPU, assumed"
 CHIPS: Mapping[str, Chip] = {
     "h200": Chip(
         name="NVIDIA H200", memory=139 * 2**30, bf16=770 * TERA, fp16=770 * TERA, fp32=50 * TERA, bandwidth=4.25 * TB,
-        link=347 * GB, wire=50 * GB,
+        link=347 * GB, wire=50 * GB, **PCIE5,
         source="measured: 8192^3 products 750 to 800 TFLOP/s, 0.9 of it in models, copy 4.25 TB/s, 0.87 of it in kernels, "
                "all-gather on 8 GPUs 340 GB/s at 640 MiB and 290 at 64 MiB; of a 13B's collectives 0.7 "
                "showed in its step; products in fp32, of models' shapes too, 49.5 to 51.3 TFLOP/s; " + INFINIBAND.format(400),
     ),
     "h100": Chip(
         name="NVIDIA H100 80GB HBM3", memory=79 * 2**30, bf16=770 * TERA, fp16=770 * TERA, fp32=50 * TERA, bandwidth=3.0 * TB,
-        link=347 * GB, wire=50 * GB, source="arithmetic and link of the H200, the same chip; vendor: memory 3.35 TB/s; "
+        link=347 * GB, wire=50 * GB, **PCIE5, source="arithmetic and link of the H200, the same chip; vendor: memory 3.35 TB/s; "
         + INFINIBAND.format(400),
     ),
     "a100-80": Chip(
@@ -95,7 +100,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "v100": Chip(
         name="Tesla V100-SXM2-32GB", memory=31.5 * 2**30, fp16=100 * TERA, fp32=12.6 * TERA, bandwidth=0.81 * TB,
-        link=112 * GB, wire=12.5 * GB,
+        bring=12 * GB, link=112 * GB, wire=12.5 * GB,
         source="vendor: 125 TFLOP/s, 15.7 in fp32, 0.9 TB/s; " + NVLINK + "; " + INFINIBAND.format(100),
     ),
     "4090": Chip(
@@ -110,7 +115,8 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "2080ti": Chip(
         name="NVIDIA GeForce RTX 2080 Ti", memory=10.7 * 2**30, fp16=43 * TERA, fp32=10.7 * TERA, bandwidth=0.55 * TB,
-        link=6 * GB, wire=3 * GB, source="vendor: 54 TFLOP/s into fp32, 13.4 in fp32, 0.62 TB/s; PCIe 3 through the host and "
+        bring=12 * GB, link=6 * GB, wire=3 * GB,
+        source="vendor: 54 TFLOP/s into fp32, 13.4 in fp32, 0.62 TB/s; PCIe 3 through the host and "
         "Ethernet of 25 Gb/s, assumed",
     ),
 }  # fmt: skip
@@ -173,6 +179,18 @@ def host_call() -> float:
         act()
         found.append(time.thread_time() - began)
     return min(found) / (LINKS * CALLS)
+
+
+def host_rate() -> float:
+    """Bytes/s that this process's threads read and write of the host's memory."""
+    import torch
+
+    x, y, found = torch.ones(1 << 24), torch.ones(1 << 24), []
+    for _ in range(4):
+        began = time.perf_counter()
+        y.copy_(x)
+        found.append(time.perf_counter() - began)
+    return 2 * x.nbytes / min(found)
 
 
 def probe() -> Chip:

@@ -65,6 +65,11 @@ class Costs:
         return self.known[key]
 
     @cached_property
+    def apart(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.job.how.gpu or self.job.how.device.type != "cpu"
+
+    @cached_property
     def own(self) -> torch.dtype:
         """The dtype in which weights are held and updated."""
         kinds = Counter[torch.dtype]()
@@ -110,7 +115,8 @@ class Costs:
         job, chip, tp = self.job, self.chip, machine.tensor_parallel
         mine = ceil(job.rows / machine.shares)
         forwards = ceil(mine / rows) if forwards is None else forwards
-        shared = machine.fsdp > 1  # copies hold what one process would
+        shared = machine.wrapped  # copies hold what one process would
+        aside = machine.offload and self.apart
         step, parts, graphed = self.step_of(machine, rows, forwards)
         spent = dict(self.update(machine) if shared else self.timed(step, tp, update=True))  # which was rehearsed with its step
         one = dict(self.timed(step, tp, machine.compile))
@@ -119,6 +125,8 @@ class Costs:
             one["host"] *= GRAPHED
         if graphed and tp == 1:
             spent["host"] *= GRAPHED  # AdamW makes few calls, what others make is recorded
+        if aside:
+            spent |= {"compute": 0.0, "memory": 0.0, "aside": self.aside(machine, one["compute"] + one["memory"], forwards)}
         for what, seconds in one.items():
             spent[what] += forwards * seconds
         spent["host"] += self.called(host.updated(self.parts, machine))
@@ -128,22 +136,23 @@ class Costs:
             beside = max(one["compute"] + one["memory"], one["host"])
             for what, seconds in self.exchanged(machine, beside, forwards).items():
                 spent[what] += seconds
-        spent = {what: seconds * (1 if what == "host" else chip.slower) for what, seconds in spent.items()}
+        spent = {what: seconds * (1 if what in ("host", "aside") else chip.slower) for what, seconds in spent.items()}
         busy = spent["host"]
         spent = self.waited(spent, busy)
         flops = forwards * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
+        kept = self.sharded(machine, forwards).beside if aside else 0
         return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
-                        job.rows * job.tokens, chip.rate(job.precision), job.rows)
+                        job.rows * job.tokens, chip.rate(job.precision), job.rows, kept, chip.host_memory)
 
     def step_of(self, machine: Machine, rows: int, forwards: int) -> tuple[Deep, Counter[Kind], bool]:
         """A rehearsed step, a rank's memory in it, and whether forward and backward are a CUDA graph. One that recomputes keeps
         what it cannot draw again, and is a graph if that fits. If it has room the step by calls has, and is not rehearsed."""
 
         def rehearsed(recompute: Recompute, records: bool = False) -> tuple[Deep, Counter[Kind]]:
-            shared = machine.fsdp > 1  # copies hold what one process would
+            shared = machine.wrapped  # copies hold what one process would
             step = self.rehearsed(machine.tensor_parallel, recompute, rows, forwards, shared, records)
             parts = self.sharded(machine, forwards).memory(step) if shared else self.peak(step).copy()
-            if self.job.how.gpu or self.job.how.device.type != "cpu":
+            if self.apart:
                 parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
             return step, parts
 
@@ -178,7 +187,8 @@ class Costs:
         """The memory of a rank that holds a part of the state."""
         job, tp, ratio = self.job, machine.tensor_parallel, (self.low or self.own).itemsize / self.own.itemsize
         itself = self.sums_itself(machine)
-        return Sharded(job.model, machine, forwards, self.sizes(tp), self.lasting(tp), ratio, itself, job.how.gpu)
+        return Sharded(job.model, machine, forwards, self.sizes(tp), self.lasting(tp), ratio, itself, job.how.gpu,
+                       machine.offload and self.apart)
 
     def lasting(self, tp: int) -> Counter[Kind]:
         """Bytes of weights, gradients and optimizer of one tensor-parallel rank that shares them with no other."""
@@ -274,6 +284,19 @@ class Costs:
         deep = self.update_of(machine.tensor_parallel)
         spent = self.timed(deep, machine.tensor_parallel, update=True)
         return {what: seconds / (machine.fsdp if what in ("compute", "memory") else 1) for what, seconds in spent.items()}
+
+
+    def aside(self, machine: Machine, one: float, forwards: int) -> float:
+        """Seconds in which the device waits for the host's memory: for weights that come and gradients that go, both at once, as
+        far as they take longer than `forwards` micro-batches of `one` second each; for the norm of all gradients; and for what of
+        the update the next forward, a third of its micro-batch, does not hide."""
+        n, tp, chip = machine.fsdp, machine.tensor_parallel, self.chip
+        whole, outside, _, _ = self.sizes(tp)
+        gradients, times = self.lasting(tp)["gradients"], host.exchanges(machine, forwards)
+        come, go = (whole - outside) * times.blocks + outside * times.outermost, gradients * times.scatters
+        moved = sum(count * work.bytes for work, count in self.update_of(tp).work(True).items())
+        update = max(0.0, (moved - gradients) / n / chip.host_bandwidth - one / 3)
+        return max(0.0, max(come, go) / n / chip.bring - forwards * one) + gradients / n / chip.host_bandwidth + update
 
 
 def heads_of(model: nn.Module) -> list[int]:

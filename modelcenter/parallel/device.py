@@ -6,8 +6,10 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import counted, nearest, refuse
 from .machine import Machine
@@ -36,6 +38,14 @@ def device_of(machine: Machine) -> torch.device:
         ranks = counted(max(local + 1, variable("LOCAL_WORLD_SIZE", 1, 2**20, default=1)), "rank")
         refuse(None, f"machine.{key}", f"{ranks} on a host with {counted(count, 'GPU')}", "fewer ranks, or more hosts (NNODES)")
     return torch.device(found.type, variable("LOCAL_RANK", 0, count - 1, default=0))
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """Where a model computes. Its weights may be kept on the host."""
+    first: Any = next(model.parameters())
+    if not hasattr(first, "placements") or first.device_mesh.device_type == first.device.type:
+        return torch.device(first.device)
+    return torch.device(first.device_mesh.device_type, torch.accelerator.current_device_index())
 
 
 def check_device(device: str | torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from .machine import LAYOUT, Machine
@@ -35,12 +36,14 @@ class Estimate:
     parts: Mapping[Kind, int]  # bytes at a rank's peak
     limit: float  # bytes that a rank has
     seconds: float  # of a step
-    spent: Mapping[str, float]  # the same divided by what a rank waits for: compute, memory, link, host
+    spent: Mapping[str, float]  # the same divided by what a rank waits for: compute, memory, link, host, aside
     host: float  # seconds in which the host is busy, whether or not the device waits for it
     flops: float  # of a step on a rank, without what is computed again
     tokens: int  # of a step, on all ranks
     peak: float  # FLOP/s of the chip
     batch: int  # rows of a step, on all ranks
+    aside: int = 0  # bytes of a rank that the host keeps
+    room: float = inf  # bytes that the host has for a rank
 
     @property
     def need(self) -> int:
@@ -49,7 +52,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.need <= self.limit
+        return self.need <= self.limit and self.aside <= self.room
 
     @property
     def rate(self) -> float:
@@ -81,5 +84,6 @@ class Estimate:
         """The estimate as `--json` prints it."""
         return {**{key: getattr(self.machine, key) for key in LAYOUT}, "micro_batch": self.micro_batch, "forwards": self.forwards,
                 "fits": self.fits,
-                "bytes": dict(self.parts), "peak": self.need, "seconds": self.seconds, "tokens_per_second": self.rate,
+                "bytes": dict(self.parts), "peak": self.need, "host_bytes": self.aside,
+                "seconds": self.seconds, "tokens_per_second": self.rate,
                 "share_of_peak": self.share, "bottleneck": self.bottleneck, "spent": dict(self.spent)}  # fmt: skip

@@ -59,7 +59,7 @@ def parts_of(model: nn.Module) -> Parts:
 
 def hooked(parts: Parts, machine: Machine, forwards: int) -> float:
     """Calls that FSDP, or the mean over copies, adds to a step of `forwards` micro-batches."""
-    if machine.fsdp == 1:
+    if not machine.wrapped:
         return AVERAGED * parts.trained if machine.replicate > 1 else 0.0
     times = exchanges(machine, forwards)
     gathers = parts.blocks * times.blocks + (parts.units - parts.blocks) * times.outermost
@@ -80,4 +80,4 @@ def cut(parts: Parts, machine: Machine) -> float:
 
 def updated(parts: Parts, machine: Machine) -> float:
     """Calls of an update, besides those of its kernels."""
-    return parts.trained * (UPDATED if machine.fsdp == machine.tensor_parallel == 1 else SHARDED)
+    return parts.trained * (SHARDED if machine.wrapped or machine.tensor_parallel > 1 else UPDATED)

@@ -23,7 +23,7 @@ def layouts(job: Job, ranks: int, node: int, machine: Machine) -> Iterator[Machi
             fsdp = rest // copies
             if fsdp * copies > job.rows:
                 continue
-            for zero in (3, 2, 1) if fsdp > 1 else (3,):
+            for zero in (3, 2, 1) if fsdp > 1 or machine.offload else (3,):
                 yield replace(machine, tensor_parallel=tp, fsdp=fsdp, replicate=copies, zero=zero)
 
 

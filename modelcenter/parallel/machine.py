@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
     Degree = Literal["auto"] | int
 Recompute = Literal["none", "selective", "full"] | bool
-LAYOUT = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute")  # the keys that say how ranks share the work
+LAYOUT = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute", "offload")  # the keys that say how ranks share the work
 ROOM = 1.25  # of what a micro-batch takes must be free for a CUDA graph of it: a record's memory is its own
 
 
@@ -54,10 +54,14 @@ class Machine:
         default="none",
         metadata=says("in the backward compute again: selective, all but matrix products and attention; full, whole blocks"),
     )
+    offload: bool = field(
+        default=False, metadata=says("keep weights, gradients and the optimizer's state in the host's memory and update them "
+                                     "there; a device has those of the block at work")
+    )  # fmt: skip
     compile: bool = field(default=False, metadata=says("torch.compile each block"))
     cuda_graphs: bool = field(
-        default=True, metadata=says("on GPUs, without fsdp and compile: record forward, backward and updates as CUDA graphs, "
-                                    "padding batches to recurring shapes, where memory allows")
+        default=True, metadata=says("on GPUs, without fsdp, offload and compile: record forward, backward and updates as CUDA "
+                                    "graphs, padding batches to recurring shapes, where memory allows")
     )  # fmt: skip
     deterministic: bool = field(
         default=False, metadata=says("on a GPU: the same bits from run to run; what has no deterministic kernel is refused")
@@ -105,9 +109,19 @@ class Machine:
         return self.tensor_parallel * self.shares
 
     @property
+    def meshed(self) -> bool:
+        """Whether the model is spread over a mesh of devices, if only of one, where weights come from the host."""
+        return self.ranks > 1 or self.offload
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether FSDP has the weights, and brings those of a block where they are computed with."""
+        return self.fsdp > 1 or self.offload
+
+    @property
     def graphs(self) -> bool:
         """Whether micro-batches may run as CUDA graphs: without FSDP, whose weights come and go, and without compiled blocks."""
-        return self.cuda_graphs and self.fsdp == 1 and not self.compile
+        return self.cuda_graphs and not self.wrapped and not self.compile
 
     @property
     def shares(self) -> int:

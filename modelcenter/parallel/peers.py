@@ -66,6 +66,18 @@ class Gather:
         self.mapped.used.record()
 
 
+class Own:
+    """Both, of a rank whose part is the whole: FSDP lays out its part where the whole is wanted, and nothing is left to send."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any = None,
+                 async_op: bool = False) -> None:
+        if output_tensor.data_ptr() != input_tensor.data_ptr():
+            output_tensor.copy_(input_tensor)
+
+
 class Sum:
     """FSDP's reduce-scatter, of gradients in low precision into fp32."""
 
@@ -126,7 +138,7 @@ def exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return come
 
 
-def ways(group: dist.ProcessGroup, kind: str) -> tuple[Gather | None, Sum | None]:
+def ways(group: dist.ProcessGroup, kind: str) -> tuple[Gather | Own | None, Sum | Own | None]:
     """What replaces FSDP's collectives among the ranks of `group`, whose devices are of `kind`; None: nothing does. A collective.
     Across machines there is no all-to-all, because each gradient would travel as often as there are ranks elsewhere."""
     if not agreed(on_one_node(group), group, kind):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .offload import Aside
+
 SHARES = ("replicate", "fsdp")  # the dimensions of the mesh along which ranks have different data; inside them is `tp`
 STEP = 0x9E3779B97F4A7C15  # odd, so that no two shares of the data have one seed
 
@@ -108,12 +110,19 @@ class Ranks:
             from .averaging import wait
 
             wait(model, not last)
-        elif self.shares > 1:
+        elif hasattr(model, "set_is_last_backward"):  # FSDP has it, on one rank too if weights are on the host
+            if (aside := kept(model)) is not None:
+                aside.take()
             sharded: Any = model
             sharded.set_is_last_backward(last)
             sharded.set_requires_gradient_sync(last or self.zero > 1)
             sharded.set_requires_all_reduce(last)
             sharded.set_reshard_after_backward(last or self.zero == 3)
+
+    def reduced(self, model: "nn.Module") -> None:
+        """Called after the last backward of a step: gradients are where optimizers look for them."""
+        if (aside := kept(model)) is not None:
+            aside.give()
 
     def verdict(self, squares: "Tensor", loss: "Tensor") -> "tuple[Tensor, Tensor]":
         """The sum of the squares (float64, 1; from `AdamW.squares` with `copies`) and the mean of the losses. What is not finite on
@@ -250,9 +259,18 @@ class Ranks:
 ALONE = Ranks()
 
 
+def kept(model: "nn.Module") -> "Aside | None":
+    """What the host does for a model whose weights it keeps."""
+    from .offload import aside_of
+
+    return aside_of(model)
+
+
 def settle(model: "nn.Module") -> None:
     """Make every parameter this rank's part of it, as FSDP2 keeps it. After a forward without a backward, gathered weights stand in
-    its place, whole and perhaps in low precision; saving those would save rounded weights."""
+    its place, whole and perhaps in low precision; saving those would save rounded weights. An update that is under way ends."""
+    if (aside := kept(model)) is not None:
+        aside.finish()
     for module in model.modules():
         sharded: Any = module
         if hasattr(sharded, "reshard"):  # FSDP's class would have to be imported, for a second

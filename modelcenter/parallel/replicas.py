@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import refuse
-from .ranks import Ranks, named
+from .ranks import Ranks, named, settle
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 Held = Mapping[tuple[str, ...], list[tuple[str, Tensor]]]  # tensors with their names, by the dimensions along which they are cut
@@ -20,6 +20,7 @@ Held = Mapping[tuple[str, ...], list[tuple[str, Tensor]]]  # tensors with their 
 
 def check_replicas(model: nn.Module, ranks: Ranks, step: int) -> None:
     """Refuse to go on if ranks differ in weights that they should hold alike, and name the tensor and the ranks. A collective."""
+    settle(model)
     held = held_alike(model, ranks)
     if not held:
         return

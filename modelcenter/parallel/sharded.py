@@ -69,6 +69,7 @@ class Sharded:
     ratio: float  # of the low precision's bytes to those of the dtype that weights are held in
     sums_itself: bool  # gradients are sent in the low precision, and each rank adds up its part (peers.py)
     gpu: bool
+    aside: bool = False  # the host keeps weights, gradients and optimizer
 
     def memory(self, step: Deep) -> Counter[Kind]:
         """Bytes at the peak of a rehearsed step with weights that other ranks send."""
@@ -77,11 +78,19 @@ class Sharded:
         parts = step.peak(factors, self.gathered)
         if self.kept:
             parts["gradients"] = last["gradients"]
-        elif self.forwards > 1:
+        elif self.forwards > 1 and not self.aside:
             parts["gradients"] = ceil(last["gradients"] / n)  # those of the micro-batches before
-        parts["weights"] = ceil(last["weights"] / n)
-        parts["optimizer"] = ceil(last["optimizer"] / n)
+        elif self.aside:
+            parts["gradients"] = 0
+        parts["weights"] = 0 if self.aside else ceil(last["weights"] / n)
+        parts["optimizer"] = 0 if self.aside else ceil(last["optimizer"] / n)
         return parts
+
+    @property
+    def beside(self) -> int:
+        """Bytes in the host's memory, if it keeps them: those of a micro-batch's gradients beside the sums of those before."""
+        last, twice = self.lasting, self.forwards > 1 and not self.kept
+        return ceil((last["weights"] + last["optimizer"] + last["gradients"] * (1 + twice)) / self.machine.fsdp)
 
     def gathered(self, phase: str) -> float:
         """Bytes of weights that others sent and of gradients for them, in a phase of the rehearsal."""
@@ -111,7 +120,7 @@ class Sharded:
     @property
     def grows(self) -> float:
         """The part of the rehearsed gradients that grows during the backward; those of earlier micro-batches are there already."""
-        return 1 / self.ratio / self.machine.fsdp if self.forwards == 1 else 0.0
+        return 1 / self.ratio / self.machine.fsdp if self.forwards == 1 and not self.aside else 0.0
 
     @property
     def there(self) -> float:
@@ -122,7 +131,8 @@ class Sharded:
     def come(self) -> float:
         """The same and those of the blocks at work."""
         whole, outside, block, _ = self.sizes
-        return self.there if self.machine.zero < 3 else self.mapped(outside + min(2 * block, whole - outside))
+        coming = block * (1 + self.ratio) / self.machine.fsdp if self.aside else 0.0  # from the host, as it is and as it is sent
+        return coming + (self.there if self.machine.zero < 3 else self.mapped(outside + min(2 * block, whole - outside)))
 
     def mapped(self, weights: float) -> float:
         """Bytes of weights that have come, with what ranks map of each other for them."""
@@ -143,7 +153,8 @@ class Sharded:
     def sent(self) -> float:
         """Bytes for each byte of weights of gradients under way: as they were formed, and as they are sent, which is as they are
         summed unless this rank sums them itself: its sum is among the gradients that grow."""
-        return self.trained * (2 * self.ratio if self.sums_itself else self.ratio + 1)
+        leaving = 1 / self.machine.fsdp if self.aside else 0.0  # the sum, until the host has it
+        return self.trained * ((2 * self.ratio if self.sums_itself else self.ratio + 1) + leaving)
 
     @property
     def back(self) -> bool:

@@ -42,7 +42,7 @@ class Survey:
             m = e.machine
             degrees = f"{m.tensor_parallel} x {m.fsdp} x {m.replicate}"
             rows.append((
-                "fits" if e.fits else "too big", degrees, str(m.zero) if m.fsdp > 1 else "-", str(m.recompute),
+                "fits" if e.fits else "too big", degrees, f"{m.zero if m.wrapped else '-'}{' host' * m.offload}", str(m.recompute),
                 f"{e.rows} x {e.forwards}", size(e.need), f"{e.seconds:.3g}", f"{e.rate:,.0f}", f"{e.share:.0%}", e.bottleneck,
             ))  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -91,7 +91,7 @@ class Survey:
 
 def settings(e: Estimate) -> str:
     """The keys that make a layout, and those that are as they are by default left out."""
-    words = [f"machine.{key}={value}" for key, value in e.settings.items()]
+    words = [f"machine.{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in e.settings.items()]
     return " ".join([*words, f"micro_batch={e.micro_batch}"])
 
 
@@ -101,6 +101,9 @@ def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, 
     costs of the job with another setting, to be told as remedies; `allowed`: which layouts can be run. Errors: `InputError` where
     none can."""
     found = [best_of(costs, m, rows) for m in layouts(costs.job, ranks, costs.chip.node, machine) if allowed(m)]
+    if costs.apart and not any(e.fits for e in found):
+        other = layouts(costs.job, ranks, costs.chip.node, replace(machine, offload=True))
+        found += [best_of(costs, m, rows) for m in other if allowed(m)]
     if not found:
         refuse(None, "batch", f"{costs.job.rows} sequences for {ranks} devices", "a multiple of the devices, or fewer of them")
     sort(found)
@@ -132,7 +135,9 @@ def remedies(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator
     m = e.machine
     if shared := in_shards(m):
         yield shared[0], costs.exact(shared[1], e.rows)
-    if m.fsdp > 1 and m.zero < 3:
+    if not m.offload and costs.apart:
+        yield "machine.offload=true", costs.exact(replace(m, offload=True), e.rows)
+    if m.wrapped and m.zero < 3:
         yield "machine.zero=3", costs.exact(replace(m, zero=3), e.rows)
     for name, other in others.items():
         yield name, other.exact(m, e.rows)

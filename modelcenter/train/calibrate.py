@@ -69,11 +69,11 @@ NOTHING: Learned = Learned()
 
 
 def file() -> Path | None:
-    """The file in which runs are kept; None if they are not kept."""
+    """The file in which runs are kept; None if they are not kept, or there is no place for it."""
     if os.environ.get("MODELCENTER_CALIBRATION") == "0":
         return None
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path("~/.cache").expanduser()) / "modelcenter" / "plan.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if cache.startswith("~") else Path(cache) / "modelcenter" / "plan.json"  # of a container's user, who has no home
 
 
 def read(path: Path) -> dict[str, list[Run]]:
@@ -144,7 +144,7 @@ def rate(rows: Sequence[Row]) -> float | None:
 def remember(foreseen: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
     """Keep the outcome of a prediction, if the batches were about as long as predicted. A disk that refuses is ignored."""
     path, measured = file(), rate(rows)
-    if path is None or foreseen is None or measured is None:
+    if path is None or foreseen is None or measured is None or foreseen.get("offload"):  # which waits for other memory too
         return
     logged = [row for row in rows if row.get("tokens_per_second")]
     first, last = logged[0], logged[-1]

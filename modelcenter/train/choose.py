@@ -15,7 +15,7 @@ from ..parallel.layout import check_open
 from ..parallel.machine import LAYOUT, Machine
 from ..parallel.survey import Survey, settings, survey
 from .calibrate import learn
-from .fit import ranks_here
+from .fit import beside, ranks_here
 from .folder import ran
 from .paper import job_there, runnable
 from .recipe import Recipe
@@ -63,7 +63,7 @@ def surveyed(recipe: Recipe, machine: Machine, device: torch.device, ranks: int,
     its memory."""
     gpu = device.type != "cpu"
     job, chip = job_there(recipe, machine, torch.device("cpu"), gpu), chip_of(device)
-    chip = learn(chip, recipe.precision, ranks > 1).of(chip)
+    chip = learn(chip, recipe.precision, ranks > 1).of(beside(chip, ranks) if gpu else chip)
     can = runnable(recipe, job.model)
     return survey(Costs(job, chip, chip.memory if gpu else chip.memory / ranks_here(ranks)), ranks, machine, rows,
                   allowed=lambda m: can(m) and (rows is not None or recipe.batch % m.shares == 0))  # fmt: skip

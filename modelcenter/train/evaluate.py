@@ -19,6 +19,7 @@ from ..layers.onto import onto
 from ..layers.output import Output
 from ..metrics.table import METRICS, Of, of_texts
 from ..ops.cross_entropy import IGNORE
+from ..parallel.device import home_of
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.watch import beat
 
@@ -57,7 +58,7 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
 
     The model is left in the mode that it was in. The loss of a set without targets is 0.
     """
-    objective, device = find_objective(task), next(model.parameters()).device
+    objective, device = find_objective(task), home_of(model)
     was_training = model.training
     model.eval()
     total, targets, told = 0.0, 0, Told(objective)
@@ -192,7 +193,7 @@ class Evaluation:
         out: list[str] = []
         whole = replace(self.loader, rank=0, world=1, batch=self.loader.batch // self.loader.world)
         for batch in heeding(whole.once(), heed):
-            here = on_device(batch, next(model.parameters()).device)
+            here = on_device(batch, home_of(model))
             ids = model.generate(here["input_ids"], here["attention_mask"], tokenizer=self.tokenizer, **self.generation)
             out += [self.tokenizer.decode(row[1:]) for row in ids.tolist()]  # the start token is no text
             beat(step=True)

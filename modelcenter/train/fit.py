@@ -15,7 +15,7 @@ from ..layers import ClassifyHead
 from ..model import Model
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
-from ..parallel.chips import CHIPS, chip_here
+from ..parallel.chips import CHIPS, Chip, chip_here, host_rate
 from ..parallel.costs import Costs
 from ..parallel.device import memory_of
 from ..parallel.estimate import Estimate, Job
@@ -55,7 +55,12 @@ class Verdict:
     def __str__(self) -> str:
         advice = " or ".join(f"{setting} ({size(need)})" for setting, need in self.ways)
         each = " a rank" if self.ranks > 1 else ""
-        memory = f"memory{each}: {self.plan} (batches of {self.batch})" + (f"; set {advice}" if advice else "")
+        memory = f"memory{each}: {self.plan} (batches of {self.batch})"
+        if self.estimate is not None and self.estimate.aside:
+            e = self.estimate
+            enough = "" if e.aside <= e.room else ": does not fit"
+            memory += f", beside {size(e.aside)} of the host's, {size(int(e.room))} there{enough}"
+        memory += f"; set {advice}" if advice else ""
         if self.estimate is None:
             return memory
         told = [speed(self.estimate)]
@@ -71,9 +76,10 @@ class Verdict:
         if e is None:
             return None
         device, host = self.learned.plain(e)
-        return {"memory_gb": (e.need - e.parts.get("fragments", 0)) / 1e9, "seconds": e.seconds, "tokens": e.tokens,
+        told = {"memory_gb": (e.need - e.parts.get("fragments", 0)) / 1e9, "seconds": e.seconds, "tokens": e.tokens,
                 "tokens_per_second": e.rate * e.machine.ranks, "chip": self.chip, "precision": self.precision,
                 "several": self.ranks > 1, "device": device, "host": host, "runs": self.learned.runs}  # fmt: skip
+        return told | ({"offload": True} if e.machine.offload else {})
 
 
 def speed(e: Estimate) -> str:
@@ -86,7 +92,7 @@ def speed(e: Estimate) -> str:
 
 
 WHAT = {"compute": "arithmetic", "memory": "moving bytes of the device's memory", "link": "waiting for other ranks",
-        "host": "calls of the host"}  # fmt: skip
+        "host": "calls of the host", "aside": "waiting for the host's memory"}  # fmt: skip
 
 
 def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup, compute: Compute, *,
@@ -109,6 +115,8 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
     if chip is not None:
         learned = learn(chip, recipe.precision, machine.ranks > 1)
         chip = learned.of(chip)
+    if chip is not None and machine.offload and device.type != "cpu":
+        chip = beside(chip, machine.ranks)
     now = recipe.micro_batch or most_of(recipe, device)
     try:
         job = job_of(recipe, device, setup, compute, machine)
@@ -124,11 +132,22 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         return f"memory: not estimated: {type(error).__name__}: {printable(' '.join(str(error).split()))[:100]}"
     if plan.hopeless and refuses:
         what = f"{size(plan.lasting)} of weights, gradients and optimizer, {size(total)} there"
+        aside = "machine.offload=true, which keeps them in the host's memory, " if costs.apart and not machine.offload else ""
+        refuse(None, "memory", what, aside + FEWER)
+    if found.aside > found.room and chip is not None and refuses:
+        what = f"{size(found.aside)} of weights, gradients and optimizer, {size(int(found.room))} in the host's"
         refuse(None, "memory", what, FEWER)
     batch = f"{found.rows} x {recipe.data.seq_len} tokens"
     if chip is None:
         return Verdict(plan, batch, tuple(ways), None, machine.ranks)
     return Verdict(plan, batch, tuple(ways), found, machine.ranks, learned, chip.name, recipe.precision, copies)
+
+
+def beside(chip: Chip, ranks: int) -> Chip:
+    """The chip with the memory of this host, and how fast an update moves through it."""
+    there = memory_of(torch.device("cpu"))
+    assert there is not None
+    return replace(chip, host_memory=there[0] / ranks_here(ranks), host_bandwidth=host_rate())
 
 
 def ranks_here(ranks: int) -> int:
@@ -151,10 +170,11 @@ def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
             if found.fits:
                 yield " ".join(filter(None, (f"micro_batch={rows}" if rows != now.rows else "", settings))), found.need
                 break
-    if shared := in_shards(now.machine):
-        found = costs.exact(shared[1], now.rows)
+    others = [("machine.offload=true", replace(now.machine, offload=True))] if costs.apart and not now.machine.offload else []
+    for settings, other in (*others, *filter(None, [in_shards(now.machine)])):
+        found = costs.exact(other, now.rows)
         if found.fits:
-            yield shared[0], found.need
+            yield settings, found.need
 
 
 def quicker(costs: Costs, now: Estimate, recipe: Recipe) -> tuple[str, Estimate] | None:
@@ -171,7 +191,7 @@ def quicker(costs: Costs, now: Estimate, recipe: Recipe) -> tuple[str, Estimate]
 
 def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute, machine: Machine, gpu: bool = False) -> Job:
     """What a recipe trains, with the largest batches that can occur."""
-    model: Any = setup.model if machine.ranks == 1 else whole(setup.model, recipe)
+    model: Any = whole(setup.model, recipe) if machine.meshed else setup.model
     _, batches = next(setup.loader.steps(micro_batch=recipe.micro_batch))
     first, pairs = batches[0], bool(model.encoder_decoder)
     most = recipe.micro_batch or most_of(recipe, device)

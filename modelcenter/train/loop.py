@@ -168,7 +168,9 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     for line in setup.lines:
         progress.say(line)
     if start is not None:
-        end = ", the last: no training is left to do" if at.step == setup.steps else ""
+        tired = recipe.patience is not None and at.waited >= recipe.patience and not at.owed
+        why = ", the last" if at.step == setup.steps else f", where patience={recipe.patience} has ended it" if tired else ""
+        end = f"{why}: no training is left to do" if why else ""
         progress.say(f"resumed from {start}: step {at.step} of {setup.steps}{end}")
     if recipe.best is not None and at.best_step is not None and not ranks.tell("there" * (folder / "model").is_dir()):
         progress.say(f"{folder / 'model'}: not there, the best so far, of step {at.best_step}: the best is looked for anew")

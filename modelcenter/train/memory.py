@@ -10,6 +10,7 @@ from ..config import bind, override, to_dict
 from ..create import build
 from ..data.objective import find_objective
 from ..errors import InputError, refuse
+from ..parallel.device import device_of
 from ..parallel.machine import Machine, in_shards
 from ..place import check_adapter
 from .folder import check
@@ -54,6 +55,8 @@ def of_work(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
         found.append(("micro_batch", micro, fitting[-1]))
     if machine.recompute != "full":
         found.append(("machine.recompute", machine.recompute, "full"))
+    if spares(machine):
+        found.append(("machine.offload", machine.offload, "true"))
     found.append(("data.seq_len", recipe.data.seq_len, recipe.data.seq_len // 2))
     if recipe.optimizer.name == "adamw" and recipe.optimizer.moments != "int8":
         found.append(("optimizer.moments", recipe.optimizer.moments, "int8"))
@@ -64,6 +67,11 @@ def of_work(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
     return found[0][0], found[0][1], [*(f"{key}={other}" for key, _, other in found), *shared]
 
 
+def spares(machine: Machine) -> bool:
+    """Whether the host has memory of its own that could keep what lasts, and does not yet."""
+    return not machine.offload and device_of(machine).type != "cpu"
+
+
 def shards(machine: Machine) -> list[str]:
     shared = in_shards(machine)
     return [shared[0]] if shared else []
@@ -71,8 +79,9 @@ def shards(machine: Machine) -> list[str]:
 
 def of_weights(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
     """The same for weights that do not fit by themselves."""
+    aside = ["machine.offload=true"] if spares(machine) else []
     if recipe.init == "random":
-        return "config", recipe.config or recipe.model, ["a smaller config.layers", "config.dim"]
+        return "config", recipe.config or recipe.model, [*aside, "a smaller config.layers", "config.dim"]
     lora = ["adapter.name=lora"] if recipe.adapter.name == "none" else []
     # Codes are whole on each fsdp rank: of four and more a share of the weights is smaller.
     nf4 = [*lora, "adapter.quantize=nf4"] if machine.fsdp < 4 and divides(recipe, machine) else []
@@ -80,7 +89,7 @@ def of_weights(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]
             if settings and recipe.adapter.quantize != "nf4" and accepted(recipe, machine, *settings)]
     key, value = ("model", recipe.model) if lora or not ways else ("adapter.quantize", recipe.adapter.quantize)
     more = ["a larger machine.fsdp"] if machine.fsdp > 1 else shards(machine)
-    return key, value, [*(" with ".join(settings) for settings in ways[:1]), *more, "a smaller model"]
+    return key, value, [*(" with ".join(settings) for settings in ways[:1]), *aside, *more, "a smaller model"]
 
 
 def divides(recipe: Recipe, machine: Machine) -> bool:

@@ -28,7 +28,7 @@ from ..parallel.rehearse import Conditions
 from ..parallel.survey import Survey, survey
 from ..place import check_adapter
 from .calibrate import NOTHING, learn
-from .fit import job_of, keeper, ranks_here, share, widest
+from .fit import beside, job_of, keeper, ranks_here, share, widest
 from .launch import check_ranks
 from .prepare import prepare
 from .recipe import Recipe
@@ -63,7 +63,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
         here = automatic_precision(found, sizes_of(recipe).get("dim"))
         recipe = replace(recipe, precision=here if device is None else automatic(chip))
     learned = learn(chip, recipe.precision, ranks > 1) if device is None else NOTHING
-    chip = learned.of(chip)
+    chip = learned.of(beside(chip, ranks) if device is None and found.type != "cpu" else chip)
     job = job_alone(recipe, found, gpu) if bare else job_there(recipe, machine, found, gpu)
     limit = chip.memory / (ranks_here(ranks) if device is None and found.type == "cpu" else 1)
     costs = Costs(job, chip, limit)

@@ -58,7 +58,7 @@ def enter(recipe: Recipe, machine: Machine) -> Ranks:
     if machine.ranks == 1:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             check_world(1)  # or each of them would do the whole run, in one folder
-        return ALONE
+        return replace(ALONE, zero=machine.zero)
     from ..parallel.apply import join  # FSDP and DTensor take a second to import
 
     return join(machine)

@@ -19,7 +19,7 @@ from ..optim.adamw import AdamW
 from ..optim.clipped import Clipped
 from ..optim.ema import EMA
 from ..optim.schedules import lr_factor
-from ..parallel.ranks import Ranks
+from ..parallel.ranks import Ranks, settle
 from .background import Background
 from .calibrate import remember
 from .graphs import Graphs
@@ -107,6 +107,12 @@ class Session:
     def ended(self) -> bool:
         return (self.finished or self.tired) and not self.at.owed
 
+    @property
+    def again(self) -> str:
+        """What goes on with the run: `resume` may say where it was to begin, which is refused where it has a state of its own."""
+        begun = self.recipe.resume == "never" or (self.recipe.resume != "auto" and self.saved != self.start)
+        return f"the same command{' with resume=auto' if begun else ''}"
+
     def due(self, every: int | None) -> bool:
         """Whether what is done every so many steps is due now."""
         return every is not None and self.at.step % every == 0
@@ -137,10 +143,11 @@ class Session:
         lr = recipe.optimizer.lr * lr_factor(recipe.schedule, at.step, self.setup.steps)
         known = soon(found)
         ahead = partial(self.look_ahead, steps, interrupt)
-        norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, scale, squares, ahead, self.graphs)
+        norm = update(self.model, self.optimizer, found, lr, recipe.max_grad_norm, scale, squares, ahead, self.graphs, True)
         loss = known()
         overflow = recipe.precision == "fp16" and at.scale.judge(loss, norm)
         if self.ema is not None and math.isfinite(norm):
+            settle(self.model)
             self.ema.update()
         leap = at.advance(coming.after, coming.tokens, loss, targets, math.isfinite(norm), overflow, recipe.on_spike != "off")
         self.seconds, self.tokens = self.seconds + time.perf_counter() - began, self.tokens + coming.tokens
@@ -229,13 +236,15 @@ class Session:
         at.owed = True
         if self.graphs is not None:
             self.graphs.make_room()
+        settle(self.model)
         with self.ema.in_place() if self.ema is not None else nullcontext(), self.progress.aside("evaluation", at.step):
             with self.compute():
                 tell, heed = partial(self.progress.part, "texts written"), partial(self.heed, interrupt)
                 results = self.setup.evaluation(self.model, tell, heed)
             at.owed = False
             before = at.best, at.best_step
-            if at.judge(results[f"eval_{metric}"], METRICS[metric].more) and self.recipe.best is not None:
+            value = float(self.ranks.tell(repr(float(results[f"eval_{metric}"]))))  # each has written texts: they may differ
+            if at.judge(value, METRICS[metric].more) and self.recipe.best is not None:
                 self.check_place()
                 try:
                     write_model(self.folder / "model", self.setup, self.ranks)
@@ -246,7 +255,8 @@ class Session:
             self.metrics.write({"step": at.step, **results, f"best_eval_{metric}": at.best, "best_step": at.best_step})
         self.progress.say(f"step {at.step}: " + ", ".join(f"{key} {v:.6g}" for key, v in results.items()))
         if self.tired:
-            self.progress.say(f"step {at.step}: eval_{metric} is no better than at step {at.best_step}; the run ends")
+            why = f"no better than at step {at.best_step}" if at.best_step is not None else "not finite"
+            self.progress.say(f"step {at.step}: eval_{metric} is {why}; the run ends")
 
     def save(self) -> None:
         """Save a state, or begin to, its metrics first. If the disk refuses, that costs a line and not the run.
@@ -293,12 +303,13 @@ class Session:
             self.settle()
         if self.at.step != self.saved:
             found = f"stopped after step {self.at.step}, not saved"
-            refuse(self.folder, None, found, f"the same command goes on after step {self.saved}")
+            refuse(self.folder, None, found, f"{self.again} goes on after step {self.saved}")
 
     def finish(self) -> dict[str, Any]:
         """Write the model out if the run has ended, and return the last value of each metric. A folder that was moved gets it where
         it is now."""
         at, total = self.at, self.setup.steps
+        settle(self.model)
         if now := self.ranks.tell(str(self.metrics.left or "")):
             self.folder = self.journal.folder = Path(now)
         else:
@@ -308,7 +319,7 @@ class Session:
         last.pop("environment", None)
         self.journal.end(at.step, "finished" if self.ended else "stopped")
         if not self.ended:
-            self.progress.say(f"stopped after step {at.step} of {total}; the same command goes on")
+            self.progress.say(f"stopped after step {at.step} of {total}; {self.again} goes on")
         elif self.recipe.best is not None and at.best_step is not None:
             self.progress.say(f"model: {self.folder / 'model'}, of step {last.get('best_step', at.best_step)}")
         else:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.load import put
+from ..checkpoint.load import local, put
 from ..checkpoint.manifest import MANIFEST_LIMIT
 from ..checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from ..checkpoint.shards import Piece, Spread, pieces, whole
@@ -24,7 +24,7 @@ from ..layers.adapter import adapted
 from ..names import Shape
 from ..optim.ema import EMA
 from ..optim.loss_scale import LossScale
-from ..parallel.ranks import ALONE, Ranks
+from ..parallel.ranks import ALONE, Ranks, settle
 from .spike import Losses
 
 Write = Callable[[Path, int, Mapping[str, Mapping[str, Tensor | Piece]], Mapping[str, Any], int | None, Ranks], Path | None]
@@ -86,10 +86,12 @@ def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimize
          ema: EMA | None = None, ranks: Ranks = ALONE, write: Write = save_state) -> Path | None:
     """Write `folder`/step-N, which is on the disk when this returns, and keep the newest `keep` states. Errors: `SaveError`. With
     another `write` it may be otherwise: that gets the tensors themselves, which the next update changes."""
+    settle(model)
     moments, groups = flatten_optimizer(optimizer, model)
     moments = dict(sorted(moments.items()))  # in one order, whether they were made here or restored
     tables = {"model": dict(weights(model)), "optimizer": moments, **({"ema": ema.averages} if ema is not None else {})}
-    tensors: dict[str, Mapping[str, Tensor | Piece]] = {**tables, "random": random_states()}
+    own = {group: {name: local(tensor)[1] for name, tensor in table.items()} for group, table in tables.items()}
+    tensors: dict[str, Mapping[str, Tensor | Piece]] = {**own, "random": random_states()}
     if ranks.size > 1:
         shapes = {"model": getattr(model, "shapes", {}), "ema": getattr(model, "shapes", {})}
         shapes["optimizer"] = dict(unpadded(moments, model, groups["shapes"]))
@@ -112,6 +114,7 @@ def unpadded(moments: Mapping[str, Tensor], model: nn.Module, shapes: Mapping[st
 def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None = None, ranks: Ranks = ALONE) -> Position:
     """Put a step-N folder back into `model`, `optimizer`, the averages and the random generators. On another mesh than the one that
     wrote it, each rank draws from a new stream, given by (its seed, the step). Errors: `InputError`."""
+    settle(model)
     tensors, state = load_state(path, ranks)
     put_weights(path, tensors, model, ema)
     restore_optimizer(optimizer, model, tensors["optimizer"], state["optimizer"])
@@ -148,14 +151,15 @@ def restore_random(states: Mapping[str, Tensor | Spread], state: Mapping[str, An
     """Restore this rank's generators; or, if the ranks were others, begin streams that no earlier step used."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    if {name: n for name, n in state.get("mesh", {}).items() if n > 1} != ranks.degrees:
+    then, now = ({name: n for name, n in mesh.items() if n > 1} for mesh in (state.get("mesh", {}), ranks.degrees))
+    if then != now:
         torch.manual_seed((torch.initial_seed() + step) % 2**63)
         return
-    own = f"{ranks.rank}/" if ranks.size > 1 else ""
+    own, here = f"{ranks.rank}/" if ranks.size > 1 else "", random_states()  # not of devices that only the writer saw
     for key, value in states.items():
         if key == f"{own}cpu":
             torch.set_rng_state(whole(value).clone())
-        elif key.startswith(own):
+        elif key.startswith(own) and key.removeprefix(own) in here:
             kind, _, index = key.removeprefix(own).partition(":")
             torch.get_device_module(kind).set_rng_state(whole(value).clone(), int(index))
 

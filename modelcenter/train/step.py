@@ -13,7 +13,8 @@ from ..layers import Head
 from ..optim.adamw import AdamW
 from ..optim.clipped import Clipped, at_once
 from ..optim.optimizers import set_lr
-from ..parallel.device import LOW
+from ..parallel.device import LOW, home_of
+from ..parallel.offload import aside_of
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.watch import beat
 from .evaluate import Arguments, count_targets, count_tokens, on_device
@@ -40,7 +41,7 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     and its own mean loss. `graphs`: the model's graphs, with which forward and backward may be recorded and batches are filled up
     to shapes that recur. A batch that is not `ready` is made so.
     """
-    device = next(model.parameters()).device
+    device = home_of(model)
     ours = [ready(model, batch, task, device, graphs is not None and graphs.fills) for batch in batches]
     targets = sum(batch.targets for batch in ours) if targets is None else targets
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
@@ -58,6 +59,7 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
             beat(step=True)
             if told is not None:
                 told(number, len(ours), loss * (each / max(1, batch.targets)))
+        ranks.reduced(model)
         return total
 
     return added_up() if graphs is None else graphs.attempt(added_up), targets
@@ -110,11 +112,12 @@ def number_on(value: float, device: torch.device) -> Tensor | float:
 
 def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, lr: float, max_norm: float,
            scale: float = 1.0, squares: Tensor | None = None, meanwhile: Callable[[], object] = lambda: None,
-           graphs: Graphs | None = None) -> float:
+           graphs: Graphs | None = None, late: bool = False) -> float:
     """Divide the gradients by `scale`, clip them to `max_norm` (0: never), step at the rate `lr` and drop them; returns their norm
     before clipping. If the norm or the loss is not finite NaN is returned, and no weight or moment has changed. `squares`: the sum
     of the squared gradients of all ranks, if there are several. `meanwhile`: what else to do while the device is at work.
-    `graphs`: the model's, which may record the update too.
+    `graphs`: the model's, which may record the update too. `late`: weights that are kept on the host may still be changing when it
+    returns; forwards wait for what they need, and who else reads them calls `settle` first.
 
     The device is waited for only at the end, and only until it knows the norm; while it updates, the next step may be prepared.
     Optimizers other than AdamW wait for the norm before they update: until then.
@@ -128,7 +131,9 @@ def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, l
         meanwhile()
         optimizer.step(clip=clip, run=at_once if graphs is None else graphs.update)
     else:
-        optimizer.step(clip=clip)  # nothing, if the norm is not finite: the device finds out by itself
+        aside = aside_of(model) if late else None
+        later = None if aside is None else aside.later
+        optimizer.step(clip=clip, later=later)  # nothing, if the norm is not finite: the device finds out by itself
         meanwhile()
     optimizer.zero_grad(set_to_none=True)
     norm = known()

@@ -10,6 +10,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import refuse
 from ..generate.run import settings
 from ..model import Model
+from ..parallel.device import home_of
 
 
 class Spelled:
@@ -51,7 +52,7 @@ def write(model: Model, tokenizer: Tokenizer, prompts: Sequence[str | Sequence[i
 
     `options` are those of `generate`. A seed counts up from batch to batch.
     """
-    device = next(model.parameters()).device
+    device = home_of(model)
     o = settings(model, None, {k: v for k, v in options.items() if k not in ("streamer", "prefix_allowed_tokens_fn")})
     for start in range(0, len(prompts), batch):
         encode = tokenizer.encode if model.encoder_decoder else tokenizer.begin

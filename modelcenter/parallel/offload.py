@@ -1,0 +1,151 @@
+"""What the host does for a model whose weights it keeps, while the device is at work.
+
+FSDP brings the weights of a block to the device and its gradients back (`apply.py: shard`). Two things are left, and a thread sees
+to both:
+
+* Gradients of several micro-batches are added up here. FSDP would add them itself, inside the backward, which then waits for every
+  copy: 18 s of a step of GPT-2 XL in four micro-batches that takes 3. So each backward finds no gradients, and what it leaves is
+  added to the others while the device is at the next micro-batch.
+* An update follows the verdict on all gradients (are they finite, how long are they), and so cannot begin before the backward has
+  ended. It need not end before the next forward begins: the outermost layers are updated first, then one block after another, and
+  the forward of each waits for its own update only. The bits are those of an update that is waited for.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary, finalize, ref
+
+import torch
+from torch import Tensor, nn
+
+from .averaging import local
+from .blocks import units
+
+Job = tuple[Tensor, Callable[[], None]]  # a parameter, and what updates it
+ALIGN = 256  # bytes; torch's allocators do so
+
+
+class Aside:
+    """The gradients of a model that are being added up, and the updates that are under way. `model`: FSDP has it already."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = ref(model)
+        self.pool = ThreadPoolExecutor(1, "offload", initializer=partial(torch.set_flush_denormal, True))
+        self.kept: list[nn.Parameter] = []  # the parameters on the host
+        self.sums: dict[Tensor, Tensor] = {}  # of the micro-batches so far, by the parameter
+        self.adding: Future[None] | None = None
+        self.updates: dict[int, Future[None]] = {}  # by the number of the unit
+        # hooks of what is compiled are compiled too, and cannot wait
+        self.at_once = any(getattr(unit, "_compiled_call_impl", None) is not None for unit in units(model))
+        self.unit_of: dict[Tensor, int] = {}
+        for number, unit in enumerate((model, *units(model))):
+            unit.register_forward_pre_hook(partial(arrived, ref(self), number), prepend=True)  # before FSDP's, which sends weights
+
+    def take(self) -> None:
+        """Take away the gradients that a micro-batch has left, and have them added to those before."""
+        model = self.model()
+        now = list(model.parameters()) if model is not None else []
+        if all(hasattr(p, "placements") for p in now):  # where zero=2 keeps weights on the device, FSDP shows these in their place
+            self.kept = now
+        left = [(p, p.grad) for p in self.kept if p.grad is not None]
+        for p, _ in left:
+            p.grad = None
+        if left:
+            self.added()
+            self.adding = self.pool.submit(self.add, left)
+
+    @torch.no_grad()
+    def add(self, left: Sequence[tuple[Tensor, Tensor]]) -> None:
+        known = [(local(self.sums[p]), local(grad)) for p, grad in left if p in self.sums]
+        if known:
+            torch._foreach_add_([total for total, _ in known], [grad for _, grad in known])
+        self.sums.update((p, grad) for p, grad in left if p not in self.sums)
+
+    def added(self) -> None:
+        """Wait until no gradients are being added. Errors of the thread are raised here."""
+        adding, self.adding = self.adding, None
+        if adding is not None:
+            adding.result()
+
+    def give(self) -> None:
+        """Leave the sums where optimizers look for gradients."""
+        if self.adding is not None:
+            self.take()
+            self.added()
+            for p, total in self.sums.items():
+                p.grad = total
+            self.sums = {}
+
+    def later(self, jobs: Sequence[Job]) -> None:
+        """Do `jobs` in the order in which a forward needs their parameters. What is updated then may be read after `finish`, or in
+        a forward."""
+        self.finish()
+        model, mine = self.model(), dict[int, list[Callable[[], None]]]()
+        if model is not None and any(p not in self.unit_of for p, _ in jobs):  # parameters have come since
+            self.unit_of = dict.fromkeys(model.parameters(), 0)
+            self.unit_of |= {p: number for number, unit in enumerate(units(model), 1) for p in unit.parameters()}
+        for p, work in jobs:
+            mine.setdefault(self.unit_of[p], []).append(work)
+        self.updates = {number: self.pool.submit(one_by_one, mine[number]) for number in sorted(mine)}
+
+    def arrived(self, number: int) -> None:
+        """Wait until a unit is updated. Errors of the thread are raised here."""
+        if self.at_once and number == 0:
+            self.finish()
+        update = self.updates.pop(number, None)
+        if update is not None:
+            update.result()
+
+    def finish(self) -> None:
+        """Wait until all is updated."""
+        while self.updates:
+            self.updates.pop(min(self.updates)).result()
+
+
+class Room:
+    """Memory of the host that `device` reaches by itself, for tensors of so many bytes in all (`ALIGN` more for each). torch's own
+    comes in powers of two, which for the weights of GPT-2 XL are half as many bytes again."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        import numpy as np
+
+        memory = np.empty(size, np.uint8)
+        self.bytes, self.at = torch.from_numpy(memory), 0
+        if device.type == "cuda":
+            self.bytes.zero_()  # by all threads: one alone would find the pages one by one
+            address, cuda = self.bytes.data_ptr(), torch.cuda.cudart()
+            if int(cuda.cudaHostRegister(address, size, 0)) == 0:  # if not, FSDP pins weights in memory of torch's
+                finalize(memory, cuda.cudaHostUnregister, address).atexit = False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor there, its values unset."""
+        start, size = self.at, prod(shape) * dtype.itemsize
+        self.at += -(-size // ALIGN) * ALIGN
+        return self.bytes[start : start + size].view(dtype).view(tuple(shape))
+
+
+def one_by_one(jobs: list[Callable[[], None]]) -> None:
+    while jobs:
+        jobs.pop(0)()  # which lets go of its gradient
+
+
+def arrived(aside: "ref[Aside]", number: int, unit: nn.Module, args: Any) -> None:
+    """Before the forward of a unit."""
+    here = aside() if not torch.compiler.is_compiling() else None
+    if here is not None:
+        here.arrived(number)
+
+
+KNOWN: WeakKeyDictionary[nn.Module, Aside] = WeakKeyDictionary()  # no copy that is made of a model is in it
+
+
+def aside_of(model: nn.Module) -> Aside | None:
+    return KNOWN.get(model)
+
+
+def keep(model: nn.Module) -> None:
+    """From now on add up gradients aside, and let updates be finished later, of `model`, whose weights are on the host."""
+    KNOWN[model] = Aside(model)

@@ -1,0 +1,315 @@
+"""A model whose weights the host keeps: gradients added up aside, updates while the next forward begins, and what plans say of it.
+
+That it trains as one on its device is asked in test_parallel.py, test_pairs.py and test_runs.py.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh import DEVICE, full, spawn
+from test_layout import costs_of, job_of
+from test_plan import recipe_of
+from torch import Tensor
+
+import modelcenter as mc
+from modelcenter.errors import InputError
+from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel.blocks import blocks
+from modelcenter.parallel.chips import CHIPS
+from modelcenter.parallel.device import home_of
+from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.offload import ALIGN, Aside, Room, aside_of
+from modelcenter.parallel.ranks import ALONE, settle
+from modelcenter.parallel.survey import remedies, survey
+from modelcenter.train import fit, memory
+from modelcenter.train.loop import train
+from modelcenter.train.step import accumulate, update
+
+STILL = {"dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
+SIZES = {"layers": 3, "dim": 16, "heads": 2, "positions": 16, "vocab": 41, **STILL}
+
+# torch warns of in-place changes to a model's output under FSDP; nothing here makes any
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+
+
+def made(**changes: Any) -> tuple[mc.Model, Aside]:
+    model = mc.build("gpt2", config=SIZES, machine=Machine(device=DEVICE, offload=True, **changes), seed=3).train()
+    aside = aside_of(model)
+    assert aside is not None
+    return model, aside
+
+
+def rows(count: int) -> list[dict[str, Tensor]]:
+    ids = torch.randint(41, (count, 9), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": ids[k : k + 1].to(DEVICE), "labels": ids[k : k + 1].to(DEVICE)} for k in range(count)]
+
+
+def adds(rank: int, zero: Any = 3) -> None:
+    """Gradients of micro-batches are added up where no backward sees them, and are complete at the end."""
+    model, aside = made(zero=zero)
+    kept, ranks = list(model.parameters()), replace(ALONE, zero=zero)
+
+    def without_gradients(_: mc.Model, args: Any) -> None:
+        assert all(p.grad is None for p in kept), "FSDP would wait for each copy, and add it up by itself"
+
+    alone = mc.build("gpt2", config=SIZES, seed=3, device=DEVICE).train()
+    for count in (3, 1, 2):  # the second of one micro-batch adds to nothing
+        for p in (*kept, *alone.parameters()):
+            p.grad = None
+        hook = model.register_forward_pre_hook(without_gradients)
+        mine, _ = accumulate(model, rows(count), "lm", ranks=ranks)
+        hook.remove()
+        theirs, _ = accumulate(alone, rows(count), "lm")
+        torch.testing.assert_close(mine, theirs)
+        assert not aside.sums and aside.adding is None
+        for name, p in alone.named_parameters():
+            grad = model.get_parameter(name).grad
+            assert grad is not None and grad.device.type == "cpu"
+            torch.testing.assert_close(full(grad), full(p.grad), rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    before = {n: full(p.grad).clone() for n, p in model.named_parameters()}
+    accumulate(model, rows(2), "lm", ranks=ranks)  # to what is there
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(full(p.grad), 2 * before[name], rtol=1e-4, atol=1e-6)
+
+
+def in_order(rank: int) -> None:
+    """The outermost layers first, then the blocks; the forward of each waits for its own."""
+    model, aside = made()
+    of = {"embed": model.embed.tokens.weight, **{str(k): block.attn.q.weight for k, block in enumerate(blocks(model))}}
+    done: list[str] = []
+    seen: list[str] = []
+    gate, late = threading.Event(), threading.Event()
+
+    def work(name: str) -> None:
+        if name == "2":
+            assert gate.wait(60)
+        done.append(name)
+
+    for k, block in enumerate(blocks(model)):
+        block.register_forward_hook(lambda *_, k=k: seen.append(str(k)) or late.set() if k == 1 else seen.append(str(k)))
+    aside.later([(of[name], partial(work, name)) for name in ("2", "0", "embed", "1")])
+    passed = threading.Thread(target=partial(model, **rows(1)[0]))
+    passed.start()
+    assert late.wait(60) and seen == ["0", "1"] and done == ["embed", "0", "1"], (seen, done)
+    passed.join(0.2)
+    assert passed.is_alive() and seen == ["0", "1"], "the forward of a block has not waited for its update"
+    gate.set()
+    passed.join(60)
+    assert seen == ["0", "1", "2"] and done[-1] == "2" and not aside.updates
+
+    gate.clear()
+    aside.later([(of["2"], partial(work, "2"))])
+    threading.Timer(0.1, gate.set).start()
+    settle(model)
+    assert done[-2:] == ["2", "2"] and not aside.updates, "whoever reads weights must find them updated"
+
+    def fails() -> None:
+        raise ValueError("of the update")
+
+    aside.later([(of["1"], fails)])
+    with pytest.raises(ValueError, match="of the update"):
+        model(**rows(1)[0])
+
+
+def the_same_bits(rank: int) -> None:
+    """An update that is finished late is the one that is waited for, whichever way numbers are rounded."""
+    found = []
+    for late in (False, True):
+        model, _ = made(recompute="full")
+        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, moments="bf16", weight_decay=0.1))
+        for k in range(3):
+            loss, _ = accumulate(model, rows(3)[k:], "lm")
+            assert update(model, optimizer, loss, 1e-2, 0.1, late=late) > 0.1
+        settle(model)
+        states = {f"{n} {k}": v for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+        found.append({n: full(t.detach()).clone() for n, t in (*model.named_parameters(), *states.items())})
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+    loss = torch.tensor(float("nan"))  # nothing changes then, now or later
+    accumulate(model, rows(1), "lm")
+    assert update(model, optimizer, loss, 1e-2, 0.1, late=True) != 0
+    settle(model)
+    assert all(torch.equal(full(p.detach()), found[1][n]) for n, p in model.named_parameters())
+
+
+def compiled(rank: int) -> None:
+    """Hooks of what is compiled cannot wait: all is updated before the forward begins."""
+    torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
+    model, aside = made(compile=True)
+    done: list[int] = []
+
+    def work(k: int) -> None:
+        time.sleep(0.2)
+        done.append(k)
+
+    aside.later([(block.attn.q.weight, partial(work, k)) for k, block in enumerate(blocks(model))])
+    model.register_forward_pre_hook(lambda *_: done.append(-1))
+    with torch.no_grad():
+        model(**rows(1)[0])
+    assert done == [0, 1, 2, -1]
+
+
+def on_the_host(rank: int) -> None:
+    """Where weights, gradients and moments are; inputs go where the model computes."""
+    model, _ = made()
+    optimizer = build_optimizer(model, OptimizerConfig())
+    loss, _ = accumulate(model, rows(1), "lm")
+    update(model, optimizer, loss, 1e-2, 1.0)
+    there = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+    assert {t.device.type for t in there} == {"cpu"} and len(there) > 40
+    assert home_of(model).type == model.device.type == DEVICE
+    if DEVICE == "cuda":
+        assert all(p.to_local().is_pinned() for p in model.parameters())  # type: ignore[attr-defined]  # DTensors
+        assert torch.cuda.memory_allocated() < sum(p.nbytes for p in model.parameters())
+
+
+WORK = {"adds": adds, "adds, zero 2": partial(adds, zero=2), "adds, zero 1": partial(adds, zero=1),
+        "in order": in_order, "the same bits": the_same_bits, "compiled": compiled, "on the host": on_the_host}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_what_the_host_does(name: str) -> None:
+    spawn(1, WORK[name])
+
+
+RUN = """\
+import sys
+from modelcenter.__main__ import main
+sys.exit(main(["train", sys.argv[1], "--machine", sys.argv[2], "resume=auto", "machine.offload=true"]))
+"""
+
+
+def test_a_run_by_itself(tmp_path: Path) -> None:
+    """One process, which no launcher has started, goes on bit for bit from a run without, and says what the host keeps."""
+    recipe = replace(recipe_of(tmp_path), max_steps=4, save_steps=2, eval_steps=None, batch=8, micro_batch=4)
+    ended = train(recipe, Machine(device="cpu", threads=1))
+    wanted = (ended.output_dir / "model" / "model.safetensors").read_bytes()
+    for gone in ("model", "step-4"):
+        (ended.output_dir / gone).rename(tmp_path / gone)
+    files = [str(ended.output_dir / name) for name in ("recipe.yaml", "machine.yaml")]
+    run = subprocess.run([sys.executable, "-c", RUN, *files], capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "resumed from" in run.stderr + run.stdout
+    assert (ended.output_dir / "model" / "model.safetensors").read_bytes() == wanted
+
+
+def test_rooms_hold_tensors_beside_each_other() -> None:
+    sizes = [((3,), torch.float32), ((), torch.float32), ((5, 7), torch.bfloat16), ((0, 2), torch.float64), ((129,), torch.int8)]
+    room = Room(sum(4 * 35 + ALIGN for _ in sizes), torch.device("cpu"))
+    found = [room.empty(shape, dtype) for shape, dtype in sizes]
+    assert [(tuple(t.shape), t.dtype) for t in found] == sizes
+    for k, tensor in enumerate(found):
+        tensor.fill_(k)
+    assert all((t == k).all() for k, t in enumerate(found))
+    starts = [t.data_ptr() - room.bytes.data_ptr() for t in found if t.numel()]
+    assert all(n % ALIGN == 0 for n in starts) and len(set(starts)) == len(starts)
+
+
+def test_what_a_machine_allows() -> None:
+    kept = Machine(offload=True)
+    assert kept.meshed and kept.wrapped and not kept.graphs and kept.ranks == 1
+    assert not Machine().meshed and not Machine().wrapped and Machine().graphs
+    with pytest.raises(InputError, match=r"machine.zero: 2 with fsdp=1, which shards nothing; fsdp=2 or more, offload, or zero=3"):
+        mc.build("gpt2", config=SIZES, machine=Machine(device="cpu", zero=2))
+
+
+# ------------------------------------------------------------------------------------------------------------- plans
+
+GPT = {"layers": 6, "dim": 256, "heads": 4, "vocab": 512, "positions": 256}
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Any]:
+    yield job_of(mc.build("gpt2", config=GPT, device="meta"), 8)
+
+
+def test_a_plan_of_what_the_host_keeps(job: Any) -> None:
+    """16 bytes of a parameter, 4 more for the sums of several micro-batches; of the device no more than what is at work."""
+    costs, plain = costs_of(job), Machine()
+    count = sum(p.numel() for p in job.model.parameters())
+    without, one, four = costs.exact(plain, 8), costs.exact(Machine(offload=True), 8), costs.exact(Machine(offload=True), 2)
+    assert without.aside == 0
+    assert one.aside == pytest.approx(16 * count, rel=1e-3) and four.aside == pytest.approx(20 * count, rel=1e-3)
+    assert all(four.parts[kind] == one.parts[kind] == 0 for kind in ("weights", "optimizer", "gradients"))
+    assert without.need - one.need > 11 * count
+    first = costs.exact(Machine(offload=True, zero=1), 2)  # whole sums on the device
+    assert first.parts["gradients"] == pytest.approx(4 * count, rel=1e-3) and first.aside == one.aside
+    assert one.spent["aside"] > 0 and "aside" not in without.spent
+    slow = costs_of(job, replace(CHIPS["h200"], bring=1e9)).exact(Machine(offload=True), 2)
+    assert slow.spent["aside"] == pytest.approx(2 * 4 * 4 * count / 1e9, rel=0.1), "weights come twice a micro-batch"
+    assert slow.seconds > four.seconds
+    second = costs_of(job, replace(CHIPS["h200"], bring=1e9)).exact(Machine(offload=True, zero=2), 2)
+    assert second.spent["aside"] < 0.6 * slow.spent["aside"], "weights come once a step"
+
+
+def test_a_cpu_has_no_memory_beside_its_own(job: Any) -> None:
+    costs = costs_of(replace(job, how=replace(job.how, gpu=False)))
+    kept = costs.exact(Machine(offload=True), 8)
+    assert kept.aside == 0 and kept.parts["optimizer"] > 0 and not costs.apart
+
+
+def test_the_host_is_asked_where_nothing_else_fits(job: Any) -> None:
+    """And not before; a host that has no room either does not help."""
+    count = sum(p.numel() for p in job.model.parameters())
+    found = survey(costs_of(job), 1, Machine())
+    assert found.choice.fits and not found.choice.machine.offload and not any(e.machine.offload for e in found.estimates)
+    least = min(costs_of(job).exact(Machine(offload=True, recompute="full"), 1).need * 1.2, 12 * count)
+    small = survey(costs_of(job, limit=least), 1, Machine())
+    assert small.choice.fits and small.choice.machine.offload and "machine.offload=true" in small.verdict()
+    assert {e.machine.zero for e in small.estimates if e.machine.offload} == {1, 2, 3}
+    assert "host" in small.table()
+    none = survey(costs_of(job, replace(CHIPS["h200"], host_memory=15 * count), least), 1, Machine())
+    assert not none.choice.fits
+    told = dict(remedies(costs_of(job), found.choice, {}))
+    assert told["machine.offload=true"].need < found.choice.need
+
+
+def test_what_is_said_of_it(job: Any) -> None:
+    costs = costs_of(job, limit=25 * sum(p.numel() for p in job.model.parameters()))
+    now = costs.exact(Machine(), 8)
+    assert "machine.offload=true" in dict(fit.better(costs, now))
+    kept = costs.exact(Machine(offload=True), 8)
+    said = str(fit.Verdict(fit.Plan(kept.parts, 10**12, 10**12), "8 x 64", (), kept))
+    assert f"beside {kept.aside / 1e6:.1f} MB of the host's, 250 GB there" in said and "does not fit" not in said
+    assert ": does not fit" in str(fit.Verdict(fit.Plan(kept.parts, 10**12, 10**12), "8", (), replace(kept, room=1e6)))
+    assert fit.Verdict(fit.Plan(kept.parts, 1, 1), "8", (), kept).foreseen == pytest.approx(
+        {**(fit.Verdict(fit.Plan(kept.parts, 1, 1), "8", (), kept).foreseen or {}), "offload": True})  # fmt: skip
+
+
+def test_the_key_is_named_where_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path, micro_batch=1)
+    assert not any("offload" in way for way in memory.of_work(recipe, Machine(device="cpu", recompute="full"))[2])
+    monkeypatch.setattr(memory, "device_of", lambda machine: torch.device("cuda"))
+    key, value, ways = memory.of_work(recipe, Machine(recompute="full"))
+    assert (key, value, ways[0]) == ("machine.offload", False, "machine.offload=true")
+    assert "machine.offload=true" in memory.of_weights(recipe, Machine())[2]
+    assert not any("offload" in way for way in memory.of_work(recipe, Machine(recompute="full", offload=True))[2])
+
+
+def test_a_host_without_room_is_refused(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step; and where a device has none, the key is named that helps."""
+    there = {"cuda": 10**12, "cpu": 10**12}
+    for name, said in {"job_of": lambda *_: job, "chip_here": lambda device: CHIPS["h200"], "host_rate": lambda: 1e11,
+                       "memory_of": lambda device: (there[device.type],) * 2}.items():  # fmt: skip
+        monkeypatch.setattr(fit, name, said)
+    monkeypatch.setenv("MODELCENTER_CALIBRATION", "0")
+    ask: Any = partial(fit.verdict, recipe_of(tmp_path), device=torch.device("cuda"), setup=None, compute=None)
+    found = ask(Machine(offload=True))
+    assert found.estimate.fits and found.estimate.room == 10**12 and found.estimate.aside > 10**7
+    there["cuda"] = 10**6
+    helps = "machine.offload=true, which keeps them in the host's memory, an adapter"
+    with pytest.raises(InputError, match=rf"^memory: .* MB of weights, gradients and optimizer, 1.0 MB there; {helps}"):
+        ask(Machine())
+    there |= {"cuda": 10**12, "cpu": 10**7}
+    with pytest.raises(InputError, match=r"^memory: .* MB of weights, gradients and optimizer, 10.0 MB in the host's; an adapter"):
+        ask(Machine(offload=True))
