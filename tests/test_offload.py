@@ -3,6 +3,7 @@
 That it trains as one on its device is asked in test_parallel.py, test_pairs.py and test_runs.py.
 """
 
+import math
 import subprocess
 import sys
 import threading
@@ -168,9 +169,7 @@ def on_the_host(rank: int) -> None:
     there = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
     assert {t.device.type for t in there} == {"cpu"} and len(there) > 40
     assert home_of(model).type == model.device.type == DEVICE
-    if DEVICE == "cuda":
-        assert all(p.to_local().is_pinned() for p in model.parameters())  # type: ignore[attr-defined]  # DTensors
-        assert torch.cuda.memory_allocated() < sum(p.nbytes for p in model.parameters())
+    assert DEVICE != "cuda" or all(p.to_local().is_pinned() for p in model.parameters())  # type: ignore[attr-defined]  # DTensors
 
 
 WORK = {"adds": adds, "adds, zero 2": partial(adds, zero=2), "adds, zero 1": partial(adds, zero=1),
@@ -225,7 +224,7 @@ def test_what_a_machine_allows() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- plans
 
-GPT = {"layers": 6, "dim": 256, "heads": 4, "vocab": 512, "positions": 256}
+GPT = {"layers": 6, "dim": 192, "heads": 4, "vocab": 512, "positions": 256}
 
 
 @pytest.fixture(scope="module")
@@ -234,22 +233,28 @@ def job() -> Iterator[Any]:
 
 
 def test_a_plan_of_what_the_host_keeps(job: Any) -> None:
-    """16 bytes of a parameter, 4 more for the sums of several micro-batches; of the device no more than what is at work."""
+    """12 bytes of a parameter and its gradient in a power of two, twice with the sums of several micro-batches; of the device no
+    more than what is at work."""
     costs, plain = costs_of(job), Machine()
     count = sum(p.numel() for p in job.model.parameters())
     without, one, four = costs.exact(plain, 8), costs.exact(Machine(offload=True), 8), costs.exact(Machine(offload=True), 2)
-    assert without.aside == 0
-    assert one.aside == pytest.approx(16 * count, rel=1e-3) and four.aside == pytest.approx(20 * count, rel=1e-3)
+    rounded = sum(2 ** math.ceil(math.log2(4 * p.numel())) for p in job.model.parameters())
+    assert without.aside == 0 and rounded > 4.1 * count
+    assert one.aside == pytest.approx(12 * count + rounded, rel=1e-3)
+    assert four.aside == pytest.approx(12 * count + 2 * rounded, rel=1e-3)
+    halves = costs.exact(Machine(offload=True, fsdp=2), 4)
+    assert halves.aside == pytest.approx(one.aside / 2, rel=0.05)
     assert all(four.parts[kind] == one.parts[kind] == 0 for kind in ("weights", "optimizer", "gradients"))
     assert without.need - one.need > 11 * count
     first = costs.exact(Machine(offload=True, zero=1), 2)  # whole sums on the device
     assert first.parts["gradients"] == pytest.approx(4 * count, rel=1e-3) and first.aside == one.aside
-    assert one.spent["aside"] > 0 and "aside" not in without.spent
+    assert one.spent["offload"] > 0 and "offload" not in without.spent
     slow = costs_of(job, replace(CHIPS["h200"], bring=1e9)).exact(Machine(offload=True), 2)
-    assert slow.spent["aside"] == pytest.approx(2 * 4 * 4 * count / 1e9, rel=0.1), "weights come twice a micro-batch"
+    times = 2 * 4 + 4  # weights come twice a micro-batch, gradients go once
+    assert slow.spent["offload"] == pytest.approx(times * 4 * count / 1e9, rel=0.1)
     assert slow.seconds > four.seconds
     second = costs_of(job, replace(CHIPS["h200"], bring=1e9)).exact(Machine(offload=True, zero=2), 2)
-    assert second.spent["aside"] < 0.6 * slow.spent["aside"], "weights come once a step"
+    assert second.spent["offload"] < 0.6 * slow.spent["offload"], "weights come once a step"
 
 
 def test_a_cpu_has_no_memory_beside_its_own(job: Any) -> None:
@@ -267,7 +272,8 @@ def test_the_host_is_asked_where_nothing_else_fits(job: Any) -> None:
     small = survey(costs_of(job, limit=least), 1, Machine())
     assert small.choice.fits and small.choice.machine.offload and "machine.offload=true" in small.verdict()
     assert {e.machine.zero for e in small.estimates if e.machine.offload} == {1, 2, 3}
-    assert "host" in small.table()
+    assert "host" in small.table() and "in the host's memory, of 250 GB" in small.memory()
+    assert "in the host's memory" not in found.memory()
     none = survey(costs_of(job, replace(CHIPS["h200"], host_memory=15 * count), least), 1, Machine())
     assert not none.choice.fits
     told = dict(remedies(costs_of(job), found.choice, {}))

@@ -126,7 +126,7 @@ class Costs:
         if graphed and tp == 1:
             spent["host"] *= GRAPHED  # AdamW makes few calls, what others make is recorded
         if aside:
-            spent |= {"compute": 0.0, "memory": 0.0, "aside": self.aside(machine, one["compute"] + one["memory"], forwards)}
+            spent |= {"compute": 0.0, "memory": 0.0, "offload": self.aside(machine, one["compute"] + one["memory"], forwards)}
         for what, seconds in one.items():
             spent[what] += forwards * seconds
         spent["host"] += self.called(host.updated(self.parts, machine))
@@ -136,7 +136,7 @@ class Costs:
             beside = max(one["compute"] + one["memory"], one["host"])
             for what, seconds in self.exchanged(machine, beside, forwards).items():
                 spent[what] += seconds
-        spent = {what: seconds * (1 if what in ("host", "aside") else chip.slower) for what, seconds in spent.items()}
+        spent = {what: seconds * (1 if what in ("host", "offload") else chip.slower) for what, seconds in spent.items()}
         busy = spent["host"]
         spent = self.waited(spent, busy)
         flops = forwards * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
@@ -287,16 +287,19 @@ class Costs:
 
 
     def aside(self, machine: Machine, one: float, forwards: int) -> float:
-        """Seconds in which the device waits for the host's memory: for weights that come and gradients that go, both at once, as
-        far as they take longer than `forwards` micro-batches of `one` second each; for the norm of all gradients; and for what of
-        the update the next forward, a third of its micro-batch, does not hide."""
+        """Seconds in which the device waits for the host's memory: for weights that come and gradients that go, at once, as far as
+        they take longer than `forwards` micro-batches of `one` second each; for the norm of all gradients; and for what of the
+        update the next forward, a third of its micro-batch, does not hide. For the weights of a single rank FSDP makes the device
+        wait when they are needed."""
         n, tp, chip = machine.fsdp, machine.tensor_parallel, self.chip
         whole, outside, _, _ = self.sizes(tp)
         gradients, times = self.lasting(tp)["gradients"], host.exchanges(machine, forwards)
-        come, go = (whole - outside) * times.blocks + outside * times.outermost, gradients * times.scatters
+        come = ((whole - outside) * times.blocks + outside * times.outermost) / n / chip.bring
+        go, busy = gradients * times.scatters / n / chip.bring, forwards * one
+        waits = come + max(0.0, go - busy) if n == 1 else max(0.0, come - busy, go - busy)
         moved = sum(count * work.bytes for work, count in self.update_of(tp).work(True).items())
         update = max(0.0, (moved - gradients) / n / chip.host_bandwidth - one / 3)
-        return max(0.0, max(come, go) / n / chip.bring - forwards * one) + gradients / n / chip.host_bandwidth + update
+        return waits + gradients / n / chip.host_bandwidth + update
 
 
 def heads_of(model: nn.Module) -> list[int]:

@@ -36,7 +36,7 @@ class Estimate:
     parts: Mapping[Kind, int]  # bytes at a rank's peak
     limit: float  # bytes that a rank has
     seconds: float  # of a step
-    spent: Mapping[str, float]  # the same divided by what a rank waits for: compute, memory, link, host, aside
+    spent: Mapping[str, float]  # the same divided by what a rank waits for: compute, memory, link, host, offload
     host: float  # seconds in which the host is busy, whether or not the device waits for it
     flops: float  # of a step on a rank, without what is computed again
     tokens: int  # of a step, on all ranks

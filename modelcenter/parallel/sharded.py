@@ -88,9 +88,13 @@ class Sharded:
 
     @property
     def beside(self) -> int:
-        """Bytes in the host's memory, if it keeps them: those of a micro-batch's gradients beside the sums of those before."""
-        last, twice = self.lasting, self.forwards > 1 and not self.kept
-        return ceil((last["weights"] + last["optimizer"] + last["gradients"] * (1 + twice)) / self.machine.fsdp)
+        """Bytes in the host's memory, if it keeps them. Each gradient is in pinned memory of torch's, which comes in powers of two;
+        those of a micro-batch stand beside the sums of those before."""
+        last, n, cut = self.lasting, self.machine.fsdp, cuts(self.model, self.machine.tensor_parallel)
+        trained = [ceil(cut.get(id(p), p.shape).numel() * p.itemsize / n) for p in self.model.parameters() if p.requires_grad]
+        gradients: int = sum(1 << (size - 1).bit_length() for size in trained if size)
+        twice = self.forwards > 1 and not self.kept
+        return ceil((last["weights"] + last["optimizer"]) / n) + gradients * (1 + twice)
 
     def gathered(self, phase: str) -> float:
         """Bytes of weights that others sent and of gradients for them, in a phase of the rehearsal."""

@@ -54,7 +54,9 @@ class Survey:
         """The first layout's bytes, a line for each kind."""
         e = self.choice
         rows = [(KINDS[kind], e.parts[kind]) for kind in KINDS if e.parts.get(kind)]
-        return "\n".join(f"{name:<36}{size(n):>10}" for name, n in [*rows, (f"on a rank, of {size(int(e.limit))}", e.need)])
+        rows.append((f"on a rank, of {size(int(e.limit))}", e.need))
+        rows += [(f"in the host's memory, of {size(int(e.room))}", e.aside)] if e.aside else []
+        return "\n".join(f"{name:<36}{size(n):>10}" for name, n in rows)
 
     def verdict(self) -> str:
         """What to take, or what would help."""

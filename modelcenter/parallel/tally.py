@@ -24,7 +24,7 @@ Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temp
 KINDS: dict[Kind, str] = {
     "weights": "weights and buffers", "optimizer": "optimizer: moments, copies, averages", "gradients": "gradients",
     "activations": "activations and the batch", "loss": "logits and loss", "temporary": "temporary, in backward and update",
-    "gathered": "weights and gradients of other ranks", "fragments": "allowance for fragments",
+    "gathered": "weights and gradients under way", "fragments": "allowance for fragments",
 }  # fmt: skip
 LASTING: tuple[Kind, ...] = ("weights", "optimizer", "gradients")  # there whatever the batch
 SEEN: tuple[Kind, ...] = (*LASTING, "activations", "loss", "temporary")  # what a rehearsal sees

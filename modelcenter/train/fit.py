@@ -92,7 +92,7 @@ def speed(e: Estimate) -> str:
 
 
 WHAT = {"compute": "arithmetic", "memory": "moving bytes of the device's memory", "link": "waiting for other ranks",
-        "host": "calls of the host", "aside": "waiting for the host's memory"}  # fmt: skip
+        "host": "calls of the host", "offload": "waiting for the host's memory"}  # fmt: skip
 
 
 def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup, compute: Compute, *,
