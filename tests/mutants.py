@@ -1572,6 +1572,8 @@ MUTANTS = (
            "test_trust.py::test_advice_for_a_step_is_what_the_run_would_accept"),
     Mutant("shards-no-remedy", "parallel/survey.py", "    if shared := in_shards(m):", "    if shared := None:",
            "test_layout.py::test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth", "KeyError"),
+    Mutant("drawn-among-all", "generate/options.py", "top_k: int = field(default=50", "top_k: int = field(default=0",
+           "test_generate.py::test_who_says_no_more_than_that_it_draws_draws_among_as_many_as_transformers"),
     Mutant("gradients-left-to-fsdp", "parallel/ranks.py", "aside.take()", "pass", "test_offload.py::test_what_the_host_does[adds]"),
     Mutant("gradients-behind-what-zero-2-shows", "parallel/offload.py", 'if all(hasattr(p, "placements") for p in now):', "if True:",
            "test_offload.py::test_what_the_host_does[adds, zero 2]"),

@@ -130,6 +130,16 @@ def test_draws_have_the_shares_of_their_scores() -> None:
         assert (torch.bincount(row, minlength=128) / 4000 - share).abs().max() < 0.03 and share.max() < 0.9
 
 
+def test_who_says_no_more_than_that_it_draws_draws_among_as_many_as_transformers() -> None:
+    """The likeliest fifty of a hundred and more, which one temperature makes alike."""
+    model, ours = zoo.pair(GPT)
+    options = {"do_sample": True, "temperature": 1e5, "max_new_tokens": 1, "num_return_sequences": 1500}
+    for drawn in (ours.generate(prompt()[:1], seed=0, **options), model.generate(prompt()[:1], pad_token_id=0, **options)):
+        assert len(drawn[:, -1].unique()) == 50 < ours.config.vocab
+    every = ours.generate(prompt()[:1], seed=0, top_k=0, **options)[:, -1]
+    assert len(every.unique()) > 80
+
+
 def theirs(ids: torch.Tensor, scores: torch.Tensor, prompt: int, mask: torch.Tensor | None, **options: object) -> torch.Tensor:
     """What transformers makes of the scores."""
     import transformers

@@ -49,7 +49,7 @@ class Options:
     min_length: int = field(default=0, metadata=says("the same, the prompt counted too", min=0))
     do_sample: bool = field(default=False, metadata=says("sample each token instead of taking the likeliest"))
     temperature: float = field(default=1.0, metadata=says("divides the scores before sampling", min=1e-6))
-    top_k: int = field(default=0, metadata=says("sample among the so many likeliest tokens; 0: all", min=0))
+    top_k: int = field(default=50, metadata=says("sample among the so many likeliest tokens; 0: all", min=0))
     top_p: float = field(
         default=1.0, metadata=says("sample among the likeliest tokens that make up this probability", above=0, max=1)
     )
