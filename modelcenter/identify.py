@@ -3,6 +3,7 @@
 What the caller says comes first, then the preset, an adapter's folder, config.json, and the tensors themselves.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -43,7 +44,7 @@ class Source:
     @property
     def told(self) -> str | None:
         """The hub id, or a folder's whole path."""
-        if Path(self.name).expanduser() == self.path:
+        if Path(os.path.expanduser(self.name)) == self.path:
             return str(self.path.resolve())
         return self.preset.hub if self.preset is not None else str(self.name)
 
@@ -92,7 +93,7 @@ def described(cls: type[Model], folder: Folder, source: Source, task: str, confi
 
 def shape_of(name: str) -> tuple[type[Model], Any, str]:
     """The family, the config and the task of a preset, or of a folder's config.json; the family's first task if nobody says."""
-    known, folder = presets(), Path(name).expanduser()
+    known, folder = presets(), Path(os.path.expanduser(name))
     if name in known:
         family, preset = known[name]
         plain, task = replace(family.Config(), **preset.changes), preset.task

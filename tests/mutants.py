@@ -1572,6 +1572,8 @@ MUTANTS = (
            "test_trust.py::test_advice_for_a_step_is_what_the_run_would_accept"),
     Mutant("shards-no-remedy", "parallel/survey.py", "    if shared := in_shards(m):", "    if shared := None:",
            "test_layout.py::test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth", "KeyError"),
+    Mutant("last-steps-untold", "train/session.py", "        if self.tired:  # no row", "        if False:  # no row",
+           "test_evaluate.py::test_a_run_that_ends_early_tells_of_its_last_steps"),
     Mutant("drawn-among-all", "generate/options.py", "top_k: int = field(default=50", "top_k: int = field(default=0",
            "test_generate.py::test_who_says_no_more_than_that_it_draws_draws_among_as_many_as_transformers"),
     Mutant("gradients-left-to-fsdp", "parallel/ranks.py", "aside.take()", "pass", "test_offload.py::test_what_the_host_does[adds]"),

@@ -81,6 +81,16 @@ def test_evaluations_that_are_not_finite_end_a_run(
     assert "step 4: eval_loss is not finite; the run ends\n" in capsys.readouterr().err
 
 
+def test_a_run_that_ends_early_tells_of_its_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stand between two rows, and none comes any more."""
+    monkeypatch.setattr(evaluate, "evaluate", told(tmp_path / "out", "eval_loss", [1, 2]))
+    run = train(recipe_of(tmp_path, eval_steps=2, logging_steps=3, patience=1), MACHINE)
+    steps = [row for row in rows(tmp_path / "out") if "loss" in row]
+    assert run.step == 4 and [row["step"] for row in steps] == [3, 4] and steps[1]["tokens"] > steps[0]["tokens"]
+    assert run.metrics["loss"] == steps[1]["loss"] != steps[0]["loss"]
+    assert [row["step"] for row in rows(tmp_path / "out") if "eval_loss" in row] == [2, 4]
+
+
 def test_a_best_that_is_not_there_is_looked_for_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import zipfile
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from modelcenter.checkpoint import match
 from modelcenter.checkpoint.exchange import position
 from modelcenter.checkpoint.folder import DTYPES, BinSlice, Folder, raw, read_bin
+from modelcenter.create import build, load
 from modelcenter.errors import LIMIT, InputError, MissingError
 
 BIN_A, BIN_B = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
@@ -384,3 +386,9 @@ def test_the_folder_of_a_run_says_where_its_model_is(tmp_path):
         (run / "model" / name).write_text("{}")
         with pytest.raises(MissingError, match=r": no weights; what was trained there is .*run-.*model$"):
             Folder(run)
+
+
+@pytest.mark.parametrize("make", [load, build], ids=["load", "build"])
+def test_a_home_that_nobody_has_is_no_folder(make: Callable[[str], object]) -> None:
+    with pytest.raises(InputError, match=r"~nobody-of-that-name/x.*a preset"):
+        make("~nobody-of-that-name/x")

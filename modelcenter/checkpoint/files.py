@@ -80,7 +80,7 @@ def read_index(path: str | os.PathLike[str]) -> Index:
 
 def weighs(folder: str | os.PathLike[str]) -> bool:
     """Whether there are weights in `folder`, beside what says their shapes."""
-    return any(os.path.lexists(Path(folder).expanduser() / name) for name in WEIGHTS)
+    return any(os.path.lexists(Path(os.path.expanduser(folder)) / name) for name in WEIGHTS)
 
 
 def find_weights(folder: str | os.PathLike[str]) -> Path:

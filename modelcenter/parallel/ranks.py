@@ -114,7 +114,7 @@ class Ranks:
             if (aside := kept(model)) is not None:
                 aside.take()
             sharded: Any = model
-            sharded.set_is_last_backward(last)
+            sharded.set_is_last_backward(last or aside is not None)  # or FSDP does not wait for gradients on their way to the host
             sharded.set_requires_gradient_sync(last or self.zero > 1)
             sharded.set_requires_all_reduce(last)
             sharded.set_reshard_after_backward(last or self.zero == 3)

@@ -123,7 +123,7 @@ def find_labels(recipe: Recipe, records: Part, judged: bool) -> Labels:
 
 def learned_labels(recipe: Recipe) -> tuple[str, ...]:
     """The names of the labels in the model's config.json, which are LABEL_0 and so on if it has no others."""
-    folder = Path(recipe.model).expanduser()
+    folder = Path(os.path.expanduser(recipe.model))
     if recipe.init == "random" or (recipe.model in presets() and not folder.is_dir()):
         return ()
     folder = folder if folder.is_dir() else hub.fetch(recipe.model, ["config.json"], {})  # the tokenizer's files came with it
@@ -186,7 +186,7 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
 def absent(model: str) -> bool:
     """Whether it is a preset that would have to be fetched; its shapes are known without."""
     known = hubs()
-    if model not in known or Path(model).expanduser().is_dir():
+    if model not in known or Path(os.path.expanduser(model)).is_dir():
         return False
     try:
         hub.resolve(model, local_files_only=True, presets=known)

@@ -84,6 +84,7 @@ class Session:
     coming: Coming | None = None  # of the next step, if it was read ahead
     seconds: float = 0.0  # since the last row of metrics
     tokens: int = 0  # since then
+    unwritten: Step | None = None  # the last step, if no row is of it yet
 
     def __post_init__(self) -> None:
         self.saved, self.start, self.folder = self.at.step, self.at.step, Path(self.recipe.output_dir)
@@ -177,9 +178,9 @@ class Session:
         self.settle(wait=False)
         logged = self.due(self.recipe.logging_steps) or self.finished
         self.progress.show(partial(self.row, step), stays=logged)
+        self.unwritten = step
         if logged:
-            self.metrics.write(self.row(step))
-            at.window_loss, at.window_targets, self.seconds, self.tokens = 0.0, 0, 0.0, 0
+            self.note()
         if step.overflow:
             fall = f"the loss scale falls to {at.scale.value:g}"
             self.progress.say(f"step {at.step}: a gradient overflows fp16; no update, and {fall}")
@@ -187,6 +188,12 @@ class Session:
             self.progress.say(f"step {at.step}: the gradient is not finite; no update ({at.streak} in a row)")
         if step.leap is not None and at.losses.high == 1:
             self.journal.tell(f"step {at.step}: the loss leaps to {step.loss:.4f}, {step.leap:.1f} times what is usual")
+
+    def note(self) -> None:
+        """Write a row of the steps since the last one, if there are any."""
+        if self.unwritten is not None:
+            self.metrics.write(self.row(self.unwritten))
+            self.at.window_loss, self.at.window_targets, self.seconds, self.tokens, self.unwritten = 0.0, 0, 0.0, 0, None
 
     def row(self, step: Step) -> dict[str, Any]:
         """What is told of the steps since the last row."""
@@ -251,6 +258,8 @@ class Session:
                 except InputError as error:
                     at.best, at.best_step = before  # model/ is of that one still
                     self.journal.tell(f"step {at.step}: the best model is not written: {error}")
+        if self.tired:  # no row of a later step would tell of the last ones
+            self.note()
         if not again:
             self.metrics.write({"step": at.step, **results, f"best_eval_{metric}": at.best, "best_step": at.best_step})
         self.progress.say(f"step {at.step}: " + ", ".join(f"{key} {v:.6g}" for key, v in results.items()))

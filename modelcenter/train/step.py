@@ -50,16 +50,18 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
 
     def added_up() -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for number, batch in enumerate(ours, 1):
-            last = number == len(ours)
-            ranks.reduce(model, last)
-            given = {**on_device(batch, device), "num_items_in_batch": items}
-            loss = work(given, factor) if graphs is None else graphs.run(work, given, factor, last and ranks.averages)
-            total = total + loss.to(total)
-            beat(step=True)
-            if told is not None:
-                told(number, len(ours), loss * (each / max(1, batch.targets)))
-        ranks.reduced(model)
+        try:
+            for number, batch in enumerate(ours, 1):
+                last = number == len(ours)
+                ranks.reduce(model, last)
+                given = {**on_device(batch, device), "num_items_in_batch": items}
+                loss = work(given, factor) if graphs is None else graphs.run(work, given, factor, last and ranks.averages)
+                total = total + loss.to(total)
+                beat(step=True)
+                if told is not None:
+                    told(number, len(ours), loss * (each / max(1, batch.targets)))
+        finally:  # of a step that breaks off too: nothing of it is kept aside, for the next
+            ranks.reduced(model)
         return total
 
     return added_up() if graphs is None else graphs.attempt(added_up), targets
