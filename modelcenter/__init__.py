@@ -18,7 +18,7 @@ PUBLIC = {
     "load": "create", "build": "create", "Model": "model", "parallelize": "parallel.apply",
     "Machine": "parallel.machine", "Recipe": "train.recipe", "load_tokenizer": "data.tokenizer_open",
     "AdapterConfig": "adapter.config", "add_adapter": "adapter.attach", "merge_adapter": "adapter.attach",
-    "InputError": "errors", "Cache": "layers", "Output": "layers",
+    "clip_grad_norm_": "optim.norm", "InputError": "errors", "Cache": "layers", "Output": "layers",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from .models.llama import LLaMA as LLaMA
 from .models.llama import Llama as Llama
 from .models.mt5 import MT5 as MT5
 from .models.t5 import T5 as T5
+from .optim.norm import clip_grad_norm_ as clip_grad_norm_
 from .parallel.apply import parallelize as parallelize
 from .parallel.machine import Machine as Machine
 from .train.loop import train as train
