@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from modelcenter.errors import InputError
 from modelcenter.ops._kernels import available
 from modelcenter.optim import adamw
 from modelcenter.optim.adamw import AdamW
@@ -420,6 +421,22 @@ def test_a_state_of_another_time_or_place_goes_on() -> None:
         results.append(content([p], optimizer))
         assert optimizer.state[p]["step"].dtype == torch.float32 and optimizer.state[p]["step"] == 2
     assert same(*results[:2]) and same(*results[1:])
+
+
+def test_a_decay_of_another_kind_is_refused() -> None:
+    """torch.optim.Adam's is part of the gradient, and so of the moments; without one its steps are AdamW's."""
+    p = torch.nn.Parameter(torch.ones(3))
+    for decay in (0.0, 0.1):
+        peer, mine = torch.optim.Adam([p], weight_decay=decay), AdamW([p], weight_decay=0.0)
+        p.grad = torch.ones(3)
+        peer.step()
+        if not decay:
+            mine.load_state_dict(peer.state_dict())
+            assert mine.state[p]["step"] == 1
+            continue
+        with pytest.raises(InputError, match=r"^AdamW: weight_decay: 0.1, which torch.optim.Adam adds to gradients; a state"):
+            mine.load_state_dict(peer.state_dict())
+        assert not mine.state
 
 
 def test_what_torchs_state_does_not_say_stays() -> None:

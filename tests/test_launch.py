@@ -132,6 +132,15 @@ def test_ranks_without_a_sequence_are_not_started(tmp_path: Path, monkeypatch: p
     assert "batch: 6 sequences for 100 ranks" in capfd.readouterr().err
 
 
+def test_heads_that_ranks_cannot_share_are_refused_before_any_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "once", None)
+    for name, heads, found in (("gpt2", {"heads": 2}, "4, and gpt2 has 2 heads"),
+                               ("llama-7b", {"heads": 4, "kv_heads": 2}, "4, and llama-7b has 2 kv_heads")):  # fmt: skip
+        recipe = run_of(tmp_path, model=name, config={"layers": 1, "dim": 16, **heads})
+        with pytest.raises(InputError, match=rf"^machine.tensor_parallel: {found}; a divisor of the heads"):
+            train(recipe, Machine(device="cpu", threads=1, tensor_parallel=4))
+
+
 def test_more_processes_than_the_machine_has_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """torchrun in front of the command, and a machine of one rank: each of them would do the whole run in the one folder."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():

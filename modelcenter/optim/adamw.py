@@ -109,6 +109,9 @@ class Plain(Optimizer):
         def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             for group in given["param_groups"]:
                 self.checked({**self.defaults, **group, "params": []})
+                if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+                    found = f"{group['weight_decay']}, which torch.optim.Adam adds to gradients"
+                    refuse(type(self).__name__, "weight_decay", found, "a state of torch.optim.AdamW, or one without decay")
             saved.update(given)
             params = {i for group in given["param_groups"] for i in group["params"]}
             # of parameters torch would make all of it of their dtype: of int8 four times as much

@@ -48,7 +48,7 @@ from .read import load_recipe
 from .recipe import Recipe
 from .repeatable import repeatable
 from .report import About, Reports, check_installed
-from .resolve import resolve
+from .resolve import check_heads, resolve
 from .session import Session
 from .state import Position, check_order, restore
 from .step import autocast
@@ -85,6 +85,7 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     elif overrides:
         raise TypeError("overrides go with a recipe's name or file; use dataclasses.replace on a Recipe")
     recipe, machine = choose(recipe, machine)
+    check_heads(recipe, machine)
     if to_launch(machine):
         told = launch(recipe, machine)
         return Run(Path(told["output_dir"]), told["step"], told["metrics"], None, told["stopped"])

@@ -47,6 +47,15 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     return replace(recipe, precision=precision, micro_batch=micro, task=recipe.head), device
 
 
+def check_heads(recipe: Recipe, machine: Machine) -> None:
+    """Refuse attention heads that tensor-parallel ranks cannot share out, before any rank is started."""
+    many = machine.tensor_parallel
+    sizes = sizes_of(recipe) if many > 1 else {}
+    for key in ("heads", "kv_heads"):
+        if (heads := sizes.get(key)) and heads % many:
+            refuse(None, "machine.tensor_parallel", f"{many}, and {recipe.model} has {heads} {key}", "a divisor of the heads")
+
+
 def check_length(recipe: Recipe, sizes: Mapping[str, Any]) -> None:
     """Refuse examples longer than the positions of a model of such `sizes`, if these are learned."""
     if (most := sizes.get("positions")) is not None and recipe.data.seq_len > most:
