@@ -388,6 +388,9 @@ def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: s
     (lambda: Recipe(model="~no-one/m", data=DataConfig(path="a"), output_dir="o", max_steps=1), r"^model: ~no-one/m"),
     (lambda: DataConfig(path="\udcff.txt"), r"^path: '\\udcff.txt'; text that UTF-8 can hold$"),
     (lambda: DataConfig(path={1: 1.0}), r"^path.1: 1; text$"),  # type: ignore[dict-item]  # what is refused
+    (lambda: Recipe(model="m", objective="contrastive", data=DataConfig(path="a", pair_key="b"), output_dir="o", max_steps=1,
+                    batch=1),
+     r"^batch: 1 with objective contrastive: a pair alone has none to be told from, and teaches nothing; 2 or more, or data.neg"),
 ])  # fmt: skip
 def test_values_from_python_are_checked_as_those_of_a_file(make: Callable[[], object], found: str) -> None:
     with pytest.raises(InputError, match=found):

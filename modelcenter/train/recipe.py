@@ -135,6 +135,9 @@ class Recipe:
         if not objective.packs and (self.data.packing or self.data.padding_free):
             key = "data.packing" if self.data.packing else "data.padding_free"
             refuse(None, key, f"true with objective {self.objective}", "false")
+        if objective.together and self.batch == 1 and self.batch_tokens is None and self.data.negative_key is None:
+            found = f"1 with objective {self.objective}: a pair alone has none to be told from, and teaches nothing"
+            refuse(None, "batch", found, "2 or more, or data.negative_key")
         if not objective.classes and self.loss.label_smoothing:
             found = f"{self.loss.label_smoothing} with objective {self.objective}"
             refuse(None, "loss.label_smoothing", found, "0: values are no classes")
