@@ -3,6 +3,7 @@
 That it trains as one on its device is asked in test_parallel.py, test_pairs.py and test_runs.py.
 """
 
+import io
 import math
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from test_plan import recipe_of
 from torch import Tensor
 
 import modelcenter as mc
+from modelcenter import place
+from modelcenter.adapter.config import AdapterConfig
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
@@ -81,6 +85,56 @@ def adds(rank: int, zero: Any = 3) -> None:
     accumulate(model, rows(2), "lm", ranks=ranks)  # to what is there
     for name, p in model.named_parameters():
         torch.testing.assert_close(full(p.grad), 2 * before[name], rtol=1e-4, atol=1e-6)
+
+
+def complete(rank: int) -> None:
+    """FSDP waits for gradients on their way to the host after every backward, and not after the last of a step alone."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    model, aside = made()
+    seen: list[str] = []
+    finalize, take = FSDPParamGroup.finalize_backward, aside.take
+
+    def finalized(group: FSDPParamGroup) -> None:
+        seen.append("complete")
+        finalize(group)
+
+    FSDPParamGroup.finalize_backward = finalized  # type: ignore[method-assign]
+    aside.take = lambda: (seen.append("taken"), take())[1]  # type: ignore[method-assign, func-returns-value]
+    accumulate(model, rows(3), "lm")
+    units = 1 + len(list(blocks(model)))
+    assert seen == [*(["taken"] + ["complete"] * units) * 3, "taken"]
+
+
+def broken_off(rank: int) -> None:
+    """Of a step that breaks off nothing is in the next one."""
+    model, _ = made()
+    optimizer = build_optimizer(model, OptimizerConfig())
+    accumulate(model, rows(2), "lm")
+    wanted = {n: full(p.grad).clone() for n, p in model.named_parameters()}
+
+    def stop(number: int, of: int, loss: Tensor) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        accumulate(model, rows(3), "lm", told=stop)
+    optimizer.zero_grad()
+    accumulate(model, rows(2), "lm")
+    for name, p in model.named_parameters():
+        assert torch.equal(full(p.grad), wanted[name]), name
+
+
+def as_files(rank: int) -> None:
+    """Weights are saved by torch too, none with what lies beside it; a model without storage says so."""
+    model, _ = made()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    assert file.tell() < 4 * sum(p.nbytes for p in model.parameters())
+    file.seek(0)
+    for name, tensor in torch.load(file, weights_only=False).items():
+        assert torch.equal(full(tensor), full(model.state_dict()[name])), name
+    assert mc.parallelize(mc.build("gpt2", config=SIZES, device="meta"), Machine(device=DEVICE, offload=True)).device.type == "meta"
 
 
 def in_order(rank: int) -> None:
@@ -173,7 +227,8 @@ def on_the_host(rank: int) -> None:
 
 
 WORK = {"adds": adds, "adds, zero 2": partial(adds, zero=2), "adds, zero 1": partial(adds, zero=1),
-        "in order": in_order, "the same bits": the_same_bits, "compiled": compiled, "on the host": on_the_host}
+        "complete": complete, "broken off": broken_off, "as files": as_files, "in order": in_order,
+        "the same bits": the_same_bits, "compiled": compiled, "on the host": on_the_host}
 
 
 @pytest.mark.parametrize("name", WORK)
@@ -210,8 +265,31 @@ def test_rooms_hold_tensors_beside_each_other() -> None:
     for k, tensor in enumerate(found):
         tensor.fill_(k)
     assert all((t == k).all() for k, t in enumerate(found))
-    starts = [t.data_ptr() - room.bytes.data_ptr() for t in found if t.numel()]
+    starts = [t.data_ptr() - room.memory.ctypes.data for t in found if t.numel()]
     assert all(n % ALIGN == 0 for n in starts) and len(set(starts)) == len(starts)
+
+
+def test_memory_that_cannot_be_registered_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA tells its error to whoever launches a kernel next, which is not the model."""
+    launched: list[torch.device] = []
+
+    def launch(size: Any, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 712, cudaHostUnregister=None))
+    monkeypatch.setattr(torch, "ones", launch)
+    room = Room(1000, torch.device("cuda"))
+    assert room.empty((5,), torch.float32).fill_(3).sum() == 15 and launched == [torch.device("cuda")]
+
+
+def test_weights_that_a_device_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mc.build("gpt2", config=SIZES, device="meta")
+    monkeypatch.setattr(place, "memory_of", lambda device: (1000, 1000))
+    with pytest.raises(InputError, match=r"the memory of cuda: bf16, an adapter on nf4, machine.offload, or more ranks \(fsdp\)"):
+        place.check_memory(model, torch.device("cuda"))
+    with pytest.raises(InputError, match=r"the memory of cpu: bf16, an adapter on nf4, or more ranks \(fsdp\)"):
+        place.check_memory(model, torch.device("cpu"))
 
 
 def test_what_a_machine_allows() -> None:
@@ -246,6 +324,8 @@ def test_a_plan_of_what_the_host_keeps(job: Any) -> None:
     assert halves.aside == pytest.approx(one.aside / 2, rel=0.05)
     assert all(four.parts[kind] == one.parts[kind] == 0 for kind in ("weights", "optimizer", "gradients"))
     assert without.need - one.need > 11 * count
+    copies = costs.exact(Machine(offload=True, replicate=2), 2)  # of two micro-batches, whose sums wait for those of the other copy
+    assert copies.parts["gradients"] == pytest.approx(4 * count, rel=1e-3) and copies.aside == one.aside
     first = costs.exact(Machine(offload=True, zero=1), 2)  # whole sums on the device
     assert first.parts["gradients"] == pytest.approx(4 * count, rel=1e-3) and first.aside == one.aside
     assert one.spent["offload"] > 0 and "offload" not in without.spent
@@ -255,6 +335,19 @@ def test_a_plan_of_what_the_host_keeps(job: Any) -> None:
     assert slow.seconds > four.seconds
     second = costs_of(job, replace(CHIPS["h200"], bring=1e9)).exact(Machine(offload=True, zero=2), 2)
     assert second.spent["offload"] < 0.6 * slow.spent["offload"], "weights come once a step"
+
+
+def test_a_plan_of_what_stays_on_the_device(tmp_path: Path) -> None:
+    """The codes of quantised weights, whole on each rank."""
+    mc.build("gpt2", config=GPT).save_pretrained(tmp_path)
+    model = mc.load(tmp_path, adapter=AdapterConfig(name="lora", quantize="nf4"), device=None).to("meta")
+    codes, weights = (sum(t.nbytes for t in some) for some in (model.buffers(), model.parameters()))
+    assert codes > 10**6
+    costs = costs_of(job_of(model, 8))
+    kept, shared = costs.exact(Machine(offload=True), 8), costs.exact(Machine(fsdp=2), 4)
+    assert kept.parts["weights"] == codes and shared.parts["weights"] == codes + weights // 2
+    trained = [p.nbytes for p in model.parameters() if p.requires_grad]
+    assert kept.aside == pytest.approx(weights + sum(2 * n + 2 ** math.ceil(math.log2(n)) for n in trained), rel=1e-3)
 
 
 def test_a_cpu_has_no_memory_beside_its_own(job: Any) -> None:
@@ -275,7 +368,7 @@ def test_the_host_is_asked_where_nothing_else_fits(job: Any) -> None:
     assert "host" in small.table() and "in the host's memory, of 250 GB" in small.memory()
     assert "in the host's memory" not in found.memory()
     none = survey(costs_of(job, replace(CHIPS["h200"], host_memory=15 * count), least), 1, Machine())
-    assert not none.choice.fits
+    assert not none.choice.fits and "in the host's memory" in none.verdict()
     told = dict(remedies(costs_of(job), found.choice, {}))
     assert told["machine.offload=true"].need < found.choice.need
 
@@ -309,9 +402,12 @@ def test_a_host_without_room_is_refused(job: Any, tmp_path: Path, monkeypatch: p
                        "memory_of": lambda device: (there[device.type],) * 2}.items():  # fmt: skip
         monkeypatch.setattr(fit, name, said)
     monkeypatch.setenv("MODELCENTER_CALIBRATION", "0")
-    ask: Any = partial(fit.verdict, recipe_of(tmp_path), device=torch.device("cuda"), setup=None, compute=None)
+    ask: Any = partial(fit.verdict, recipe_of(tmp_path), device=torch.device("cuda"), setup=SimpleNamespace(model=job.model),
+                       compute=None)  # fmt: skip
     found = ask(Machine(offload=True))
     assert found.estimate.fits and found.estimate.room == 10**12 and found.estimate.aside > 10**7
+    taken = SimpleNamespace(model=mc.build("gpt2", config=GPT))  # weights that are there already, and in the plan
+    assert ask(Machine(offload=True), setup=taken).estimate.room == 10**12 + sum(p.nbytes for p in taken.model.parameters())
     there["cuda"] = 10**6
     helps = "machine.offload=true, which keeps them in the host's memory, an adapter"
     with pytest.raises(InputError, match=rf"^memory: .* MB of weights, gradients and optimizer, 1.0 MB there; {helps}"):

@@ -43,7 +43,7 @@ def device_of(machine: Machine) -> torch.device:
 def home_of(model: nn.Module) -> torch.device:
     """Where a model computes. Its weights may be kept on the host."""
     first: Any = next(model.parameters())
-    if not hasattr(first, "placements") or first.device_mesh.device_type == first.device.type:
+    if not hasattr(first, "placements") or first.device.type in (first.device_mesh.device_type, "meta"):
         return torch.device(first.device)
     return torch.device(first.device_mesh.device_type, torch.accelerator.current_device_index())
 

@@ -13,6 +13,7 @@ to both:
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any
@@ -112,19 +113,22 @@ class Room:
     def __init__(self, size: int, device: torch.device) -> None:
         import numpy as np
 
-        memory = np.empty(size, np.uint8)
-        self.bytes, self.at = torch.from_numpy(memory), 0
+        self.memory, self.at = np.empty(size, np.uint8), 0
         if device.type == "cuda":
-            self.bytes.zero_()  # by all threads: one alone would find the pages one by one
-            address, cuda = self.bytes.data_ptr(), torch.cuda.cudart()
-            if int(cuda.cudaHostRegister(address, size, 0)) == 0:  # if not, FSDP pins weights in memory of torch's
-                finalize(memory, cuda.cudaHostUnregister, address).atexit = False
+            torch.from_numpy(self.memory).zero_()  # by all threads: one alone would find the pages one by one
+            address, cuda = self.memory.ctypes.data, torch.cuda.cudart()
+            if int(cuda.cudaHostRegister(address, size, 0)) == 0:
+                finalize(self.memory, cuda.cudaHostUnregister, address).atexit = False
+            else:  # FSDP pins weights in memory of torch's
+                with suppress(RuntimeError):
+                    torch.ones((), device=device)  # CUDA keeps an error for the next kernel that is launched: this one
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor there, its values unset."""
         start, size = self.at, prod(shape) * dtype.itemsize
         self.at += -(-size // ALIGN) * ALIGN
-        return self.bytes[start : start + size].view(dtype).view(tuple(shape))
+        # a storage of its own, or torch.save would write all of the room; and of a DTensor whose part begins in one, not even that
+        return torch.from_numpy(self.memory[start : start + size]).view(dtype).view(tuple(shape))
 
 
 def one_by_one(jobs: list[Callable[[], None]]) -> None:

@@ -78,23 +78,29 @@ class Sharded:
         parts = step.peak(factors, self.gathered)
         if self.kept:
             parts["gradients"] = last["gradients"]
-        elif self.forwards > 1 and not self.aside:
+        elif self.forwards > 1 and (not self.aside or self.machine.replicate > 1):
             parts["gradients"] = ceil(last["gradients"] / n)  # those of the micro-batches before
         elif self.aside:
             parts["gradients"] = 0
-        parts["weights"] = 0 if self.aside else ceil(last["weights"] / n)
+        parts["weights"] = self.stays + (0 if self.aside else ceil((last["weights"] - self.stays) / n))
         parts["optimizer"] = 0 if self.aside else ceil(last["optimizer"] / n)
         return parts
 
     @property
+    def stays(self) -> int:
+        """Bytes of what is no parameter, such as the codes of quantised weights: FSDP leaves it whole, and on the device."""
+        return max(0, self.lasting["weights"] - self.sizes.whole)
+
+    @property
     def beside(self) -> int:
         """Bytes in the host's memory, if it keeps them. Each gradient is in pinned memory of torch's, which comes in powers of two;
-        those of a micro-batch stand beside the sums of those before."""
+        those of a micro-batch stand beside the sums of those before. Copies of a model keep sums where they compute, until these
+        are brought together."""
         last, n, cut = self.lasting, self.machine.fsdp, cuts(self.model, self.machine.tensor_parallel)
         trained = [ceil(cut.get(id(p), p.shape).numel() * p.itemsize / n) for p in self.model.parameters() if p.requires_grad]
         gradients: int = sum(1 << (size - 1).bit_length() for size in trained if size)
-        twice = self.forwards > 1 and not self.kept
-        return ceil((last["weights"] + last["optimizer"]) / n) + gradients * (1 + twice)
+        twice = self.forwards > 1 and not self.kept and self.machine.replicate == 1
+        return ceil((last["weights"] - self.stays + last["optimizer"]) / n) + gradients * (1 + twice)
 
     def gathered(self, phase: str) -> float:
         """Bytes of weights that others sent and of gradients for them, in a phase of the rehearsal."""

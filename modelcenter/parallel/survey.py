@@ -68,7 +68,8 @@ class Survey:
     def least(self) -> str:
         """What the choice lacks."""
         e = self.choice
-        return f"{settings(e)} needs least, {size(e.need)} of {size(int(e.limit))} a rank"
+        host = f", with {size(e.aside)} of {size(int(e.room))} in the host's memory" if e.aside > e.room else ""
+        return f"{settings(e)} needs least, {size(e.need)} of {size(int(e.limit))} a rank{host}"
 
     def help(self) -> str:
         """What to change where nothing fits."""

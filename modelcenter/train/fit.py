@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapter.attach import choose, insert
+from ..checkpoint.load import local
 from ..errors import InputError, printable, refuse, size
 from ..layers import ClassifyHead
 from ..model import Model
@@ -117,6 +118,8 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         chip = learned.of(chip)
     if chip is not None and machine.offload and device.type != "cpu":
         chip = beside(chip, machine.ranks)
+        kept = sum(local(p)[1].nbytes for p in setup.model.parameters() if not p.is_meta)  # in the plan, and taken already
+        chip = replace(chip, host_memory=chip.host_memory + kept)
     now = recipe.micro_batch or most_of(recipe, device)
     try:
         job = job_of(recipe, device, setup, compute, machine)
