@@ -74,7 +74,8 @@ def test_what_cannot_be_chosen_is_refused(gpus: None, tmp_path: Path, monkeypatc
         choose(recipe, Machine(devices="all", fsdp=2))
     monkeypatch.setattr(module, "chip_of", lambda device: replace(CHIPS["4090"], memory=4e5))
     monkeypatch.setattr(module, "beside", lambda chip, ranks: replace(chip, host_memory=4e4))
-    with pytest.raises(InputError, match=r"machine.devices: nothing fits 2 x NVIDIA .* needs least, .* of 400 kB a rank; \w+"):
+    lacking = r"needs least, .* of 400 kB a rank, with 423 kB of 40.0 kB in the host's memory; more devices"
+    with pytest.raises(InputError, match=rf"machine.devices: nothing fits 2 x NVIDIA .* {lacking}"):
         choose(recipe, AUTO)
     monkeypatch.setattr(module, "count_of", lambda machine: 3)
     with pytest.raises(InputError, match=r"batch: 8 sequences for 3 devices; a multiple of the devices, or fewer of them"):
