@@ -4,8 +4,8 @@ FSDP brings the weights of a block to the device and its gradients back (`apply.
 to both:
 
 * Gradients of several micro-batches are added up here. FSDP would add them itself, inside the backward, which then waits for every
-  copy: 18 s of a step of GPT-2 XL in four micro-batches that takes 3. So each backward finds no gradients, and what it leaves is
-  added to the others while the device is at the next micro-batch.
+  copy: a step of GPT-2 XL in four micro-batches took 19 s, of which it computes for 2. So each backward finds none, and what
+  it leaves is added to the others while the device is at the next micro-batch.
 * An update follows the verdict on all gradients (are they finite, how long are they), and so cannot begin before the backward has
   ended. It need not end before the next forward begins: the outermost layers are updated first, then one block after another, and
   the forward of each waits for its own update only. The bits are those of an update that is waited for.
