@@ -111,7 +111,7 @@ def load(
 ) -> Model:
     """Load a pretrained model, in evaluation mode.
 
-    `name`: a folder, a preset or a hub id. The family is read off config.json. A folder with an adapter in peft's format gives the
+    `name`: a folder, a preset or a hub id. The family is read off config.json. What holds an adapter in peft's format gives the
     adapter's base model with the adapter on it.
     `task`: lm, mlm, seq2seq, classify, tag, qa, embed or backbone; auto is the task of the checkpoint's own head. A head that the
     checkpoint does not have gets random weights drawn from `seed`, and `load_report` names them.

@@ -19,7 +19,7 @@ from .adapter.config import AdapterConfig, check_config
 from .adapter.folder import is_adapter
 from .adapter.read import Saved, read_adapter
 from .checkpoint import hub
-from .checkpoint.config import changed
+from .checkpoint.config import changed, read_labels
 from .checkpoint.files import check_base, read_config
 from .checkpoint.folder import Folder
 from .checkpoint.match import Keys, same
@@ -110,9 +110,11 @@ def shape_of(name: str) -> tuple[type[Model], Any, str]:
 def family_of(config: Mapping[str, Any], file: Path, wanted: type[Model] | tuple[type[Model], ...]) -> type[Model]:
     """The family that the model_type of config.json (`file`) names, or `wanted` if that is the caller's own subclass of it. One
     that is not among those `wanted` is refused."""
-    kind, known = config.get("model_type"), families()
+    known = families()
+    kind = config.get("model_type", wanted.Config.hf.model_type if isinstance(wanted, type) and wanted is not Model else None)
     if not isinstance(kind, str) or kind not in known:
-        refuse(file, "model_type", repr(kind), f"one of the families that are here: {', '.join(sorted(known))}")
+        more = "" if "model_type" in config else "; the from_pretrained of its class reads a file without it"
+        refuse(file, "model_type", repr(kind), f"one of the families that are here: {', '.join(sorted(known))}{more}")
     if isinstance(wanted, type) and issubclass(wanted, known[kind]) and wanted.Config is known[kind].Config:
         return wanted
     if not issubclass(known[kind], wanted):
@@ -179,9 +181,9 @@ def untie(family: type[Model], config: Any, folder: Folder, task: str) -> tuple[
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype of a name: ours (bf16), or torch's with or without its prefix (torch.bfloat16). Weights have no other than
-    one of real numbers."""
+    one of real numbers, of 16 bits at least."""
     found = DTYPES.get(str(dtype)) or getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize == 1:
         refuse(None, "dtype", repr(dtype), nearest(dtype, ["auto", *DTYPES, "float32", "bfloat16", "float16"]))
     return found
 
@@ -210,13 +212,10 @@ def check_labels(family: type[Model], task: str, count: int | None, names: Mappi
 
 def labels_of(count: int | None, names: Mapping[int, str] | None) -> tuple[str, ...]:
     """The names of a classifier's labels: `names`, or LABEL_0, LABEL_1 ... for `count` of them."""
-    if count is not None and (type(count) is not int or count < 1):
-        refuse(None, "num_labels", repr(count), "a whole number, 1 or more")
     if names is None:
-        return tuple(f"LABEL_{i}" for i in range(count or 0))
+        return read_labels({"num_labels": count}, None)
     if not isinstance(names, Mapping):
         refuse(None, "id2label", f"a {type(names).__name__}", 'a mapping of each class to its name, such as {0: "no", 1: "yes"}')
-    names = {int(key) if isinstance(key, str) and key.isdecimal() else key: name for key, name in names.items()}  # as in a file
-    if {*names} != {*range(len(names))} or count not in (None, len(names)):
-        refuse(None, "id2label", f"keys {list(names)[:5]}", "a name for each of 0 to num_labels - 1")
-    return tuple(names[i] for i in range(len(names)))
+    if not names or count not in (None, len(names)):
+        refuse(None, "id2label", f"{len(names)} names", "a name for each of 0 to num_labels - 1")
+    return read_labels({"id2label": dict(names)}, None)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def resize(model: "Model", vocab: int, seed: int) -> None:
     """Do what `Model.resize_token_embeddings` promises. Of a model on the meta device only the shapes change."""
+    if vocab == model.config.vocab:
+        return  # or an adapter's folder would hold, and train, what is the base's
     words, now = vocabulary(model), current_names(model)
     if odd := [name for name in words if now[name] != name]:
         refuse(None, "resize_token_embeddings", f"an adapter on {odd[0].rpartition('.')[0]}", "resize first, then the adapter")

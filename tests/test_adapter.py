@@ -24,6 +24,7 @@ import modelcenter as mc
 from modelcenter.__main__ import main
 from modelcenter.adapter.attach import sites
 from modelcenter.adapter.folder import CONFIG, TASK_TYPES, WEIGHTS
+from modelcenter.checkpoint.files import ADAPTER_BIN, check_folder
 from modelcenter.checkpoint.load import put
 from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.layers import Linear, NF4Linear
@@ -154,6 +155,8 @@ PEFT = [
     (GPT, dict(target_modules="all-linear", fan_in_fan_out=True, use_dora=True)),
     (GPT, dict(target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, rank_pattern={"h.1.attn.c_attn": 6, "c_fc": 2},
                alpha_pattern={"c_attn": 9})),
+    (LLAMA, dict(target_modules=["q_proj"], rank_pattern={"^model.layers.0.self_attn.q_proj": 2, "^q_proj": 3},
+                 alpha_pattern={r"model\.layers\.1\.self_attn\.q_proj$": 9})),
     (BLOOM, dict(target_modules=["query_key_value"], use_rslora=True)),
     (BERT, dict(target_modules=["query", "value", "dense"], task_type="SEQ_CLS")),
     (BERT, dict(target_modules="all-linear")),  # the classifier's matrix too
@@ -165,6 +168,7 @@ PEFT = [
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")  # nor do they here
 @pytest.mark.parametrize(("case", "config"), PEFT, ids=lambda v: str(v) if isinstance(v, Case) else "-".join(v))
 def test_what_peft_wrote_is_read(case: Case, config: dict[str, Any], tmp_path: Path) -> None:
     wanted = make_in_peft(case, tmp_path, r=4, lora_alpha=6, **config)
@@ -175,6 +179,25 @@ def test_what_peft_wrote_is_read(case: Case, config: dict[str, Any], tmp_path: P
     assert theirs.keys() == mine.keys()
     assert all(torch.equal(mine[key].to(t), t) for key, t in theirs.items())
     torch.testing.assert_close(peft_scores(case, in_peft(case, tmp_path / "again")), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_an_adapter_of_2023(tmp_path: Path) -> None:
+    """A `.bin`, and beside it the config.json of a base that was held in 4 bits, which is no matter of the adapter's."""
+    wanted = make_in_peft(GPT, tmp_path, r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    torch.save(load_file(tmp_path / WEIGHTS), tmp_path / ADAPTER_BIN)
+    (tmp_path / WEIGHTS).unlink()
+    base = json.loads(Path(zoo.reference(GPT)[1], "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**base, "quantization_config": {"load_in_4bit": True}}))
+    check_folder(tmp_path)
+    ours = mc.load(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(scores(ours(**inputs(GPT))), wanted, rtol=1e-9, atol=1e-9)
+    ours.save_pretrained(tmp_path)  # what is written in its place is not read beside it
+    assert not (tmp_path / ADAPTER_BIN).exists()
+    torch.testing.assert_close(scores(mc.load(tmp_path, dtype=torch.float64)(**inputs(GPT))), wanted, rtol=1e-5, atol=1e-5)
+    (tmp_path / WEIGHTS).unlink()
+    torch.save({"x": torch.ones(1)}, tmp_path / ADAPTER_BIN)
+    with pytest.raises(mc.InputError, match=rf"{ADAPTER_BIN}: x: no tensor of an adapter"):
+        mc.load(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
@@ -252,6 +275,25 @@ def test_new_words_go_with_the_adapter(case: Case, tmp_path: Path) -> None:
     save_file({name: t[:130] if name == gone else t for name, t in tensors.items()}, tmp_path / "0" / WEIGHTS)
     with pytest.raises(mc.InputError):
         mc.load(tmp_path / "0")
+
+
+def test_new_words_in_a_table_that_holds_more(tmp_path: Path) -> None:
+    """CPM-Ant's, whose last rows are the soft prompts."""
+    case = Case("cpmant", "default", "lm")
+    ours = mc.load(zoo.reference(case)[1])
+    ours.resize_token_embeddings(140)
+    disturb(mc.add_adapter(ours, lora(targets=("project_q",)))).save_pretrained(tmp_path)
+    again = mc.load(tmp_path)
+    assert torch.equal(scores(again(**inputs(case))), scores(ours(**inputs(case)))) and again.config.vocab == 140
+    assert [n for n, p in again.named_parameters() if p.requires_grad] == [n for n, p in ours.named_parameters() if p.requires_grad]
+
+
+def test_as_many_words_as_before_are_the_bases(tmp_path: Path) -> None:
+    ours = mc.load(zoo.reference(LLAMA)[1])
+    ours.resize_token_embeddings(ours.config.vocab)
+    mc.add_adapter(ours, lora(targets=("q_proj",))).save_pretrained(tmp_path)
+    assert {name.split(".")[-2] for name in load_file(tmp_path / WEIGHTS)} == {"lora_A", "lora_B"}
+    assert not mc.load(tmp_path).embed.tokens.weight.requires_grad
 
 
 @pytest.mark.parametrize("case", [GPT, Case("llama", "llama3", "lm"), T5], ids=str)

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from modelcenter.checkpoint import match
+from modelcenter.checkpoint import files, match
+from modelcenter.checkpoint import folder as folder_file
 from modelcenter.checkpoint.exchange import position
 from modelcenter.checkpoint.folder import DTYPES, BinSlice, Folder, raw, read_bin
 from modelcenter.create import build, load
@@ -153,6 +154,30 @@ def test_safetensors_wins(tmp_path):
         write(tmp_path, layout, {"w": torch.tensor([number]), "v": torch.tensor([number])})
         with Folder(tmp_path) as folder:
             assert folder.slice("w")[...].item() == number
+
+
+@pytest.mark.parametrize("layout", ["sharded", "single"])
+def test_a_save_that_takes_the_folders_place_is_read_whole(tmp_path, monkeypatch, layout):
+    """One whose second file has the old one's header, and one whose files are others than the old index lists."""
+    for name, kind, number in (("new", layout, 1), ("now", "sharded", 0)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, kind, {"w": torch.tensor([number]), "v": torch.tensor([number])})
+        (tmp_path / name / "config.json").write_text(json.dumps({"number": number}))
+    before = len(os.listdir("/proc/self/fd"))
+    module, reader = (folder_file, "open_regular") if layout == "sharded" else (files, "read_header")
+    read = getattr(module, reader)
+
+    def swapped(path):
+        found = read(path)
+        if (tmp_path / "new").exists():
+            (tmp_path / "now").rename(tmp_path / "old")
+            (tmp_path / "new").rename(tmp_path / "now")
+        return found
+
+    monkeypatch.setattr(module, reader, swapped)
+    with Folder(tmp_path / "now") as folder:
+        assert [folder.slice(name)[...].item() for name in "wv"] == [1, 1] and folder.config == {"number": 1}
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_descriptor_is_left_open(tmp_path):

@@ -143,8 +143,12 @@ def test_weights_do_not_follow_a_default_device(tmp_path: Path) -> None:
 def test_names_of_precisions_and_labels() -> None:
     with pytest.raises(mc.InputError, match="precision: 'fp7'; known: bf16, fp16, fp32"):
         built(precision="fp7")
-    with pytest.raises(mc.InputError, match="id2label: a list; a mapping"):
-        built(task="classify", id2label=["no", "yes"])
+    for given, line in (({"id2label": ["no", "yes"]}, "id2label: a list; a mapping"), ({"id2label": {}}, "id2label: 0 names; a"),
+                        ({"id2label": {0: "no", 1: None}}, "id2label.1: None; the name of a class"),
+                        ({"num_labels": 2**40}, "num_labels: 1099511627776; a size from 1 to 1048576")):  # fmt: skip
+        with pytest.raises(mc.InputError, match=f"^{line}"):
+            built(task="classify", **given)
+    assert built(task="classify", id2label={0: 5, 1: "x"}).config.labels == ("5", "x")
 
 
 def test_an_adapter_on_a_model_of_random_weights() -> None:

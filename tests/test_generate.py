@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -635,6 +636,34 @@ def test_fewest_new_tokens_count_for_more_than_a_length(fewest: int | None) -> N
     with zoo.wide(torch.float64):
         wanted = theirs.generate(prompt(), min_new_tokens=fewest, **options)
     assert torch.equal(ours.generate(prompt(), generation_config=options, min_new_tokens=fewest), wanted)
+
+
+@pytest.mark.parametrize(
+    "said", [{"num_beams": 3, "length_penalty": 0.6}, {"no_repeat_ngram_size": 2}, {"repetition_penalty": 2.0}, {"max_length": 13},
+             {"max_new_tokens": 3}, {"forced_eos_token_id": 9}],
+)  # fmt: skip
+def test_options_that_config_json_holds(said: dict[str, Any], tmp_path: Path) -> None:
+    """As in files of before 2023, beside which there is no generation_config.json."""
+    folder = zoo.rewritten(GPT, tmp_path / "old", eos_token_id=None, **said)
+    asked = {} if said.keys() & {"max_length", "max_new_tokens"} else {"max_new_tokens": 8}
+    ours, ids = mc.load(folder), prompt()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = type(zoo.reference(GPT)[0]).from_pretrained(folder).eval().generate(ids, **asked)
+    free = ours.generate(ids, generation_config={}, max_new_tokens=8)
+    assert torch.equal(ours.generate(ids, **asked), wanted) and not torch.equal(wanted, free)
+    ours.save_pretrained(tmp_path / "new")
+    assert torch.equal(mc.load(tmp_path / "new").generate(ids, **asked), wanted)
+    (folder / "generation_config.json").write_text("{}")  # which then is what counts
+    assert torch.equal(mc.load(folder).generate(ids, max_new_tokens=8), free)
+
+
+def test_what_config_json_holds_is_refused_as_its_own(tmp_path: Path) -> None:
+    folder = zoo.rewritten(GPT, tmp_path / "old", typical_p=0.9)
+    with pytest.raises(InputError, match=rf"^{folder}/config.json: typical_p: 0.9 is not implemented; take it out of the file"):
+        mc.load(folder).generate(prompt())
+    zoo.edit(folder, typical_p=1.0, max_length=20, output_hidden_states=True, seed=1)  # and 20 where a file holds every default
+    assert mc.load(folder).generate(prompt(), eos_token_id=[]).shape == (2, prompt().size(1) + 20)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])

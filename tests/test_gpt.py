@@ -38,6 +38,24 @@ def test_a_file_without_the_prefix_and_with_masks(tmp_path: Path) -> None:
     assert ours.task == "lm" and len(ours.load_report.ignored) == 4 and not ours.load_report.new
 
 
+def test_a_second_head_is_left_out(tmp_path: Path) -> None:
+    """As BERT's for the next sentence is: GPT2DoubleHeadsModel's, which chooses among texts."""
+    extra = {"multiple_choice_head.summary.weight": torch.ones(1, 32), "multiple_choice_head.summary.bias": torch.ones(1)}
+    ours = same_logits(zoo.rewritten(CASE, tmp_path / "x", lambda t: t.update(extra), architectures=["GPT2DoubleHeadsModel"]))
+    assert ours.task == "lm" and set(ours.load_report.ignored) == extra.keys() and not ours.load_report.new
+
+
+def test_a_file_that_names_no_family_is_read_by_its_class(tmp_path: Path) -> None:
+    """As transformers' classes read it: files of 2019 have no model_type."""
+    folder = zoo.rewritten(CASE, tmp_path / "x", model_type=None)
+    ours = mc.GPT.from_pretrained(folder)
+    assert type(ours) is mc.GPT and ours.config.to_dict()["model_type"] == "gpt2"
+    with pytest.raises(mc.InputError, match=r"model_type: None; one of .*; the from_pretrained of its class reads a file without"):
+        mc.load(folder)
+    with pytest.raises(mc.InputError, match=r"model_type: 'gpt2'; 'bert'; modelcenter\.load takes any family"):
+        mc.BERT.from_pretrained(zoo.rewritten(CASE, tmp_path / "y"))
+
+
 def test_a_tied_head_may_be_there_equal(tmp_path: Path) -> None:
     folder = zoo.rewritten(CASE, tmp_path / "twice", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()}))
     ours = same_logits(folder)
@@ -151,6 +169,29 @@ def test_token_types_are_words(tmp_path: Path) -> None:
         ours(**args | {"token_type_ids": torch.full((2, 11), 128)})
 
 
+@pytest.mark.parametrize(
+    ("said", "names"),
+    [({"id2label": {"0": 3, "1": 1, "2": 2}}, ("3", "1", "2")),
+     ({"id2label": {"0": "no", "1": "yes"}, "num_labels": 3}, ("LABEL_0", "LABEL_1", "LABEL_2"))],
+)  # fmt: skip
+def test_labels_that_are_numbers_or_fewer_than_there_are(said: dict[str, Any], names: tuple[str, ...], tmp_path: Path) -> None:
+    case = zoo.Case("bert", "default", "classify")
+    where = zoo.rewritten(case, tmp_path / "x", lambda t: t.update({k: torch.rand(3, *v.shape[1:]) for k, v in t.items()
+                                                                    if k.startswith("classifier.")}), **said)  # fmt: skip
+    ours, args = mc.load(where), zoo.inputs(case)
+    theirs = type(zoo.reference(case)[0]).from_pretrained(where).eval()
+    assert ours.config.labels == names and ours.config.num_labels == theirs.config.num_labels == 3
+    zoo.near(ours(**args).logits, theirs(**args).logits)
+    ours.save_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((where / "config.json").read_text())
+    mc.load(tmp_path / "out")
+
+
+def test_a_name_that_is_none_is_told_by_its_number() -> None:
+    with pytest.raises(mc.InputError, match=r"^config.json: id2label.1: None; the name of a class$"):
+        mc.GPT.Config.from_dict({"id2label": {"0": "no", "1": None}})
+
+
 def test_many_labels_are_read_as_few() -> None:
     """In time that does not grow with their square: these took a quarter of an hour."""
     names = {str(i): f"n{i}" for i in reversed(range(60_000))}
@@ -251,15 +292,16 @@ def test_the_names_that_other_families_give_the_sizes(tmp_path: Path) -> None:
         mc.load(folder)
 
 
+@pytest.mark.parametrize("word", ["swish", "gelu_fast", "gelu_python"])
 @pytest.mark.parametrize(("kind", "key"), [("gpt2", "activation_function"), ("bert", "hidden_act")])
-def test_swish_is_the_silu_that_transformers_calls_so(kind: str, key: str, tmp_path: Path) -> None:
+def test_an_activation_has_the_names_that_transformers_gives_it(kind: str, key: str, word: str, tmp_path: Path) -> None:
     case = Case(kind, "default", next(iter(families()[kind].tasks)))
-    folder = zoo.rewritten(case, tmp_path / "x", **{key: "swish"})
+    folder = zoo.rewritten(case, tmp_path / "x", **{key: word})
     theirs = type(zoo.reference(case)[0]).from_pretrained(folder, dtype=torch.float64).eval()
     ours, args = mc.load(folder, dtype="fp64"), zoo.inputs(case)
     assert (ours(**args).logits - theirs(**args).logits).abs().max() < 1e-10
     ours.save_pretrained(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())[key] == "swish"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[key] == word
 
 
 def test_both_spellings_of_a_size_follow_a_change() -> None:

@@ -1,6 +1,7 @@
 """Ours in other people's programs: transformers' Trainer trains them as it trains transformers' model with the same weights."""
 
 import copy
+import json
 import logging
 import pickle
 import warnings
@@ -229,6 +230,13 @@ def test_a_config_is_read_by_their_names() -> None:
     assert config.pad_token_id == config.to_dict()["pad_token_id"] == 7
     with pytest.raises(mc.InputError, match=r"^pad_token_id: 'x'; the id of a token, or null$"):
         config.pad_token_id = "x"
+
+
+def test_tensorboard_is_told_the_config(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    ours = quiet("gpt2", "lm")[1]
+    trainer(ours, "lm", tmp_path, max_steps=1, report_to=["tensorboard"]).train()
+    assert json.loads(ours.config.to_json_string()) == ours.config.to_dict()
 
 
 def test_generation_config_is_theirs_and_is_heard(tmp_path: Path) -> None:

@@ -254,6 +254,34 @@ def test_bin_only(server: Hub) -> None:
     assert here(resolve("gpt")) == files
 
 
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter(server: Hub, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, as peft leaves it, or beside the config.json of its base; a model in the same place comes without it."""
+    files = {"adapter_config.json": b"{}", weights: b"low rank", "tokenizer.json": b"{}"}
+    both = {**files, "config.json": CONFIG}
+    server.repos["a/lora"] = Repo({**files, "README.md": b"#", "optimizer.bin": b"no"})
+    server.repos["a/both"] = Repo(both)
+    model = server.repos["a/model"] = Repo({**both, "model.safetensors": b"weights"})
+    assert [here(resolve(name)) for name in ("a/lora", "a/both")] == [files, both]
+    assert here(resolve("a/model")) == {k: v for k, v in model.files.items() if "adapter" not in k}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert here(resolve("a/lora")) == files
+
+
+def test_an_adapter_comes_with_its_base(server: Hub, tmp_path: Path) -> None:
+    base = modelcenter.build("gpt2", config={"layers": 1, "dim": 32, "heads": 2, "vocab": 40, "positions": 16})
+    base.save_pretrained(tmp_path / "base")
+    made = modelcenter.load(tmp_path / "base", adapter=modelcenter.AdapterConfig(name="lora", rank=2))
+    made.source = "a/base"
+    made.save_pretrained(tmp_path / "lora")
+    for name in ("base", "lora"):
+        server.repos[f"a/{name}"] = Repo(here(tmp_path / name))
+    found = modelcenter.load("a/lora")
+    assert found.source == "a/base" and found.adapter.rank == 2
+    for (name, p), q in zip(made.named_parameters(), found.parameters(), strict=True):
+        assert p.equal(q), name
+
+
 def test_existing_folder_wins(server: Hub, tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     assert resolve("tiny") == Path("tiny") and not server.requests

@@ -317,7 +317,7 @@ def test_functions_refuse(tmp_path: Path) -> None:
         mc.load("gpt2", num_label=3)  # type: ignore[call-arg]  # what is refused
     with pytest.raises(mc.InputError, match=r"^name: a dict; a preset, or a folder with a config\.json; config= changes"):
         mc.build({"layers": 2})  # type: ignore[arg-type]  # what is refused
-    for dtype in (torch.int8, torch.complex64, "int8"):
+    for dtype in (torch.int8, torch.complex64, "int8", torch.float8_e5m2):
         for make in (mc.build, mc.load, mc.GPT.from_pretrained):
             with pytest.raises(mc.InputError, match=rf"^dtype: '?{dtype}'?; known: auto, bf16, "):
                 make("gpt2" if make is mc.build else tmp_path / "saved", dtype=dtype)

@@ -214,7 +214,7 @@ TRAIN: dict[str, tuple[dict[str, str], str]] = {  # case: settings, what is said
     "null for int": ({"config.layers": "null"}, "config.layers: None (NoneType)"),
     "absurd depth": ({"config.layers": "1000000000"}, "config.layers: 1000000000; a size from 1 to 1024"),
     "beyond the memory": ({"config.vocab": "2147483647", "config.dim": "1024"}, "cpu: bf16, an adapter on nf4, or more ranks"),
-    "activation": ({"config.act": "maxout"}, "config.act: 'maxout'; known: gelu, gelu_new"),
+    "activation": ({"config.act": "maxout"}, "config.act: 'maxout'; known: gelu, gelu_fast, gelu_new"),
     "mechanism by number": ({"config.act": "3"}, "config.act: 3; known: gelu"),
     "rope by name": ({"model": "llama-7b", "config.rope": "linear"}, "config.rope: 'linear'; give it in the model's"),
     "rate above 1": ({"config.dropout": "2"}, "config.dropout: 2; a rate from 0 to 1"),

@@ -681,7 +681,7 @@ def test_arguments_of_another_type_are_one_line() -> None:
     for options, line in (
         ({"dtype": 3}, "dtype: 3; "), ({"config": 3}, "config: a int; a mapping of what"),
         ({"adapter": "lora"}, "adapter: 'lora'; mc.AdapterConfig"), ({"num_labels": -1, "task": "classify"}, "num_labels: -1; "),
-        ({"num_labels": 1.5, "task": "classify"}, "num_labels: 1.5; a whole number"),
+        ({"num_labels": 1.5, "task": "classify"}, r"num_labels: 1.5 \(float\); a whole number"),
     ):
         with pytest.raises(mc.InputError, match=line):
             mc.load(folder, **options)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.files import read_config
+from ..checkpoint.files import adapter_weights
+from ..checkpoint.folder import read_bin
 from ..checkpoint.header import read_header
 from ..checkpoint.strict_json import read_json
 from ..errors import refuse, refuse_missing
@@ -49,6 +50,20 @@ class Saved:
     frozen: frozenset[str] = frozenset()  # the tensors of the base that peft holds again beneath an adapter on a head
     made_for: str | None = None  # the class that peft put it on, which it notes where nobody has told it the task
 
+    @property
+    def file(self) -> Path:
+        """Where the tensors are."""
+        return adapter_weights(self.folder)
+
+    @property
+    def beside_it(self) -> dict[str, Any]:
+        """The config.json beside the adapter; empty where there is none. How its base was held in training is no matter here."""
+        file = self.folder / "config.json"
+        said = read_json(file) if file.is_file() else {}
+        if not isinstance(said, dict):
+            refuse(file, None, f"a {type(said).__name__}", "a JSON object")
+        return said
+
     def size(self, layer: str) -> tuple[int, float]:
         """Rank and scale of an adapter, by peft's patterns."""
         rank = next((r for key, r in self.rank_pattern.items() if fits(key, layer)), self.config.rank)
@@ -58,8 +73,8 @@ class Saved:
     def task(self, architectures: Mapping[str, str]) -> str | None:
         """The task by the config.json beside the adapter, by peft's type, or by the class that peft put it on; None: the base's own
         task."""
-        if (self.folder / "config.json").is_file():
-            said = read_config(self.folder).get("architectures")
+        if self.beside_it:
+            said = self.beside_it.get("architectures")
             return next((task for task, name in architectures.items() if said == [name]), None)
         if self.task_type is None:
             return next((task for task, name in architectures.items() if name == self.made_for), None)
@@ -67,17 +82,16 @@ class Saved:
 
     def labels(self, heads: list[str]) -> dict[int, str] | None:
         """The names of the classes, or as many unnamed ones as the head among `heads` has rows."""
-        said = read_config(self.folder).get("id2label") if (self.folder / "config.json").is_file() else None
-        if isinstance(said, dict) and all(str(i) in said and isinstance(said[str(i)], str) for i in range(len(said))):
-            return {i: said[str(i)] for i in range(len(said))}
+        said = self.beside_it.get("id2label")
+        if isinstance(said, dict) and all(str(i) in said and isinstance(said[str(i)], str | int) for i in range(len(said))):
+            return {i: str(said[str(i)]) for i in range(len(said))}
         rows = next((len(self.tensors[f"{h}.weight"]) for h in reversed(heads) if f"{h}.weight" in self.tensors), None)
         return None if rows is None else {i: f"LABEL_{i}" for i in range(rows)}
 
     @property
     def settled(self) -> dict[str, Any]:
         """What the config.json beside the adapter says about how the model reads, whatever the base's says."""
-        said = read_config(self.folder) if (self.folder / "config.json").is_file() else {}
-        return {key: said[key] for key in SETTLED if key in said}
+        return {key: self.beside_it[key] for key in SETTLED if key in self.beside_it}
 
     def places(self, model: "Model") -> list[Place]:
         """Where the tensors belong on the model. Errors: `InputError` for one without a place, or of another shape."""
@@ -87,21 +101,21 @@ class Saved:
         for key in self.tensors:
             layer, kind = next(((key.removesuffix(k), k) for k in (A, B, M) if key.endswith(k)), (key, None))
             if kind is None and key not in whole_names and not self.repeats(model, key):
-                refuse(self.folder / WEIGHTS, key, "no tensor of this model", "an adapter of LoRA or DoRA on linear layers")
+                refuse(self.file, key, "no tensor of this model", "an adapter of LoRA or DoRA on linear layers")
             if kind is None:
                 continue
             if layer not in by_name:
-                refuse(self.folder / WEIGHTS, key, "not for a linear layer of this model", "an adapter of this model")
+                refuse(self.file, key, "not for a linear layer of this model", "an adapter of this model")
             site = by_name[layer]
             rank, scale = self.size(layer)
             rows = sum(model.shapes[f"{name}.weight"][0] for name in site.ours)
             wanted = {A: (rank, model.shapes[f"{site.ours[0]}.weight"][1]), B: (rows, rank), **({M: (rows,)} if dora else {})}
             for other in wanted:
                 if f"{layer}{other}" not in self.tensors:
-                    refuse(self.folder / WEIGHTS, f"{layer}{other}", "missing", "beside the other parts of its adapter")
+                    refuse(self.file, f"{layer}{other}", "missing", "beside the other parts of its adapter")
             if kind not in wanted or tuple(self.tensors[key].shape) != wanted[kind]:
                 found = f"has shape {list(self.tensors[key].shape)}"
-                refuse(self.folder / WEIGHTS, key, found, f"{list(wanted.get(kind, ()))}, as {CONFIG} and the model say")
+                refuse(self.file, key, found, f"{list(wanted.get(kind, ()))}, as {CONFIG} and the model say")
             if kind == A:
                 out.append(Place(site, site.ours, rank, scale, shared=True))
         return out
@@ -124,7 +138,7 @@ class Saved:
 
     def beside(self, model: "Model", e: Entry) -> bool:
         """Whether a tensor is there only because the base has other words or an adapter stands on it, and is not trained."""
-        resized = model.resized.issuperset(e.ours) and not any(ends(e.theirs.rpartition(".")[0], name) for name in self.named)
+        resized = not model.resized.isdisjoint(e.ours) and not any(ends(e.theirs.rpartition(".")[0], name) for name in self.named)
         return resized or e.theirs in self.frozen
 
     def trained(self, model: "Model") -> list[str]:
@@ -136,14 +150,14 @@ class Saved:
         shapes = {name: model.shapes[name] for e in self.entries(model) for name in e.ours}
         if absent := sorted(model.resized - shapes.keys()):
             found = f"missing, though the embedding has {self.vocab(model)} rows and not the base's"
-            refuse(self.folder / WEIGHTS, absent[0], found, "all that has a row for every word")
+            refuse(self.file, absent[0], found, "all that has a row for every word")
         for e in self.entries(model):
             lacking = [alias for alias in copies(model, e) if not self.repeats(model, alias)]
             if lacking and not self.beside(model, e):  # or else it is in place of the base's, and so of all that share it
                 found = f"alone, and not {lacking[0]}, which is the same matrix in the base"  # peft's goes on with that
-                refuse(self.folder / WEIGHTS, e.theirs, found, "both (peft: ensure_weight_tying), or a base that does not tie them")
+                refuse(self.file, e.theirs, found, "both (peft: ensure_weight_tying), or a base that does not tie them")
             if tuple(self.tensors[e.theirs].shape) != (shape := e.verb.shape([shapes[name] for name in e.ours])):
-                refuse(self.folder / WEIGHTS, e.theirs, f"has shape {list(self.tensors[e.theirs].shape)}", f"{list(shape)}")
+                refuse(self.file, e.theirs, f"has shape {list(self.tensors[e.theirs].shape)}", f"{list(shape)}")
         return model.table.load(lambda key: self.tensors[key], shapes, bare=model.bare)
 
     def values(self, model: "Model", places: list[Place]) -> dict[str, Lazy]:
@@ -161,8 +175,10 @@ class Saved:
 
 
 def fits(pattern: str, layer: str) -> bool:
-    """As peft compares them; its keys are regular expressions, of which the ones for whole names are taken here."""
-    return ends(layer, pattern)
+    """As peft compares them; its keys are regular expressions, of which the ones for whole names are taken here, and those that
+    are a layer's whole name (`^model.layers.0.self_attn.q_proj`)."""
+    name = pattern.removesuffix("$").replace("\\.", ".")
+    return layer == name[1:] if name.startswith("^") else ends(layer, name)
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> Saved:
@@ -171,19 +187,21 @@ def read_adapter(folder: str | os.PathLike[str]) -> Saved:
 
     folder = Path(folder)
     filled = read_settings(folder / CONFIG)
-    if not (folder / WEIGHTS).is_file():
-        refuse_missing(folder / WEIGHTS, None, "missing", f"beside {CONFIG}, as safetensors")
-    metadata = read_header(folder / WEIGHTS).metadata
+    file = adapter_weights(folder)
+    if not file.is_file():
+        refuse_missing(file, None, "missing", f"beside {CONFIG}, as safetensors")
+    safe = file.name == WEIGHTS
+    metadata = read_header(file).metadata if safe else {}
     tensors, frozen = {}, set()
-    for name, tensor in load_file(folder / WEIGHTS).items():
+    for name, tensor in (load_file(file) if safe else read_bin(file)).items():
         if not name.startswith(PREFIX):
-            refuse(folder / WEIGHTS, name, "no tensor of an adapter", f"{PREFIX}...")
+            refuse(file, name, "no tensor of an adapter", f"{PREFIX}...")
         plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
         frozen |= {plain} if ".base_layer." in name else set()
         tensors[plain] = tensor
     quantize: Any = metadata.get("quantize", "none")
     if quantize not in ("none", "nf4", "int8"):
-        refuse(folder / WEIGHTS, "quantize", repr(quantize), "nf4, int8 or nothing")
+        refuse(file, "quantize", repr(quantize), "nf4, int8 or nothing")
     config = AdapterConfig(
         name="dora" if filled.get("use_dora") else "lora", rank=filled["r"], alpha=float(filled["lora_alpha"]),
         dropout=float(filled["lora_dropout"]), rslora=bool(filled.get("use_rslora")), quantize=quantize,
@@ -222,7 +240,7 @@ def read_settings(file: Path) -> dict[str, Any]:
             refuse(file, key, repr(filled.get(key)), "what peft writes there")
     for key in ("rank_pattern", "alpha_pattern"):
         for name, value in filled[key].items():
-            if not isinstance(value, number) or isinstance(value, bool) or not re.fullmatch(r"[\w.-]+", name):
+            if not isinstance(value, number) or isinstance(value, bool) or not re.fullmatch(r"\^?(\w|\\?\.|-)+\$?", name):
                 refuse(file, f"{key}.{name}", repr(value), "a layer's name and a number")
     for key, rank in {"r": filled["r"], **{f"rank_pattern.{name}": r for name, r in filled["rank_pattern"].items()}}.items():
         if not isinstance(rank, int) or rank < 1:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
+from ..checkpoint.files import ADAPTER_BIN
 from ..checkpoint.load import whole
 from ..checkpoint.save import awaited, config_json
 from ..checkpoint.write import Item, write_shard
@@ -70,13 +71,14 @@ def low_rank(model: "Model") -> tuple[dict[str, Tensor], dict[str, tuple[int, fl
 def whole_tensors(model: "Model") -> tuple[dict[str, Tensor], list[str]]:
     """What is trained whole or has other words than the base: its tensors by their names, and the modules that are trained."""
     now = current_names(model)
-    trained = {name: model.get_parameter(now[name]) for name in model.shapes if name in now}
-    trained = {name: p for name, p in trained.items() if p.requires_grad or name in model.resized}
+    here = {name: model.get_parameter(now[name]) for name in model.shapes if name in now}
+    changed = {name for name, p in here.items() if p.requires_grad or name in model.resized}
+    entries = [e for e in model.table.entries(model.shapes, bare=model.bare) if not changed.isdisjoint(e.ours)]
+    trained = {name: here[name] for e in entries for name in e.ours}  # theirs may hold more than what has changed
     gathered = {name: whole(p, model.shapes[name]) for name, p in trained.items()}
     shapes = {name: model.shapes[name] for name in gathered}
     made = model.table.save({n: partial(gathered.__getitem__, n) for n in gathered}, shapes, bare=model.bare)
     tensors = {theirs: make() for theirs, _, make in made}
-    entries = [e for e in model.table.entries(gathered, bare=model.bare) if e.theirs in tensors]
     for entry in entries:
         for alias in copies(model, entry):  # peft's have the base's matrix if the folder does not hold them too
             tensors[alias] = tensors[entry.theirs]
@@ -165,6 +167,6 @@ def write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes
             for name, data in files.items():
                 write_new(temp / name, [data])
             if there:
-                replace_folder(temp, target, drop=lambda name: False)
+                replace_folder(temp, target, drop=lambda name: name == ADAPTER_BIN)
             else:
                 commit_folder(temp, target)

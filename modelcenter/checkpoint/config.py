@@ -3,6 +3,7 @@
 What a family does not model is carried and written back as it came; what it cannot honour is refused by name.
 """
 
+import json
 import re
 import sys
 import types
@@ -142,6 +143,10 @@ class Config:
             out.setdefault("tie_word_embeddings", tied)
         return out
 
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """The same as text, which Trainer writes into a log of tensorboard."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
     def get(self, key: str, default: Any = None) -> Any:
         """A key of the Hugging Face config."""
         return self.to_dict().get(key, default)
@@ -257,16 +262,21 @@ def check_common(values: Mapping[str, Any], file: Any) -> None:
 
 
 def read_labels(values: Mapping[str, Any], file: Any) -> tuple[str, ...]:
-    names = values.get("id2label") or {}
+    """The names of the labels. Where `num_labels` is another number, it counts and they have none, as in transformers: a file of
+    2019 may name two, whatever there are."""
+    names, count = values.get("id2label") or {}, values.get("num_labels")
     if not isinstance(names, dict):
         refuse(file, "id2label", repr(names), "a name for each number from 0 on")
-    if names:
+    if names and count in (None, len(names)):
         wanted = {str(i) for i in range(len(names))}
-        if {str(k) for k in names} != wanted or not all(isinstance(v, str) for v in names.values()):
+        if {str(k) for k in names} != wanted:
             refuse(file, "id2label", f"keys {list(names)[:5]}", f"a name for each of 0 to {len(names) - 1}")
-        by_number = {int(k): v for k, v in names.items()}
+        for key, name in names.items():
+            if not isinstance(name, str | int):  # numbers, where a table's own values became the names
+                refuse(file, f"id2label.{key}", repr(name), "the name of a class")
+        by_number = {int(k): str(v) for k, v in names.items()}
         return tuple(by_number[i] for i in range(len(names)))
-    count = check(values.get("num_labels", 2), int, file, "num_labels", "labels")
+    count = check(2 if count is None else count, int, file, "num_labels", "labels")
     return tuple(f"LABEL_{i}" for i in range(count))
 
 

@@ -19,12 +19,13 @@ from ..errors import InputError, refuse, refuse_missing, tell
 from ..errors import size as in_words
 from ..parallel.watch import beat
 from .atomic import atomic_write
-from .files import PLACE
+from .files import ADAPTER, ADAPTER_BIN, PLACE
 from .strict_json import read_json
 
 COMPANIONS = re.compile(
     r"(tokenizer|vocab|special_tokens|added_tokens|generation_config|chat_template|merges|sentencepiece)"
     r"[\w.-]*\.(json|txt|model|jinja|vocab)|spiece\.model|source\.spm|target\.spm|bpe\.codes")
+CONFIGS = ("config.json", ADAPTER[0])  # of a model, or an adapter, which may have both
 # The files of those modules that checkpoint/sentence.py reads.
 MODULES = {"Pooling": ("config.json",), "Dense": ("config.json", "model.safetensors", "pytorch_model.bin")}
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,7 +53,7 @@ class Listing:
     @property
     def todo(self) -> list[str]:
         """The files that the cache lacks, weights last."""
-        return [f for f in ("config.json", *self.companions, *self.weights) if not whole(self.folder / f, self.sizes[f])]
+        return [f for f in (*self.companions, *self.weights) if not whole(self.folder / f, self.sizes[f])]
 
     def __str__(self) -> str:
         known = f"hub id {self.repo}, " if self.repo != self.name else ""
@@ -93,9 +94,10 @@ def look_up(name: str, repo: str, revision: str | None) -> Listing:
 
     # The listing comes first: it fails at once where a file's HEAD request would be retried for half a minute.
     info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=PATIENCE)
-    if not any(s.rfilename == "config.json" for s in info.siblings or ()):
-        refuse_missing(name, "config.json", f"{repo} has none", "a transformers model repository")
-    folder = Path(hf_hub_download(repo, "config.json", revision=info.sha)).parent  # of this commit, wherever the branch is by now
+    told = [file for file in CONFIGS if any(s.rfilename == file for s in info.siblings or ())]
+    if not told:
+        refuse_missing(name, "config.json", f"{repo} has none", "a transformers model repository, or an adapter of peft's")
+    folder = Path(hf_hub_download(repo, told[0], revision=info.sha)).parent  # of this commit, wherever the branch is by now
     commit = folder.name
     hashes = {s.rfilename: s.lfs.sha256 for s in info.siblings or () if s.lfs is not None}
     sizes: dict[str, int | None] = {s.rfilename: s.size for s in info.siblings or ()
@@ -113,7 +115,8 @@ def look_up(name: str, repo: str, revision: str | None) -> Listing:
     if lacking:
         refuse_missing(name, weights[0], f"it lists {lacking[0]!r}, which {repo} lacks", "another revision")
     vectors = {"modules.json", *(sizes.keys() & of_modules(read("modules.json")))} if "modules.json" in sizes else set()
-    companions = sorted({*vectors, *filter(COMPANIONS.fullmatch, sizes)})
+    adapts = weights[0] in (ADAPTER[1], ADAPTER_BIN)
+    companions = sorted({*(told if adapts else told[:1]), *vectors, *filter(COMPANIONS.fullmatch, sizes)})
     total = getattr(getattr(info, "safetensors", None), "total", None)
     return Listing(name, repo, revision, folder, sizes, hashes, weights, companions, total)
 
@@ -132,7 +135,8 @@ def announce(listing: Listing, todo: Collection[str]) -> None:
     volume, heavy = (sum(listing.sizes[f] or 0 for f in some) for some in (todo, listing.weights))
     free = shutil.disk_usage(existing(Path(constants.HF_HUB_CACHE))).free
     left, lies = left_over(listing.folder)
-    count = parameters(listing.total, read_json(listing.folder / "config.json"), heavy)
+    config = next(filter(Path.is_file, map(listing.folder.joinpath, CONFIGS)))
+    count = parameters(listing.total, read_json(config), heavy)
     say(f"{listing}\n"
         f"  download: {in_words(volume)} in {len(todo)} files to {constants.HF_HUB_CACHE} (disk free: {in_words(free)})\n"
         f"  memory: {in_words(heavy)} to load; {in_words(16 * count)} to fine-tune with AdamW in fp32 "
@@ -157,7 +161,7 @@ def bring(listing: Listing, file: str) -> None:
 
 
 def pick_weights(names: Collection[str], read: Callable[[str], Any]) -> list[str]:
-    """The weight files to use out of `names`, the index first; empty if there are none. `read` gives an index's JSON.
+    """The weight files to use out of `names`, the index first, or an adapter's, if any. `read` gives an index's JSON.
 
     Shards that the index lists are returned whether or not `names` has them: the caller says what a gap means.
     """
@@ -174,7 +178,7 @@ def pick_weights(names: Collection[str], read: Callable[[str], Any]) -> list[str
                 if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*", shard, re.ASCII):
                     refuse(table, "weight_map", repr(shard), "the plain name of a shard")
             return [table, *sorted(set(rows.values()))]
-    return []
+    return [file for file in (ADAPTER[1], ADAPTER_BIN) if ADAPTER[0] in names and file in names][:1]
 
 
 def damage(path: Path, size: int | None, sha256: str | None) -> str:

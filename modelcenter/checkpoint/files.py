@@ -18,6 +18,7 @@ from .state import steps
 from .strict_json import read_json
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_BIN = "adapter_model.bin"  # as peft wrote it in its first year
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 PLACE = re.compile(r"[\w-][\w.-]{0,63}", re.ASCII)  # the folder of a module of sentence-transformers'
 
@@ -107,6 +108,12 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     refuse_missing(folder, None, found, " or ".join(WEIGHTS))
 
 
+def adapter_weights(folder: str | os.PathLike[str]) -> Path:
+    """The file of an adapter's tensors: safetensors, unless there is only a `.bin`."""
+    safe, old = (Path(folder) / name for name in (ADAPTER[1], ADAPTER_BIN))
+    return safe if os.path.lexists(safe) or not old.is_file() else old
+
+
 def refuse_unended(run: Path) -> NoReturn:
     """Refuse the model of a run that has not written it yet, and say what goes on with the run, or makes a model of its state."""
     state = next(iter(steps(run)), None)
@@ -147,7 +154,8 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
     """Refuse what can be refused of a model's or an adapter's folder by its headers and JSON alone, before torch is imported."""
     if os.path.isfile(Path(folder) / ADAPTER[0]):
         read_json(Path(folder) / ADAPTER[0])
-        read_header(Path(folder) / ADAPTER[1])
+        if (file := adapter_weights(folder)).name == ADAPTER[1]:
+            read_header(file)
         return
     weights = find_weights(folder)
     read_config(folder)

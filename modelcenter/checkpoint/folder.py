@@ -11,6 +11,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -33,6 +34,7 @@ DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
 }  # fmt: skip
 READ_LIMIT = 2**30  # bytes of one read; Linux stops at 2 GiB
+TRIES = 10  # to open a folder that others replace
 
 
 class Slice(Protocol):
@@ -53,7 +55,8 @@ class Folder:
     """A folder with `model.safetensors`, shards and an index, or the same as `pytorch_model.bin`, in that order.
 
     Use it in a `with`: it holds the files open. Headers and index are checked as a whole here, before any weight is
-    read. Errors: `InputError`, `MissingError`.
+    read. They are of one save: if another takes the folder's place meanwhile, that is opened. Errors: `InputError`,
+    `MissingError`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -61,20 +64,41 @@ class Folder:
         self._slices: dict[str, FileSlice | BinSlice] = {}
         self._open: list[int] = []
         self.over: dict[str, Any] = {}  # what the caller has put over config.json's sizes, to be named in refusals
-        weights = find_weights(self.path)
-        try:
-            if weights.name.endswith(".safetensors"):
-                self._add(read_header(weights).tensors, weights)
-            elif weights.name.endswith(".safetensors.index.json"):
-                for file, header in read_index(weights).headers.items():
-                    self._add(header.tensors, self.path / file)
-            elif weights.name.endswith(".bin"):
-                self._slices = {k: BinSlice(t, weights, i) for i, (k, t) in enumerate(read_bin(weights).items())}
-            else:
-                self._add_bins(weights)
-        except BaseException:
+        for left in reversed(range(TRIES)):
+            before = self._stamp()
+            try:
+                self._read()
+                with suppress(InputError):  # what is to be refused of it is refused where it is asked for
+                    _ = self.config
+            except BaseException as error:
+                self.close()
+                if self._stamp() == before or not left or not isinstance(error, Exception):
+                    raise
+                continue
+            if self._stamp() == before or not left:  # somebody may be writing other files there, without end
+                break
             self.close()
-            raise
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """What tells a folder from one that has taken its place; None where there is none. Its number alone is soon used again."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+
+    def _read(self) -> None:
+        """Open the files."""
+        weights = find_weights(self.path)
+        if weights.name.endswith(".safetensors"):
+            self._add(read_header(weights).tensors, weights)
+        elif weights.name.endswith(".safetensors.index.json"):
+            for file, header in read_index(weights).headers.items():
+                self._add(header.tensors, self.path / file)
+        elif weights.name.endswith(".bin"):
+            self._slices = {k: BinSlice(t, weights, i) for i, (k, t) in enumerate(read_bin(weights).items())}
+        else:
+            self._add_bins(weights)
 
     def _add(self, tensors: Mapping[str, Entry], file: Path) -> None:
         with open_regular(file) as opened:
@@ -130,6 +154,7 @@ class Folder:
         while self._open:
             os.close(self._open.pop())
         self._slices = {}
+        vars(self).pop("config", None)
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..errors import InputError, MissingError, message, refuse, refuse_missing
-from .download import bar, download, pick_weights, say
+from .download import CONFIGS, bar, download, pick_weights, say
 from .state import check_there
 from .strict_json import read_json
 
@@ -91,8 +91,9 @@ def _cached(repo: str, revision: str | None) -> tuple[Path | None, str]:
     """The complete cached copy, or None and what is lacking."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(repo, "config.json", revision=revision)
-    if not isinstance(config, str):
+    found = (try_to_load_from_cache(repo, file, revision=revision) for file in CONFIGS)
+    config = next((file for file in found if isinstance(file, str)), None)
+    if config is None:
         return None, f"{repo} (revision {revision or 'main'}) is {NOWHERE}"
     folder = Path(config).parent
     here = {path.name for path in folder.iterdir() if path.is_file()}

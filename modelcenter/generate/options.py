@@ -123,6 +123,10 @@ class Options:
         return self.max_length - prompt
 
 
+# The keys that count where they stand in config.json, as in files of before 2023, which have no file of their own for them.
+LEGACY = ({f.name for f in fields(Options)} - {"seed"}) | {key for key in UNSUPPORTED if not key.startswith(("output_", "return_"))}
+
+
 def several(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
@@ -159,7 +163,7 @@ def chosen(values: Mapping[str, Any], known: list[str], file: str | None) -> dic
         value = values.get(name)
         if value is not None and value not in neutral:
             held = "take it out of the file, or in Python read none of it: generation_config={}"
-            refuse(file, name, f"{str(value)[:60]} is not implemented", held if file and file.endswith(FILE) else "leave it out")
+            refuse(file, name, f"{str(value)[:60]} is not implemented", held if file and file.endswith(".json") else "leave it out")
     given = {name: plain(values[name]) for name in known if values.get(name) is not None}
     if file and given.get("pad_token_id") == -1:  # how old files say that there is none
         del given["pad_token_id"]

@@ -14,7 +14,7 @@ from ..checkpoint.strict_json import parse_json
 from ..errors import refuse
 from ..layers.inputs import check_tokens
 from .beam import search
-from .options import FILE, Options, read
+from .options import FILE, LEGACY, Options, read
 from .scores import Allowed, Rule, apply, rules
 from .state import State
 from .stop import Criterion, Over, Stop
@@ -148,15 +148,20 @@ def mapping(given: Any) -> dict[str, Any] | None:
 
 
 def beside(model: "Model") -> dict[str, Any]:
-    """What the generation_config.json that came with the weights holds; empty if none came."""
-    held = parse_json(file_of(model), model.companions.get(FILE, b"{}"))
+    """What the generation_config.json that came with the weights holds; if none came, what config.json has of it, as transformers
+    reads it. There a length of 20 is what was written where nobody had given one."""
+    if FILE not in model.companions:
+        held = {key: value for key, value in model.config.file.items() if key in LEGACY}
+        return {key: value for key, value in held.items() if (key, value) != ("max_length", 20)}
+    held = parse_json(file_of(model), model.companions[FILE])
     if not isinstance(held, dict):
         refuse(file_of(model), None, f"a {type(held).__name__}", "an object with generation's options")
     return held
 
 
 def file_of(model: "Model") -> str:
-    return f"{model.source}/{FILE}" if model.source else FILE
+    name = FILE if FILE in model.companions else "config.json"
+    return f"{model.source}/{name}" if model.source else name
 
 
 def check_prompt(model: "Model", ids: Tensor, mask: Tensor | None) -> None:

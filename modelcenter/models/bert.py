@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..checkpoint.activation import ACTS
 from ..checkpoint.config import Config, Table, choice
 from ..layers import FFN, Attention, Batch, Embedding, EmbedHead, LayerNorm, Linear, PostNorm, Stack, first_token, mean_token
 from ..layers.head import ClassifyHead, LMHead, PoolHead, SpanHead, TagHead, Transform
@@ -22,8 +23,6 @@ from ..names import Row
 from ..ops import Op
 
 LARGE = {"dim": 1024, "hidden": 4096, "heads": 16, "layers": 24}
-TANH = {"gelu_new": ops.gelu_tanh, "gelu_pytorch_tanh": ops.gelu_tanh}
-ACTS = {"gelu": ops.gelu, **TANH, "relu": ops.relu, "silu": ops.silu, "swish": ops.silu}
 
 
 @dataclass(frozen=True, kw_only=True)

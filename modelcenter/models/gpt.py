@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from .. import ops
+from ..checkpoint.activation import ACTS
 from ..checkpoint.config import Config, Table, choice
 from ..layers import FFN, Attention, Batch, Embedding, EmbedHead, LayerNorm, PreNorm, Stack, last_token
 from ..layers.embedding import named
@@ -17,11 +18,6 @@ from ..layers.head import ClassifyHead, LMHead, SpanHead, TagHead
 from ..model import Model, Preset, Task, register
 from ..names import Row, Shape, T
 from ..ops import Op
-
-ACTS = {
-    "gelu_new": ops.gelu_tanh, "gelu_pytorch_tanh": ops.gelu_tanh, "gelu": ops.gelu, "relu": ops.relu, "silu": ops.silu,
-    "swish": ops.silu,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +111,7 @@ class GPT(Model):
 
     prefix = "transformer."
     aliases = {"lm_head.weight": "transformer.wte.weight"}
-    ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
+    ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias", "multiple_choice_head.*")
 
     @staticmethod
     def tied(c: GPTConfig) -> Mapping[str, str]:
