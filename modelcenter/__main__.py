@@ -161,6 +161,10 @@ def run(args: Arguments) -> Answer:
         refuse(COMMAND_LINE, verb, "unknown verb", f"modelcenter train {verb} ..." if recipe else nearest(verb, VERBS))
     if args.help:
         return Answer(manual(verb), {"verb": verb, "help": VERBS[verb].__doc__})
+    try:
+        os.getcwd()
+    except OSError as error:  # a shell stands in a folder that was deleted, and perhaps made anew
+        refuse(".", None, error.strerror or str(error), "a folder that is there: cd to it again")
     return VERBS[verb](Arguments(args.names[1:], args.settings, args.machine))
 
 

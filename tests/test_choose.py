@@ -80,9 +80,23 @@ def test_what_cannot_be_chosen_is_refused(gpus: None, tmp_path: Path, monkeypatc
     monkeypatch.setattr(module, "count_of", lambda machine: 3)
     with pytest.raises(InputError, match=r"batch: 8 sequences for 3 devices; a multiple of the devices, or fewer of them"):
         choose(replace(recipe, micro_batch=None), AUTO)
+    monkeypatch.setenv("NNODES", "2")  # it would be shared out among the GPUs of one, half of which are then idle
+    with pytest.raises(InputError, match=r"on one of 2 machines \(NNODES\); the command alone, or the degrees"):
+        choose(recipe, AUTO)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(InputError, match="in a process that a launcher has started; the command alone"):
         choose(recipe, AUTO)
+
+
+def test_parts_of_sequences_are_for_layouts_that_cut_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was refused as what the one rank of a plan's own rehearsals cannot do."""
+    monkeypatch.setattr(module, "count_of", lambda machine: 2)
+    parted = Machine(devices=2, device="cpu", sequence_parallel=True)
+    recipe = replace(recipe_of(tmp_path), micro_batch=None)
+    assert choose(recipe, parted)[1] == Machine(device="cpu", tensor_parallel=2, sequence_parallel=True)
+    monkeypatch.setattr(module, "count_of", lambda machine: 3)
+    with pytest.raises(InputError, match=r"^machine\.sequence_parallel: true, and no layout of 3 devices that can be run"):
+        choose(recipe, parted)
 
 
 def test_one_cpu_leaves_nothing_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

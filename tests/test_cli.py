@@ -135,6 +135,13 @@ REFUSED = [  # the command, how its one line goes on
     (("evaluate", "me/mine"), "me/mine: no such folder, and no recipe; a run's output_dir, a model's folder, or a recipe; a "),
     (("evaluate", "finetun", *DATA), "finetun: no such folder, and no recipe; a run's output_dir, "),  # nor asked of the hub
     (("evaluate", "finetun", *DATA, "model=m"), "finetun: no such recipe; did you mean 'finetune'?"),
+    (("train", "finetune", *DATA, "--machine"), "command line: --machine: no value; the name of a machine profile"),
+    (("train", "finetune", *DATA, "--machine", "cpu", "--machine=node8"), "command line: --machine: given twice; keep one of them"),
+    (("train", "finetune", "+data.path=a.txt"), "command line: +data.path=a.txt: not wanted here; data.path=a.txt"),
+    (("launch", "--slurm", "pretrain", *DATA), "command line: slurm: 'pretrain'; true or false; what is not for --slurm goes bef"),
+    (("generate", "m", "--stream", "Once"), "command line: stream: 'Once'; true or false; what is not for --stream goes before it"),
+    (("plan", "modle=gpt2", "--gpus", "8"), "command line: modle: unknown key; did you mean 'model'?"),
+    (("plan", "--gpus", "8"), "command line: RECIPE: missing; a recipe, or model=PRESET"),
     (("train", "finetune", *DATA, "base=1"), "command line: base: unknown key; known: adapter, "),
     (("train", "good.yaml", "data.prompt_key=p"), "good.yaml: data.response_key: absent; prompt_key and response_key go "),
 ]
@@ -160,6 +167,17 @@ def test_refused(argv: tuple[str, ...], found: str, here: Path, capsys: pytest.C
     assert out == "" and err.startswith(f"modelcenter: error: {where}") and key in err
     assert err.count("\n") == 1 and len(err) <= len("modelcenter: error: ") + 300 + 1
     assert sorted(p.name for p in here.iterdir()) == sorted(FILES)
+
+
+def test_a_folder_that_is_gone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "gone").mkdir()
+    os.chdir(here / "gone")
+    (here / "gone").rmdir()
+    try:
+        assert main(["train", "finetune", *DATA]) == 2
+    finally:
+        os.chdir(here)
+    assert capsys.readouterr().err == "modelcenter: error: .: No such file or directory; a folder that is there: cd to it again\n"
 
 
 def test_a_run_that_was_moved_is_not_begun_anew(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def pod_of(text: str) -> dict[str, Any]:
 
 
 SRUN = """\
-while [ "${1#--}" != "$1" ]; do shift; done
+while [ "${1#--}" != "$1" ]; do echo "$1" >> "$(dirname "$0")/options"; shift; done
 SLURM_NODEID=0 "$@" &
 trap 'kill -KILL "$!"' TERM
 trap 'kill -USR1 "$!"' USR1
@@ -81,17 +81,26 @@ def test_a_script_reads_as_it_should(tmp_path: Path) -> None:
     assert not any(line.startswith("#SBATCH") for line in text.splitlines()[first:]), "sbatch reads none after a command"
     assert "gpus" not in slurm(job, Machine(device="cpu", fsdp=4), ["x"], "/")
     bare = slurm(Job(slurm=True), MACHINE, ["x"], "/")
+    assert "\n# 16 ranks on 2 nodes; written by modelcenter" in text and "\n# 16 ranks on 1 node; written by" in bare
     assert "\n#SBATCH --mem=0\n" in bare and "\n#SBATCH --exclusive\n" in bare, "else a node's ranks would share one CPU"
     assert "mem=" not in slurm(Job(slurm=True, cpus=8), MACHINE, ["x"], "/")
 
 
 def test_a_script_tells_each_node_what_it_needs(tmp_path: Path) -> None:
     """The command arrives word for word."""
-    names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK"
+    names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"
     told = f"import os, sys; print(*(os.environ[k] for k in {names}), sys.argv[1:])"
     job = submitted(tmp_path, [sys.executable, "-c", told, *ODD])
     said, _ = job.communicate(timeout=250)
-    assert said == f"2 0 host-a 30007 96 {ODD}\n" and job.returncode == 0 and not (tmp_path / "asked").exists()
+    assert said == f"2 0 host-a 20007 {ODD}\n" and job.returncode == 0 and not (tmp_path / "asked").exists()
+    assert (tmp_path / "options").read_text().split() == ["--kill-on-bad-exit=1", "--cpus-per-task=96"]
+    assert " --cpus-per-task=3 " in slurm(Job(slurm=True, cpus=3), MACHINE, ["x"], "/"), "a host rounds it up to whole cores"
+
+
+def test_the_port_of_a_job_is_none_that_a_host_gives_away() -> None:
+    """One that a connection has got is in use, which is a mistake, after which no job is queued again."""
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert cluster.PORTS.start > 1024 and max(cluster.PORTS) < min(given, 32768)
 
 
 @pytest.mark.parametrize(("status", "before", "again"), [(1, 0, True), (76, 1, True), (137, 2, False), (2, 0, False)])

@@ -80,15 +80,20 @@ REFUSED = {
     "NUL": ('a: "\\0"', "line 1: "),
     "a bad escape": ('a: "\\UFFFFFFFF"', "cannot be read"),
     "control character": ("a: \x07", "character 3: U+0007"),
-    "syntax": ("a: b: c", "line 1, column 5: mapping values are not allowed here"),
-    "unclosed": ("a: [1, 2", "line 1, column 9: "),
+    "syntax": ("a: b: c", "line 1, column 5: mapping values are not allowed here; the indentation of the keys beside it, or "),
+    "unclosed": ("a: [1, 2", "line 1, column 9: expected ',' or ']', but got '<stream end>'; correct the YAML"),
+    "a star in a list": ("a: [*.bias]", "line 1, column 6: expected alphabetic or numeric character, but found '.'; quotes "),
+    "no space": ("b: 1\na:8\n\nc: 2", "line 2, column 1: could not find expected ':'; a key, a colon, a space and a value"),
+    "an open quote": ("b: 1\na: 'x\nc: 2", "line 2, column 4: found unexpected end of stream; a closing quote"),
+    "indented less": ("a:\n  b: 1\n c: 2", "line 3, column 2: expected <block end>, but found '<block mapping start>'; the ind"),
+    "an at": ("a: @x", "line 1, column 4: found character '@' that cannot start any token; quotes around text that begins so"),
     "deep": ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), f"line 1: nested more than {DEPTH} deep"),
     "very deep": ("[" * 100_000, f"line 1: nested more than {DEPTH} deep"),
     "deep blocks": ("- " * 50_000, f"line 1: nested more than {DEPTH} deep"),
     "many": ("a: [" + "1," * NODES + "]", f"line 1: more than {NODES} values"),
     "empty": ("# nothing\n", "empty"),
-    "list": ("- a\n- b", "['a', 'b']; a recipe is a mapping"),
-    "text": ("hello", "'hello'; a recipe is a mapping"),
+    "list": ("- a\n- b", "['a', 'b']; a mapping of `key: value` lines"),
+    "text": ("hello", "'hello'; a mapping of `key: value` lines"),
 }
 
 
@@ -227,15 +232,24 @@ def test_merge_replaces_what_is_no_mapping() -> None:
     assert merge({"a": 1, "b": {"c": 1}}, {"a": {"x": 1}, "b": {"d": 2}}) == {"a": {"x": 1}, "b": {"c": 1, "d": 2}}
 
 
+def test_an_empty_mapping_leaves_nothing_of_the_files_wherever_it_is_given() -> None:
+    """`config={}` is the preset's own shape."""
+    file = {"name": "x", "free": {"layers": 6, "dim": 8}}
+    assert override(file, {"free": {}})["free"] == bind(Outer, override(file, ["free={}"])).free == {}
+    assert override(file, {"free": {"dim": 9}})["free"] == {"layers": 6, "dim": 9}
+
+
 # -------------------------------------------------------------------------------------------------------------- binding
 
 BAD = {
     "nmae: x": "nmae: unknown key; did you mean 'name'?",
+    "name: x\nouter.steps: 1": "outer.steps: unknown key; did you mean 'steps'?",
     "name: x\nlr: 1": "lr: unknown key; did you mean 'inner.lr'?",
     "name: x\ninner: {foo: 1}": "inner.foo: unknown key; known: betas, lr",
     "steps: 1": "name: missing; give text that is not empty",
     "name: ''": "name: ''; text that is not empty",
-    "name: 1": "name: 1; text that is not empty",
+    "name: 1": "name: 1; text that is not empty: \"1\"",
+    "name: true": "name: true; text that is not empty: \"true\"",
     "name: x\nsteps: 1.0": "steps: 1.0; an integer at least 1 and at most 100 or null",
     "name: x\nsteps: true": "steps: true; an integer",
     "name: x\nsteps: '3'": "steps: '3'; an integer",
@@ -282,6 +296,8 @@ def layered(mapping: dict[str, Any], overrides: list[str]) -> tuple[dict[str, An
         ("inner.betas=[.9, 7]", "inner.betas.1: 7; a number"),
         ("steps={a: 1}", "steps: a mapping; an integer"),
         ("inner.lr=13", "inner.lr: 13; another number"),
+        ("flag=on", "flag: 'on'; true or false"),
+        ("flag=m.yaml", "flag: 'm.yaml'; true or false; what is not for --flag goes before it"),
     ],
 )
 def test_bind_names_the_command_line(given: str, found: str) -> None:

@@ -20,6 +20,7 @@ from test_train import MACHINE, TINY, recipe_of, rows
 import modelcenter as mc
 from modelcenter.__main__ import main
 from modelcenter.cli.evaluate import check_objective
+from modelcenter.config import dump_yaml, to_dict
 from modelcenter.data.objective import objectives
 from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
@@ -384,6 +385,17 @@ def test_a_classifiers_objective_is_what_its_config_says(kind: str | None, label
 def test_a_run_is_judged_by_an_objective_of_its_head(asked: str, trained: str, fits: bool) -> None:
     with nullcontext() if fits else pytest.raises(InputError, match=f"objective: {asked}, where the run has trained for {trained}"):
         check_objective(asked, trained)
+
+
+@pytest.mark.parametrize(("asked", "found"), [
+    ("tag", "objective: tag, where the run has trained for lm; leave it out"),
+    ("lmm", "objective: 'lmm'; did you mean 'lm'?"),
+], ids=["tag", "lmm"])  # fmt: skip
+def test_a_run_has_its_head_and_says_so(asked: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of its `task`, which its recipe has resolved, nobody has said anything."""
+    (tmp_path / "recipe.yaml").write_text(dump_yaml(to_dict(replace(recipe_of(tmp_path), task="lm"))))
+    assert main(["evaluate", str(tmp_path), f"objective={asked}"]) == 2
+    assert capsys.readouterr().err == f"modelcenter: error: {found}\n"
 
 
 @pytest.mark.parametrize("setting", ["optimizer.lr=1e-3", "save_steps=5", "num_epochs=2"])

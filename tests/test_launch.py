@@ -227,6 +227,15 @@ def test_nodes_that_cannot_be(environment: dict[str, str], text: str, tmp_path: 
     assert text in capfd.readouterr().err
 
 
+def test_several_machines_for_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """A forgotten profile: each machine would do the whole run."""
+    for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([part for part in command(tmp_path) if part != "machine.fsdp=2"]) == 2
+    assert "environment: NNODES: 2, for a machine of 1 rank; a divisor of its ranks; none, for what is " in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("degrees", "environment", "text"), [
     ({"fsdp": 2}, {"LOCAL_RANK": "1"}, "machine.fsdp: 2 ranks on a host with 1 GPU; fewer ranks, or more hosts (NNODES)"),
     ({"fsdp": 2, "tensor_parallel": 4}, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, "machine.tensor_parallel: 8 ranks on a host"),

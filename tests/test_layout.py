@@ -634,6 +634,26 @@ def test_a_survey_takes_the_fastest_that_fits_and_says_what_remedies_are_worth()
     assert not any(name.startswith("machine.fsdp") for name, _ in remedies(costs, costs.exact(Machine(fsdp=8), 4), {}))
 
 
+def test_a_remedy_needs_less() -> None:
+    """Half a micro-batch may need more, where gradients are then kept; and a machine has no more ranks than its keys take."""
+    job = job_of(gpt(heads=2), 64)
+    costs = costs_of(job)
+    now = costs.exact(Machine(replicate=8), 8)
+
+    class Surprised(Costs):
+        def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Any:
+            e = super().exact(machine, rows, forwards)
+            return replace(e, parts={**e.parts, "gradients": 2 * now.need}, aside=1) if rows < now.rows else e
+
+    surprised = Surprised(job, CHIPS["h200"])
+    found = dict(remedies(surprised, now, {}))
+    assert "micro_batch=4" not in found and found and all(other.need < now.need for other in found.values())
+    assert "micro_batch=4" in dict(remedies(surprised, replace(now, aside=3, room=2), {})), "of the host's memory it needs less"
+    most: Any = SimpleNamespace(job=replace(job, rows=2**20), apart=False, exact=lambda *_: replace(now, parts={}))
+    assert not any("twice" in name for name, _ in remedies(most, replace(now, machine=Machine(fsdp=2**16)), {}))
+    assert any("twice" in name for name, _ in remedies(most, replace(now, machine=Machine(fsdp=2**15)), {}))
+
+
 def test_what_is_slower_than_it_seemed_is_not_the_choice() -> None:
     """An estimate that a rehearsal of just that micro-batch does not keep: another layout is faster."""
     job = job_of(gpt(heads=2), 64)

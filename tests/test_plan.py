@@ -417,6 +417,23 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "weights and buffers" in text and "memory: about" in text and not (tmp_path / "out2").exists()
 
 
+def test_what_is_said_of_devices_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose rates they are, a small model's size, and no hours of what cannot be."""
+    from modelcenter.__main__ import main
+
+    words = ["plan", "model=gpt2", *(f"config.{key}={value}" for key, value in TINY.items()), "data.seq_len=32",
+             "--gpus", "1", "--tokens", "1e9", "--price", "2", "--device", str(tmp_path / "mine.yaml")]  # fmt: skip
+    for memory, fits in (("1e9", True), ("1e3", False)):
+        rates = "name: mine\nfp32: 1e13\nbandwidth: 1e12\nlink: 1e11\nwire: 1e10\nhost_memory: 1e3\n"
+        (tmp_path / "mine.yaml").write_text(f"{rates}memory: {memory}\n")
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        assert f"rates: {tmp_path}/mine.yaml\n" in text and " M parameters, fp32" in text
+        assert ("choice: " in text) == ("1e+09 tokens: " in text) == fits and ("nothing fits" in text) != fits
+    assert [cli.few(n, 1) for n in (0.0123, 9.96, 77.25, 2945.46)] == ["0.0123", "9.96", "77.2", "2,945.5"]
+    assert [cli.few(n) for n in (0.5, 188510.2)] == ["0.5", "188,510"]
+
+
 @pytest.mark.parametrize("degree", ["fsdp", "tensor_parallel", "replicate"])
 def test_the_verb_of_a_random_model_on_ranks(degree: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from modelcenter.__main__ import main
@@ -545,12 +562,35 @@ def test_fewer_rows_divide_the_batch_too() -> None:
     assert list(fit.better(costs, now)) == [("micro_batch=3", 7)]
 
 
+def test_what_is_advised_can_be_run() -> None:
+    """torch's compiler does not take whole blocks that are computed again, of tensor-parallel ranks."""
+    recipe = bare(model="gpt2", config={**TINY, "vocab": 99, "layers": 6}, batch=1, data={"seq_len": 64})
+    machine = replace(MACHINE, compile=True)
+    found, _ = paper.on_paper(recipe, machine, 2, "4090", True)
+    assert found.choice.machine.tensor_parallel == 2
+    told = [name for name, _ in found.remedies if name.startswith("machine.recompute")]
+    assert told == ["machine.recompute=selective"]
+    shared: Any = SimpleNamespace(machine=replace(machine, tensor_parallel=2), rows=1)
+    costs: Any = SimpleNamespace(exact=lambda machine, rows: SimpleNamespace(fits=True, need=7), job=of_rows(1), apart=False)
+    assert [name for name, _ in fit.better(costs, shared)] == told
+
+
 def test_texts_that_are_compared_are_one_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where fewer would need less."""
     monkeypatch.setattr(paper, "chip_named", lambda name: replace(chips.CHIPS["4090"], memory=4e5))
     keys = {"model": "bert-base-uncased", "config": {**TINY, "vocab": 99}, "objective": "contrastive", "data": {"pair_key": "pair"}}
     found, _ = paper.on_paper(bare(**keys, batch=8), MACHINE, 1, "4090", True)
     assert {e.rows for e in found.estimates} == {8}
+
+
+@pytest.mark.parametrize(("change", "device", "found"), [
+    ({"model": "t5-small", "objective": "seq2seq", "config": TINY_T5, "precision": "auto"}, "v100", "precision: fp16 with T5"),
+    ({"model": "gpt2", "config": TINY, "freeze": ["embed", "decoder"]}, "4090", "freeze: all parameters of the model"),
+], ids=["fp16", "frozen"])  # fmt: skip
+def test_what_cannot_be_trained_is_not_planned(change: dict[str, Any], device: str, found: str) -> None:
+    """Of a model alone too; fp16 is what `auto` means on a GPU before Ampere."""
+    with pytest.raises(InputError, match=f"^{found}"):
+        paper.on_paper(bare(**change), MACHINE, 1, device, True)
 
 
 @pytest.mark.parametrize(("key", "value"), [("tensor_parallel", 2), ("zero", 1), ("recompute", "full")])

@@ -330,6 +330,8 @@ def test_refused_among_the_overrides(overrides: Any, found: str, tmp_path: Path)
         ("device: tpu", "device: 'tpu'; auto | cpu | cuda"),
         ("threads: 0", "threads: 0; an integer at least 1"),
         ("pipeline: 2", "pipeline: unknown key"),
+        ("machine.fsdp: 2", "machine.fsdp: unknown key; did you mean 'fsdp'?"),
+        ("# nothing yet", "empty; a mapping of `key: value` lines"),
     ],
 )
 def test_machine_refused(text: str, found: str, tmp_path: Path) -> None:
@@ -387,7 +389,7 @@ def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: s
     (lambda: Recipe(model="gpt2", data=DataConfig(path="a"), output_dir="o", max_steps=0), r"^max_steps: 0; an integer at least 1"),
     (lambda: Recipe(model="~no-one/m", data=DataConfig(path="a"), output_dir="o", max_steps=1), r"^model: ~no-one/m"),
     (lambda: DataConfig(path="\udcff.txt"), r"^path: '\\udcff.txt'; text that UTF-8 can hold$"),
-    (lambda: DataConfig(path={1: 1.0}), r"^path.1: 1; text$"),  # type: ignore[dict-item]  # what is refused
+    (lambda: DataConfig(path={1: 1.0}), r'^path.1: 1; text: "1"$'),  # type: ignore[dict-item]  # what is refused
     (lambda: Recipe(model="m", objective="contrastive", data=DataConfig(path="a", pair_key="b"), output_dir="o", max_steps=1,
                     batch=1),
      r"^batch: 1 with objective contrastive: a pair alone has none to be told from, and teaches nothing; 2 or more, or data.neg"),
@@ -415,7 +417,12 @@ def test_a_mixture_takes_the_place_of_another(tmp_path: Path) -> None:
 
 
 def test_a_machine_is_no_part_of_a_recipe(tmp_path: Path) -> None:
+    """As a section or as a key of its own, in a file or from Python."""
     (tmp_path / "mine.yaml").write_text("machine: {fsdp: 2}\n")
-    for name, over in (("finetune", {"machine.fsdp": 2}), (tmp_path / "mine.yaml", {})):
-        with pytest.raises(InputError, match=r"machine: no part of a recipe; --machine M, or mc.train\(recipe, machine\)$"):
+    (tmp_path / "own.yaml").write_text("model: gpt2\nzero: 2\n")
+    mine, own = tmp_path / "mine.yaml", tmp_path / "own.yaml"
+    wanted = r"no part of a recipe; --machine M, machine\.KEY=VALUE, or mc\.train\(recipe, machine\)$"
+    for name, over, found in (("finetune", {"machine.fsdp": 2}, "machine"), (mine, {}, f"{mine}: machine"),
+                              ("finetune", {"fsdp": 2}, "fsdp"), (own, {}, f"{own}: zero")):  # fmt: skip
+        with pytest.raises(InputError, match=rf"{found}: {wanted}"):
             load_recipe(name, over)

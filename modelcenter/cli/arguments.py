@@ -58,8 +58,12 @@ def take_apart(argv: Sequence[str]) -> Arguments:
             refuse(COMMAND_LINE, word, "unknown option", "write key=value or --key value")
         if not equals:
             alone = not rest or rest[0].startswith("--") or is_setting(rest[0])
+            if alone and key == "machine":
+                refuse(COMMAND_LINE, word, "no value", "the name of a machine profile (modelcenter list machines), or a path")
             value = ("auto" if key == "resume" else "true") if alone else rest.pop(0)
         if key == "machine":
+            if args.machine is not None:
+                refuse(COMMAND_LINE, "--machine", "given twice", "keep one of them")
             args.machine = value
         else:
             args.settings.append(f"{key}={value}")
@@ -77,7 +81,9 @@ def take(args: Arguments, wanted: Sequence[str]) -> list[str]:
     unwanted = [*args.names[len(wanted) :], *args.settings]
     if unwanted or args.machine is not None:
         apart = any(word.startswith("=") for word in unwanted)
-        remedy = "key=value is written without spaces" if apart else "see --help after the verb"
+        plus = unwanted and is_setting(unwanted[0].lstrip("+"))  # as Hydra adds a key
+        remedy = unwanted[0].lstrip("+") if plus else "see --help after the verb"
+        remedy = "key=value is written without spaces" if apart else remedy
         refuse(COMMAND_LINE, unwanted[0] if unwanted else "--machine", "not wanted here", remedy)
     if len(args.names) < len(wanted):
         lacks = wanted[len(args.names)]

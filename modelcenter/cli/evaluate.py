@@ -107,12 +107,12 @@ def is_published(name: Path, args: Arguments) -> bool:
 def of_run(run: Path, model: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe of the run in a folder, for the model that it has trained, and the machine."""
     whole = [str(run / "recipe.yaml"), *args.names[1:]]
+    if asked := given(args).get("objective"):  # first: of the head, which that recipe has resolved, nobody has said anything
+        check_objective(asked, run_of(replace(args, names=whole, settings=[]))[0].objective)
     recipe, machine = run_of(replace(args, names=whole))
     if own := {"model", "init", "config", "adapter", "tokenizer"} & given(args).keys():
         wanted = "leave it out, or name the other model's folder in place of the run's"
         refuse(None, min(own), f"given, where the model of {run} is judged as it is", wanted)
-    if "objective" in given(args):
-        check_objective(recipe.objective, run_of(replace(args, names=whole, settings=[]))[0].objective)
     return replace(recipe, model=str(model), tokenizer=None, init="pretrained", config={}, adapter=AdapterConfig()), machine
 
 

@@ -63,6 +63,7 @@ def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
 
     over = given(args)
     if "model" not in over:
+        bind(Recipe, merge(BARE, {"model": "none"} | over), COMMAND_LINE)  # what it does not know may be the model's key, misspelt
         refuse(COMMAND_LINE, "RECIPE", "missing", "a recipe, or model=PRESET")
     if "objective" not in over:
         from ..train.paper import objective_of
@@ -114,13 +115,18 @@ def elsewhere(recipe: "Recipe", machine: "Machine", asked: Question, bare: bool)
     text, data = [*lines, "", found.table(), "", found.memory(), found.verdict()], found.data()
     if found.remedies:
         text += ["instead:", found.worth()]
-    if asked.tokens is not None:
+    if asked.tokens is not None and found.choice.fits:
         e = found.choice
         hours = asked.tokens / (e.rate * e.machine.ranks) / 3600
         data["hours"] = hours
-        line = f"{asked.tokens:.3g} tokens: {hours:,.1f} hours, {hours * e.machine.ranks:,.0f} of devices"
+        line = f"{asked.tokens:.3g} tokens: {few(hours, 1)} hours, {few(hours * e.machine.ranks)} of devices"
         if asked.price is not None:
             data["cost"] = hours * e.machine.ranks * asked.price
-            line += f", {data['cost']:,.0f} at {asked.price:g} each"
+            line += f", {few(data['cost'])} at {asked.price:g} each"
         text.append(line)
     return Answer("\n".join(text), data)
+
+
+def few(number: float, digits: int = 0) -> str:
+    """A number with so many digits behind its point, a small one with three in all: half an hour is not none."""
+    return f"{number:,.{digits}f}" if number >= 10 else f"{number:.3g}"

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from ..errors import InputError, message, refuse, refuse_missing
 from .document import encodable, parse, resolve, short
 from .keys import kinds, near, wanted
-from .overrides import Layers, Text
+from .overrides import COMMAND_LINE, Layers, Text
 
 T = TypeVar("T")
 Source = str | Path | Layers | None
@@ -68,6 +68,11 @@ def convert(value: Any, hint: Any, file: Source, key: str, bounds: Mapping[str, 
         one = "with quotes around what begins with * or &" if value.startswith("[") else listed
         refuse(origin, key, short(value), f"{wanted(hint, bounds)}: {one}")
     one = "" if section is None else f", such as {key}.{dataclasses.fields(section)[0].name}"  # which `data=FILE` means
+    if str in allowed and isinstance(value, int | float):  # `text_key: 3` in a file
+        one = f': "{short(value)}"'
+    named = isinstance(value, str) and value.lower() not in ("yes", "no", "on", "off")
+    if allowed == (bool,) and origin == COMMAND_LINE and named:  # `launch --slurm pretrain`, `generate m --stream "Once upon"`
+        one = f"; what is not for --{key} goes before it"
     refuse(origin, key, short(value), wanted(hint, bounds) + one)
 
 

@@ -19,6 +19,17 @@ DEPTH = 32  # levels of nesting; libyaml overflows the stack far beyond, Python'
 NODES = 10_000  # values of a recipe: keeps the refusal of a hostile file under a second
 
 
+HINTS = {  # what PyYAML says, and what helps
+    "expected alphabetic or numeric": "quotes around text that begins with * or &",
+    "cannot start any token": "quotes around text that begins so",
+    "mapping values are not allowed": "the indentation of the keys beside it, or quotes around text with a colon in it",
+    "could not find expected ':'": "a key, a colon, a space and a value",
+    "<block end>, but found '<block mapping start>'": "the indentation of the keys beside it",
+    "unexpected end of stream": "a closing quote",
+}
+LATE = "could not find expected ':'", "found unexpected end of stream"  # told of where it noticed, not of where that begins
+
+
 def parse(text: str, file: str | Path | None = None) -> Any:
     """One strict YAML document as dicts (with text keys), lists, text, finite numbers, booleans and None."""
     if "\t" in text:
@@ -28,9 +39,11 @@ def parse(text: str, file: str | Path | None = None) -> Any:
     except InputError:
         raise
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
-        refuse(file, where, error.problem or error.context or "cannot be read", "correct the YAML")
+        found = error.problem or error.context or "cannot be read"
+        wanted = next((hint for said, hint in HINTS.items() if said in found), "correct the YAML")
+        marks = error.problem_mark, error.context_mark
+        mark = next(filter(None, reversed(marks) if found in LATE else marks), None)
+        refuse(file, f"line {mark.line + 1}, column {mark.column + 1}" if mark else None, found, wanted)
     except yaml.reader.ReaderError as error:
         refuse(file, f"character {error.position}", f"U+{error.character:04X}", "remove the control character")
     except (yaml.YAMLError, ValueError, OverflowError, IndexError) as error:  # PyYAML on `"\UFFFFFFFF"`, `%YAML 1.` ...

@@ -58,5 +58,5 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         refuse(path, f"byte {error.start}", "not UTF-8", "save the recipe as UTF-8 text")
     value = parse(text, path)
     if not isinstance(value, dict):
-        refuse(path, None, "empty" if value is None else short(value), "a recipe is a mapping of `key: value` lines")
+        refuse(path, None, "empty" if value is None else short(value), "a mapping of `key: value` lines")
     return value

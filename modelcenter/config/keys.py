@@ -53,6 +53,8 @@ def near(key: str, cls: type, section: str) -> str:
     if key in within.values():  # as on the command line
         outer, _, inner = key.partition(".")
         return f"in a file it is {outer}: {{{inner}: ...}}"
+    if key.rpartition(".")[2] in known:  # `machine.fsdp` in a machine profile
+        return f"did you mean {section + key.rpartition('.')[2]!r}?"
     if key in within:  # `lr` for optimizer.lr
         return f"did you mean {section + within[key]!r}?"
     for names, cutoff in ((known, 0.6), (within, 0.7)):  # of these there are many, one for any word

@@ -80,11 +80,12 @@ def assignments(overrides: Iterable[str] | Mapping[str, Any], where: str = COMMA
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `over` replaced, section by section; neither argument changes."""
+    """`base` with the leaves of `over` replaced, section by section; neither argument changes. An empty mapping is a leaf: with it
+    a section says nothing, as with `key={}` on the command line."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             value = merge(below if isinstance(below, dict) else {}, value)
         merged[key] = value
     return merged

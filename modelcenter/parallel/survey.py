@@ -6,7 +6,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from ..errors import refuse, size
+from ..errors import counted, refuse, size
 from .costs import Costs
 from .estimate import Estimate
 from .layout import RECOMPUTES, best_of, layouts
@@ -15,16 +15,18 @@ from .tally import KINDS
 
 HEAD = ("", "tensor x fsdp x copies", "zero", "recompute", "micro-batch", "a rank", "s/step", "tok/s/device", "of peak", "bound by")
 SHOWN = 12
+MOST = 65536  # devices that a machine may have
 
 
 @dataclass(frozen=True)
 class Survey:
     """Layouts, the fastest that fits first, then those that do not, the smallest first. `others`: costs of the job with another
-    setting."""
+    setting; `allowed`: which layouts can be run."""
 
     costs: Costs
     estimates: Sequence[Estimate]
     others: Mapping[str, Costs] = field(default_factory=dict)
+    allowed: Callable[[Machine], bool] = lambda machine: True
 
     @property
     def choice(self) -> Estimate:
@@ -33,7 +35,7 @@ class Survey:
     @cached_property
     def remedies(self) -> Sequence[tuple[str, Estimate]]:
         """(setting, estimate) of what needs less memory than the choice."""
-        return list(remedies(self.costs, self.choice, self.others))
+        return [(name, e) for name, e in remedies(self.costs, self.choice, self.others) if self.allowed(e.machine)]
 
     def table(self) -> str:
         """The layouts as aligned columns."""
@@ -107,6 +109,9 @@ def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, 
     if costs.apart and not any(e.fits for e in found):
         other = layouts(costs.job, ranks, costs.chip.node, replace(machine, offload=True))
         found += [best_of(costs, m, rows) for m in other if allowed(m)]
+    if not found and machine.sequence_parallel:
+        none = f"true, and no layout of {counted(ranks, 'device')} that can be run cuts tensors"
+        refuse(None, "machine.sequence_parallel", none, "false, or devices among which the heads can be shared out")
     if not found:
         refuse(None, "batch", f"{costs.job.rows} sequences for {ranks} devices", "a multiple of the devices, or fewer of them")
     sort(found)
@@ -120,7 +125,7 @@ def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, 
         found[0] = exact
         known.add(exact.machine)
         sort(found)
-    return Survey(costs, found, others or {})
+    return Survey(costs, found, others or {}, allowed)
 
 
 def sort(found: list[Estimate]) -> None:
@@ -129,7 +134,15 @@ def sort(found: list[Estimate]) -> None:
 
 
 def remedies(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator[tuple[str, Estimate]]:
-    """What needs less memory than `e`, and what of it comes at which speed."""
+    """What needs less memory than `e`, and what of it comes at which speed. Half a micro-batch may need more: sums of gradients
+    are kept then."""
+    lacks = e.aside > e.room  # what the host has
+    return ((name, other) for name, other in changes(costs, e, others)
+            if other.need < e.need or (lacks and other.aside < e.aside))  # fmt: skip
+
+
+def changes(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator[tuple[str, Estimate]]:
+    """What usually needs less memory."""
     if e.rows > 1:
         rows = costs.job.sizes(e.rows // 2)[0]
         yield f"micro_batch={rows}", costs.exact(e.machine, rows)
@@ -144,7 +157,7 @@ def remedies(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator
         yield "machine.zero=3", costs.exact(replace(m, zero=3), e.rows)
     for name, other in others.items():
         yield name, other.exact(m, e.rows)
-    double = replace(m, fsdp=2 * m.fsdp)
-    if double.shares <= costs.job.rows:
+    if 2 * m.shares <= costs.job.rows and 2 * m.ranks <= MOST:
+        double = replace(m, fsdp=2 * m.fsdp)
         rows = min(e.rows, ceil(costs.job.rows / double.shares))
         yield f"twice the devices, machine.fsdp={double.fsdp}", costs.exact(double, rows)

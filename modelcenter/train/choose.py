@@ -17,6 +17,7 @@ from ..parallel.survey import Survey, settings, survey
 from .calibrate import learn
 from .fit import beside, ranks_here
 from .folder import ran
+from .launch import nodes_told
 from .paper import job_there, runnable
 from .recipe import Recipe
 from .resolve import most_of, resolve
@@ -32,8 +33,9 @@ def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
     if machine.devices is None:
         return recipe, machine
     check_open(machine, f"devices={machine.devices}")
-    if "RANK" in os.environ:
-        wrong = f"{machine.devices}, in a process that a launcher has started"
+    if (ranked := "RANK" in os.environ) or nodes_told() > 1:  # what other machines have is not here to be counted
+        where = "in a process that a launcher has started" if ranked else f"on one of {nodes_told()} machines (NNODES)"
+        wrong = f"{machine.devices}, {where}"
         refuse(None, "machine.devices", wrong, "the command alone, or the degrees: modelcenter plan says them")
     device, ranks, machine = device_of(machine), count_of(machine), replace(machine, devices=None)
     if ranks == 1 and device.type == "cpu":
@@ -44,7 +46,7 @@ def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
             say(f"{ranks} x {device.type}, as before")
             return recipe, replace(machine, **{key: getattr(before[1], key) for key in LAYOUT})
 
-    resolved, _ = resolve(recipe, machine)
+    resolved, _ = resolve(recipe, replace(machine, sequence_parallel=False))  # which is for some of the layouts
     free = device.type != "cpu" and recipe.micro_batch is None and recipe.batch_tokens is None and not together(recipe)
     rows = None if free else resolved.micro_batch or most_of(recipe, device)
     found = surveyed(replace(recipe, precision=resolved.precision), machine, device, ranks, rows)

@@ -18,13 +18,14 @@ from textwrap import indent
 import yaml
 
 from ..config import says
-from ..errors import refuse
+from ..errors import counted, refuse
 from ..parallel.machine import Machine
 
 STOPPED = 77  # the exit status of a pod whose run was asked to stop, and has saved: it is to go on. No status of a rank is that
 MISTAKE = 255  # that of a node of a Slurm job in place of 2: the highest there is
 MARGIN = 120  # seconds that a time limit has beyond `grace`: Slurm may signal a minute sooner than asked, and a run has to begin
 PORT = 29500
+PORTS = range(10000, 30000)  # of a Slurm job, by its number; Linux gives those from 32768 on to whoever asks for none
 # The forms that are asked of what clusters would refuse only when the job is submitted, or begun, and how each is told.
 ANY_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited", re.ASCII | re.IGNORECASE)
 SLURM = {
@@ -76,7 +77,7 @@ def check(job: Job, machine: Machine) -> None:
         refuse(None, "launch", "neither --slurm nor --kubernetes" if not job.slurm else "both", "one of the two")
     if machine.ranks % job.nodes:
         wanted = f"a divisor of its ranks; of eight GPUs a node, machine.fsdp={8 * job.nodes}"
-        refuse(None, "nodes", f"{job.nodes}, for a machine of {machine.ranks} rank{'s' * (machine.ranks > 1)}", wanted)
+        refuse(None, "nodes", f"{job.nodes}, for a machine of {counted(machine.ranks, 'rank')}", wanted)
     only = {"slurm": ("time", "partition", "account"), "kubernetes": ("image", "claim")}
     for key in only["kubernetes" if job.slurm else "slurm"]:
         if getattr(job, key) is not None:
@@ -124,6 +125,11 @@ def gpus(job: Job, machine: Machine) -> int:
     return 0 if machine.device == "cpu" else machine.ranks // job.nodes
 
 
+def written(job: Job, machine: Machine) -> str:
+    """The beginning of a file's first line."""
+    return f"{counted(machine.ranks, 'rank')} on {counted(job.nodes, 'node')}; written"
+
+
 def slurm(job: Job, machine: Machine, command: Sequence[str], folder: str) -> str:
     """A script for sbatch that runs `command` in `folder`, and queues itself again until the run is done."""
     wanted = {
@@ -135,7 +141,7 @@ def slurm(job: Job, machine: Machine, command: Sequence[str], folder: str) -> st
     alone = "\n#SBATCH --exclusive" if job.cpus is None else ""  # one task has one CPU where nothing is said, for all its GPUs
     head = "\n".join(f"#SBATCH --{key}={value}" for key, value in wanted.items() if value is not None) + alone
     return f"""#!/bin/bash
-# {machine.ranks} ranks on {job.nodes} nodes; written by modelcenter launch. Submit: sbatch THIS-FILE
+# {written(job, machine)} by modelcenter launch. Submit: sbatch THIS-FILE
 {head}
 #SBATCH --requeue
 
@@ -149,15 +155,16 @@ cd {shlex.quote(folder)} || exit 2
 export NNODES="$SLURM_NNODES"
 MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 export MASTER_ADDR
-export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"  # srun does not ask what sbatch was told
+export MASTER_PORT="$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"
 
 if [ "$again" -eq 1 ]; then
     status={128 + signal.SIGUSR1}  # the time is up before a run has begun
 else
     # srun ends with the highest status of its nodes. A mistake in the recipe or the command ends a node with {MISTAKE} in place of
     # 2, so that the status of those that have lost it does not hide that.
-    srun --kill-on-bad-exit=1 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$@"' train \\
+    # srun does not ask what sbatch was told of CPUs, or asks two variables, which may differ.
+    srun --kill-on-bad-exit=1 --cpus-per-task={job.cpus or '"$SLURM_CPUS_ON_NODE"'} \\
+        bash -c 'NODE_RANK="$SLURM_NODEID" exec "$@"' train \\
         {shlex.join(command)} &
 {indent(awaited("$!"), "    ")}
     [ "$status" -ne {MISTAKE} ] || status=2
@@ -244,7 +251,7 @@ def kubernetes(job: Job, machine: Machine, command: Sequence[str]) -> str:
             },
         },
     ]
-    head = f"# {machine.ranks} ranks on {job.nodes} nodes; written by modelcenter launch. Submit: kubectl apply -f THIS-FILE\n"
+    head = f"# {written(job, machine)} by modelcenter launch. Submit: kubectl apply -f THIS-FILE\n"
     return head + yaml.dump_all(documents, Dumper=Literal, sort_keys=False, width=130)
 
 

@@ -16,6 +16,7 @@ from ..layers import ClassifyHead
 from ..model import Model
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
+from ..parallel.check import compiles
 from ..parallel.chips import CHIPS, Chip, chip_here, host_rate
 from ..parallel.costs import Costs
 from ..parallel.device import memory_of
@@ -166,6 +167,8 @@ def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
     """Settings that fit: the largest micro-batch, more recompute, or both; or shards in place of copies."""
     halves = costs.job.sizes(now.rows // 2)
     for how in RECOMPUTES[RECOMPUTES.index(now.machine.recompute) :]:
+        if not compiles(replace(now.machine, recompute=how)):
+            continue
         more = how != now.machine.recompute
         settings = f"machine.recompute={how}" if more else ""
         for rows in [now.rows] * more + halves * (how != "selective" or not more):

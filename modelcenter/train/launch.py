@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from ..checkpoint.atomic import staging
 from ..checkpoint.state import steps
 from ..config import dump_yaml, to_dict
-from ..errors import LIMIT, printable, refuse, tell
+from ..errors import LIMIT, counted, printable, refuse, tell
 from ..parallel.check import check
 from ..parallel.machine import Machine
 from ..parallel.ranks import named
@@ -62,8 +62,14 @@ class RankError(RuntimeError):
 
 
 def to_launch(machine: Machine) -> bool:
-    """Whether the ranks have yet to be started: no launcher has told this process which rank it is."""
-    return (machine.ranks > 1 or machine.restarts > 0) and "RANK" not in os.environ
+    """Whether the ranks have yet to be started: no launcher has told this process which rank it is. NNODES machines for one rank
+    are refused where they would be (`share_of`): each would do the whole run."""
+    return "RANK" not in os.environ and (machine.ranks > 1 or machine.restarts > 0 or nodes_told() > 1)
+
+
+def nodes_told() -> int:
+    """How many machines there are, as the environment says."""
+    return variable("NNODES", 1, 2**20, default=1)
 
 
 def check_ranks(recipe: Recipe, machine: Machine) -> None:
@@ -72,7 +78,7 @@ def check_ranks(recipe: Recipe, machine: Machine) -> None:
     if machine.ranks == 1:
         return
     if machine.shares > recipe.batch and recipe.batch_tokens is None:
-        found = f"{recipe.batch} sequences for {machine.shares} ranks"
+        found = f"{counted(recipe.batch, 'sequence')} for {machine.shares} ranks"
         refuse(None, "batch", found, "one for each at least, or a smaller machine.fsdp or machine.replicate")
 
 
@@ -100,10 +106,11 @@ def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, A
 
 def share_of(machine: Machine) -> tuple[range, bool]:
     """The ranks that this process starts, and whether these are all."""
-    nodes = variable("NNODES", 1, 2**20, default=1)
+    nodes = nodes_told()
     node = variable("NODE_RANK", 0, nodes - 1, default=0 if nodes == 1 else None)
     if machine.ranks % nodes:
-        refuse("environment", "NNODES", f"{nodes}, for a machine of {machine.ranks} ranks", "a divisor of its ranks")
+        refuse("environment", "NNODES", f"{nodes}, for a machine of {counted(machine.ranks, 'rank')}",
+               "a divisor of its ranks; none, for what is this host's alone")
     if nodes > 1:
         check_address()
     here = machine.ranks // nodes

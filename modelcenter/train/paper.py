@@ -30,7 +30,7 @@ from ..place import check_adapter
 from .calibrate import NOTHING, learn
 from .fit import beside, job_of, keeper, ranks_here, share, widest
 from .launch import check_ranks
-from .prepare import prepare
+from .prepare import prepare, restrict
 from .recipe import Recipe
 from .resolve import automatic_precision, check_length, most_of, resolve, sizes_of
 from .step import autocast
@@ -75,10 +75,11 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
     tell(f"plan: steps of {printable(recipe.model)} are rehearsed in every layout of {ranks} x {chip.name}, which takes a while")
     result = survey(costs, ranks, machine, asked, others, runnable(recipe, job.model))
     weights = sum(prod(shape) for shape in job.model.shapes.values())  # however they are stored, and without adapters
+    many = f"{weights / 1e9:,.2f} G" if weights >= 1e9 else f"{weights / 1e6:,.2f} M"
     lines = [
-        f"{recipe.model}: {weights / 1e9:,.2f} G parameters, {recipe.precision}, steps of {job.rows:,} x {job.tokens:,} tokens on "
+        f"{recipe.model}: {many} parameters, {recipe.precision}, steps of {job.rows:,} x {job.tokens:,} tokens on "
         f"{ranks} x {chip.name}",
-        f"predicted, not measured; rates: {chip.source}",
+        f"predicted, not measured; rates: {chip.source or device}",
         f"the host takes {chip.call * 1e6:.3g} µs for a call of torch's, {chip.host}",
         *([str(learned)] if learned.runs else []),
     ]
@@ -112,6 +113,7 @@ def automatic(chip: Chip) -> Any:
 def job_there(recipe: Recipe, machine: Machine, device: torch.device, gpu: bool) -> Job:
     """What a recipe trains, with its data read."""
     kind: Any = device.type
+    machine = replace(machine, sequence_parallel=False)  # which is for layouts that cut tensors, and this one has one rank
     recipe, _ = resolve(recipe, replace(machine, device=kind))
     setup = prepare(recipe, machine, device, meta=True)
     return job_of(recipe, device, setup, partial(autocast, recipe.precision, device), machine, gpu)
@@ -124,7 +126,7 @@ def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
     labels = 1 if recipe.objective == "regress" else None
     model = build(recipe.model, task=objective.task, config=recipe.config, device="meta", num_labels=labels)
     check_length(recipe, vars(model.config))
-    model.freeze(*recipe.freeze)
+    restrict(model, recipe)
     if recipe.adapter.name != "none":
         model.load_report = LoadReport()  # weights are read for it, and nothing is new
         insert(model, recipe.adapter, choose(model, recipe.adapter))

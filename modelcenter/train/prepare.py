@@ -195,15 +195,19 @@ def absent(model: str) -> bool:
     return False
 
 
-def configure(model: Model, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> None:
-    """Apply what the recipe says about the model: what is frozen, its loss, keys of config.json. What cannot be trained so is
-    refused."""
+def restrict(model: Model, recipe: Recipe) -> None:
+    """Freeze what the recipe says. What cannot be trained so, or in its precision, is refused."""
     if recipe.precision == "fp16" and model.wide:
         found = f"fp16 with {type(model).__name__}, whose feed-forward layers overflow it"
         refuse(None, "precision", found, "bf16, or fp32 where there is no bf16")
     model.freeze(*recipe.freeze)
     if recipe.freeze and not any(p.requires_grad for p in model.parameters()):
         refuse(None, "freeze", "all parameters of the model", "one at least is to be trained")
+
+
+def configure(model: Model, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> None:
+    """Apply what the recipe says about the model: what is frozen, its loss, keys of config.json."""
+    restrict(model, recipe)
     model.head.smoothing = recipe.loss.label_smoothing
     if isinstance(model.head, ClassifyHead):
         model.head.r_drop = recipe.loss.r_drop

@@ -14,6 +14,7 @@ from ..config import COMMAND_LINE, Layers, Whole, assignments, bind, convert, fi
 from ..data.objective import objectives
 from ..errors import nearest, refuse, refuse_missing
 from ..optim.config import OptimizerConfig
+from ..parallel.machine import Machine
 from ..theirs import RECIPE, SCHEDULE
 from .recipe import Recipe
 
@@ -78,6 +79,7 @@ ALIASES = {  # transformers' TrainingArguments and example scripts: our key
     "num_train_epochs": "num_epochs",
     "resume_from_checkpoint": "resume",
 }
+PLACES = {"machine", *(setting.name for setting in fields(Machine))}  # where a run happens
 PARTIAL = ("gradient_accumulation_steps", "bf16", "fp16", "adam_beta1", "adam_beta2")  # aliases that are more than a name
 
 
@@ -89,8 +91,9 @@ def settle(
     one value: the sources of another are not mixed into it."""
     ours = _ours(tree, {}, file)
     given = _ours(over, ours, where)
-    if "machine" in {**ours, **given}:
-        refuse(file if "machine" in ours else where, "machine", "no part of a recipe", "--machine M, or mc.train(recipe, machine)")
+    if place := next((key for key in {**ours, **given} if key in PLACES), None):
+        wanted = "--machine M, machine.KEY=VALUE, or mc.train(recipe, machine)"
+        refuse(file if place in ours else where, place, "no part of a recipe", wanted)
     data, fixed = given.get("data"), file is not None and Path(file).parent == Path(str(packaged()))
     if isinstance(data, dict) and isinstance(ours.get("data"), dict):
         whole = data if isinstance(data, Whole) else {key: value for key, value in data.items() if isinstance(value, Whole)}
