@@ -29,6 +29,8 @@ from modelcenter.adapter.config import AdapterConfig
 from modelcenter.errors import InputError
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
+from modelcenter.parallel import offload
+from modelcenter.parallel.ahead import Ahead
 from modelcenter.parallel.blocks import blocks
 from modelcenter.parallel.chips import CHIPS
 from modelcenter.parallel.device import home_of
@@ -38,7 +40,7 @@ from modelcenter.parallel.ranks import ALONE, settle
 from modelcenter.parallel.survey import remedies, survey
 from modelcenter.train import fit, memory
 from modelcenter.train.loop import train
-from modelcenter.train.step import accumulate, update
+from modelcenter.train.step import accumulate, autocast, update
 
 STILL = {"dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
 SIZES = {"layers": 3, "dim": 16, "heads": 2, "positions": 16, "vocab": 41, **STILL}
@@ -47,8 +49,9 @@ SIZES = {"layers": 3, "dim": 16, "heads": 2, "positions": 16, "vocab": 41, **STI
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 
 
-def made(**changes: Any) -> tuple[mc.Model, Aside]:
-    model = mc.build("gpt2", config=SIZES, machine=Machine(device=DEVICE, offload=True, **changes), seed=3).train()
+def made(precision: str | None = None, **changes: Any) -> tuple[mc.Model, Aside]:
+    machine = Machine(device=DEVICE, offload=True, **changes)
+    model = mc.build("gpt2", config=SIZES, machine=machine, precision=precision, seed=3).train()
     aside = aside_of(model)
     assert aside is not None
     return model, aside
@@ -197,6 +200,62 @@ def the_same_bits(rank: int) -> None:
     assert all(torch.equal(full(p.detach()), found[1][n]) for n, p in model.named_parameters())
 
 
+def comes_ahead(rank: int) -> None:
+    """The weights of a block are on their way while the one before is at work, rounded as those that are fetched when they are
+    wanted; none of a block that is being updated."""
+    begun, found, plain = list[tuple[str, int]](), [], offload.Ahead
+
+    class Seen(Ahead):
+        """`at` the block at work, or a backward."""
+
+        at = "-"
+
+        def begin(self, number: int, *args: Any) -> None:
+            before = self.begun.get(number)
+            super().begin(number, *args)
+            if self.begun.get(number) is not before:
+                begun.append((self.at, number))
+
+    class Never(Ahead):
+        def begin(self, number: int, group: Any, unshard: Any, async_op: bool = False) -> None:
+            unshard(async_op)
+
+    for kind in (Never, Seen):
+        offload.Ahead = kind  # type: ignore[misc]  # in this process alone
+        model, aside = made(recompute="full", precision="bf16")
+        offload.Ahead = plain  # type: ignore[misc]
+        compute, optimizer = partial(autocast, "bf16", torch.device(DEVICE)), build_optimizer(model, OptimizerConfig(lr=1e-2))
+        for k, block in enumerate(blocks(model)):
+            block.register_forward_hook(lambda *_, k=k: setattr(Seen, "at", str(k)))
+        for _ in range(3):
+            accumulate(model, rows(2), "lm", compute)
+            update(model, optimizer, 0.0, 1e-2, 0.1, late=True)
+        settle(model)
+        found.append({n: full(p.detach()).clone() for n, p in model.named_parameters()})
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    assert aside.ahead is not None and not aside.ahead.begun
+    begun.clear()
+    accumulate(model, rows(1), "lm", compute)
+    assert [number for _, number in begun] == [0, 1, 2, 3, 3, 2, 1] and [at for at, _ in begun[2:4]] == ["2", "0"], begun
+
+    begun.clear()
+    gate = threading.Event()
+    aside.later([(list(blocks(model))[1].attn.q.weight, lambda: gate.wait(60))])
+    threading.Timer(0.2, gate.set).start()
+    with torch.no_grad():
+        model(**rows(1)[0])
+    assert [number for _, number in begun] == [0, 1, 3], "what is being updated is fetched when it is wanted"
+
+    def stops(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = next(iter(blocks(model))).register_forward_hook(stops)
+    with pytest.raises(KeyboardInterrupt):
+        accumulate(model, rows(1), "lm", compute)
+    hook.remove()
+    assert not aside.ahead.begun, "weights may change before they are wanted"
+
+
 def compiled(rank: int) -> None:
     """Hooks of what is compiled cannot wait: all is updated before the forward begins."""
     torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
@@ -228,7 +287,7 @@ def on_the_host(rank: int) -> None:
 
 WORK = {"adds": adds, "adds, zero 2": partial(adds, zero=2), "adds, zero 1": partial(adds, zero=1),
         "complete": complete, "broken off": broken_off, "as files": as_files, "in order": in_order,
-        "the same bits": the_same_bits, "compiled": compiled, "on the host": on_the_host}
+        "the same bits": the_same_bits, "compiled": compiled, "on the host": on_the_host, "comes ahead": comes_ahead}
 
 
 @pytest.mark.parametrize("name", WORK)
@@ -330,8 +389,9 @@ def test_a_plan_of_what_the_host_keeps(job: Any) -> None:
     assert first.parts["gradients"] == pytest.approx(4 * count, rel=1e-3) and first.aside == one.aside
     assert one.spent["offload"] > 0 and "offload" not in without.spent
     slow = costs_of(job, replace(CHIPS["h200"], bring=1e9)).exact(Machine(offload=True), 2)
-    times = 2 * 4 + 4  # weights come twice a micro-batch, gradients go once
-    assert slow.spent["offload"] == pytest.approx(times * 4 * count / 1e9, rel=0.1)
+    inside = sum(p.numel() for n, p in job.model.named_parameters() if "blocks" in n)
+    come = 4 * (2 * 4 * inside + 4 * (count - inside))  # twice a micro-batch, the outermost once; gradients go meanwhile, once
+    assert slow.spent["offload"] == pytest.approx(come / 1e9, rel=0.1)
     assert slow.seconds > four.seconds
     second = costs_of(job, replace(CHIPS["h200"], bring=1e9)).exact(Machine(offload=True, zero=2), 2)
     assert second.spent["offload"] < 0.6 * slow.spent["offload"], "weights come once a step"

@@ -215,7 +215,7 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
     if offload:
         from .offload import keep
 
-        keep(model)
+        keep(model, inner.size() == 1)
 
 
 def policy(model: nn.Module, precision: str | None) -> "MixedPrecisionPolicy":

@@ -289,14 +289,13 @@ class Costs:
     def aside(self, machine: Machine, one: float, forwards: int) -> float:
         """Seconds in which the device waits for the host's memory: for weights that come and gradients that go, at once, as far as
         they take longer than `forwards` micro-batches of `one` second each; for the norm of all gradients; and for what of the
-        update the next forward, a third of its micro-batch, does not hide. For the weights of a single rank FSDP makes the device
-        wait when they are needed."""
+        update the next forward, a third of its micro-batch, does not hide."""
         n, tp, chip = machine.fsdp, machine.tensor_parallel, self.chip
         whole, outside, _, _ = self.sizes(tp)
         gradients, times = self.lasting(tp)["gradients"], host.exchanges(machine, forwards)
         come = ((whole - outside) * times.blocks + outside * times.outermost) / n / chip.bring
         go, busy = gradients * times.scatters / n / chip.bring, forwards * one
-        waits = come + max(0.0, go - busy) if n == 1 else max(0.0, come - busy, go - busy)
+        waits = max(0.0, come - busy, go - busy)
         moved = sum(count * work.bytes for work, count in self.update_of(tp).work(True).items())
         update = max(0.0, (moved - gradients) / n / chip.host_bandwidth - one / 3)
         return waits + gradients / n / chip.host_bandwidth + update

@@ -1,7 +1,7 @@
 """What the host does for a model whose weights it keeps, while the device is at work.
 
-FSDP brings the weights of a block to the device and its gradients back (`apply.py: shard`). Two things are left, and a thread sees
-to both:
+FSDP brings the weights of a block to the device and its gradients back (`apply.py: shard`; a single rank's: `ahead.py`). Two things
+are left, and a thread sees to both:
 
 * Gradients of several micro-batches are added up here. FSDP would add them itself, inside the backward, which then waits for every
   copy: a step of GPT-2 XL in four micro-batches took 19 s, of which it computes for 2. So each backward finds none, and what
@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 from torch import Tensor, nn
 
+from .ahead import Ahead
 from .averaging import local
 from .blocks import units
 
@@ -32,7 +33,7 @@ ALIGN = 256  # bytes; torch's allocators do so
 class Aside:
     """The gradients of a model that are being added up, and the updates that are under way. `model`: FSDP has it already."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, alone: bool) -> None:
         self.model = ref(model)
         self.pool = ThreadPoolExecutor(1, "offload", initializer=partial(torch.set_flush_denormal, True))
         self.kept: list[nn.Parameter] = []  # the parameters on the host
@@ -44,6 +45,7 @@ class Aside:
         self.unit_of: dict[Tensor, int] = {}
         for number, unit in enumerate((model, *units(model))):
             unit.register_forward_pre_hook(partial(arrived, ref(self), number), prepend=True)  # before FSDP's, which sends weights
+        self.ahead = Ahead((model, *units(model)), partial(idle, ref(self))) if alone else None
 
     def take(self) -> None:
         """Take away the gradients that a micro-batch has left, and have them added to those before."""
@@ -73,6 +75,8 @@ class Aside:
 
     def give(self) -> None:
         """Leave the sums where optimizers look for gradients."""
+        if self.ahead is not None:
+            self.ahead.forget()
         if self.adding is not None:
             self.take()
             self.added()
@@ -143,6 +147,12 @@ def arrived(aside: "ref[Aside]", number: int, unit: nn.Module, args: Any) -> Non
         here.arrived(number)
 
 
+def idle(aside: "ref[Aside]", number: int) -> bool:
+    """Whether a unit is not being updated."""
+    update = here.updates.get(number) if (here := aside()) is not None else None
+    return update is None or update.done()
+
+
 KNOWN: WeakKeyDictionary[nn.Module, Aside] = WeakKeyDictionary()  # no copy that is made of a model is in it
 
 
@@ -150,6 +160,7 @@ def aside_of(model: nn.Module) -> Aside | None:
     return KNOWN.get(model)
 
 
-def keep(model: nn.Module) -> None:
-    """From now on add up gradients aside, and let updates be finished later, of `model`, whose weights are on the host."""
-    KNOWN[model] = Aside(model)
+def keep(model: nn.Module, alone: bool) -> None:
+    """From now on add up gradients aside, and let updates be finished later, of `model`, whose weights are on the host; all of
+    them on that of one rank, if it is `alone`."""
+    KNOWN[model] = Aside(model, alone)
