@@ -5,10 +5,10 @@
 
 Both hold fp32 weights and moments in parts, compute in bf16, exchange weights in bf16 and gradients in fp32 (ours in bf16, summed
 in fp32, where ranks reach each other), without dropout, on random ids; a step is forward, backward, clip and update. `ours compile`
-compiles our blocks too, `ours moments` keeps moments in bf16, `hf eager` compiles no block, `selective` and `full` recompute,
-`offload` keeps weights, gradients and moments on the host;
-`hf@16` is theirs with 16 sequences a rank, whatever --batch says. Memory that does not suffice ends the run, and loses the
-contenders behind it: name them by what they need.
+compiles our blocks too, `ours calls` has no CUDA graph, `ours moments` keeps moments in bf16, `hf eager` compiles no block,
+`selective` and `full` recompute, `offload` keeps weights, gradients and moments on the host; `hf@16` is theirs with 16 sequences a
+rank, whatever --batch says. Memory that does not suffice ends the run, and loses the contenders behind it: name them by what they
+need.
 FLOPs and the product that they are a share of: step.py. One more step is traced: `exposed` is the share of it in which the stream
 that computes stands still while another one sends or waits for a rank, `idle` that in which nothing runs. `retries`: how often
 memory was so full that the allocator gave back what it kept, for which the device stands still.
@@ -38,6 +38,7 @@ import modelcenter as mc
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
+from modelcenter.train.graphs import WARM, graphs_of
 from modelcenter.train.step import accumulate, autocast, update
 
 STILL = {"dropout": 0.0, "attn_dropout": 0.0, "embed_dropout": 0.0}
@@ -58,15 +59,17 @@ def ours(preset: str, config: dict[str, Any], batch: Batch, options: argparse.Na
         zero=options.zero,
         compile="compile" in kind,
         offload="offload" in kind,
+        cuda_graphs="calls" not in kind,
     )
     model: Any = noisy(mc.build(preset, task="lm", config=config, device="meta"), where, "bf16", batch["labels"].device)
     ranks, optimizer = join(where), build_optimizer(model, OptimizerConfig(moments="bf16" if "moments" in kind else "fp32"))
     compute, targets = partial(autocast, "bf16", batch["labels"].device), batch["labels"].numel() * ranks.shares
+    graphs = graphs_of(model, where, batch["labels"].device, lambda line: print(line, file=sys.stderr) if ranks.first else None)
 
     def step() -> float:
-        loss, _ = accumulate(model, [batch], "lm", compute, targets=targets, ranks=ranks)
+        loss, _ = accumulate(model, [batch], "lm", compute, targets=targets, ranks=ranks, graphs=graphs)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
-        update(model, optimizer, loss, 1e-4, 1.0, squares=squares)
+        update(model, optimizer, loss, 1e-4, 1.0, squares=squares, graphs=graphs)
         return float(loss)
 
     return model, step
@@ -147,7 +150,7 @@ def run(kind: str, options: argparse.Namespace, device: torch.device) -> dict[st
         torch.cuda.reset_peak_memory_stats()
     before = retried(device)
     _, step = (ours if kind.startswith("ours") else theirs)(options.preset, config, batch, options, kind)
-    losses = [step() for _ in range(3)]
+    losses = [step() for _ in range(WARM + 2)]  # behind what is recorded its first replay
     times = [seconds(step, device) for _ in range(options.steps)]
     taken = statistics.median(times)
     peak = (torch.cuda.max_memory_allocated() + mapped()) / 2**30 if device.type == "cuda" else 0.0

@@ -243,6 +243,32 @@ WANTED: list[tuple[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]]] = [
         (Job("bloom-560m", "lm", 64, 512, more=PACKED), [(16, {"replicate": 4})]),
         (Job("cpm-ant-10b", "lm", 32, 512, {"layers": 6}), [(8, {"replicate": 4}), (16, tp(2, replicate=2))]),
     ]),
+    (2, [  # shards, whose micro-batches are CUDA graphs too, beside copies
+        (Job("gpt2", "lm", 16, 1024), [(8, zero(3)), (8, zero(2))]),
+        (Job("gpt2-medium", "lm", 32, 512), [(8, zero(3)), (16, COPIES)]),
+        (Job("gpt2-large", "lm", 16, 1024), [(8, zero(1)), (8, zero(3, **FULL)), (8, COPIES)]),
+        (Job("bert-base-uncased", "mlm", 128, 512), [(64, zero(3))]),
+        (Job("bert-large-uncased", "mlm", 256, 128), [(128, zero(3)), (128, COPIES)]),
+        (Job("t5-large", "seq2seq", 32, 512, more=target(128)), [(16, zero(3)), (16, COPIES)]),
+        (Job("t5-v1_1-base", "seq2seq", 64, 256, more={**target(128), **optimizer(name="adafactor")}), [(32, zero(2))]),
+        (Job("llama-3.2-1b", "lm", 16, 1024), [(8, zero(3, **SELECTIVE)), (4, zero(3))]),
+        (Job("llama-3.2-3b", "lm", 8, 1024), [(4, zero(3)), (4, zero(2))]),
+        (Job("llama-3.2-1b", "lm", 32, 512, more=merge(LORA, PACKED)), [(16, zero(3))]),
+        (Job("llama-3.1-8b", "lm", 8, 1024, more=QLORA), [(4, zero(3))]),
+        (Job("bloom-1b1", "lm", 16, 512), [(8, zero(3)), (8, COPIES)]),
+        (Job("cpm-ant-10b", "lm", 16, 1024, {"layers": 6}), [(8, zero(2))]),
+        (Job("gpt2-medium", "lm", 32, 512, more=optimizer(name="muon")), [(16, zero(3))]),
+        (Job("gpt2-medium", "lm", 32, 512, precision="fp16"), [(16, zero(3))]),
+    ]),
+    (4, [
+        (Job("gpt2-medium", "lm", 64, 512), [(16, {"fsdp": 4}), (16, {"replicate": 2, "fsdp": 2})]),
+        (Job("bert-large-uncased", "mlm", 128, 512), [(32, {"fsdp": 4, "zero": 2}), (32, {"replicate": 4})]),
+        (Job("gpt2-xl", "lm", 32, 1024), [(8, {"fsdp": 4}), (8, {"replicate": 2, "fsdp": 2})]),
+        (Job("llama-3.2-3b", "lm", 16, 1024), [(4, {"fsdp": 4}), (8, tp(2, 2))]),
+        (Job("t5-large", "seq2seq", 64, 512, more=target(128)), [(16, {"fsdp": 4})]),
+        (Job("bloom-1b7", "lm", 16, 1024), [(4, {"fsdp": 4})]),
+        (Job("gpt2-13b", "lm", 32, 512), [(8, {"fsdp": 4, **FULL})]),
+    ]),
 ]  # fmt: skip
 SMALL = {"layers": 4, "dim": 128, "heads": 4, "vocab": 2000}
 WIDE = {**SMALL, "hidden": 512}

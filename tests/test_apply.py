@@ -191,6 +191,7 @@ SENT = {  # (gathers, reduce-scatters, sums over copies) of a step, by machine
     "zero2": ({"fsdp": 2, "zero": 2}, (GROUPS, GROUPS * MICROS, 0)),
     "zero1": ({"fsdp": 2, "zero": 1}, (GROUPS, GROUPS, 0)),
     "copies": ({"replicate": 2}, (0, 0, 1)),  # all of so small a model at once
+    "fp16, zero2": ({"fsdp": 2, "zero": 2}, (GROUPS, GROUPS * MICROS, 0)),
 }
 SENT_BY_FOUR = {
     "hybrid": ({"replicate": 2, "fsdp": 2}, ((2 * GROUPS - 1) * MICROS, GROUPS * MICROS, GROUPS)),
@@ -200,16 +201,16 @@ SENT_BY_FOUR = {
 
 def sends(rank: int, machines: dict[str, Any]) -> None:
     for name, (changes, wanted) in machines.items():
-        machine = machine_of(**changes)
-        case = LLAMA if "head" in name else GPT2
-        ranks, model = join(machine), model_of(case, machine, torch.float32, "bf16", vocab=BROAD * ("head" in name))
+        machine, case = machine_of(**changes), LLAMA if "head" in name else GPT2
+        precision, low = ("fp16", torch.float16) if "fp16" in name else ("bf16", torch.bfloat16)
+        ranks, model = join(machine), model_of(case, machine, torch.float32, precision, vocab=BROAD * ("head" in name))
         batch = batches_of(case, 0, 1, 1)[:MICROS]
         for _ in range(2):  # the first step of all has more to say
             with Collectives() as seen:
-                accumulate(model, batch, "lm", lambda: autocast("bf16", CPU), targets=9, ranks=ranks)
+                accumulate(model, batch, "lm", lambda: autocast(precision, CPU), targets=9, ranks=ranks)  # noqa: B023  # called here
         found = tuple(seen.calls[kind] for kind in ("gather", "scatter", "reduce"))
         assert found == wanted, f"{name}: {found} and not {wanted}"
-        assert seen.dtypes.get("gather", {torch.bfloat16}) == {torch.bfloat16}, f"{name}: weights are sent as {seen.dtypes}"
+        assert seen.dtypes.get("gather", {low}) == {low}, f"{name}: weights are sent as {seen.dtypes}"
         sums = [seen.dtypes.get(kind, {torch.float32}) for kind in ("scatter", "reduce")]
         assert sums == [{torch.float32}] * 2 and ("alltoall" in seen.dtypes) is name.endswith(("zero2", "zero3", "hybrid")), name
         assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())

@@ -27,7 +27,7 @@ from modelcenter.train import graphs as graphs_module
 from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import on_device
 from modelcenter.train.graphs import GPU, WARM, Graphs, graphs_of
-from modelcenter.train.step import accumulate, update
+from modelcenter.train.step import accumulate, autocast, update
 
 STILL = {"dropout": 0.0, "embed_dropout": 0.0, "attn_dropout": 0.0}
 COPIES = Machine(device=DEVICE, threads=1, replicate=2)
@@ -243,15 +243,18 @@ class Silent(Played):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(averaging, "send", lambda gradients, group: lambda: None)
             patch.setattr(Ranks, "exchanged", lambda self, parts, sizes: [parts[0].new_zeros(n) for n in sizes])
+            for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):  # FSDP's
+                patch.setattr(dist, name, lambda *args, **options: None)
             return super().__call__(work)
 
 
-def steps(machine: Machine | None, lengths: tuple[int, ...], parts: int, recorder: Any, name: str = "adamw"
-          ) -> tuple[list[float], list[Tensor], Any]:
-    """Losses of twelve steps of this rank's part of the batches, and the weights after them."""
-    ranks = join(machine) if machine is not None else ALONE
+def steps(machine: Machine | None, lengths: tuple[int, ...], parts: int, recorder: Any, name: str = "adamw",
+          precision: str = "fp64") -> tuple[list[float], list[Tensor], Any]:
+    """Losses of twelve steps of this rank's part of the batches, and the weights after them. Nothing is dropped in fp64."""
+    ranks, exact = join(machine) if machine is not None else ALONE, precision == "fp64"
     torch.manual_seed(0)
-    model = mc.build("gpt2", config=TINY | {"positions": 64, **STILL}, machine=machine, dtype="fp64")
+    config, dtype, low = TINY | {"positions": 64, **(STILL if exact else {})}, *(("fp64", None) if exact else ("fp32", precision))
+    model = mc.build("gpt2", config=config, machine=machine, dtype=dtype, precision=low)
     optimizer: Any = build_optimizer(model, OptimizerConfig(name=name), ranks)
     graphs = Graphs(model.train(), recorder(model, optimizer), repeats=False) if recorder is not None else None
     device = next(model.parameters()).device
@@ -261,7 +264,8 @@ def steps(machine: Machine | None, lengths: tuple[int, ...], parts: int, recorde
         batches = [on_device(batch_of("lm", 2, lengths[(number + k) % len(lengths)], generator), device) for k in range(2 * parts)]
         mine = batches[ranks.share :: ranks.shares]
         (targets,) = ranks.sum(sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in mine))
-        loss, _ = accumulate(model, mine, "lm", targets=targets, ranks=ranks, graphs=graphs)
+        compute = partial(autocast, precision, device)
+        loss, _ = accumulate(model, mine, "lm", compute, targets=targets, ranks=ranks, graphs=graphs)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         update(model, optimizer, loss, 1e-2, 1.0, squares=squares, graphs=graphs)
         losses.append(float(loss))
@@ -275,7 +279,7 @@ def records(rank: int, machine: Machine, lengths: tuple[int, ...], parts: int, n
     losses, found, graphs = steps(machine, lengths, parts, (lambda *_: GPU(torch.device(DEVICE))) if on_gpu else Silent, name)
     assert (graphs.updates.launch is not None) == (name != "adamw") and not graphs.ended
     assert on_gpu or (graphs.recorder.played > 0 and (graphs.recorder.updates > 0) == (name != "adamw"))
-    kinds, averages = {kind for shapes in graphs.shapes.values() for kind in shapes.records}, machine.replicate > 1
+    kinds, averages = {kind for shapes in graphs.shapes.values() for kind in shapes.records}, join(machine).averages
     one = 2 * parts == machine.shares
     assert kinds == ({("first", averages)} if one else {("first", False), ("later", averages)}), kinds
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-9, atol=0)

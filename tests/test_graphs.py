@@ -48,12 +48,16 @@ class Played:
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self.model, self.memory, self.little, self.made, self.played, self.closed = model, True, False, 0, 0, 0
-        self.optimizer, self.updates = optimizer, 0
+        self.optimizer, self.updates, self.asked = optimizer, 0, list[float]()
 
     def room(self) -> bool:
         return self.memory
 
     def tight(self) -> bool:
+        return self.little
+
+    def lacks(self, times: float) -> bool:
+        self.asked.append(times)
         return self.little
 
     def drawn(self) -> Tensor:
@@ -528,6 +532,22 @@ def test_work_of_another_kind_is_given_the_memory(tmp_path: Path) -> None:
     assert run.through(6, 9) == wanted and run.records == 1 and run.recorder.played == 6
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+def test_calls_are_given_the_memory_where_no_step_can_be_repeated(tmp_path: Path, repeats: bool) -> None:
+    """Others wait for this rank, and would for ever if it ran out of memory."""
+    wanted, run = (Run(tmp_path, "gpt", graphed, torch.device("cpu")) for graphed in (False, True))
+    run.graphs.repeats, run.recorder.little = repeats, True
+    for each in (wanted, run):
+        torch.manual_seed(3)
+        each.short = (8,)
+        each.through(6)
+        each.short = (0,)
+        each.through(6, 12)
+    assert run == wanted and run.recorder.played > 0 and run.graphs.ended == (not repeats)
+    assert run.recorder.asked == ([] if repeats else [pytest.approx(24 / 16, rel=0.02)])  # of longer ones, once
+    assert run.said[1:] == ([] if repeats else ["there is too little memory beside CUDA graphs: the run goes on without"])
+
+
 def test_parameters_that_are_elsewhere_are_recorded_anew(tmp_path: Path) -> None:
     wanted, found = (Run(tmp_path, "gpt", graphed, torch.device("cpu")) for graphed in (False, True))
     for run in (wanted, found):
@@ -574,7 +594,7 @@ def test_evaluation_and_training_are_different_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machine", [
-    {"cuda_graphs": False}, {"compile": True}, {"fsdp": 2}, {"replicate": 2, "fsdp": 2}, {"fsdp": 2, "tensor_parallel": 2},
+    {"cuda_graphs": False}, {"compile": True}, {"offload": True}, {"fsdp": 2, "offload": True},
 ])  # fmt: skip
 def test_where_a_run_has_none(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GPU", lambda device: None)

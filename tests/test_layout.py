@@ -435,7 +435,8 @@ def test_one_process_has_its_update_from_the_rehearsal_of_its_step(change: dict[
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_a_graph_leaves_little_to_the_host(name: str) -> None:
-    """Of forward, backward and the calls of the update. Packed sequences in fp32, a CPU and several ranks have no graphs."""
+    """Of forward, backward and the calls of the update. Packed sequences in fp32, a CPU, what the host keeps and compiled blocks
+    have no graphs, nor have micro-batches of which FSDP keeps something for the next."""
     job = job_of(gpt(), 4)
     job = replace(job, how=replace(job.how, build=built_by(name)))
     costs = costs_of(job)
@@ -447,7 +448,12 @@ def test_a_graph_leaves_little_to_the_host(name: str) -> None:
     assert graph.seconds == pytest.approx(together(busy, least + 2 * GRAPHED * costs.timed(step, 1)["host"], True), rel=0.01)
     packed = replace(job, batch=lambda rows: {**job.batch(rows), "cu_seq_lens_q": torch.tensor([0, 1])})
     parts = graph.parts
-    assert costs.graphed(Machine(), 2, parts) and not costs.graphed(Machine(fsdp=2), 2, parts)
+    both = Machine(fsdp=2, replicate=2)
+    kept = Machine(fsdp=2, zero=2)
+    for machine, forwards in ((Machine(), 2), (Machine(replicate=2), 2), (Machine(fsdp=2), 2), (kept, 1), (both, 1)):
+        assert costs.graphed(machine, 2, parts, forwards)
+    for machine, forwards in ((Machine(offload=True), 1), (replace(kept, zero=1), 2), (kept, 2), (both, 2)):
+        assert not costs.graphed(machine, 2, parts, forwards)
     assert not costs.graphed(Machine(compile=True), 2, parts)
     assert Costs(packed, CHIPS["h200"]).graphed(Machine(), 2, parts)
     assert not Costs(replace(packed, precision="fp32"), CHIPS["h200"]).graphed(Machine(), 2, parts)
@@ -520,13 +526,25 @@ def test_a_step_by_calls_is_rehearsed_where_its_graph_may_lack_room() -> None:
         assert parts["activations"] == sizes[not graph]["activations"]
 
 
+def test_what_is_drawn_is_what_would_run() -> None:
+    """By calls, where a graph, which keeps more, has no room; and no line leads to fewer tokens than it was drawn with."""
+    job, machine = job_of(gpt(attn_dropout=0.5), 512), Machine(recompute="full")
+    rows, calls = 8 * POINT // LENGTH, replace(machine, cuda_graphs=False)
+    graph, by_calls = (costs_of(job).estimate(one, rows) for one in (machine, calls))
+    assert by_calls.need < 0.98 * graph.need and by_calls.host > 4 * graph.host
+    found = Costs(job, CHIPS["h200"], (graph.need + by_calls.need) / 2).estimate(machine, rows)
+    assert found.fits and found.machine == machine and (found.need, found.seconds) == (by_calls.need, by_calls.seconds)
+    costs = costs_of(job)
+    assert costs.estimate(machine, 2) == costs.exact(machine, 2, 256)
+
+
 def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
     """FSDP's hooks and DTensor's dispatch are the host's: of a small model on a fast device they are the step, of a slow device
     nothing of them is seen; on a host that computes itself they come on top."""
     fast, slow = CHIPS["h200"], replace(CHIPS["h200"], bf16=1e9, fp32=1e9)
     costs = [costs_of(job_of(gpt(), 8), chip) for chip in (fast, slow, replace(slow, apart=False))]
     plain = costs[0].exact(Machine(cuda_graphs=False), 8)
-    for machine in (Machine(fsdp=2), Machine(tensor_parallel=2, cuda_graphs=False)):
+    for machine in (Machine(fsdp=2, cuda_graphs=False), Machine(tensor_parallel=2, cuda_graphs=False)):
         quick, late, alone = (one.exact(machine, 8 // machine.shares) for one in costs)
         assert quick.bottleneck == "host" and late.spent["host"] < 1e-6 * late.seconds
         assert alone.spent["host"] == pytest.approx(quick.host, rel=1e-6)
@@ -560,7 +578,7 @@ def test_what_a_step_waits_for_is_no_straight_line_over_its_rows() -> None:
 
 
 def test_a_device_that_is_slower_than_said_leaves_its_host_as_it_is() -> None:
-    job, machine = job_of(gpt(), 8), Machine(fsdp=2)
+    job, machine = job_of(gpt(), 8), Machine(fsdp=2, cuda_graphs=False)
     said, late = (costs_of(job, replace(CHIPS["h200"], slower=times)).exact(machine, 4) for times in (1.0, 1e4))
     assert said.bottleneck == "host" and said.host == pytest.approx(said.seconds, rel=1e-3)
     assert said.host == pytest.approx(late.host)

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mesh import DEVICE, spawn
-from torch import Tensor
+from mesh import DEVICE, full, spawn
+from torch import Tensor, nn
 
 from modelcenter.parallel import peers
+from modelcenter.parallel.apply import mesh_of, shard
+from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.peers import Gather, Mapped, Sum, ways
 
 SIZE = 6  # of a rank's part
@@ -104,6 +106,39 @@ def test_sums_lose_nothing_and_weights_arrive(tmp_path: Path) -> None:
     spawn(4, on_cpus, str(tmp_path))
 
 
+class Times(nn.Module):
+    """The gradient of its weights is what they are multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def halves(rank: int, machine: Machine) -> None:
+    mesh = mesh_of(machine)
+    assert mesh is not None
+    model = Times().to(DEVICE)
+    shard(model, mesh if machine.replicate > 1 else mesh["fsdp"], machine.zero, "fp16", lambda: None)
+    numbers = torch.randint(1, 9, (machine.shares, SIZE), generator=torch.Generator().manual_seed(0))
+    each = numbers.float() * 2.0**-24  # of fp16 the least
+    for number in range(2):  # added to those before
+        model(each[rank].half().to(DEVICE)).backward()
+        wanted = (number + 1) * each.double().mean(0)
+        assert model.weight.grad is not None and torch.equal(full(model.weight.grad).double(), wanted), f"{model.weight.grad}"
+
+
+@pytest.mark.parametrize("machine", [Machine(device=DEVICE, fsdp=2), Machine(device=DEVICE, fsdp=2, replicate=2)],
+                         ids=["shards", "copies of shards"])  # fmt: skip
+def test_fp16_loses_nothing_before_it_is_summed(machine: Machine) -> None:
+    """torch divides by the square root of the number of ranks first, where the least have no bit for it."""
+    if DEVICE != "cpu" and machine.ranks > torch.accelerator.device_count():
+        pytest.skip(f"{machine.ranks} GPUs")
+    spawn(machine.ranks, halves, machine)
+
+
 def on_gpus(rank: int) -> None:
     ranks = dist.get_world_size()
     gather, add = ways(dist.group.WORLD, "cuda")
@@ -143,9 +178,9 @@ def test_sums_and_activations_take_each_other_s_place() -> None:
     device, size = torch.device("cuda", torch.cuda.current_device()), 2**26
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    side, before = torch.cuda.Stream(device), torch.cuda.memory_reserved()
+    side, home, before = torch.cuda.Stream(device), torch.cuda.current_stream(device), torch.cuda.memory_reserved()
     with torch.cuda.stream(side):
-        grown = peers.lasting((size,), torch.float32, device).fill_(1.0)
+        grown = peers.lasting((size,), torch.float32, device, home).fill_(1.0)
         torch.cuda._sleep(2**28)  # type: ignore[no-untyped-call]  # torch has no types there
         grown.fill_(2.0)
         seen = grown.clone()  # of the side stream's own memory

@@ -190,13 +190,14 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    from .peers import Own, ways
+    from .peers import Gather, Own, Sum, ways
+    from .shards import KNOWN
 
     whole = policy(model, precision)
     inner = mesh["fsdp"] if mesh.ndim > 1 else mesh
-    # bf16 has the exponents of fp32, and needs no scale before it is summed; zero 1 adds up whole gradients, in what they are sent
     bits = whole.param_dtype or next(model.parameters()).dtype
-    short = whole.reduce_dtype is not None and bits == torch.bfloat16 and zero > 1 and inner.size() > 1
+    # zero 1 adds up whole gradients, in what they are sent
+    short = whole.reduce_dtype is not None and bits in LOW.values() and zero > 1 and inner.size() > 1
     gather, add = ways(inner.get_group(), mesh.device_type) if short else (None, None)
     sums = add is not None
     if inner.size() == 1:
@@ -211,7 +212,11 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
             sharded.set_custom_all_gather(gather)
         if add is not None:
             sharded.set_custom_reduce_scatter(add)
+        if isinstance(add, Sum) and bits == torch.float16:  # torch would divide before they are added up, and lose the smallest
+            sharded.set_gradient_divide_factor(1.0)
+            add.over = mesh.size()
     model.register_forward_hook(release)
+    KNOWN[model] = [way for way in (gather, add) if isinstance(way, Gather | Sum)]
     if offload:
         from .offload import keep
 

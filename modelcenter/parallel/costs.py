@@ -90,10 +90,20 @@ class Costs:
         return sizes_of(self.job.model, tp)
 
     def estimate(self, machine: Machine, rows: int) -> Estimate:
-        """The costs with `rows` a micro-batch, interpolated: memory and time are straight lines over the rows, and two rehearsals
-        give two points of each, with enough tokens that the logits are formed in chunks of their greatest size."""
+        """The costs with `rows` a micro-batch, interpolated where a line can be drawn. A step that has no room as a CUDA graph runs
+        by calls."""
+        found = self.drawn(machine, rows)
+        if found.fits or not machine.records(found.forwards):
+            return found
+        return replace(self.drawn(replace(machine, cuda_graphs=False), rows), machine=machine)
+
+    def drawn(self, machine: Machine, rows: int) -> Estimate:
+        """The costs on straight lines over the rows: two rehearsals give two points of each, with enough tokens that the logits are
+        formed in chunks of their greatest size. With fewer tokens lines are others."""
         few = ceil(POINT / self.job.tokens)
         forwards, at = ceil(ceil(self.job.rows / machine.shares) / rows), (rows - few) / few
+        if rows < few:
+            return self.exact(machine, rows, forwards)
         low, high = self.exact(machine, few, forwards), self.exact(machine, 2 * few, forwards)
 
         def along(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
@@ -156,32 +166,32 @@ class Costs:
                 parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
             return step, parts
 
-        again = machine.recompute != "none" and self.records(machine, rows)
+        again = machine.recompute != "none" and self.records(machine, rows, forwards)
         # the step that recomputes nothing, which takes more, is rehearsed for its arithmetic anyway
-        if again and self.graphed(machine, rows, rehearsed("none")[1]):
+        if again and self.graphed(machine, rows, rehearsed("none")[1], forwards):
             recorded = rehearsed(machine.recompute, True)
-            if self.graphed(machine, rows, recorded[1]) and sum(recorded[1].values()) <= self.limit:
+            if self.graphed(machine, rows, recorded[1], forwards) and sum(recorded[1].values()) <= self.limit:
                 return *recorded, True
         found = rehearsed(machine.recompute)
-        graphed = self.graphed(machine, rows, found[1])
+        graphed = self.graphed(machine, rows, found[1], forwards)
         if again and graphed:
             recorded = rehearsed(machine.recompute, True)
             graphed = sum(recorded[1].values()) <= self.limit
             found = recorded if graphed else found
         return *found, graphed
 
-    def records(self, machine: Machine, rows: int) -> bool:
+    def records(self, machine: Machine, rows: int, forwards: int) -> bool:
         """Whether forward and backward may be a CUDA graph (train/graphs.py): packed sequences are in low precision only."""
         there = self.job.how.gpu or self.job.how.device.type == "cuda"
         without = self.low is None or getattr(self.job.model, "prefixed", False)  # packed sequences
         packed = without and any(name.startswith("cu_seq_lens") for name in self.job.batch(rows))
-        return machine.graphs and there and not packed
+        return machine.records(forwards) and there and not packed
 
-    def graphed(self, machine: Machine, rows: int, parts: Mapping[Kind, int]) -> bool:
+    def graphed(self, machine: Machine, rows: int, parts: Mapping[Kind, int], forwards: int = 1) -> bool:
         """Whether they are: what a micro-batch takes at the peak, of which `parts` are, must be free beside what lasts."""
         lasts = parts["weights"] + parts.get("optimizer", 0)
         taken = sum(size for kind, size in parts.items() if kind != "fragments") - lasts
-        return self.records(machine, rows) and lasts + ROOM * taken <= self.limit
+        return self.records(machine, rows, forwards) and lasts + ROOM * taken <= self.limit
 
     def sharded(self, machine: Machine, forwards: int) -> Sharded:
         """The memory of a rank that holds a part of the state."""
@@ -239,7 +249,7 @@ class Costs:
     def sums_itself(self, machine: Machine) -> bool:
         """Whether ranks send each other gradients in the low precision, and each adds up its part itself (peers.py)."""
         near = machine.fsdp * machine.tensor_parallel <= self.chip.node
-        return (self.low or self.own) == torch.bfloat16 and machine.zero > 1 and machine.fsdp > 1 and near
+        return (self.low or self.own) in LOW.values() and machine.zero > 1 and machine.fsdp > 1 and near
 
     def collective(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes."""

@@ -60,8 +60,8 @@ class Machine:
     )  # fmt: skip
     compile: bool = field(default=False, metadata=says("torch.compile each block"))
     cuda_graphs: bool = field(
-        default=True, metadata=says("on GPUs, without fsdp, offload and compile: record forward, backward and updates as CUDA "
-                                    "graphs, padding batches to recurring shapes, where memory allows")
+        default=True, metadata=says("on GPUs, without offload and compile: record forward, backward and updates as CUDA graphs, "
+                                    "padding batches to recurring shapes, where memory allows")
     )  # fmt: skip
     deterministic: bool = field(
         default=False, metadata=says("on a GPU: the same bits from run to run; what has no deterministic kernel is refused")
@@ -120,13 +120,23 @@ class Machine:
 
     @property
     def graphs(self) -> bool:
-        """Whether micro-batches may run as CUDA graphs: without FSDP, whose weights come and go, and without compiled blocks."""
-        return self.cuda_graphs and not self.wrapped and not self.compile
+        """Whether micro-batches may run as CUDA graphs: without compiled blocks, and without what the host has a part in."""
+        return self.cuda_graphs and not self.offload and not self.compile
+
+    def records(self, forwards: int) -> bool:
+        """Whether those of a step of so many may."""
+        return self.graphs and whole(forwards, self.zero, self.fsdp, self.replicate)
 
     @property
     def shares(self) -> int:
         """Into how many shares the data is divided."""
         return self.fsdp * self.replicate
+
+
+def whole(forwards: int, zero: int, fsdp: int, replicate: int) -> bool:
+    """Whether each of a step's `forwards` begins and ends as the step does, with weights in parts and gradients sent. Otherwise
+    FSDP keeps something from one to the next: whole weights, whole gradients, or sums that other copies wait for."""
+    return forwards == 1 or fsdp == 1 or (zero == 3 and replicate == 1)
 
 
 def in_shards(machine: Machine) -> tuple[str, Machine] | None:

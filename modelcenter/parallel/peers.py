@@ -2,7 +2,7 @@
 
 A collective of NCCL runs on multiprocessors that the products beside it could use. Copies need none. If every rank can map the
 others' memory (torch's symmetric memory), a GPU's copy engines fetch the parts of weights, and bring gradients where they are added
-up. Gradients travel as they were formed, in bf16, and the rank that holds their part adds them up in fp32, in the order of the
+up. Gradients travel as they were formed, in 16 bits, and the rank that holds their part adds them up in fp32, in the order of the
 ranks. That is half the bytes of a reduce-scatter in fp32, and nothing is rounded before the sum. CPUs, and GPUs that do not reach
 each other, do the same with one all-to-all.
 
@@ -29,6 +29,10 @@ class Mapped:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, 0
         self.buffer: Tensor | None = None
+        self.anew()
+
+    def anew(self) -> None:
+        """Wait for no earlier use: whoever comes next is behind it anyway."""
         self.used = torch.cuda.Event()
 
     def of(self, size: int) -> Any:
@@ -49,6 +53,9 @@ class Gather:
 
     def __init__(self, mapped: Mapped) -> None:
         self.mapped = mapped
+
+    def anew(self) -> None:
+        self.mapped.anew()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -83,12 +90,18 @@ class Sum:
 
     def __init__(self, mapped: Mapped | None = None) -> None:
         self.mapped = mapped
-        self.asked = False
+        self.home: Any = None  # the stream that computes, if it has asked
+        self.over = 1  # by what sums are divided, which FSDP then does not do
+
+    def anew(self) -> None:
+        self.home = None
+        if self.mapped is not None:
+            self.mapped.anew()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """First of all gradients, then of the sums that this rank holds."""
-        self.asked = not self.asked
-        return torch.empty(size, dtype=dtype, device=device) if self.asked else lasting(size, torch.float32, device)
+        home, self.home = self.home, torch.get_device_module(device).current_stream(device) if self.home is None else None
+        return torch.empty(size, dtype=dtype, device=device) if home is None else lasting(size, torch.float32, device, home)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any,
                  async_op: bool = False) -> None:
@@ -100,6 +113,8 @@ class Sum:
         come = self.copied(input_tensor, group) if self.mapped is not None else exchanged(input_tensor, group)
         form = torch.mean if op == dist.ReduceOp.AVG else torch.sum
         form(come.view(ranks, -1), 0, dtype=torch.float32, out=output_tensor)
+        if self.over > 1:
+            output_tensor.div_(self.over)
         if self.mapped is not None:
             self.mapped.used.record()
 
@@ -116,15 +131,15 @@ class Sum:
         return come
 
 
-def lasting(size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for what one stream writes and the update frees, taken from the stream that computes. torch's allocator keeps memory
-    that was freed on one stream from all others, and FSDP asks for sums on a stream of its own. Gradients and activations could
-    then never take each other's place, and when memory is full it would go back to the driver and be asked for again, twice a step.
-    The stream that writes waits for all earlier work of the other one; the next user of this memory waits for it; nobody reads a
-    sum earlier."""
+def lasting(size: Any, dtype: torch.dtype, device: torch.device, home: Any) -> Tensor:
+    """Memory for what one stream writes and the update frees, taken from `home`, the stream that computes. torch's allocator keeps
+    memory that was freed on one stream from all others, and FSDP asks for sums on a stream of its own. Gradients and activations
+    could then never take each other's place, and when memory is full it would go back to the driver and be asked for again, twice a
+    step. The stream that writes waits for all earlier work of the other; the next user of this memory waits for it; nobody reads
+    a sum earlier."""
     if device.type != "cuda":
         return torch.empty(size, dtype=dtype, device=device)
-    here, home = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    here = torch.cuda.current_stream(device)
     here.wait_stream(home)  # who had this memory before has done with it
     with torch.cuda.stream(home):
         out = torch.empty(size, dtype=dtype, device=device)

@@ -11,6 +11,8 @@ from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from .machine import whole
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -102,10 +104,16 @@ class Ranks:
         groups: list[list[int]] = self.mesh.mesh.permute(order).reshape(parts, -1).tolist()
         return groups
 
-    def reduce(self, model: "nn.Module", last: bool) -> None:
+    def whole(self, forwards: int) -> bool:
+        """Whether each of a step's `forwards` begins and ends as the step does (machine.py: whole)."""
+        degrees = self.degrees
+        return whole(forwards, self.zero, degrees.get("fsdp", 1), degrees.get("replicate", 1))
+
+    def reduce(self, model: "nn.Module", last: bool, alone: bool = False) -> None:
         """Called before a backward, to say whether it is the last of a step; after the last, gradients are those of all ranks.
         Before that, zero 1 keeps whole gradients and sends nothing, zero 2 and 3 keep parts of gradients, and zero 1 and 2 keep
-        whole weights. Copies, of shards too, are brought together in the last one only."""
+        whole weights. Copies, of shards too, are brought together in the last one only. `alone`: the next micro-batch is not to
+        wait for what this one sends, which ends with its backward."""
         if self.averages:
             from .averaging import wait
 
@@ -114,7 +122,8 @@ class Ranks:
             if (aside := kept(model)) is not None:
                 aside.take()
             sharded: Any = model
-            sharded.set_is_last_backward(last or aside is not None)  # or FSDP does not wait for gradients on their way to the host
+            # or FSDP does not wait for gradients that are on their way, to the host or to other ranks
+            sharded.set_is_last_backward(last or alone or aside is not None)
             sharded.set_requires_gradient_sync(last or self.zero > 1)
             sharded.set_requires_all_reduce(last)
             sharded.set_reshard_after_backward(last or self.zero == 3)

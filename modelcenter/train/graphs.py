@@ -11,9 +11,9 @@ Gradients. The first micro-batch of a step finds none: its backward makes them, 
 given them each time. Further micro-batches find those and add to them. These are two records. The gradients of other shapes are
 copied to where those of the first shapes are, so that any micro-batch may follow any other.
 
-Several GPUs. A record holds what they send each other: the sums of tensor parallelism; and copies average their gradients in the
-backward of a step's last micro-batch (parallel/averaging.py), which is a record of its own. Each rank records when its own shapes
-recur: to the others a replay sends what the calls would have sent.
+Several GPUs. A record holds what they send each other: the sums of tensor parallelism; what FSDP gathers and scatters
+(parallel/shards.py); and copies average their gradients in the backward of a step's last micro-batch (parallel/averaging.py), which
+is a record of its own. Each rank records when its own shapes recur: to the others a replay sends what the calls would have sent.
 
 The update of optimizers that wait for the norm and then make some hundred calls (optim/clipped.py) is a record too, of gradients
 that are where the records have them: not under tensor parallelism, where those of norms are sums that the update makes elsewhere.
@@ -35,6 +35,7 @@ from ..errors import printable
 from ..ops._graph import recorded
 from ..parallel.averaging import last
 from ..parallel.machine import ROOM, Machine
+from ..parallel.shards import within
 from .shapes import fills
 
 WARM = 3  # micro-batches of the same shapes before the first are recorded: libraries are there then, and have chosen their kernels
@@ -69,6 +70,9 @@ class Recorder(Protocol):
     def tight(self) -> bool:
         """Whether other work may lack the memory that records hold."""
 
+    def lacks(self, times: float) -> bool:
+        """Whether work may lack it that takes so many times what was taken at most."""
+
     def close(self) -> None:
         """After a failure: leave torch as it was."""
 
@@ -95,6 +99,13 @@ class GPU:
     def tight(self) -> bool:
         free, total = torch.cuda.mem_get_info(self.device)
         return free < total / 2
+
+    def lacks(self, times: float) -> bool:
+        need = times * (torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device))
+        if torch.cuda.mem_get_info(self.device)[0] >= need:
+            return False
+        torch.cuda.empty_cache()  # what other work has left serves this too
+        return torch.cuda.mem_get_info(self.device)[0] < need
 
     def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         return recorded(work, self.device, self.pool, watched=True)
@@ -154,6 +165,7 @@ class Graphs:
         self.places: list[int] = []  # of parameters and buffers, as the records know them
         self.ended = self.told = self.short = False  # `told`, `short`: it has been said that there is a record, or no room for one
         self.failures = 0
+        self.largest = 1  # elements of the micro-batches that were done by calls
 
     def run(self, work: Work, arguments: Arguments, scale: Scale, averaging: bool = False) -> Tensor:
         """Do what `work` does with `arguments` and `scale`: return the loss, with its gradients added to those that are there; if
@@ -164,21 +176,31 @@ class Graphs:
         if first and self.gradients and self.places != self.here():
             self.drop()
         if key is None or not (first or self.held()):
-            return work(arguments, scale)
+            return self.by_calls(work, arguments, scale)
         shapes = self.known(key)
         record = shapes.records.get(kind)
         if record is None:
             shapes.seen += 1
             if shapes.refused or shapes.seen <= (AGAIN if self.gradients else WARM) or not self.free(shapes, arguments):
-                return work(arguments, scale)
+                return self.by_calls(work, arguments, scale)
             record = self.record(shapes, kind, work, arguments, scale)
             if record is None:
-                return work(arguments, scale)
+                return self.by_calls(work, arguments, scale)
         put(shapes, arguments, scale)
         record.launch()
         for p, gradient in self.gradients.items():
             p.grad = gradient
         return record.loss.clone()
+
+    def by_calls(self, work: Work, arguments: Arguments, scale: Scale) -> Tensor:
+        """Do what `work` does without a record. Where others wait for this rank no step can be done again: if the memory that
+        records hold may be lacking, they are given up before it is."""
+        size = sum(v.numel() for v in arguments.values() if isinstance(v, Tensor))
+        if self.gradients and not self.repeats and self.recorder.lacks(max(1.0, size / self.largest)):
+            self.end()
+            self.tell("there is too little memory beside CUDA graphs: the run goes on without")
+        self.largest = max(self.largest, size)
+        return work(arguments, scale)
 
     def update(self, work: Callable[..., None], given: Sequence[Tensor], state: Iterable[Mapping[str, Any]]) -> None:
         """Do `work`, an update that reads the tensors `given` and changes those of `state`, beside gradients and parameters."""
@@ -272,7 +294,7 @@ class Graphs:
             if kind[0] == "first" and self.gradients:
                 hooks = [p.register_post_accumulate_grad_hook(self.bring) for p in self.trained]
                 last(self.model)  # what is sent is what was brought
-            launch, loss = self.recorder(lambda: work(shapes.inputs, shapes.scale))
+            launch, loss = self.recorder(lambda: within(self.model, lambda: work(shapes.inputs, shapes.scale)))
             found: dict[Tensor, Tensor] = {p: p.grad for p in self.trained if p.grad is not None}
             others = found.keys() ^ (self.gradients or found).keys()
             if others or any(g is not self.gradients.get(p, g) for p, g in found.items()):

@@ -47,15 +47,16 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
     each = max(1, targets) / ranks.shares  # of a share, in the mean: gradients are means over the shares too
     items, factor = number_on(each, device), None if scale == 1 else number_on(scale, device)
     work = partial(forward_and_backward, model, compute)
+    records = graphs if graphs is not None and ranks.whole(len(ours)) else None
 
     def added_up() -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=device)
         try:
             for number, batch in enumerate(ours, 1):
                 last = number == len(ours)
-                ranks.reduce(model, last)
+                ranks.reduce(model, last, records is not None and not records.ended)
                 given = {**on_device(batch, device), "num_items_in_batch": items}
-                loss = work(given, factor) if graphs is None else graphs.run(work, given, factor, last and ranks.averages)
+                loss = work(given, factor) if records is None else records.run(work, given, factor, last and ranks.averages)
                 total = total + loss.to(total)
                 beat(step=True)
                 if told is not None:

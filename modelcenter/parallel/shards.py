@@ -1,0 +1,81 @@
+"""What FSDP does beside a micro-batch, where that is recorded as a CUDA graph (train/graphs.py).
+
+FSDP gathers weights and scatters gradients on streams of its own. A graph holds what is called on its stream, and on others that
+wait for that one and for which it waits in the end. So they all do; and no call in a graph waits for one that is not in it, or the
+other way round. FSDP's hooks run once, while it is recorded. They leave a model as they found it, if a micro-batch begins with
+weights in parts and ends with them, and with gradients that were sent (machine.py: whole).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from .peers import Gather, Sum
+
+STREAMS = "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"
+ONE = "all_gather_state", "reduce_scatter_state", "_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event", \
+      "_partial_reduce_output", "_all_reduce_state"  # fmt: skip
+MANY = "post_forward_order", "reduce_scatter_states", "_last_post_reduce_events", "_post_forward_indices", "_modules_to_run_forward"
+T = TypeVar("T")
+KNOWN: "WeakKeyDictionary[nn.Module, Sequence[Gather | Sum]]" = WeakKeyDictionary()  # no copy that is made of a model is in it
+
+
+def within(model: nn.Module, work: Callable[[], T]) -> T:
+    """What `work` gives, whose calls are being recorded, those on FSDP's streams too."""
+    if model not in KNOWN:
+        return work()
+    anew(model)
+    sharded: Any = model
+    context = sharded._get_fsdp_state()._comm_ctx
+    here, others = context.device_handle.current_stream(), [getattr(context, name) for name in STREAMS]
+    for stream in others:
+        stream.wait_stream(here)
+    try:
+        out = work()
+        for stream in others:
+            here.wait_stream(stream)
+    except BaseException:
+        forget(model)
+        raise
+    finally:
+        anew(model)
+    return out
+
+
+def anew(model: nn.Module) -> None:
+    """No call waits for an earlier one on account of the memory in which both send something."""
+    for way in KNOWN[model]:
+        way.anew()
+
+
+def forget(model: nn.Module) -> None:
+    """FSDP is where it is between two steps, after a recorded one that has broken off. Nothing of that was done, and so there is
+    nothing to wait for, which torch's own `reset_iter_state` does."""
+    sharded: Any = model
+    root = sharded._get_fsdp_state()
+    whole = root._state_ctx
+    whole.iter_forward_root, whole.post_backward_final_callback_queued = None, False
+    blank(root._comm_ctx)
+    for state in whole.all_states:
+        groups = getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])  # torch 2.11 has one
+        for each in filter(None, (state, *groups)):
+            each._training_state = type(each._training_state).IDLE
+            blank(each)
+        for group in filter(None, groups):
+            for one in group.fsdp_params:
+                one.unsharded_accumulated_grad = None
+                if hasattr(one, "_unsharded_param"):
+                    one._unsharded_param.grad = None
+            group._to_sharded()
+
+
+def blank(what: Any) -> None:
+    """Let go of what is under way; each release of torch has some of these."""
+    for name in ONE:
+        if hasattr(what, name):
+            setattr(what, name, None)
+    for name in MANY:
+        if hasattr(what, name):
+            getattr(what, name).clear()
