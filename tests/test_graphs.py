@@ -30,6 +30,7 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.blocks import recompute
 from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.ranks import Ranks
 from modelcenter.train import graphs as module
 from modelcenter.train import step as stepping
 from modelcenter.train.graphs import GPU, WARM, Graphs, graphs_of
@@ -546,6 +547,30 @@ def test_calls_are_given_the_memory_where_no_step_can_be_repeated(tmp_path: Path
     assert run == wanted and run.recorder.played > 0 and run.graphs.ended == (not repeats)
     assert run.recorder.asked == ([] if repeats else [pytest.approx(24 / 16, rel=0.02)])  # of longer ones, once
     assert run.said[1:] == ([] if repeats else ["there is too little memory beside CUDA graphs: the run goes on without"])
+
+
+def test_what_replays_is_waited_for_before_its_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    for name, value in (("mem_get_info", (1, 4)), ("max_memory_allocated", 3), ("memory_allocated", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("waited"))
+    gpu = GPU.__new__(GPU)
+    gpu.device = torch.device("cuda")
+    assert not gpu.lacks(0.5) and not said
+    assert gpu.lacks(1.0) and said == ["emptied", "waited"]
+    assert gpu.tight() and said == ["emptied", "waited", "waited"]
+
+
+def test_calls_of_steps_that_are_never_recorded_are_given_the_memory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As steps of several micro-batches are, where FSDP keeps something between these, beside records of steps of one."""
+    run = Run(tmp_path, "gpt", True, torch.device("cpu"))
+    run.graphs.repeats, run.recorder.little = False, True
+    run.through(6)
+    assert run.records == 1 and not run.graphs.ended
+    monkeypatch.setattr(Ranks, "whole", lambda ranks, forwards: False)
+    run.through(6, 7)
+    assert run.graphs.ended and not run.records and run.recorder.asked
 
 
 def test_parameters_that_are_elsewhere_are_recorded_anew(tmp_path: Path) -> None:

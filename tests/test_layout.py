@@ -31,13 +31,14 @@ from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel import chips, host
+from modelcenter.parallel import layout as layout_module
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.blocks import blocks, units
 from modelcenter.parallel.chips import CHIPS, Chip, chip_named, together
 from modelcenter.parallel.costs import FRAGMENTS, GRAPHED, POINT, Costs
 from modelcenter.parallel.deep import Deep, rehearse_deep
 from modelcenter.parallel.estimate import Job
-from modelcenter.parallel.layout import layouts
+from modelcenter.parallel.layout import best_of, layouts
 from modelcenter.parallel.machine import ROOM, Machine
 from modelcenter.parallel.rehearse import Conditions, rehearse, rehearse_update
 from modelcenter.parallel.survey import remedies, survey
@@ -536,6 +537,35 @@ def test_what_is_drawn_is_what_would_run() -> None:
     assert found.fits and found.machine == machine and (found.need, found.seconds) == (by_calls.need, by_calls.seconds)
     costs = costs_of(job)
     assert costs.estimate(machine, 2) == costs.exact(machine, 2, 256)
+
+
+@pytest.mark.parametrize("machine", [Machine(), Machine(fsdp=2)], ids=["one", "shards"])
+def test_what_is_drawn_has_the_room_of_what_would_run(machine: Machine) -> None:
+    """A graph's, which is a quarter more than a micro-batch takes, of the rows in question and not of those of the line."""
+    job, rows = job_of(gpt(), 512), 3 * POINT // LENGTH
+    calls = costs_of(job).estimate(replace(machine, cuda_graphs=False), rows)
+    lasts = calls.parts["weights"] + calls.parts["optimizer"]
+    found = {room: Costs(job, CHIPS["h200"], lasts + room * (calls.need - lasts)).estimate(machine, rows) for room in (1.1, 1.3)}
+    assert all(one.fits and one.machine == machine and one.need == calls.need for one in found.values())
+    assert found[1.1].host == calls.host > 8 * found[1.3].host
+    rows = 6 * POINT // LENGTH // 5  # twice as many as a line begins with have no room for a graph
+    calls = costs_of(job).exact(replace(machine, cuda_graphs=False), rows)
+    costs = Costs(job, CHIPS["h200"], lasts + 1.3 * (calls.need - lasts))
+    assert costs.estimate(machine, rows) == costs.exact(machine, rows) and calls.host > 8 * costs.exact(machine, rows).host
+
+
+def test_small_micro_batches_are_rehearsed_where_no_larger_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then the smallest alone, unless that fits."""
+    monkeypatch.setattr(layout_module, "RECOMPUTES", ("none",))
+    job, few = job_of(gpt(), 2 * 67), POINT // LENGTH  # which 134, 67, 2 and 1 divide
+    needs = {rows: costs_of(job).exact(Machine(), rows).need for rows in (2, 67)}
+
+    def tried(limit: float) -> set[int]:
+        costs = Costs(job, CHIPS["h200"], limit)
+        best_of(costs, Machine(cuda_graphs=False))
+        return {key[2] for key in costs.known if isinstance(key[0], int)} - {few, 2 * few}
+
+    assert tried(2 * needs[67]) == set() and tried((needs[2] + needs[67]) / 2) == {1, 2} and tried(needs[2] / 9) == {1}
 
 
 def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:

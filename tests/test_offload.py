@@ -256,6 +256,39 @@ def comes_ahead(rank: int) -> None:
     assert not aside.ahead.begun, "weights may change before they are wanted"
 
 
+def not_taken(rank: int) -> None:
+    """What a forward that broke off has left on its way, or one that leaves blocks out, as T5's decoder alone, is in no later one:
+    weights may have changed since."""
+    ids = torch.arange(1, 9, device=DEVICE)[None]
+    batch, machine = {"input_ids": ids, "labels": ids[:, :5]}, Machine(device=DEVICE, offload=True)
+
+    def stops(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    def loss_of(way: str) -> Tensor:
+        sizes = {"layers": 2, "dim": 16, "heads": 2, "vocab": 41, "dropout": 0.0}
+        model = mc.build("t5-small", config=sizes, machine=machine, precision="bf16", seed=3).train()
+        first, aside = next(iter(blocks(model))), aside_of(model)
+        assert aside is not None and aside.ahead is not None
+        if way == "broke off":
+            hook = first.register_forward_hook(stops)
+            with pytest.raises(KeyboardInterrupt):
+                model(**batch)
+            hook.remove()
+        elif way == "left out":
+            model.generate(ids, max_new_tokens=4)
+        settle(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        with autocast("bf16", torch.device(DEVICE)):
+            loss: Tensor = model(**batch).loss
+        return loss.detach()
+
+    wanted = loss_of("-")
+    assert loss_of("broke off") == wanted and loss_of("left out") == wanted
+
+
 def compiled(rank: int) -> None:
     """Hooks of what is compiled cannot wait: all is updated before the forward begins."""
     torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
@@ -287,7 +320,8 @@ def on_the_host(rank: int) -> None:
 
 WORK = {"adds": adds, "adds, zero 2": partial(adds, zero=2), "adds, zero 1": partial(adds, zero=1),
         "complete": complete, "broken off": broken_off, "as files": as_files, "in order": in_order,
-        "the same bits": the_same_bits, "compiled": compiled, "on the host": on_the_host, "comes ahead": comes_ahead}
+        "the same bits": the_same_bits, "compiled": compiled, "on the host": on_the_host, "comes ahead": comes_ahead,
+        "not taken": not_taken}
 
 
 @pytest.mark.parametrize("name", WORK)

@@ -139,6 +139,36 @@ def test_fp16_loses_nothing_before_it_is_summed(machine: Machine) -> None:
     spawn(machine.ranks, halves, machine)
 
 
+class Mixed(Times):
+    """Beside what is trained are frozen weights, of which there are more, in fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        trained = self.weight
+        del self.weight
+        self.frozen = nn.Parameter(torch.ones(SIZE, dtype=torch.float16), requires_grad=False)
+        self.weight = trained
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.frozen[0].float()
+
+
+def adapters(rank: int) -> None:
+    machine = Machine(device=DEVICE, fsdp=2)
+    mesh = mesh_of(machine)
+    assert mesh is not None
+    model = Mixed().to(DEVICE)
+    shard(model, mesh["fsdp"], machine.zero, None, lambda: None)
+    model(torch.full((SIZE,), 1.0 + 2 * rank, device=DEVICE)).backward()
+    assert model.weight.grad is not None and torch.equal(full(model.weight.grad), torch.full((SIZE,), 2.0))
+
+
+def test_adapters_in_fp32_of_a_model_in_fp16_are_averaged() -> None:
+    if DEVICE != "cpu" and torch.accelerator.device_count() < 2:
+        pytest.skip("2 GPUs")
+    spawn(2, adapters)
+
+
 def on_gpus(rank: int) -> None:
     ranks = dist.get_world_size()
     gather, add = ways(dist.group.WORLD, "cuda")

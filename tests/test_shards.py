@@ -10,15 +10,17 @@ import pytest
 import torch
 from mesh import DEVICE, spawn
 from test_averaging import Silent, records, steps
+from test_graphs import TINY, Played, batch_of
 from torch import Tensor, nn
 
+import modelcenter as mc
 from modelcenter.parallel.blocks import units
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.peers import Gather, Mapped, Sum
 from modelcenter.parallel.ranks import Ranks
-from modelcenter.parallel.shards import KNOWN, STREAMS, anew, within
+from modelcenter.parallel.shards import KNOWN, STREAMS, anew, groups_of, within
 from modelcenter.train import step as stepping
-from modelcenter.train.graphs import GPU
+from modelcenter.train.graphs import GPU, Graphs, Record, key_of
 
 SHARDS = Machine(device=DEVICE, threads=1, fsdp=2)
 BOTH, HYBRID = replace(SHARDS, tensor_parallel=2), replace(SHARDS, replicate=2)
@@ -107,6 +109,26 @@ def broken(rank: int, machine: Machine, backwards: bool) -> None:
 def test_a_record_that_breaks_off_leaves_fsdp_as_it_was(zero: int, backwards: bool) -> None:
     """The run goes on by calls, with the same bits."""
     spawn(2, broken, replace(SHARDS, zero=zero), backwards)
+
+
+def noted(rank: int) -> None:
+    model = mc.build("gpt2", config=TINY, machine=SHARDS).train()
+    batch, graphs = batch_of("lm", 2, 8, torch.Generator()), Graphs(model, Played(model), repeats=False)
+    with torch.no_grad():
+        model(**batch)
+    sharded: Any = model
+    root = sharded._get_fsdp_state()
+    groups = [group for state in root._state_ctx.all_states for group in groups_of(state)]
+    assert root._comm_ctx.post_forward_order and all(group._post_forward_indices for group in groups)
+    graphs.known(key_of(model, {}, None)).records["first", False] = Record(lambda: None, torch.ones(()))
+    assert graphs.run(lambda given, scale: pytest.fail("it is recorded"), {}, None) == 1
+    assert not root._comm_ctx.post_forward_order and not any(group._post_forward_indices for group in groups)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what plays records is for CPUs")
+def test_replays_leave_no_forward_noted_for_a_backward() -> None:
+    """A run that generates texts and replays its steps would need more memory with each text."""
+    spawn(2, noted)
 
 
 class Stream:

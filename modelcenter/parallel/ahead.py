@@ -65,5 +65,6 @@ class Ahead:
         self.used = here.record_event()
 
     def forget(self) -> None:
-        """Of a step that broke off: the weights may change before they are wanted."""
+        """What nobody has taken, as after a forward that broke off or left blocks out: the weights may change before they are
+        wanted, or have. FSDP, which believes that they are on their way, then fetches them itself."""
         self.begun.clear()

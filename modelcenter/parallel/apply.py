@@ -214,6 +214,7 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
             sharded.set_custom_reduce_scatter(add)
         if isinstance(add, Sum) and bits == torch.float16:  # torch would divide before they are added up, and lose the smallest
             sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # of adapters in fp32 too, where it would ask NCCL to multiply by 1
             add.over = mesh.size()
     model.register_forward_hook(release)
     KNOWN[model] = [way for way in (gather, add) if isinstance(way, Gather | Sum)]

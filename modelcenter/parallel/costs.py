@@ -69,6 +69,11 @@ class Costs:
         """Whether the device has memory of its own."""
         return self.job.how.gpu or self.job.how.device.type != "cpu"
 
+    @property
+    def few(self) -> int:
+        """Rows of a micro-batch with which a line begins."""
+        return ceil(POINT / self.job.tokens)
+
     @cached_property
     def own(self) -> torch.dtype:
         """The dtype in which weights are held and updated."""
@@ -93,18 +98,23 @@ class Costs:
         """The costs with `rows` a micro-batch, interpolated where a line can be drawn. A step that has no room as a CUDA graph runs
         by calls."""
         found = self.drawn(machine, rows)
-        if found.fits or not machine.records(found.forwards):
+        forwards = found.forwards
+        if not self.records(machine, rows, forwards) or self.graphed(machine, rows, found.parts, forwards):
             return found
-        return replace(self.drawn(replace(machine, cuda_graphs=False), rows), machine=machine)
+        calls = self.drawn(replace(machine, cuda_graphs=False), rows)
+        room = self.graphed(machine, rows, calls.parts, forwards)  # of a step that recomputes, whose graph takes more than calls do
+        return found if room and found.fits else replace(calls, machine=machine)
 
     def drawn(self, machine: Machine, rows: int) -> Estimate:
         """The costs on straight lines over the rows: two rehearsals give two points of each, with enough tokens that the logits are
         formed in chunks of their greatest size. With fewer tokens lines are others."""
-        few = ceil(POINT / self.job.tokens)
-        forwards, at = ceil(ceil(self.job.rows / machine.shares) / rows), (rows - few) / few
+        few, forwards = self.few, ceil(ceil(self.job.rows / machine.shares) / rows)
         if rows < few:
             return self.exact(machine, rows, forwards)
-        low, high = self.exact(machine, few, forwards), self.exact(machine, 2 * few, forwards)
+        low, high, at = self.exact(machine, few, forwards), self.exact(machine, 2 * few, forwards), (rows - few) / few
+        graphs = [self.graphed(machine, k * few, point.parts, forwards) for k, point in ((1, low), (2, high))]
+        if at < 1 and graphs == [True, False]:  # between a graph and calls is no line
+            return self.exact(machine, rows, forwards)
 
         def along(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
             keys = (*a, *(key for key in b if key not in a))

@@ -36,13 +36,18 @@ def check_open(machine: Machine, beside: str) -> None:
 
 def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate:
     """The fastest estimate that fits, over sizes of the micro-batch, which divide the batch as those of a recipe do, and kinds of
-    recompute; if none fits, the one that needs least. `rows`: if given, no others are tried."""
+    recompute; if none fits, the one that needs least. The smallest, each of which is rehearsed, are tried where no larger one fits
+    and the last does. `rows`: if given, no others are tried."""
     mine = ceil(costs.job.rows / machine.shares)
     sizes = [min(rows, mine)] if rows is not None else costs.job.sizes(mine)
     ask = costs.estimate if len(sizes) > 1 else costs.exact
     tried: list[Estimate] = []
     for layout in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):
-        found = [ask(layout, n) for n in sizes]
+        found = [ask(layout, n) for n in sizes if len(sizes) == 1 or n >= costs.few]
+        if len(found) < len(sizes) and not any(e.fits for e in found):
+            *others, least = sizes[len(found) :]
+            last = ask(layout, least)
+            found += [*(ask(layout, n) for n in others if last.fits), last]
         tried += found
         if found[0].fits:
             break  # to compute anything again could only be slower

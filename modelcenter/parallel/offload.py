@@ -98,6 +98,8 @@ class Aside:
 
     def arrived(self, number: int) -> None:
         """Wait until a unit is updated. Errors of the thread are raised here."""
+        if number == 0 and self.ahead is not None:
+            self.ahead.forget()  # what is on its way is of an earlier forward
         if self.at_once and number == 0:
             self.finish()
         update = self.updates.pop(number, None)

@@ -7,6 +7,7 @@ weights in parts and ends with them, and with gradients that were sent (machine.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -50,6 +51,19 @@ def anew(model: nn.Module) -> None:
         way.anew()
 
 
+def replayed(model: nn.Module) -> None:
+    """FSDP notes each block of a forward, of an evaluation too, until a backward that it sees has ended. A replay is none of these;
+    without this a run that generates texts between replays would note them all."""
+    if model not in KNOWN:
+        return
+    sharded: Any = model
+    root = sharded._get_fsdp_state()
+    if root._comm_ctx.post_forward_order:
+        root._comm_ctx.post_forward_order.clear()
+        for group in chain.from_iterable(map(groups_of, root._state_ctx.all_states)):
+            group._post_forward_indices.clear()
+
+
 def forget(model: nn.Module) -> None:
     """FSDP is where it is between two steps, after a recorded one that has broken off. Nothing of that was done, and so there is
     nothing to wait for, which torch's own `reset_iter_state` does."""
@@ -59,16 +73,22 @@ def forget(model: nn.Module) -> None:
     whole.iter_forward_root, whole.post_backward_final_callback_queued = None, False
     blank(root._comm_ctx)
     for state in whole.all_states:
-        groups = getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])  # torch 2.11 has one
-        for each in filter(None, (state, *groups)):
+        groups = groups_of(state)
+        for each in (state, *groups):
             each._training_state = type(each._training_state).IDLE
             blank(each)
-        for group in filter(None, groups):
+        for group in groups:
             for one in group.fsdp_params:
                 one.unsharded_accumulated_grad = None
                 if hasattr(one, "_unsharded_param"):
                     one._unsharded_param.grad = None
             group._to_sharded()
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameters of a module that are gathered together; torch 2.11 has one such group."""
+    several = hasattr(state, "_fsdp_param_groups")
+    return [group for group in (state._fsdp_param_groups if several else [state._fsdp_param_group]) if group is not None]
 
 
 def blank(what: Any) -> None:

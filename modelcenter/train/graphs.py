@@ -35,7 +35,7 @@ from ..errors import printable
 from ..ops._graph import recorded
 from ..parallel.averaging import last
 from ..parallel.machine import ROOM, Machine
-from ..parallel.shards import within
+from ..parallel.shards import replayed, within
 from .shapes import fills
 
 WARM = 3  # micro-batches of the same shapes before the first are recorded: libraries are there then, and have chosen their kernels
@@ -98,14 +98,20 @@ class GPU:
 
     def tight(self) -> bool:
         free, total = torch.cuda.mem_get_info(self.device)
-        return free < total / 2
+        return free < total / 2 and self.done()
 
     def lacks(self, times: float) -> bool:
         need = times * (torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device))
         if torch.cuda.mem_get_info(self.device)[0] >= need:
             return False
         torch.cuda.empty_cache()  # what other work has left serves this too
-        return torch.cuda.mem_get_info(self.device)[0] < need
+        return torch.cuda.mem_get_info(self.device)[0] < need and self.done()
+
+    def done(self) -> bool:
+        """Wait for what was started, before records are given up. Where segments can grow (train/launch.py), torch takes them back
+        when the stream that recorded is idle; but it is another one that replays, and updates."""
+        torch.cuda.synchronize(self.device)
+        return True
 
     def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         return recorded(work, self.device, self.pool, watched=True)
@@ -113,6 +119,7 @@ class GPU:
     def close(self) -> None:
         """Torch's generator may believe that it is still being recorded, and would refuse to draw: it is given a new state, at the
         same place."""
+        self.done()
         generator = torch.cuda.default_generators[torch.cuda.current_device() if self.device.index is None else self.device.index]
         generator.graphsafe_set_state(generator.clone_state())
         self.pool = torch.cuda.graph_pool_handle()
@@ -190,6 +197,7 @@ class Graphs:
         record.launch()
         for p, gradient in self.gradients.items():
             p.grad = gradient
+        replayed(self.model)
         return record.loss.clone()
 
     def by_calls(self, work: Work, arguments: Arguments, scale: Scale) -> Tensor:

@@ -56,7 +56,10 @@ def accumulate(model: nn.Module, batches: Sequence[Arguments], task: str,
                 last = number == len(ours)
                 ranks.reduce(model, last, records is not None and not records.ended)
                 given = {**on_device(batch, device), "num_items_in_batch": items}
-                loss = work(given, factor) if records is None else records.run(work, given, factor, last and ranks.averages)
+                if records is not None:
+                    loss = records.run(work, given, factor, last and ranks.averages)
+                else:  # perhaps beside records of steps that are whole
+                    loss = work(given, factor) if graphs is None else graphs.by_calls(work, given, factor)
                 total = total + loss.to(total)
                 beat(step=True)
                 if told is not None:
