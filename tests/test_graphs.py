@@ -49,7 +49,7 @@ class Played:
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self.model, self.memory, self.little, self.made, self.played, self.closed = model, True, False, 0, 0, 0
-        self.optimizer, self.updates, self.asked = optimizer, 0, list[float]()
+        self.optimizer, self.updates, self.asked, self.waited = optimizer, 0, list[float](), 0
 
     def room(self) -> bool:
         return self.memory
@@ -63,6 +63,9 @@ class Played:
 
     def drawn(self) -> Tensor:
         return torch.get_rng_state()
+
+    def wait(self) -> None:
+        self.waited += 1
 
     def rewind(self, drawn: Tensor) -> None:
         torch.set_rng_state(drawn)
@@ -529,7 +532,7 @@ def test_work_of_another_kind_is_given_the_memory(tmp_path: Path) -> None:
     assert run.records == 1
     run.recorder.little = True
     run.graphs.make_room()
-    assert run.records == 0 and not run.graphs.gradients
+    assert run.records == 0 and not run.graphs.gradients and run.recorder.waited == 1
     assert run.through(6, 9) == wanted and run.records == 1 and run.recorder.played == 6
 
 
@@ -546,10 +549,12 @@ def test_calls_are_given_the_memory_where_no_step_can_be_repeated(tmp_path: Path
         each.through(6, 12)
     assert run == wanted and run.recorder.played > 0 and run.graphs.ended == (not repeats)
     assert run.recorder.asked == ([] if repeats else [pytest.approx(24 / 16, rel=0.02)])  # of longer ones, once
+    assert run.recorder.waited == (not repeats), "what replays is still in the memory that goes"
     assert run.said[1:] == ([] if repeats else ["there is too little memory beside CUDA graphs: the run goes on without"])
 
 
-def test_what_replays_is_waited_for_before_its_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_says_whether_calls_may_lack_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After other work has given back what it has left."""
     said = list[str]()
     for name, value in (("mem_get_info", (1, 4)), ("max_memory_allocated", 3), ("memory_allocated", 1)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
@@ -558,8 +563,9 @@ def test_what_replays_is_waited_for_before_its_memory_goes(monkeypatch: pytest.M
     gpu = GPU.__new__(GPU)
     gpu.device = torch.device("cuda")
     assert not gpu.lacks(0.5) and not said
-    assert gpu.lacks(1.0) and said == ["emptied", "waited"]
-    assert gpu.tight() and said == ["emptied", "waited", "waited"]
+    assert gpu.lacks(1.0) and gpu.tight() and said == ["emptied"]
+    gpu.wait()
+    assert said == ["emptied", "waited"]
 
 
 def test_calls_of_steps_that_are_never_recorded_are_given_the_memory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,9 @@ class Recorder(Protocol):
     def lacks(self, times: float) -> bool:
         """Whether work may lack it that takes so many times what was taken at most."""
 
+    def wait(self) -> None:
+        """For what was started, whose memory others are to have."""
+
     def close(self) -> None:
         """After a failure: leave torch as it was."""
 
@@ -98,20 +101,19 @@ class GPU:
 
     def tight(self) -> bool:
         free, total = torch.cuda.mem_get_info(self.device)
-        return free < total / 2 and self.done()
+        return free < total / 2
 
     def lacks(self, times: float) -> bool:
         need = times * (torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device))
         if torch.cuda.mem_get_info(self.device)[0] >= need:
             return False
         torch.cuda.empty_cache()  # what other work has left serves this too
-        return torch.cuda.mem_get_info(self.device)[0] < need and self.done()
+        return torch.cuda.mem_get_info(self.device)[0] < need
 
-    def done(self) -> bool:
-        """Wait for what was started, before records are given up. Where segments can grow (train/launch.py), torch takes them back
-        when the stream that recorded is idle; but it is another one that replays, and updates."""
+    def wait(self) -> None:
+        # where segments can grow (train/launch.py), torch takes them back when the stream that recorded is idle; it is another one
+        # that replays, and updates
         torch.cuda.synchronize(self.device)
-        return True
 
     def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         return recorded(work, self.device, self.pool, watched=True)
@@ -119,7 +121,7 @@ class GPU:
     def close(self) -> None:
         """Torch's generator may believe that it is still being recorded, and would refuse to draw: it is given a new state, at the
         same place."""
-        self.done()
+        self.wait()
         generator = torch.cuda.default_generators[torch.cuda.current_device() if self.device.index is None else self.device.index]
         generator.graphsafe_set_state(generator.clone_state())
         self.pool = torch.cuda.graph_pool_handle()
@@ -205,6 +207,7 @@ class Graphs:
         records hold may be lacking, they are given up before it is."""
         size = sum(v.numel() for v in arguments.values() if isinstance(v, Tensor))
         if self.gradients and not self.repeats and self.recorder.lacks(max(1.0, size / self.largest)):
+            self.recorder.wait()
             self.end()
             self.tell("there is too little memory beside CUDA graphs: the run goes on without")
         self.largest = max(self.largest, size)
@@ -349,6 +352,7 @@ class Graphs:
     def make_room(self) -> None:
         """Before work of another kind, whose memory was not measured: give up the records if little memory is left."""
         if self.gradients and self.recorder.tight():
+            self.recorder.wait()
             self.drop()
 
     def end(self) -> None:
