@@ -343,6 +343,21 @@ def test_a_number_of_a_gpu_is_there_before_what_is_called_later() -> None:
     assert known() == 3.5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_an_update_is_called_while_the_gpu_still_forms_gradients(scale: float) -> None:
+    """What waited for them, for the loss scale, left the GPU idle for as long as the host takes to call an update."""
+    model = mc.build("gpt2", config={"layers": 1, "dim": 32, "heads": 2, "vocab": 64}, device="cuda").train()
+    optimizer, ids = build_optimizer(model, OptimizerConfig()), torch.randint(64, (2, 8))
+    busy: list[bool] = []
+    for _ in range(2):  # memory is pinned, and kernels are loaded, in the first
+        loss, _ = stepping.accumulate(model, [{"input_ids": ids, "labels": ids}], "lm", scale=scale)
+        torch.cuda._sleep(1_000_000_000)  # half a second
+        formed = torch.cuda.current_stream().record_event()
+        stepping.update(model, optimizer, loss, 1e-4, 1.0, scale, meanwhile=lambda end=formed: busy.append(not end.query()))
+    assert busy[1]
+
+
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> list[int]:
     """Put a NaN into the gradients of these steps; the list counts the steps."""
     count: list[int] = []

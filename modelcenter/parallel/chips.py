@@ -77,14 +77,14 @@ PCIE5: Mapping[str, Any] = {"bring": 50 * GB, "host_memory": 250 * GB, "host_ban
 NVLINK, INFINIBAND = "NCCL over NVLink at 0.75 of its one direction", "InfiniBand of {} Gb/s a GPU, assumed"
 CHIPS: Mapping[str, Chip] = {
     "h200": Chip(
-        name="NVIDIA H200", memory=139 * 2**30, bf16=770 * TERA, fp16=770 * TERA, fp32=50 * TERA, bandwidth=4.25 * TB,
+        name="NVIDIA H200", memory=139 * 2**30, bf16=770 * TERA, fp16=740 * TERA, fp32=50 * TERA, bandwidth=4.25 * TB,
         link=347 * GB, wire=50 * GB, **PCIE5,
-        source="measured: 8192^3 products 750 to 800 TFLOP/s, 0.9 of it in models, copy 4.25 TB/s, 0.87 of it in kernels, "
-               "all-gather on 8 GPUs 340 GB/s at 640 MiB and 290 at 64 MiB; of a 13B's collectives 0.7 "
+        source="measured: 8192^3 products 750 to 800 TFLOP/s, 0.96 of it in fp16, 0.9 in models, copy 4.25 TB/s, 0.87 of it in "
+               "kernels, all-gather on 8 GPUs 340 GB/s at 640 MiB and 290 at 64 MiB; of a 13B's collectives 0.7 "
                "showed in its step; products in fp32, of models' shapes too, 49.5 to 51.3 TFLOP/s; " + INFINIBAND.format(400),
     ),
     "h100": Chip(
-        name="NVIDIA H100 80GB HBM3", memory=79 * 2**30, bf16=770 * TERA, fp16=770 * TERA, fp32=50 * TERA, bandwidth=3.0 * TB,
+        name="NVIDIA H100 80GB HBM3", memory=79 * 2**30, bf16=770 * TERA, fp16=740 * TERA, fp32=50 * TERA, bandwidth=3.0 * TB,
         link=347 * GB, wire=50 * GB, **PCIE5, source="arithmetic and link of the H200, the same chip; vendor: memory 3.35 TB/s; "
         + INFINIBAND.format(400),
     ),

@@ -129,7 +129,7 @@ def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, l
     Optimizers other than AdamW wait for the norm before they update: until then.
     """
     set_lr(optimizer, lr)
-    unscale = None if scale == 1 else torch.tensor(1 / scale, device=next(model.parameters()).device)
+    unscale = None if scale == 1 else torch.full((), 1 / scale, device=next(model.parameters()).device)  # nothing to wait for
     squares = optimizer.squares() if squares is None else squares
     clip = optimizer.clip(max_norm, unscale, squares + 0 * torch.as_tensor(loss, device=squares.device))  # 0 x NaN, 0 x inf: NaN
     known = soon(clip[0])
