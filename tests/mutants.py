@@ -1299,6 +1299,8 @@ MUTANTS = (
            "test_view.py::test_what_trains_sooner_is_taken[True]"),
     Mutant("bits-not-asked-for", "layers/batch.py", "on_gpu(x) and torch.are_deterministic_algorithms_enabled()", "False",
            "test_repeatable.py::test_it_is_our_kernel_that_is_asked[gpt2-False-False]"),
+    Mutant("sums-in-a-record-of-two-streams", "parallel/peers.py", ' or recording():', ":",
+           "test_peers.py::test_sums_in_a_record_are_in_its_own_memory"),
     Mutant("sum-in-bf16", "parallel/peers.py", "lasting(size, torch.float32, device, home)", "lasting(size, dtype, device, home)",
            "test_peers.py::test_sums_lose_nothing_and_weights_arrive", error="RuntimeError"),
     Mutant("mean-is-sum", "parallel/peers.py", "torch.mean if op == dist.ReduceOp.AVG else torch.sum", "torch.sum",

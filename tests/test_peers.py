@@ -202,6 +202,17 @@ def test_where_nodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
         assert peers.on_one_node(ranks) is one
 
 
+def test_sums_in_a_record_are_in_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two streams use is free again when a record ends, and no sooner: one of several micro-batches held all units' sums."""
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda size, **how: asked.append((size, how)))
+    monkeypatch.setattr(torch.cuda, "stream", None)
+    monkeypatch.setattr(peers, "recording", lambda: True)
+    device = torch.device("cuda", 0)
+    peers.lasting((3,), torch.float32, device, None)
+    assert asked == [((3,), {"dtype": torch.float32, "device": device})]
+
+
 @pytest.mark.gpu
 def test_sums_and_activations_take_each_other_s_place() -> None:
     """On one GPU: what the update frees is had by the stream that computes, and not before the sums' stream has done with it."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops._graph import recording
 from .variable import variable
 
 PATIENCE = 60  # seconds in which ranks that map each other's memory for the first time hear of each other
@@ -136,8 +137,8 @@ def lasting(size: Any, dtype: torch.dtype, device: torch.device, home: Any) -> T
     memory that was freed on one stream from all others, and FSDP asks for sums on a stream of its own. Gradients and activations
     could then never take each other's place, and when memory is full it would go back to the driver and be asked for again, twice a
     step. The stream that writes waits for all earlier work of the other; the next user of this memory waits for it; nobody reads
-    a sum earlier."""
-    if device.type != "cuda":
+    a sum earlier. A record has memory of its own, of which nothing that two streams use is free again before it ends."""
+    if device.type != "cuda" or recording():
         return torch.empty(size, dtype=dtype, device=device)
     here = torch.cuda.current_stream(device)
     here.wait_stream(home)  # who had this memory before has done with it
