@@ -10,8 +10,9 @@ compiles our blocks too, `ours calls` has no CUDA graph, `ours moments` keeps mo
 rank, whatever --batch says. Memory that does not suffice ends the run, and loses the contenders behind it: name them by what they
 need.
 FLOPs and the product that they are a share of: step.py. One more step is traced: `exposed` is the share of it in which the stream
-that computes stands still while another one sends or waits for a rank, `idle` that in which nothing runs. `retries`: how often
-memory was so full that the allocator gave back what it kept, for which the device stands still.
+that computes stands still while another one sends or waits for a rank (nan of a CUDA graph, whose kernels a trace puts on other
+streams), `idle` that in which nothing runs. `retries`: how often memory was so full that the allocator gave back what it kept, for
+which the device stands still.
 """
 
 import argparse
@@ -121,13 +122,15 @@ def waits(step: Step) -> tuple[float, float]:
         step()
         torch.cuda.synchronize()
     streams: dict[int, list[tuple[int, int]]] = {}
+    graph = False
     for e in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]  # it has been
+        graph |= "GraphLaunch" in e.name()
         if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation():  # type: ignore[attr-defined]  # torch.autograd has it
             streams.setdefault(e.device_resource_id(), []).append((e.start_ns(), e.start_ns() + e.duration_ns()))
     most = max(streams.values(), key=lambda spans: covered(spans))
     every = [span for spans in streams.values() for span in spans]
     whole = max(end for _, end in every) - min(start for start, _ in every)
-    return (covered(every) - covered(most)) / whole, 1 - covered(every) / whole
+    return float("nan") if graph else (covered(every) - covered(most)) / whole, 1 - covered(every) / whole
 
 
 def covered(spans: list[tuple[int, int]]) -> int:
